@@ -1,0 +1,345 @@
+"""The verbs between clients and servers.
+
+`ParameterServer` stands at both ends: `psserver.core.Core` is one, `psclient.rpc.RemoteServer` speaks
+it over gRPC. A verb that may wait returns a future; all others answer at once. Every verb raises
+`PSError` only, and may be sent again: its idempotency key is named at the verb, and a resend gets the
+recorded answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from pswire.cluster import Task
+from pswire.spec import Entry, Epoch, Member, Plan, Position, Start, VariableSpec
+from pswire.tensor import Payload, TensorSpec
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The answer to `open`.
+
+    Attributes:
+        session: this process's life with the servers; unique in the job, given by server 0.
+        incarnation: this server process's life.
+        token: the fencing token of a chief, larger than all before; 0 for others.
+        server: which server answered.
+        begun: whether the job has closed an epoch already, so that this session has to join.
+    """
+
+    session: int
+    incarnation: int
+    token: int
+    server: int
+    begun: bool
+
+
+@dataclass(frozen=True)
+class CreateReply:
+    """The answer to `create`.
+
+    Attributes:
+        id: the variable's number in creation order.
+        servers: who holds it.
+        initialized: whether this server has its value; False where it does not hold it.
+    """
+
+    id: int
+    servers: tuple[int, ...]
+    initialized: bool
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one worker says in one round to one server; its payload comes beside it.
+
+    Attributes:
+        session: who pushes.
+        epoch: the newest epoch that the worker has taken in.
+        round: which round.
+        plan_id: the plan of the section.
+        weights: for each reduction of the plan, by how much this contribution counts: replicas, or
+            elements where an axis is reduced. Where it is 0 the payload has no bytes for it.
+        more: whether this worker has a batch after this one.
+        positions: the batch that each dataset gives next.
+        want: ids of the variables whose values the worker wants back.
+    """
+
+    session: int
+    epoch: int
+    round: int
+    plan_id: bytes
+    weights: tuple[float, ...] = ()
+    more: bool = False
+    positions: tuple[Position, ...] = ()
+    want: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RoundReply:
+    """What a server says when a round is complete; the same to every member, but for `payload`.
+
+    Attributes:
+        round: which round.
+        epoch: the newest epoch that the server knew when the round completed.
+        more: whether any member has a batch after this one.
+        left_out: members whose contribution is not in this round.
+        payload: the plan's returned values of this server, then the wanted variables.
+    """
+
+    round: int
+    epoch: Epoch
+    more: bool
+    left_out: tuple[Task, ...]
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class PullReply:
+    """Values of variables.
+
+    Attributes:
+        round: the last round that the values have seen on this server, -1 before the first.
+        payload: the values, in the order asked for.
+    """
+
+    round: int
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class SessionState:
+    """One session as server 0 sees it.
+
+    Attributes:
+        member: task, session and replicas.
+        state: "open", "left" (cleanly), "failed" or "lost" (its lease ended).
+        entry: where a new member waits to be taken in, as `Epoch.entry`; "" while it is not ready.
+        silent: seconds since its last sign of life.
+    """
+
+    member: Member
+    state: str
+    entry: str
+    silent: float
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The answer to `watch`.
+
+    Attributes:
+        version: grows with everything that a chief may have to act on; to be handed back.
+        start: index of the first of `entries` in the log.
+        entries: the log from there on.
+        plans: proposed, not yet approved.
+        sessions: all sessions of the job.
+    """
+
+    version: int
+    start: int
+    entries: tuple[Entry, ...]
+    plans: tuple[Plan, ...]
+    sessions: tuple[SessionState, ...]
+
+
+@dataclass(frozen=True)
+class OpenRound:
+    """A round that waits.
+
+    Attributes:
+        round: which round.
+        section: what it does, in words.
+        missing: members whose contribution is not whole.
+        approved: whether its plan is.
+    """
+
+    round: int
+    section: str
+    missing: tuple[Task, ...]
+    approved: bool
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """The answer to `status`.
+
+    Attributes:
+        server: which server.
+        incarnation: its life.
+        log: length of its log.
+        epoch: the epoch that it knows, if any.
+        round: the last complete round, -1 before the first.
+        positions: the datasets' positions that that round's members told.
+        waiting: rounds that wait.
+        variables: how many it holds.
+        nbytes: bytes of them.
+        memory_limit: bytes that it may hold, 0 for no limit.
+        chief: seconds since server 0 heard of the chief; infinite where it never did.
+    """
+
+    server: int
+    incarnation: int
+    log: int
+    epoch: Epoch | None
+    round: int
+    positions: tuple[Position, ...]
+    waiting: tuple[OpenRound, ...]
+    variables: int
+    nbytes: int
+    memory_limit: int
+    chief: float
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One server's file of a checkpoint.
+
+    Attributes:
+        path: the checkpoint's directory, as the server resolved it.
+        file: the file's name in it.
+        round: the round whose state it holds.
+        positions: the datasets' positions after that round.
+        tensors: what it holds, by variable name.
+    """
+
+    path: str
+    file: str
+    round: int
+    positions: tuple[Position, ...]
+    tensors: tuple[tuple[str, TensorSpec], ...]
+
+
+class ParameterServer(Protocol):
+    """One server, as its clients see it. All methods may be called from any thread."""
+
+    def open(self, task: Task, replicas: int, session: int, drives: bool) -> Opened:
+        """Begins a session.
+
+        Args:
+            task: who opens it; a session that the task had before ends.
+            replicas: local replicas, 0 for a process that runs no script.
+            session: 0 at server 0, which gives the number; at the others that number.
+            drives: whether this session is a chief's, which gets a new fencing token.
+        """
+        ...
+
+    def beat(self, session: int, round: int, plan_id: bytes) -> None:
+        """Renews a lease. Key: the session.
+
+        Args:
+            session: whose.
+            round: the round in which the process waits, -1 where it waits in none.
+            plan_id: that round's plan; so that two processes that wait for each other are found out.
+
+        Raises:
+            Fenced: the session was ended.
+            Diverged: the processes of this job do different things.
+        """
+        ...
+
+    def leave(self, session: int, error: str) -> None:
+        """Ends a session. Key: the session.
+
+        Args:
+            session: whose.
+            error: "" at a clean end, else why; a divergence is told to everyone.
+        """
+        ...
+
+    def create(
+        self,
+        session: int,
+        ordinal: int,
+        id: int,
+        spec: VariableSpec,
+        servers: tuple[int, ...],
+        value: Payload | None,
+    ) -> CreateReply:
+        """Gets or creates a variable. Key: the name; the first value wins.
+
+        At server 0 with `id` -1, this names and places the variable; at each server that holds it,
+        with its id, this gives the first value.
+
+        Args:
+            session: who creates.
+            ordinal: how many variables this process created before.
+            id: the variable's number, or -1.
+            spec: name, dtype, shape.
+            servers: who holds it; empty lets server 0 choose.
+            value: the first value, or None to ask whether there is one.
+
+        Raises:
+            VariableMismatch: another process created something else under this name or at this place.
+            MemoryLimit: it does not fit.
+        """
+        ...
+
+    def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
+        """Tells server 0 what the chief or a new member needs to know. Key: the content.
+
+        Args:
+            session: who proposes.
+            plan: a plan that needs approval.
+            entry: where this new member wants to be taken in.
+            start: where the new members of an epoch begin.
+        """
+        ...
+
+    def watch(self, session: int, after: int, version: int) -> Future[Watched]:
+        """Waits until server 0's log is longer than `after` or its version is not `version`."""
+        ...
+
+    def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
+        """Appends to the log; the holder of the newest token alone may. Key: the index.
+
+        Args:
+            token: a chief's fencing token.
+            index: where the first entry belongs. Server 0 appends only at the end of its log; the
+                others skip what they have.
+            entries: what to append.
+
+        Returns:
+            The length of the log now; less than `index` where entries before it are missing.
+
+        Raises:
+            Fenced: there is a newer chief.
+        """
+        ...
+
+    def push(self, contribution: Contribution, payload: Payload) -> Future[RoundReply]:
+        """Contributes to a round, and waits for its completion. Key: (task, session, round)."""
+        ...
+
+    def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
+        """Reads variables, once this server has completed round `after`."""
+        ...
+
+    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
+        """Writes a checkpoint's shard, or at last its manifest. Key: (plan, whether it is the manifest).
+
+        Args:
+            token: the chief's.
+            plan_id: the plan that ordered it; waits until its round has run.
+            manifest: the JSON text of the manifest, or "" to write the shard.
+        """
+        ...
+
+    def restore(self, session: int, path: str) -> Future[tuple[Position, ...]]:
+        """Reads a checkpoint's values into this server's variables. Key: (path, round).
+
+        Args:
+            session: who asks; every process does, the first one's request is done.
+            path: a checkpoint directory, below the servers' checkpoint root.
+
+        Returns:
+            The datasets' positions of the checkpoint.
+        """
+        ...
+
+    def status(self) -> ServerStatus:
+        """What this server holds and whom it waits for."""
+        ...

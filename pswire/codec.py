@@ -1,0 +1,458 @@
+"""Between our values and the generated protobuf classes: used by both rims, and by nobody else.
+
+For each value there is a pair: `x_to_pb` and `x_from_pb`. Reading checks what the type system of
+protobuf cannot: unknown enum numbers and missing choices raise `InvalidRequest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from pswire.api import (
+    Contribution,
+    OpenRound,
+    PullReply,
+    RoundReply,
+    ServerStatus,
+    SessionState,
+    Shard,
+    Watched,
+)
+from pswire.cluster import Task
+from pswire.errors import InvalidRequest
+from pswire.limits import MAX_PLAN_BYTES
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.program import Attr, Input, InputKind, Node, Program
+from pswire.spec import (
+    Apply,
+    Approved,
+    Created,
+    Done,
+    Entry,
+    Epoch,
+    EpochClosed,
+    JobStarted,
+    Member,
+    Operand,
+    Plan,
+    Position,
+    ReduceOp,
+    Reduction,
+    Ref,
+    RefKind,
+    SnapshotOrder,
+    Snapshotted,
+    Start,
+    Started,
+    Variable,
+    VariableSpec,
+)
+from pswire.tensor import Payload, TensorSpec
+
+Word = TypeVar("Word")
+
+_INPUT_KINDS: dict[int, InputKind] = {
+    pb.Input.VARIABLE: "variable",
+    pb.Input.VALUE: "value",
+    pb.Input.OPERAND: "operand",
+}
+_REF_KINDS: dict[int, RefKind] = {
+    pb.Ref.VARIABLE: "variable",
+    pb.Ref.REDUCTION: "reduction",
+    pb.Ref.OPERAND: "operand",
+    pb.Ref.RESULT: "result",
+}
+_REDUCE_OPS: dict[int, ReduceOp] = {pb.Reduction.SUM: "sum", pb.Reduction.MEAN: "mean"}
+_INPUT_KIND_TO_PB = {word: number for number, word in _INPUT_KINDS.items()}
+_REF_KIND_TO_PB = {word: number for number, word in _REF_KINDS.items()}
+_REDUCE_OP_TO_PB = {word: number for number, word in _REDUCE_OPS.items()}
+
+
+def _word(table: dict[int, Word], number: int, what: str) -> Word:
+    if number not in table:
+        raise InvalidRequest(f"unknown {what} {number}")
+    return table[number]
+
+
+# ---- Tensors and variables ----
+
+
+def tensor_to_pb(spec: TensorSpec) -> pb.TensorSpec:
+    return pb.TensorSpec(dtype=spec.dtype, shape=spec.shape)
+
+
+def tensor_from_pb(message: pb.TensorSpec) -> TensorSpec:
+    return TensorSpec(message.dtype, tuple(message.shape)).check()
+
+
+def spec_to_pb(spec: VariableSpec) -> pb.VariableSpec:
+    return pb.VariableSpec(name=spec.name, tensor=tensor_to_pb(spec.tensor), trainable=spec.trainable)
+
+
+def spec_from_pb(message: pb.VariableSpec) -> VariableSpec:
+    return VariableSpec(message.name, tensor_from_pb(message.tensor), message.trainable).check()
+
+
+def variable_to_pb(variable: Variable) -> pb.Variable:
+    return pb.Variable(id=variable.id, spec=spec_to_pb(variable.spec), servers=variable.servers)
+
+
+def variable_from_pb(message: pb.Variable) -> Variable:
+    return Variable(message.id, spec_from_pb(message.spec), tuple(message.servers))
+
+
+# ---- Tasks, positions, epochs ----
+
+
+def task_to_pb(task: Task) -> pb.Task:
+    return pb.Task(job=task.job, index=task.index)
+
+
+def task_from_pb(message: pb.Task) -> Task:
+    return Task(message.job, message.index)
+
+
+def position_to_pb(position: Position) -> pb.Position:
+    return pb.Position(dataset=position.dataset, epoch=position.epoch, index=position.index)
+
+
+def positions_from_pb(messages: Iterable[pb.Position]) -> tuple[Position, ...]:
+    return tuple(Position(m.dataset, m.epoch, m.index) for m in messages)
+
+
+def start_to_pb(start: Start) -> pb.Start:
+    return pb.Start(
+        epoch=start.epoch, round=start.round, positions=[position_to_pb(p) for p in start.positions]
+    )
+
+
+def start_from_pb(message: pb.Start) -> Start:
+    return Start(message.epoch, message.round, positions_from_pb(message.positions))
+
+
+def member_to_pb(member: Member) -> pb.Member:
+    return pb.Member(task=task_to_pb(member.task), session=member.session, replicas=member.replicas)
+
+
+def member_from_pb(message: pb.Member) -> Member:
+    return Member(task_from_pb(message.task), message.session, message.replicas)
+
+
+def epoch_to_pb(epoch: Epoch) -> pb.Epoch:
+    return pb.Epoch(
+        number=epoch.number,
+        members=[member_to_pb(member) for member in epoch.members],
+        entry=epoch.entry,
+        start=start_to_pb(epoch.start) if epoch.start else None,
+    )
+
+
+def epoch_from_pb(message: pb.Epoch) -> Epoch:
+    return Epoch(
+        message.number,
+        tuple(member_from_pb(member) for member in message.members),
+        message.entry,
+        start_from_pb(message.start) if message.HasField("start") else None,
+    )
+
+
+# ---- Programs and plans ----
+
+
+def _attr_to_pb(name: str, value: Attr) -> pb.Attr:
+    match value:
+        case None:
+            return pb.Attr(name=name)
+        case bool():
+            return pb.Attr(name=name, flag=value)
+        case int():
+            return pb.Attr(name=name, number=value)
+        case float():
+            return pb.Attr(name=name, real=value)
+        case str():
+            return pb.Attr(name=name, text=value)
+        case tuple():
+            return pb.Attr(name=name, numbers=pb.Numbers(values=value))
+
+
+def _attr_from_pb(message: pb.Attr) -> tuple[str, Attr]:
+    match message.WhichOneof("value"):
+        case None:
+            return message.name, None
+        case "flag":
+            return message.name, message.flag
+        case "number":
+            return message.name, message.number
+        case "real":
+            return message.name, message.real
+        case "text":
+            return message.name, message.text
+        case "numbers":
+            return message.name, tuple(message.numbers.values)
+
+
+def program_to_pb(program: Program) -> pb.Program:
+    return pb.Program(
+        inputs=[pb.Input(kind=_INPUT_KIND_TO_PB[i.kind], spec=tensor_to_pb(i.spec)) for i in program.inputs],
+        nodes=[
+            pb.Node(op=n.op, args=n.args, attrs=[_attr_to_pb(k, v) for k, v in n.attrs])
+            for n in program.nodes
+        ],
+        assigns=[pb.Assign(target=target, value=value) for target, value in program.assigns],
+        outputs=program.outputs,
+    )
+
+
+def program_from_pb(message: pb.Program) -> Program:
+    return Program(
+        tuple(
+            Input(_word(_INPUT_KINDS, i.kind, "kind of input"), tensor_from_pb(i.spec))
+            for i in message.inputs
+        ),
+        tuple(Node(n.op, tuple(n.args), tuple(_attr_from_pb(a) for a in n.attrs)) for n in message.nodes),
+        tuple((a.target, a.value) for a in message.assigns),
+        tuple(message.outputs),
+    )
+
+
+def _ref_to_pb(ref: Ref) -> pb.Ref:
+    return pb.Ref(kind=_REF_KIND_TO_PB[ref.kind], index=ref.index)
+
+
+def _ref_from_pb(message: pb.Ref) -> Ref:
+    return Ref(_word(_REF_KINDS, message.kind, "kind of value"), message.index)
+
+
+def plan_to_pb(plan: Plan) -> pb.Plan:
+    return pb.Plan(
+        reductions=[
+            pb.Reduction(
+                op=_REDUCE_OP_TO_PB[r.op], tensor=tensor_to_pb(r.tensor), servers=r.servers, target=r.target
+            )
+            for r in plan.reductions
+        ],
+        operands=[pb.Operand(tensor=tensor_to_pb(o.tensor), servers=o.servers) for o in plan.operands],
+        programs=[program_to_pb(program) for program in plan.programs],
+        applies=[
+            pb.Apply(program=a.program, servers=a.servers, args=[_ref_to_pb(ref) for ref in a.args])
+            for a in plan.applies
+        ],
+        returned=[_ref_to_pb(ref) for ref in plan.returned],
+        snapshot=(
+            pb.SnapshotOrder(path=plan.snapshot.path, servers=plan.snapshot.servers)
+            if plan.snapshot
+            else None
+        ),
+    )
+
+
+def plan_from_pb(message: pb.Plan) -> Plan:
+    if message.ByteSize() > MAX_PLAN_BYTES:
+        raise InvalidRequest(f"a plan has {message.ByteSize()} bytes; at most {MAX_PLAN_BYTES} are allowed")
+    snapshot = message.snapshot
+    return Plan(
+        tuple(
+            Reduction(
+                _word(_REDUCE_OPS, r.op, "reduction"), tensor_from_pb(r.tensor), tuple(r.servers), r.target
+            )
+            for r in message.reductions
+        ),
+        tuple(Operand(tensor_from_pb(o.tensor), tuple(o.servers)) for o in message.operands),
+        tuple(program_from_pb(program) for program in message.programs),
+        tuple(
+            Apply(a.program, tuple(a.servers), tuple(_ref_from_pb(ref) for ref in a.args))
+            for a in message.applies
+        ),
+        tuple(_ref_from_pb(ref) for ref in message.returned),
+        SnapshotOrder(snapshot.path, tuple(snapshot.servers)) if message.HasField("snapshot") else None,
+    )
+
+
+# ---- The log ----
+
+
+def entry_to_pb(entry: Entry) -> pb.Entry:
+    match entry:
+        case JobStarted():
+            return pb.Entry(job_started=pb.JobStarted(incarnations=entry.incarnations))
+        case Created():
+            return pb.Entry(created=variable_to_pb(entry.variable))
+        case Approved():
+            return pb.Entry(approved=plan_to_pb(entry.plan))
+        case EpochClosed():
+            return pb.Entry(epoch_closed=epoch_to_pb(entry.epoch))
+        case Started():
+            return pb.Entry(started=start_to_pb(entry.start))
+        case Snapshotted():
+            return pb.Entry(
+                snapshotted=pb.Snapshotted(
+                    plan_id=entry.plan_id, round=entry.round, path=entry.path, error=entry.error
+                )
+            )
+        case Done():
+            return pb.Entry(done=pb.Empty())
+
+
+_ENTRY_FROM_PB: dict[str, Callable[[pb.Entry], Entry]] = {
+    "job_started": lambda m: JobStarted(tuple(m.job_started.incarnations)),
+    "created": lambda m: Created(variable_from_pb(m.created)),
+    "approved": lambda m: Approved(plan_from_pb(m.approved)),
+    "epoch_closed": lambda m: EpochClosed(epoch_from_pb(m.epoch_closed)),
+    "started": lambda m: Started(start_from_pb(m.started)),
+    "snapshotted": lambda m: Snapshotted(
+        m.snapshotted.plan_id, m.snapshotted.round, m.snapshotted.path, m.snapshotted.error
+    ),
+    "done": lambda m: Done(),
+}
+
+
+def entry_from_pb(message: pb.Entry) -> Entry:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("an entry of the log is empty, or of a newer version")
+    return _ENTRY_FROM_PB[kind](message)
+
+
+# ---- Requests and replies ----
+
+
+def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
+    return pb.PushHeader(
+        session=contribution.session,
+        epoch=contribution.epoch,
+        round=contribution.round,
+        plan_id=contribution.plan_id,
+        weights=contribution.weights,
+        more=contribution.more,
+        positions=[position_to_pb(p) for p in contribution.positions],
+        want=contribution.want,
+        size=size,
+    )
+
+
+def contribution_from_pb(message: pb.PushHeader) -> Contribution:
+    return Contribution(
+        message.session,
+        message.epoch,
+        message.round,
+        message.plan_id,
+        tuple(message.weights),
+        message.more,
+        positions_from_pb(message.positions),
+        tuple(message.want),
+    )
+
+
+def round_to_pb(reply: RoundReply) -> pb.RoundHeader:
+    return pb.RoundHeader(
+        round=reply.round,
+        epoch=epoch_to_pb(reply.epoch),
+        more=reply.more,
+        left_out=[task_to_pb(task) for task in reply.left_out],
+        size=reply.payload.size,
+    )
+
+
+def round_from_pb(message: pb.RoundHeader, payload: Payload) -> RoundReply:
+    return RoundReply(
+        message.round,
+        epoch_from_pb(message.epoch),
+        message.more,
+        tuple(task_from_pb(task) for task in message.left_out),
+        payload,
+    )
+
+
+def pull_to_pb(reply: PullReply) -> pb.PullHeader:
+    return pb.PullHeader(round=reply.round, size=reply.payload.size)
+
+
+def pull_from_pb(message: pb.PullHeader, payload: Payload) -> PullReply:
+    return PullReply(message.round, payload)
+
+
+def watched_to_pb(watched: Watched) -> pb.WatchReply:
+    return pb.WatchReply(
+        version=watched.version,
+        start=watched.start,
+        entries=[entry_to_pb(entry) for entry in watched.entries],
+        plans=[plan_to_pb(plan) for plan in watched.plans],
+        sessions=[
+            pb.SessionState(member=member_to_pb(s.member), state=s.state, entry=s.entry, silent=s.silent)
+            for s in watched.sessions
+        ],
+    )
+
+
+def watched_from_pb(message: pb.WatchReply) -> Watched:
+    return Watched(
+        message.version,
+        message.start,
+        tuple(entry_from_pb(entry) for entry in message.entries),
+        tuple(plan_from_pb(plan) for plan in message.plans),
+        tuple(SessionState(member_from_pb(s.member), s.state, s.entry, s.silent) for s in message.sessions),
+    )
+
+
+def shard_to_pb(shard: Shard) -> pb.SnapshotReply:
+    return pb.SnapshotReply(
+        path=shard.path,
+        file=shard.file,
+        round=shard.round,
+        positions=[position_to_pb(p) for p in shard.positions],
+        tensors=[pb.NamedTensor(name=name, spec=tensor_to_pb(spec)) for name, spec in shard.tensors],
+    )
+
+
+def shard_from_pb(message: pb.SnapshotReply) -> Shard:
+    return Shard(
+        message.path,
+        message.file,
+        message.round,
+        positions_from_pb(message.positions),
+        tuple((t.name, tensor_from_pb(t.spec)) for t in message.tensors),
+    )
+
+
+def status_to_pb(status: ServerStatus) -> pb.StatusReply:
+    return pb.StatusReply(
+        server=status.server,
+        incarnation=status.incarnation,
+        log=status.log,
+        epoch=epoch_to_pb(status.epoch) if status.epoch else None,
+        round=status.round,
+        positions=[position_to_pb(p) for p in status.positions],
+        waiting=[
+            pb.OpenRound(
+                round=w.round,
+                section=w.section,
+                missing=[task_to_pb(task) for task in w.missing],
+                approved=w.approved,
+            )
+            for w in status.waiting
+        ],
+        variables=status.variables,
+        nbytes=status.nbytes,
+        memory_limit=status.memory_limit,
+        chief=status.chief,
+    )
+
+
+def status_from_pb(message: pb.StatusReply) -> ServerStatus:
+    return ServerStatus(
+        server=message.server,
+        incarnation=message.incarnation,
+        log=message.log,
+        epoch=epoch_from_pb(message.epoch) if message.HasField("epoch") else None,
+        round=message.round,
+        positions=positions_from_pb(message.positions),
+        waiting=tuple(
+            OpenRound(w.round, w.section, tuple(task_from_pb(t) for t in w.missing), w.approved)
+            for w in message.waiting
+        ),
+        variables=message.variables,
+        nbytes=message.nbytes,
+        memory_limit=message.memory_limit,
+        chief=message.chief,
+    )

@@ -1,0 +1,112 @@
+"""Every error of the parameter server, in one tree.
+
+    PSError
+    ├── ConfigError          TF_CONFIG, flags or a cluster file say something impossible
+    ├── Unreachable          a server does not answer: not started, wrong address, network
+    ├── ServerLost           a server died or was replaced: its variables are gone
+    ├── ChiefLost            no chief answered in time, and what was asked needs one
+    ├── Fenced               this session was ended by the cluster (lease lost, or replaced)
+    ├── Diverged             two processes of one job do not run the same program
+    ├── VariableMismatch     two processes, or a checkpoint, disagree on a variable
+    ├── LocalityError        values that live on different servers meet in one update
+    ├── ProgramError         an update function cannot be traced, or a program is refused
+    ├── MemoryLimit          a server would exceed its memory limit
+    ├── RoundTimeout         a round did not complete before its deadline
+    ├── CheckpointError      a checkpoint cannot be written or read
+    └── InvalidRequest       a malformed or hostile message
+
+The message says what is wrong, where, and what to do. `task` names the process it is about, as
+`/job:ps/task:0`. The class travels by name: `BY_NAME` is the table that both rims use.
+"""
+
+from __future__ import annotations
+
+
+class PSError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: what is wrong, where, and what to do, in one line.
+        task: the task that the error is about, as `/job:ps/task:0`, or "" when it is about none.
+    """
+
+    def __init__(self, message: str, task: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.task = task
+
+    def __str__(self) -> str:
+        return f"{self.task}: {self.message}" if self.task else self.message
+
+
+class ConfigError(PSError, ValueError):
+    """TF_CONFIG, a flag or a cluster file says something impossible."""
+
+
+class Unreachable(PSError, ConnectionError):
+    """A server does not answer at its address."""
+
+
+class ServerLost(PSError, ConnectionError):
+    """A server died or was replaced by a new incarnation: restart from a checkpoint."""
+
+
+class ChiefLost(PSError, TimeoutError):
+    """What was asked needs a chief, and none answered before the deadline."""
+
+
+class Fenced(PSError):
+    """This session was ended by the cluster; the process has to restart to take part again."""
+
+
+class Diverged(PSError):
+    """Two processes of one job do not make the same sequence of sections."""
+
+
+class VariableMismatch(PSError, ValueError):
+    """Two processes, or a checkpoint and a process, disagree on a variable."""
+
+
+class LocalityError(PSError, ValueError):
+    """Values that live on different servers meet in one update."""
+
+
+class ProgramError(PSError, ValueError):
+    """An update function cannot be traced, or a program was refused by the verifier."""
+
+
+class MemoryLimit(PSError, MemoryError):
+    """A server would exceed its memory limit."""
+
+
+class RoundTimeout(PSError, TimeoutError):
+    """A round did not complete before its deadline."""
+
+
+class CheckpointError(PSError, OSError):
+    """A checkpoint cannot be written or read."""
+
+
+class InvalidRequest(PSError, ValueError):
+    """A malformed message, or one that asks for what its sender may not have."""
+
+
+BY_NAME: dict[str, type[PSError]] = {
+    error.__name__: error
+    for error in (
+        PSError,
+        ConfigError,
+        Unreachable,
+        ServerLost,
+        ChiefLost,
+        Fenced,
+        Diverged,
+        VariableMismatch,
+        LocalityError,
+        ProgramError,
+        MemoryLimit,
+        RoundTimeout,
+        CheckpointError,
+        InvalidRequest,
+    )
+}

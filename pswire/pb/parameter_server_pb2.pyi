@@ -1,0 +1,592 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Empty(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("dtype", "shape")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("offset", "pad", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PAD_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    pad: bytes
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., pad: _Optional[bytes] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class CreateFrame(_message.Message):
+    __slots__ = ("header", "part")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    header: bytes
+    part: Part
+    def __init__(self, header: _Optional[bytes] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class PushFrame(_message.Message):
+    __slots__ = ("header", "part")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    header: bytes
+    part: Part
+    def __init__(self, header: _Optional[bytes] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class RoundFrame(_message.Message):
+    __slots__ = ("header", "part")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    header: bytes
+    part: Part
+    def __init__(self, header: _Optional[bytes] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class PullFrame(_message.Message):
+    __slots__ = ("header", "part")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    header: bytes
+    part: Part
+    def __init__(self, header: _Optional[bytes] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class Task(_message.Message):
+    __slots__ = ("job", "index")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    index: int
+    def __init__(self, job: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
+
+class OpenRequest(_message.Message):
+    __slots__ = ("task", "replicas", "session", "drives")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    DRIVES_FIELD_NUMBER: _ClassVar[int]
+    task: Task
+    replicas: int
+    session: int
+    drives: bool
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ...) -> None: ...
+
+class OpenReply(_message.Message):
+    __slots__ = ("session", "incarnation", "token", "server", "begun")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    incarnation: int
+    token: int
+    server: int
+    begun: bool
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., begun: _Optional[bool] = ...) -> None: ...
+
+class BeatRequest(_message.Message):
+    __slots__ = ("session", "round", "plan_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    round: int
+    plan_id: bytes
+    def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("session", "error")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    error: str
+    def __init__(self, session: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class VariableSpec(_message.Message):
+    __slots__ = ("name", "tensor", "trainable")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    TRAINABLE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tensor: TensorSpec
+    trainable: bool
+    def __init__(self, name: _Optional[str] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., trainable: _Optional[bool] = ...) -> None: ...
+
+class Variable(_message.Message):
+    __slots__ = ("id", "spec", "servers")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    spec: VariableSpec
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CreateHeader(_message.Message):
+    __slots__ = ("session", "ordinal", "id", "spec", "servers", "has_value")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    HAS_VALUE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    ordinal: int
+    id: int
+    spec: VariableSpec
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    has_value: bool
+    def __init__(self, session: _Optional[int] = ..., ordinal: _Optional[int] = ..., id: _Optional[int] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ..., has_value: _Optional[bool] = ...) -> None: ...
+
+class CreateReply(_message.Message):
+    __slots__ = ("id", "servers", "initialized")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    initialized: bool
+    def __init__(self, id: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., initialized: _Optional[bool] = ...) -> None: ...
+
+class Input(_message.Message):
+    __slots__ = ("kind", "spec")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Input.Kind]
+        VARIABLE: _ClassVar[Input.Kind]
+        VALUE: _ClassVar[Input.Kind]
+        OPERAND: _ClassVar[Input.Kind]
+    KIND_UNSPECIFIED: Input.Kind
+    VARIABLE: Input.Kind
+    VALUE: Input.Kind
+    OPERAND: Input.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    kind: Input.Kind
+    spec: TensorSpec
+    def __init__(self, kind: _Optional[_Union[Input.Kind, str]] = ..., spec: _Optional[_Union[TensorSpec, _Mapping]] = ...) -> None: ...
+
+class Attr(_message.Message):
+    __slots__ = ("name", "flag", "number", "real", "text", "numbers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FLAG_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REAL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    flag: bool
+    number: int
+    real: float
+    text: str
+    numbers: Numbers
+    def __init__(self, name: _Optional[str] = ..., flag: _Optional[bool] = ..., number: _Optional[int] = ..., real: _Optional[float] = ..., text: _Optional[str] = ..., numbers: _Optional[_Union[Numbers, _Mapping]] = ...) -> None: ...
+
+class Numbers(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("op", "args", "attrs")
+    OP_FIELD_NUMBER: _ClassVar[int]
+    ARGS_FIELD_NUMBER: _ClassVar[int]
+    ATTRS_FIELD_NUMBER: _ClassVar[int]
+    op: str
+    args: _containers.RepeatedScalarFieldContainer[int]
+    attrs: _containers.RepeatedCompositeFieldContainer[Attr]
+    def __init__(self, op: _Optional[str] = ..., args: _Optional[_Iterable[int]] = ..., attrs: _Optional[_Iterable[_Union[Attr, _Mapping]]] = ...) -> None: ...
+
+class Assign(_message.Message):
+    __slots__ = ("target", "value")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    target: int
+    value: int
+    def __init__(self, target: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+
+class Program(_message.Message):
+    __slots__ = ("inputs", "nodes", "assigns", "outputs")
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    inputs: _containers.RepeatedCompositeFieldContainer[Input]
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    assigns: _containers.RepeatedCompositeFieldContainer[Assign]
+    outputs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., assigns: _Optional[_Iterable[_Union[Assign, _Mapping]]] = ..., outputs: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Ref(_message.Message):
+    __slots__ = ("kind", "index")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Ref.Kind]
+        VARIABLE: _ClassVar[Ref.Kind]
+        REDUCTION: _ClassVar[Ref.Kind]
+        OPERAND: _ClassVar[Ref.Kind]
+        RESULT: _ClassVar[Ref.Kind]
+    KIND_UNSPECIFIED: Ref.Kind
+    VARIABLE: Ref.Kind
+    REDUCTION: Ref.Kind
+    OPERAND: Ref.Kind
+    RESULT: Ref.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    kind: Ref.Kind
+    index: int
+    def __init__(self, kind: _Optional[_Union[Ref.Kind, str]] = ..., index: _Optional[int] = ...) -> None: ...
+
+class Reduction(_message.Message):
+    __slots__ = ("op", "tensor", "servers", "target")
+    class Op(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OP_UNSPECIFIED: _ClassVar[Reduction.Op]
+        SUM: _ClassVar[Reduction.Op]
+        MEAN: _ClassVar[Reduction.Op]
+    OP_UNSPECIFIED: Reduction.Op
+    SUM: Reduction.Op
+    MEAN: Reduction.Op
+    OP_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    op: Reduction.Op
+    tensor: TensorSpec
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    target: str
+    def __init__(self, op: _Optional[_Union[Reduction.Op, str]] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ..., target: _Optional[str] = ...) -> None: ...
+
+class Operand(_message.Message):
+    __slots__ = ("tensor", "servers")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    tensor: TensorSpec
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Apply(_message.Message):
+    __slots__ = ("program", "servers", "args")
+    PROGRAM_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    ARGS_FIELD_NUMBER: _ClassVar[int]
+    program: int
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    args: _containers.RepeatedCompositeFieldContainer[Ref]
+    def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ...) -> None: ...
+
+class SnapshotOrder(_message.Message):
+    __slots__ = ("path", "servers")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot")
+    REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
+    OPERANDS_FIELD_NUMBER: _ClassVar[int]
+    PROGRAMS_FIELD_NUMBER: _ClassVar[int]
+    APPLIES_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    reductions: _containers.RepeatedCompositeFieldContainer[Reduction]
+    operands: _containers.RepeatedCompositeFieldContainer[Operand]
+    programs: _containers.RepeatedCompositeFieldContainer[Program]
+    applies: _containers.RepeatedCompositeFieldContainer[Apply]
+    returned: _containers.RepeatedCompositeFieldContainer[Ref]
+    snapshot: SnapshotOrder
+    def __init__(self, reductions: _Optional[_Iterable[_Union[Reduction, _Mapping]]] = ..., operands: _Optional[_Iterable[_Union[Operand, _Mapping]]] = ..., programs: _Optional[_Iterable[_Union[Program, _Mapping]]] = ..., applies: _Optional[_Iterable[_Union[Apply, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ...) -> None: ...
+
+class Position(_message.Message):
+    __slots__ = ("dataset", "epoch", "index")
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    dataset: int
+    epoch: int
+    index: int
+    def __init__(self, dataset: _Optional[int] = ..., epoch: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("epoch", "round", "positions")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    round: int
+    positions: _containers.RepeatedCompositeFieldContainer[Position]
+    def __init__(self, epoch: _Optional[int] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("task", "session", "replicas")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    task: Task
+    session: int
+    replicas: int
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ...) -> None: ...
+
+class Epoch(_message.Message):
+    __slots__ = ("number", "members", "entry", "start")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    entry: str
+    start: Start
+    def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
+
+class JobStarted(_message.Message):
+    __slots__ = ("incarnations",)
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    incarnations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Snapshotted(_message.Message):
+    __slots__ = ("plan_id", "round", "path", "error")
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    plan_id: bytes
+    round: int
+    path: str
+    error: str
+    def __init__(self, plan_id: _Optional[bytes] = ..., round: _Optional[int] = ..., path: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Entry(_message.Message):
+    __slots__ = ("job_started", "created", "approved", "epoch_closed", "started", "snapshotted", "done")
+    JOB_STARTED_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    APPROVED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_CLOSED_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTTED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    job_started: JobStarted
+    created: Variable
+    approved: Plan
+    epoch_closed: Epoch
+    started: Start
+    snapshotted: Snapshotted
+    done: Empty
+    def __init__(self, job_started: _Optional[_Union[JobStarted, _Mapping]] = ..., created: _Optional[_Union[Variable, _Mapping]] = ..., approved: _Optional[_Union[Plan, _Mapping]] = ..., epoch_closed: _Optional[_Union[Epoch, _Mapping]] = ..., started: _Optional[_Union[Start, _Mapping]] = ..., snapshotted: _Optional[_Union[Snapshotted, _Mapping]] = ..., done: _Optional[_Union[Empty, _Mapping]] = ...) -> None: ...
+
+class ProposeRequest(_message.Message):
+    __slots__ = ("session", "plan", "entry", "start")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    plan: Plan
+    entry: str
+    start: Start
+    def __init__(self, session: _Optional[int] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("session", "after", "version")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    after: int
+    version: int
+    def __init__(self, session: _Optional[int] = ..., after: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class SessionState(_message.Message):
+    __slots__ = ("member", "state", "entry", "silent")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    member: Member
+    state: str
+    entry: str
+    silent: float
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., entry: _Optional[str] = ..., silent: _Optional[float] = ...) -> None: ...
+
+class WatchReply(_message.Message):
+    __slots__ = ("version", "start", "entries", "plans", "sessions")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    PLANS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    start: int
+    entries: _containers.RepeatedCompositeFieldContainer[Entry]
+    plans: _containers.RepeatedCompositeFieldContainer[Plan]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionState]
+    def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., plans: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ...) -> None: ...
+
+class ApproveRequest(_message.Message):
+    __slots__ = ("token", "index", "entries")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    token: int
+    index: int
+    entries: _containers.RepeatedCompositeFieldContainer[Entry]
+    def __init__(self, token: _Optional[int] = ..., index: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ...) -> None: ...
+
+class ApproveReply(_message.Message):
+    __slots__ = ("length",)
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    def __init__(self, length: _Optional[int] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    epoch: int
+    round: int
+    plan_id: bytes
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    more: bool
+    positions: _containers.RepeatedCompositeFieldContainer[Position]
+    want: _containers.RepeatedScalarFieldContainer[int]
+    size: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ...) -> None: ...
+
+class RoundHeader(_message.Message):
+    __slots__ = ("round", "epoch", "more", "left_out", "size")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    epoch: Epoch
+    more: bool
+    left_out: _containers.RepeatedCompositeFieldContainer[Task]
+    size: int
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("session", "variables", "after")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    variables: _containers.RepeatedScalarFieldContainer[int]
+    after: int
+    def __init__(self, session: _Optional[int] = ..., variables: _Optional[_Iterable[int]] = ..., after: _Optional[int] = ...) -> None: ...
+
+class PullHeader(_message.Message):
+    __slots__ = ("round", "size")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    size: int
+    def __init__(self, round: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class SnapshotRequest(_message.Message):
+    __slots__ = ("token", "plan_id", "manifest")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    token: int
+    plan_id: bytes
+    manifest: str
+    def __init__(self, token: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., manifest: _Optional[str] = ...) -> None: ...
+
+class NamedTensor(_message.Message):
+    __slots__ = ("name", "spec")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    spec: TensorSpec
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[TensorSpec, _Mapping]] = ...) -> None: ...
+
+class SnapshotReply(_message.Message):
+    __slots__ = ("path", "file", "round", "positions", "tensors")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    file: str
+    round: int
+    positions: _containers.RepeatedCompositeFieldContainer[Position]
+    tensors: _containers.RepeatedCompositeFieldContainer[NamedTensor]
+    def __init__(self, path: _Optional[str] = ..., file: _Optional[str] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ...) -> None: ...
+
+class RestoreRequest(_message.Message):
+    __slots__ = ("session", "path")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    path: str
+    def __init__(self, session: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class RestoreReply(_message.Message):
+    __slots__ = ("positions",)
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    positions: _containers.RepeatedCompositeFieldContainer[Position]
+    def __init__(self, positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
+
+class OpenRound(_message.Message):
+    __slots__ = ("round", "section", "missing", "approved")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SECTION_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    APPROVED_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    section: str
+    missing: _containers.RepeatedCompositeFieldContainer[Task]
+    approved: bool
+    def __init__(self, round: _Optional[int] = ..., section: _Optional[str] = ..., missing: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., approved: _Optional[bool] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    CHIEF_FIELD_NUMBER: _ClassVar[int]
+    server: int
+    incarnation: int
+    log: int
+    epoch: Epoch
+    round: int
+    positions: _containers.RepeatedCompositeFieldContainer[Position]
+    waiting: _containers.RepeatedCompositeFieldContainer[OpenRound]
+    variables: int
+    nbytes: int
+    memory_limit: int
+    chief: float
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ...) -> None: ...

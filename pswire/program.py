@@ -1,0 +1,257 @@
+"""Update programs: an update function as data, and the rules by which both ends check it.
+
+A program is a list of inputs, a list of nodes in order, and what it assigns and returns. Values are
+numbered: first the inputs, then the nodes. Ops are named as in the Python array API standard. The
+table `OPS` gives for each op its arity, its dtype rule and its shape rule; the tracer reads it to know
+what it records, the server to verify what it received. Nothing in a program is a name to look up
+anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from pswire.errors import ProgramError
+from pswire.limits import MAX_NODES
+from pswire.tensor import DTYPES, TensorSpec
+
+Attr = bool | int | float | str | tuple[int, ...] | None
+InputKind = Literal["variable", "value", "operand"]
+INPUT_KINDS: tuple[InputKind, ...] = ("variable", "value", "operand")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a program.
+
+    Attributes:
+        kind: "variable" may be assigned; "value" is a reduction's or an earlier program's result;
+            "operand" is a Python scalar or an array that every process has.
+        spec: its dtype and shape.
+    """
+
+    kind: InputKind
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Node:
+    """One application of an op.
+
+    Attributes:
+        op: a key of `OPS`.
+        args: value numbers, all smaller than the node's own.
+        attrs: named constants, sorted by name, such as `axis`.
+    """
+
+    op: str
+    args: tuple[int, ...]
+    attrs: tuple[tuple[str, Attr], ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced update function.
+
+    Attributes:
+        inputs: the inputs, numbered from 0.
+        nodes: what is computed, numbered after the inputs.
+        assigns: `(input, value)`: the input, a variable, becomes the value when the program ends.
+        outputs: values that the program gives back.
+    """
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    assigns: tuple[tuple[int, int], ...]
+    outputs: tuple[int, ...]
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The spec of every value; verifies the program on the way.
+
+        Raises:
+            ProgramError: for an unknown op, a wrong arity, dtype or shape, or a value out of place.
+        """
+        if len(self.nodes) > MAX_NODES:
+            raise ProgramError(f"the program has {len(self.nodes)} nodes; at most {MAX_NODES} are allowed")
+        specs = [item.spec.check() for item in self.inputs]
+        for node in self.nodes:
+            if not all(0 <= arg < len(specs) for arg in node.args):
+                raise ProgramError(f"{node.op} reads a value that is not there yet")
+            specs.append(infer(node.op, [specs[arg] for arg in node.args], dict(node.attrs)))
+        for target, value in self.assigns:
+            if not (0 <= target < len(self.inputs) and self.inputs[target].kind == "variable"):
+                raise ProgramError(f"the program assigns to value {target}, which is no variable")
+            if not 0 <= value < len(specs):
+                raise ProgramError("the program assigns a value that is not there")
+            if specs[value] != specs[target]:
+                raise ProgramError(f"{specs[value]} cannot be assigned to a variable of {specs[target]}")
+        if not all(0 <= value < len(specs) for value in self.outputs):
+            raise ProgramError("the program returns a value that is not there")
+        return tuple(specs)
+
+    @property
+    def output_specs(self) -> tuple[TensorSpec, ...]:
+        """The specs of what the program gives back."""
+        return tuple(self.specs[value] for value in self.outputs)
+
+
+Rule = Callable[[Sequence[TensorSpec], Mapping[str, Attr]], TensorSpec]
+
+
+@dataclass(frozen=True)
+class Op:
+    """A row of the table of ops.
+
+    Attributes:
+        name: its name in the Python array API standard.
+        arity: how many arguments it takes.
+        rule: the spec of the result, from those of the arguments and the attributes.
+        attrs: the names of the attributes that it takes.
+        numpy: the NumPy function that means the same, for the tracer and as the oracle of tests.
+    """
+
+    name: str
+    arity: int
+    rule: Rule
+    attrs: tuple[str, ...] = ()
+    numpy: str = ""
+
+
+def _elementwise(function: str) -> Rule:
+    ufunc: np.ufunc = getattr(np, function)
+
+    def rule(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
+        dtypes = ufunc.resolve_dtypes((*(DTYPES[s.dtype] for s in specs), None))
+        return TensorSpec(dtypes[-1].name, np.broadcast_shapes(*(s.shape for s in specs)))
+
+    return rule
+
+
+def _where(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
+    if specs[0].dtype != "bool":
+        raise TypeError(f"the condition is {specs[0].dtype}, not bool")
+    dtype = np.result_type(DTYPES[specs[1].dtype], DTYPES[specs[2].dtype])
+    return TensorSpec(dtype.name, np.broadcast_shapes(*(s.shape for s in specs)))
+
+
+def _astype(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
+    return TensorSpec(str(attrs["dtype"]), specs[0].shape).check()
+
+
+def _broadcast_to(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
+    shape = attrs["shape"]
+    if not isinstance(shape, tuple) or np.broadcast_shapes(specs[0].shape, shape) != shape:
+        raise ValueError(f"{specs[0].shape} does not broadcast to {shape}")
+    return TensorSpec(specs[0].dtype, shape).check()
+
+
+def _reduction(function: str) -> Rule:
+    numpy = getattr(np, function)
+
+    def rule(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
+        axis = attrs.get("axis")
+        if not (axis is None or isinstance(axis, int | tuple)):
+            raise TypeError(f"axis {axis!r} is neither a number, nor numbers, nor None")
+        probe = np.zeros((1,) * len(specs[0].shape), DTYPES[specs[0].dtype])
+        dtype = numpy(probe).dtype
+        drop = np.lib.array_utils.normalize_axis_tuple(
+            tuple(range(probe.ndim)) if axis is None else axis, probe.ndim
+        )
+        keep = bool(attrs.get("keepdims", False))
+        shape = tuple(1 if i in drop else n for i, n in enumerate(specs[0].shape) if keep or i not in drop)
+        if function in ("max", "min") and specs[0].size == 0:
+            raise ValueError(f"{function} of no elements")
+        return TensorSpec(dtype.name, shape)
+
+    return rule
+
+
+def _matmul(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
+    left, right = (spec.shape for spec in specs)
+    if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
+        raise ValueError(f"shapes {left} and {right} do not multiply; matmul takes two matrices")
+    dtype = np.result_type(*(DTYPES[s.dtype] for s in specs))
+    return TensorSpec(dtype.name, (left[0], right[1]))
+
+
+_UNARY = {
+    "abs": "absolute",
+    "negative": "negative",
+    "positive": "positive",
+    "sqrt": "sqrt",
+    "square": "square",
+    "exp": "exp",
+    "expm1": "expm1",
+    "log": "log",
+    "log1p": "log1p",
+    "sin": "sin",
+    "cos": "cos",
+    "tanh": "tanh",
+    "sign": "sign",
+    "floor": "floor",
+    "ceil": "ceil",
+    "round": "rint",
+    "isfinite": "isfinite",
+    "isnan": "isnan",
+    "logical_not": "logical_not",
+}
+_BINARY = {
+    "add": "add",
+    "subtract": "subtract",
+    "multiply": "multiply",
+    "divide": "true_divide",
+    "floor_divide": "floor_divide",
+    "remainder": "remainder",
+    "pow": "power",
+    "maximum": "maximum",
+    "minimum": "minimum",
+    "equal": "equal",
+    "not_equal": "not_equal",
+    "less": "less",
+    "less_equal": "less_equal",
+    "greater": "greater",
+    "greater_equal": "greater_equal",
+    "logical_and": "logical_and",
+    "logical_or": "logical_or",
+}
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        *(Op(name, 1, _elementwise(ufunc), numpy=ufunc) for name, ufunc in _UNARY.items()),
+        *(Op(name, 2, _elementwise(ufunc), numpy=ufunc) for name, ufunc in _BINARY.items()),
+        Op("where", 3, _where, numpy="where"),
+        Op("astype", 1, _astype, ("dtype",), numpy="astype"),
+        Op("broadcast_to", 1, _broadcast_to, ("shape",), numpy="broadcast_to"),
+        *(
+            Op(name, 1, _reduction(name), ("axis", "keepdims"), numpy=name)
+            for name in ("sum", "mean", "max", "min", "all", "any")
+        ),
+        Op("matmul", 2, _matmul, numpy="matmul"),
+    )
+}
+"""Every op that a program may use."""
+
+
+def infer(op: str, specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
+    """The spec of an op's result.
+
+    Raises:
+        ProgramError: with the op and the shapes in it, if there is no such op or it does not take these.
+    """
+    row = OPS.get(op)
+    if row is None:
+        raise ProgramError(f"unknown op {op!r}; known are {', '.join(OPS)}")
+    if len(specs) != row.arity or not set(attrs) <= set(row.attrs):
+        raise ProgramError(f"{op} takes {row.arity} arguments and the attributes {list(row.attrs)}")
+    try:
+        return row.rule(specs, attrs).check()
+    except (TypeError, ValueError, KeyError) as error:
+        given = ", ".join(map(str, specs))
+        raise ProgramError(f"{op}({given}) is not possible: {error}") from None

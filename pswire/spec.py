@@ -1,0 +1,430 @@
+"""What processes and servers agree on: variables, plans, epochs and the log that holds them.
+
+All are frozen values; equal values have equal `repr`, from which a plan's id is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pswire.cluster import Task
+from pswire.errors import InvalidRequest, LocalityError, ProgramError
+from pswire.limits import MAX_NAME
+from pswire.program import Program
+from pswire.tensor import DTYPES, TensorSpec
+
+ReduceOp = Literal["sum", "mean"]
+REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean")
+
+
+@dataclass(frozen=True)
+class VariableSpec:
+    """A variable as its creators describe it.
+
+    Attributes:
+        name: unique in the job, by creation order.
+        tensor: dtype and shape.
+        trainable: whether optimizers should touch it; kept for checkpoints and tools.
+    """
+
+    name: str
+    tensor: TensorSpec
+    trainable: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.tensor}"
+
+    def check(self) -> VariableSpec:
+        """Returns itself; raises `InvalidRequest` for a name or a tensor that cannot be."""
+        if not self.name or len(self.name) > MAX_NAME or not self.name.isprintable():
+            raise InvalidRequest(f"a variable's name has 1 to {MAX_NAME} printable characters")
+        self.tensor.check()
+        return self
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable as the cluster knows it.
+
+    Attributes:
+        id: its number in creation order.
+        spec: what its creators said.
+        servers: the servers that hold a copy; more than one only for non-slot variables.
+    """
+
+    id: int
+    spec: VariableSpec
+    servers: tuple[int, ...]
+
+
+RefKind = Literal["variable", "reduction", "operand", "result"]
+REF_KINDS: tuple[RefKind, ...] = ("variable", "reduction", "operand", "result")
+
+
+@dataclass(frozen=True, order=True)
+class Ref:
+    """A value within a plan.
+
+    Attributes:
+        kind: which of the plan's lists it is in; "result" counts the outputs of all applications, in order.
+        index: a variable's id, else the place in that list.
+    """
+
+    kind: RefKind
+    index: int
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Contributions in, one value out.
+
+    Attributes:
+        op: "sum", or "mean": the sum over the sum of the weights.
+        tensor: dtype and shape of a contribution and of the value.
+        servers: where the value is made; every worker sends its contribution to each.
+        target: what it is for, in words, for messages.
+    """
+
+    op: ReduceOp
+    tensor: TensorSpec
+    servers: tuple[int, ...]
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value that every process sends alike, such as a learning rate.
+
+    Attributes:
+        tensor: dtype and shape.
+        servers: where it is used.
+    """
+
+    tensor: TensorSpec
+    servers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Apply:
+    """One program applied beside its variables.
+
+    Attributes:
+        program: index into the plan's programs.
+        servers: where it runs; on each of them, all that it reads must be.
+        args: what the program's inputs are.
+    """
+
+    program: int
+    servers: tuple[int, ...]
+    args: tuple[Ref, ...]
+
+
+@dataclass(frozen=True)
+class SnapshotOrder:
+    """A checkpoint that the section asks for.
+
+    Attributes:
+        path: where, below the servers' checkpoint root.
+        servers: all servers that hold variables.
+    """
+
+    path: str
+    servers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one cross-replica section reduces and updates. The same on every process, or they diverged.
+
+    Attributes:
+        reductions, operands, programs, applies: the parts, in the order of the section's calls.
+        returned: values that every process gets back.
+        snapshot: a checkpoint to take after the section's updates.
+    """
+
+    reductions: tuple[Reduction, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    programs: tuple[Program, ...] = ()
+    applies: tuple[Apply, ...] = ()
+    returned: tuple[Ref, ...] = ()
+    snapshot: SnapshotOrder | None = None
+
+    @cached_property
+    def id(self) -> bytes:
+        """SHA-256 of the plan: equal plans, and only they, have equal ids."""
+        return hashlib.sha256(repr(self).encode()).digest()
+
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """The servers that take part in a round of this plan."""
+        found: set[int] = set()
+        for item in (*self.reductions, *self.operands, *self.applies):
+            found.update(item.servers)
+        if self.snapshot:
+            found.update(self.snapshot.servers)
+        return tuple(sorted(found))
+
+    def writes(self, server: int) -> frozenset[int]:
+        """Ids of the variables that the plan assigns on a server."""
+        return frozenset(
+            apply.args[target].index
+            for apply in self.applies
+            if server in apply.servers
+            for target, _ in self.programs[apply.program].assigns
+        )
+
+    def sent(self, server: int) -> list[TensorSpec]:
+        """What a worker's payload to a server holds: contributions, then operands."""
+        return [item.tensor for item in (*self.reductions, *self.operands) if server in item.servers]
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the largest value that a server makes while it runs the plan."""
+        specs = [spec for program in self.programs for spec in program.specs]
+        return max((spec.nbytes for spec in [*specs, *(r.tensor for r in self.reductions)]), default=0)
+
+    def given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
+        """What a server gives back: each returned value comes from the first server that has it."""
+        return [(ref, spec) for ref in self.returned for first, spec in [self._home(ref)] if first == server]
+
+    def _home(self, ref: Ref) -> tuple[int, TensorSpec]:
+        if ref.kind == "reduction":
+            reduction = self.reductions[ref.index]
+            return reduction.servers[0], self.output_spec(reduction)
+        servers, spec = self.results[ref.index]
+        return servers[0], spec
+
+    @staticmethod
+    def output_spec(reduction: Reduction) -> TensorSpec:
+        """The spec of a reduction's value: that of its contributions."""
+        return reduction.tensor
+
+    @cached_property
+    def results(self) -> tuple[tuple[tuple[int, ...], TensorSpec], ...]:
+        """Servers and spec of each output of each application, numbered through the plan."""
+        return tuple(
+            (apply.servers, spec)
+            for apply in self.applies
+            for spec in self.programs[apply.program].output_specs
+        )
+
+    def describe(self) -> str:
+        """The section in words, for messages: `reduce sum float32[3] for 'w'; update 'w'`."""
+        words = [f"reduce {r.op} {r.tensor}{' for ' + r.target if r.target else ''}" for r in self.reductions]
+        for apply in self.applies:
+            written = [apply.args[target].index for target, _ in self.programs[apply.program].assigns]
+            words += ["update " + " and ".join(f"variable {id}" for id in written)] if written else []
+        if self.snapshot:
+            words.append(f"checkpoint {self.snapshot.path!r}")
+        return "; ".join(words) or "nothing"
+
+    def verify(self, variables: Mapping[int, Variable], servers: int) -> Plan:
+        """Checks everything that can be known before a round.
+
+        Args:
+            variables: the variables that exist, by id.
+            servers: how many servers the cluster has.
+
+        Returns:
+            Itself.
+
+        Raises:
+            ProgramError, LocalityError, InvalidRequest: what is wrong with it.
+        """
+        for item in (*self.reductions, *self.operands, *self.applies):
+            if not item.servers or not all(0 <= s < servers for s in item.servers):
+                raise InvalidRequest(f"a plan names servers {item.servers} of {servers}")
+        for reduction in self.reductions:
+            spec = reduction.tensor.check()
+            if reduction.op not in REDUCE_OPS:
+                raise InvalidRequest(f"unknown reduction {reduction.op!r}")
+            if spec.dtype == "bool" or (reduction.op == "mean" and DTYPES[spec.dtype].kind in "iu"):
+                raise InvalidRequest(f"{reduction.op} of {spec.dtype} is not defined; send another dtype")
+        results = 0
+        for apply in self.applies:
+            if not 0 <= apply.program < len(self.programs):
+                raise InvalidRequest("a plan applies a program that it does not have")
+            program = self.programs[apply.program]
+            program.specs  # noqa: B018 - verifies the program
+            if len(apply.args) != len(program.inputs):
+                raise ProgramError("a program is applied to a wrong number of arguments")
+            for ref, item in zip(apply.args, program.inputs, strict=True):
+                where, spec = self._locate(ref, variables, results)
+                if spec != item.spec:
+                    raise ProgramError(f"a program takes {item.spec} and is given {spec}")
+                if (ref.kind == "variable") != (item.kind == "variable"):
+                    raise ProgramError("a program assigns to what is no variable")
+                if not set(apply.servers) <= set(where):
+                    raise LocalityError(
+                        "a value never crosses servers inside a section: "
+                        f"{describe_ref(ref, variables)} lives on server {where[0]}, the update on server "
+                        f"{apply.servers[0]}; read the value first, or create the variables together with "
+                        "colocate_vars_with"
+                    )
+            results += len(program.outputs)
+        for ref in self.returned:
+            if ref.kind not in ("reduction", "result"):
+                raise InvalidRequest("a plan returns a value that is neither reduced nor computed")
+            self._locate(ref, variables, results)
+        return self
+
+    def _locate(
+        self, ref: Ref, variables: Mapping[int, Variable], results: int
+    ) -> tuple[tuple[int, ...], TensorSpec]:
+        """Servers and spec of a value; `results` counts the results that are there already."""
+        if ref.kind == "variable" and ref.index in variables:
+            variable = variables[ref.index]
+            return variable.servers, variable.spec.tensor
+        if ref.kind == "reduction" and 0 <= ref.index < len(self.reductions):
+            return self.reductions[ref.index].servers, self.output_spec(self.reductions[ref.index])
+        if ref.kind == "operand" and 0 <= ref.index < len(self.operands):
+            return self.operands[ref.index].servers, self.operands[ref.index].tensor
+        if ref.kind == "result" and 0 <= ref.index < results:
+            return self.results[ref.index]
+        raise InvalidRequest(f"a plan uses {ref.kind} {ref.index}, which is not there")
+
+
+def describe_ref(ref: Ref, variables: Mapping[int, Variable]) -> str:
+    """A value in words, for messages."""
+    if ref.kind == "variable" and ref.index in variables:
+        return f"variable {variables[ref.index].spec.name!r}"
+    return f"{ref.kind} {ref.index}"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a dataset stands.
+
+    Attributes:
+        dataset: its number, in the order in which the script distributed its datasets.
+        epoch: passes over it that were begun, minus one.
+        index: the next global batch of that pass.
+    """
+
+    dataset: int
+    epoch: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where members that are new to an epoch begin.
+
+    Attributes:
+        epoch: which epoch.
+        round: their first round.
+        positions: the datasets' positions then.
+    """
+
+    epoch: int
+    round: int
+    positions: tuple[Position, ...] = ()
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process that takes part in rounds.
+
+    Attributes:
+        task: who it is.
+        session: which life of that task.
+        replicas: how many local replicas it has.
+    """
+
+    task: Task
+    session: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Who takes part. Approves, by being committed, every plan that was approved before.
+
+    Attributes:
+        number: counts from 1.
+        members: in task order.
+        entry: where the older members take the new ones in: `dataset:<number>` before its next batch,
+            `plan:<hex>` before a round of that plan, or "" where the epoch has no new members.
+        start: where new members begin, if no older member is there to say it.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    entry: str = ""
+    start: Start | None = None
+
+    @property
+    def replicas(self) -> int:
+        """R, the replicas of all members."""
+        return sum(member.replicas for member in self.members)
+
+    def session(self, number: int) -> Member | None:
+        """The member with a session, or None."""
+        return next((member for member in self.members if member.session == number), None)
+
+
+# Entries of the log that server 0 keeps and the chief copies to the others.
+
+
+@dataclass(frozen=True)
+class JobStarted:
+    """A chief began a job on these server incarnations; servers drop what they held before."""
+
+    incarnations: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Created:
+    """A variable exists."""
+
+    variable: Variable
+
+
+@dataclass(frozen=True)
+class Approved:
+    """A plan may run, from now on."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class EpochClosed:
+    """The epoch before this one has ended; this one holds."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Started:
+    """An older member says where the new ones of its epoch begin."""
+
+    start: Start
+
+
+@dataclass(frozen=True)
+class Snapshotted:
+    """A checkpoint is complete, or failed with an error.
+
+    Attributes:
+        plan_id: the plan that asked for it.
+        round: the round whose state it holds.
+        path: the directory, as the server resolved it.
+        error: why it failed; "" if it did not.
+    """
+
+    plan_id: bytes
+    round: int
+    path: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Done:
+    """All members have left cleanly."""
+
+
+Entry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done
