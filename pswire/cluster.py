@@ -13,7 +13,8 @@ from pswire.errors import ConfigError
 JOBS = ("chief", "worker", "ps", "evaluator")
 """Job names that a cluster may have, in task order: a chief that runs the script comes before the workers."""
 
-_TASK = re.compile(r"/job:([a-z]+)/task:(\d+)")
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_TASK = re.compile(r"/job:([a-z]+)/task:([0-9]{1,15})")
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,7 @@ class ClusterSpec:
         """The `host:port` of a task; raises `ConfigError` if the cluster has no such task."""
         addresses = self.jobs.get(task.job, ())
         if task.index >= len(addresses):
-            raise ConfigError(
-                f"the cluster has no {task}: it has {self.describe()}; correct the task or the cluster"
-            )
+            raise ConfigError(f"the cluster has no {task}: it has {self.describe()}; correct the task or the cluster")
         return addresses[task.index]
 
     def describe(self) -> str:
@@ -95,9 +94,9 @@ def parse_tf_config(text: str) -> TaskConfig | None:
         return None
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not only JSONDecodeError: numbers and depth have limits
         raise ConfigError(
-            f"TF_CONFIG is not JSON ({error.msg} at line {error.lineno}, column {error.colno}); "
+            f"TF_CONFIG is not JSON ({' '.join(str(error).split())}); "
             'write {"cluster": {"ps": ["host:port"], "worker": ["host:port"]}, '
             '"task": {"type": "worker", "index": 0}}'
         ) from None
@@ -120,7 +119,9 @@ def parse_cluster(data: Any) -> ClusterSpec:
         if job not in JOBS:
             raise ConfigError(f"TF_CONFIG: unknown job {job!r} in 'cluster'; known are {', '.join(JOBS)}")
         if isinstance(addresses, dict):
-            addresses = [addresses[key] for key in sorted(addresses, key=int)]
+            if set(addresses) != set(map(str, range(len(addresses)))):
+                raise ConfigError(f"TF_CONFIG: cluster[{job!r}] must have the indices 0, 1, ... without gaps")
+            addresses = [addresses[str(index)] for index in range(len(addresses))]
         if not isinstance(addresses, list) or not all(isinstance(a, str) for a in addresses):
             raise ConfigError(f'TF_CONFIG: cluster[{job!r}] must be a list of "host:port" strings')
         for address in addresses:
@@ -138,13 +139,12 @@ def parse_cluster(data: Any) -> ClusterSpec:
 def _parse_task(data: Any) -> Task:
     if not isinstance(data, dict):
         raise ConfigError(
-            "TF_CONFIG has a cluster but no 'task': say which task this process is, "
-            '{"type": "worker", "index": 0}'
+            'TF_CONFIG has a cluster but no \'task\': say which task this process is, {"type": "worker", "index": 0}'
         )
     job, index = data.get("type"), data.get("index", 0)
     if job not in JOBS:
         raise ConfigError(f"TF_CONFIG: unknown task type {job!r}; known are {', '.join(JOBS)}")
-    if isinstance(index, str) and index.isdigit():
+    if isinstance(index, str) and _NUMBER.fullmatch(index):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise ConfigError(f"TF_CONFIG: task index {index!r} must be a whole number from 0")
@@ -154,7 +154,7 @@ def _parse_task(data: Any) -> Task:
 def check_address(address: str, where: str) -> tuple[str, int]:
     """Splits `host:port`; raises `ConfigError` naming `where` if it is none."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not _NUMBER.fullmatch(port) or int(port) > 65535:
         raise ConfigError(f"{where}: {address!r} is no address; write host:port, such as 10.0.0.7:2222")
     return host, int(port)
 

@@ -6,7 +6,7 @@ protobuf cannot: unknown enum numbers and missing choices raise `InvalidRequest`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from pswire.api import (
@@ -19,7 +19,7 @@ from pswire.api import (
     Shard,
     Watched,
 )
-from pswire.cluster import Task
+from pswire.cluster import JOBS, Task
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES
 from pswire.pb import parameter_server_pb2 as pb
@@ -51,25 +51,26 @@ from pswire.spec import (
 from pswire.tensor import Payload, TensorSpec
 
 Word = TypeVar("Word")
+Number = TypeVar("Number")
 
-_INPUT_KINDS: dict[int, InputKind] = {
+_INPUT_KINDS: dict[pb.Input.Kind, InputKind] = {
     pb.Input.VARIABLE: "variable",
     pb.Input.VALUE: "value",
     pb.Input.OPERAND: "operand",
 }
-_REF_KINDS: dict[int, RefKind] = {
+_REF_KINDS: dict[pb.Ref.Kind, RefKind] = {
     pb.Ref.VARIABLE: "variable",
     pb.Ref.REDUCTION: "reduction",
     pb.Ref.OPERAND: "operand",
     pb.Ref.RESULT: "result",
 }
-_REDUCE_OPS: dict[int, ReduceOp] = {pb.Reduction.SUM: "sum", pb.Reduction.MEAN: "mean"}
+_REDUCE_OPS: dict[pb.Reduction.Op, ReduceOp] = {pb.Reduction.SUM: "sum", pb.Reduction.MEAN: "mean"}
 _INPUT_KIND_TO_PB = {word: number for number, word in _INPUT_KINDS.items()}
 _REF_KIND_TO_PB = {word: number for number, word in _REF_KINDS.items()}
 _REDUCE_OP_TO_PB = {word: number for number, word in _REDUCE_OPS.items()}
 
 
-def _word(table: dict[int, Word], number: int, what: str) -> Word:
+def _word(table: Mapping[Number, Word], number: Number, what: str) -> Word:
     if number not in table:
         raise InvalidRequest(f"unknown {what} {number}")
     return table[number]
@@ -110,6 +111,8 @@ def task_to_pb(task: Task) -> pb.Task:
 
 
 def task_from_pb(message: pb.Task) -> Task:
+    if message.job not in JOBS:
+        raise InvalidRequest(f"unknown job {message.job!r}; known are {', '.join(JOBS)}")
     return Task(message.job, message.index)
 
 
@@ -122,9 +125,7 @@ def positions_from_pb(messages: Iterable[pb.Position]) -> tuple[Position, ...]:
 
 
 def start_to_pb(start: Start) -> pb.Start:
-    return pb.Start(
-        epoch=start.epoch, round=start.round, positions=[position_to_pb(p) for p in start.positions]
-    )
+    return pb.Start(epoch=start.epoch, round=start.round, positions=[position_to_pb(p) for p in start.positions])
 
 
 def start_from_pb(message: pb.Start) -> Start:
@@ -162,8 +163,6 @@ def epoch_from_pb(message: pb.Epoch) -> Epoch:
 
 def _attr_to_pb(name: str, value: Attr) -> pb.Attr:
     match value:
-        case None:
-            return pb.Attr(name=name)
         case bool():
             return pb.Attr(name=name, flag=value)
         case int():
@@ -174,6 +173,8 @@ def _attr_to_pb(name: str, value: Attr) -> pb.Attr:
             return pb.Attr(name=name, text=value)
         case tuple():
             return pb.Attr(name=name, numbers=pb.Numbers(values=value))
+        case None:
+            return pb.Attr(name=name)
 
 
 def _attr_from_pb(message: pb.Attr) -> tuple[str, Attr]:
@@ -188,17 +189,14 @@ def _attr_from_pb(message: pb.Attr) -> tuple[str, Attr]:
             return message.name, message.real
         case "text":
             return message.name, message.text
-        case "numbers":
+        case _:
             return message.name, tuple(message.numbers.values)
 
 
 def program_to_pb(program: Program) -> pb.Program:
     return pb.Program(
         inputs=[pb.Input(kind=_INPUT_KIND_TO_PB[i.kind], spec=tensor_to_pb(i.spec)) for i in program.inputs],
-        nodes=[
-            pb.Node(op=n.op, args=n.args, attrs=[_attr_to_pb(k, v) for k, v in n.attrs])
-            for n in program.nodes
-        ],
+        nodes=[pb.Node(op=n.op, args=n.args, attrs=[_attr_to_pb(k, v) for k, v in n.attrs]) for n in program.nodes],
         assigns=[pb.Assign(target=target, value=value) for target, value in program.assigns],
         outputs=program.outputs,
     )
@@ -206,10 +204,7 @@ def program_to_pb(program: Program) -> pb.Program:
 
 def program_from_pb(message: pb.Program) -> Program:
     return Program(
-        tuple(
-            Input(_word(_INPUT_KINDS, i.kind, "kind of input"), tensor_from_pb(i.spec))
-            for i in message.inputs
-        ),
+        tuple(Input(_word(_INPUT_KINDS, i.kind, "kind of input"), tensor_from_pb(i.spec)) for i in message.inputs),
         tuple(Node(n.op, tuple(n.args), tuple(_attr_from_pb(a) for a in n.attrs)) for n in message.nodes),
         tuple((a.target, a.value) for a in message.assigns),
         tuple(message.outputs),
@@ -227,9 +222,7 @@ def _ref_from_pb(message: pb.Ref) -> Ref:
 def plan_to_pb(plan: Plan) -> pb.Plan:
     return pb.Plan(
         reductions=[
-            pb.Reduction(
-                op=_REDUCE_OP_TO_PB[r.op], tensor=tensor_to_pb(r.tensor), servers=r.servers, target=r.target
-            )
+            pb.Reduction(op=_REDUCE_OP_TO_PB[r.op], tensor=tensor_to_pb(r.tensor), servers=r.servers, target=r.target)
             for r in plan.reductions
         ],
         operands=[pb.Operand(tensor=tensor_to_pb(o.tensor), servers=o.servers) for o in plan.operands],
@@ -239,11 +232,7 @@ def plan_to_pb(plan: Plan) -> pb.Plan:
             for a in plan.applies
         ],
         returned=[_ref_to_pb(ref) for ref in plan.returned],
-        snapshot=(
-            pb.SnapshotOrder(path=plan.snapshot.path, servers=plan.snapshot.servers)
-            if plan.snapshot
-            else None
-        ),
+        snapshot=(pb.SnapshotOrder(path=plan.snapshot.path, servers=plan.snapshot.servers) if plan.snapshot else None),
     )
 
 
@@ -253,17 +242,12 @@ def plan_from_pb(message: pb.Plan) -> Plan:
     snapshot = message.snapshot
     return Plan(
         tuple(
-            Reduction(
-                _word(_REDUCE_OPS, r.op, "reduction"), tensor_from_pb(r.tensor), tuple(r.servers), r.target
-            )
+            Reduction(_word(_REDUCE_OPS, r.op, "reduction"), tensor_from_pb(r.tensor), tuple(r.servers), r.target)
             for r in message.reductions
         ),
         tuple(Operand(tensor_from_pb(o.tensor), tuple(o.servers)) for o in message.operands),
         tuple(program_from_pb(program) for program in message.programs),
-        tuple(
-            Apply(a.program, tuple(a.servers), tuple(_ref_from_pb(ref) for ref in a.args))
-            for a in message.applies
-        ),
+        tuple(Apply(a.program, tuple(a.servers), tuple(_ref_from_pb(ref) for ref in a.args)) for a in message.applies),
         tuple(_ref_from_pb(ref) for ref in message.returned),
         SnapshotOrder(snapshot.path, tuple(snapshot.servers)) if message.HasField("snapshot") else None,
     )
@@ -275,7 +259,7 @@ def plan_from_pb(message: pb.Plan) -> Plan:
 def entry_to_pb(entry: Entry) -> pb.Entry:
     match entry:
         case JobStarted():
-            return pb.Entry(job_started=pb.JobStarted(incarnations=entry.incarnations))
+            return pb.Entry(job_started=pb.JobStarted(job=entry.job, incarnations=entry.incarnations))
         case Created():
             return pb.Entry(created=variable_to_pb(entry.variable))
         case Approved():
@@ -286,16 +270,14 @@ def entry_to_pb(entry: Entry) -> pb.Entry:
             return pb.Entry(started=start_to_pb(entry.start))
         case Snapshotted():
             return pb.Entry(
-                snapshotted=pb.Snapshotted(
-                    plan_id=entry.plan_id, round=entry.round, path=entry.path, error=entry.error
-                )
+                snapshotted=pb.Snapshotted(plan_id=entry.plan_id, round=entry.round, path=entry.path, error=entry.error)
             )
         case Done():
             return pb.Entry(done=pb.Empty())
 
 
 _ENTRY_FROM_PB: dict[str, Callable[[pb.Entry], Entry]] = {
-    "job_started": lambda m: JobStarted(tuple(m.job_started.incarnations)),
+    "job_started": lambda m: JobStarted(m.job_started.job, tuple(m.job_started.incarnations)),
     "created": lambda m: Created(variable_from_pb(m.created)),
     "approved": lambda m: Approved(plan_from_pb(m.approved)),
     "epoch_closed": lambda m: EpochClosed(epoch_from_pb(m.epoch_closed)),

@@ -91,6 +91,8 @@ class Program:
                 raise ProgramError("the program assigns a value that is not there")
             if specs[value] != specs[target]:
                 raise ProgramError(f"{specs[value]} cannot be assigned to a variable of {specs[target]}")
+        if len({target for target, _ in self.assigns}) < len(self.assigns):
+            raise ProgramError("the program assigns twice to one variable")
         if not all(0 <= value < len(specs) for value in self.outputs):
             raise ProgramError("the program returns a value that is not there")
         return tuple(specs)
@@ -160,12 +162,10 @@ def _reduction(function: str) -> Rule:
             raise TypeError(f"axis {axis!r} is neither a number, nor numbers, nor None")
         probe = np.zeros((1,) * len(specs[0].shape), DTYPES[specs[0].dtype])
         dtype = numpy(probe).dtype
-        drop = np.lib.array_utils.normalize_axis_tuple(
-            tuple(range(probe.ndim)) if axis is None else axis, probe.ndim
-        )
+        drop = np.lib.array_utils.normalize_axis_tuple(tuple(range(probe.ndim)) if axis is None else axis, probe.ndim)
         keep = bool(attrs.get("keepdims", False))
         shape = tuple(1 if i in drop else n for i, n in enumerate(specs[0].shape) if keep or i not in drop)
-        if function in ("max", "min") and specs[0].size == 0:
+        if function in ("max", "min") and any(specs[0].shape[i] == 0 for i in drop):
             raise ValueError(f"{function} of no elements")
         return TensorSpec(dtype.name, shape)
 
@@ -176,8 +176,8 @@ def _matmul(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpe
     left, right = (spec.shape for spec in specs)
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
         raise ValueError(f"shapes {left} and {right} do not multiply; matmul takes two matrices")
-    dtype = np.result_type(*(DTYPES[s.dtype] for s in specs))
-    return TensorSpec(dtype.name, (left[0], right[1]))
+    dtypes = np.matmul.resolve_dtypes((*(DTYPES[s.dtype] for s in specs), None))
+    return TensorSpec(dtypes[-1].name, (left[0], right[1]))
 
 
 _UNARY = {
@@ -252,6 +252,7 @@ def infer(op: str, specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> Te
         raise ProgramError(f"{op} takes {row.arity} arguments and the attributes {list(row.attrs)}")
     try:
         return row.rule(specs, attrs).check()
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
+        # NumPy says so with any of these when sizes, axes or dtypes from the network are absurd.
         given = ", ".join(map(str, specs))
         raise ProgramError(f"{op}({given}) is not possible: {error}") from None

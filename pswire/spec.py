@@ -161,12 +161,15 @@ class Plan:
     @cached_property
     def servers(self) -> tuple[int, ...]:
         """The servers that take part in a round of this plan."""
-        found: set[int] = set()
-        for item in (*self.reductions, *self.operands, *self.applies):
-            found.update(item.servers)
+        found = {server for item in self._placed for server in item.servers}
         if self.snapshot:
             found.update(self.snapshot.servers)
         return tuple(sorted(found))
+
+    @property
+    def _placed(self) -> tuple[Reduction | Operand | Apply, ...]:
+        """All that has servers."""
+        return (*self.reductions, *self.operands, *self.applies)
 
     def writes(self, server: int) -> frozenset[int]:
         """Ids of the variables that the plan assigns on a server."""
@@ -179,7 +182,8 @@ class Plan:
 
     def sent(self, server: int) -> list[TensorSpec]:
         """What a worker's payload to a server holds: contributions, then operands."""
-        return [item.tensor for item in (*self.reductions, *self.operands) if server in item.servers]
+        sent: tuple[Reduction | Operand, ...] = (*self.reductions, *self.operands)
+        return [item.tensor for item in sent if server in item.servers]
 
     @cached_property
     def size(self) -> int:
@@ -207,9 +211,7 @@ class Plan:
     def results(self) -> tuple[tuple[tuple[int, ...], TensorSpec], ...]:
         """Servers and spec of each output of each application, numbered through the plan."""
         return tuple(
-            (apply.servers, spec)
-            for apply in self.applies
-            for spec in self.programs[apply.program].output_specs
+            (apply.servers, spec) for apply in self.applies for spec in self.programs[apply.program].output_specs
         )
 
     def describe(self) -> str:
@@ -235,9 +237,9 @@ class Plan:
         Raises:
             ProgramError, LocalityError, InvalidRequest: what is wrong with it.
         """
-        for item in (*self.reductions, *self.operands, *self.applies):
-            if not item.servers or not all(0 <= s < servers for s in item.servers):
-                raise InvalidRequest(f"a plan names servers {item.servers} of {servers}")
+        for placed in self._placed:
+            if not placed.servers or not all(0 <= s < servers for s in placed.servers):
+                raise InvalidRequest(f"a plan names servers {placed.servers} of {servers}")
         for reduction in self.reductions:
             spec = reduction.tensor.check()
             if reduction.op not in REDUCE_OPS:
@@ -272,9 +274,7 @@ class Plan:
             self._locate(ref, variables, results)
         return self
 
-    def _locate(
-        self, ref: Ref, variables: Mapping[int, Variable], results: int
-    ) -> tuple[tuple[int, ...], TensorSpec]:
+    def _locate(self, ref: Ref, variables: Mapping[int, Variable], results: int) -> tuple[tuple[int, ...], TensorSpec]:
         """Servers and spec of a value; `results` counts the results that are there already."""
         if ref.kind == "variable" and ref.index in variables:
             variable = variables[ref.index]
@@ -372,8 +372,14 @@ class Epoch:
 
 @dataclass(frozen=True)
 class JobStarted:
-    """A chief began a job on these server incarnations; servers drop what they held before."""
+    """A chief began a job; servers drop what they held before.
 
+    Attributes:
+        job: the token of the chief that began it: no two jobs of a server 0 have the same.
+        incarnations: the lives of all servers.
+    """
+
+    job: int
     incarnations: tuple[int, ...]
 
 

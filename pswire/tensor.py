@@ -67,7 +67,9 @@ class TensorSpec:
         """Returns itself; raises `InvalidRequest` for an unknown dtype or an impossible shape."""
         if self.dtype not in DTYPES:
             raise InvalidRequest(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
-        if len(self.shape) > MAX_NDIM or any(n < 0 for n in self.shape) or self.nbytes > MAX_TENSOR_BYTES:
+        # An empty tensor is bounded by its other dimensions: NumPy refuses to make a larger one.
+        extent = math.prod(n for n in self.shape if n) * DTYPES[self.dtype].itemsize
+        if len(self.shape) > MAX_NDIM or any(n < 0 for n in self.shape) or extent > MAX_TENSOR_BYTES:
             raise InvalidRequest(f"impossible shape {self.shape}")
         return self
 
@@ -105,7 +107,7 @@ def layout(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
 
 def as_bytes(array: Array) -> memoryview:
     """The bytes of a contiguous array, not copied."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 class Payload:
@@ -197,6 +199,9 @@ EMPTY = Payload((), 0)
 _HEADER, _PART = b"\x0a", b"\x12"
 _OFFSET, _PAD, _DATA = b"\x09", b"\x12", b"\x1a"
 
+MAX_OVERHEAD = 256
+"""Bytes of a frame that are neither header nor data: a part keeps its whole frame in memory."""
+
 
 def _varint(value: int) -> bytes:
     out = bytearray()
@@ -241,12 +246,14 @@ class Frame:
             return head
         size = sum(len(buffer) for buffer in self.data)
         tail = _OFFSET + self.offset.to_bytes(8, "little")
-        data_tag = _DATA + _varint(size)
-        # The pad's own two bytes count; the length of the part does not change its own encoding below
-        # 2 MiB or above it, so one look at the unpadded prefix is enough except at that edge, where the
-        # data are merely unaligned.
-        prefix = len(head) + 1 + len(_varint(len(tail) + 2 + len(data_tag) + size)) + len(tail) + 2
-        pad = -(prefix + len(data_tag)) % ALIGN
+        data_tag = _DATA + _varint(size) if size else b""
+        # The pad's own two bytes count. Where the pad makes the part's length one byte longer to write, a
+        # pad that is longer by all but that byte makes up for it.
+        rest = len(tail) + 2 + len(data_tag) + size
+        written = len(_varint(rest))
+        pad = -(len(head) + 1 + written + rest - size) % ALIGN
+        if len(_varint(rest + pad)) > written:
+            pad += ALIGN - 1
         tail += _PAD + _varint(pad) + bytes(pad) + data_tag
         return b"".join((head, _PART, _varint(len(tail) + size), tail, *self.data))
 
@@ -268,7 +275,11 @@ class Frame:
                 offset, data = _decode_part(buffer[start:at])
             else:
                 raise InvalidRequest(f"a frame has an unknown field (tag {tag})")
-        return cls(header, offset, None if data is None else (data,))
+        if data is None:
+            return cls(header, offset)
+        if len(buffer) - len(header) - len(data) > MAX_OVERHEAD:
+            raise InvalidRequest("a frame is mostly padding")
+        return cls(header, offset, (data,))
 
 
 def _decode_part(part: memoryview) -> tuple[int, memoryview]:
@@ -299,6 +310,13 @@ def frames(header: bytes, payload: Payload) -> Iterator[Frame]:
         yield Frame(b"", offset, buffers)
 
 
+MIN_PART_BYTES = 1 << 12
+"""What parts have on the average at least, so that what a peer announced bounds what it costs to hold."""
+
+SPARE_PARTS = 16
+"""How many parts may be smaller than that."""
+
+
 class Assembly:
     """Collects the parts of one payload as they come; bounds what a peer may send.
 
@@ -310,15 +328,21 @@ class Assembly:
         self.size = size
         self._chunks: list[tuple[int, memoryview]] = []
         self._end = 0
+        self._room = SPARE_PARTS + size // MIN_PART_BYTES
 
     def add(self, frame: Frame) -> None:
         """Takes the part of a frame, if it has one; raises `InvalidRequest` if it is out of place."""
+        size = sum(len(buffer) for buffer in frame.data or ())
+        if not size:
+            return
+        self._room -= 1
+        if frame.offset != self._end or self._end + size > self.size:
+            raise InvalidRequest(f"a part of {size} bytes at {frame.offset}; expected {self._end} of {self.size}")
+        # A part holds its whole message in memory, and an array cannot begin within an element.
+        if frame.offset % ALIGN or self._room < 0:
+            raise InvalidRequest(f"parts of {self.size} bytes are cut too small, or not at {ALIGN} bytes")
         for buffer in frame.data or ():
-            if frame.offset != self._end or self._end + len(buffer) > self.size:
-                raise InvalidRequest(
-                    f"a part of {len(buffer)} bytes at {frame.offset}; expected {self._end} of {self.size}"
-                )
-            self._chunks.append((frame.offset, buffer))
+            self._chunks.append((self._end, buffer))
             self._end += len(buffer)
 
     @property

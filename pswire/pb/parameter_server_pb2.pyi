@@ -354,10 +354,12 @@ class Epoch(_message.Message):
     def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
 
 class JobStarted(_message.Message):
-    __slots__ = ("incarnations",)
+    __slots__ = ("job", "incarnations")
+    JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    job: int
     incarnations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Snapshotted(_message.Message):
     __slots__ = ("plan_id", "round", "path", "error")

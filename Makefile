@@ -1,0 +1,55 @@
+# Everything that one does with this repository. `make demo` and `make test` need python3 and make, no more.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+
+.PHONY: help demo test check proto bench soak clean
+
+help:  ## what there is
+	@sed -n 's/^\([a-z]*\):.*##/\1	/p' Makefile
+
+.venv/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is too old or missing: Python 3.11 or newer is needed; make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	  { echo "$(PYTHON) has no ensurepip: apt-get install python3-venv" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/demo: .venv/made pyproject.toml
+	@echo "installing into .venv ..."
+	@$(PIP) install -e '.[examples]'
+	@touch $@
+
+.venv/dev: .venv/made pyproject.toml
+	@echo "installing into .venv ..."
+	@$(PIP) install -e '.[dev,examples]'
+	@touch $@ .venv/demo
+
+demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a chief
+	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/digits.py
+
+test: check  ## all checks and all tests
+	$(BIN)/python -m pytest -q -n 2 -m 'not serial'
+	$(BIN)/python -m pytest -q -m serial || [ $$? -eq 5 ]  # 5: there are none
+
+check: .venv/dev  ## style, types, generated code, snippets of the documents
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/check_proto.py
+	$(BIN)/python tools/check_docs.py
+
+proto: .venv/dev  ## generates pswire/pb anew
+	$(BIN)/python tools/check_proto.py --write
+
+bench: .venv/dev  ## times of a synchronous round
+	$(BIN)/python benchmarks/round.py
+
+soak: .venv/dev  ## the tests of faults, many times
+	for turn in 1 2 3 4 5 6 7 8 9 10; do $(BIN)/python -m pytest -q -x tests/faults tests/integration || exit 1; done
+
+clean:  ## removes what was built
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

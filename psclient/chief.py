@@ -1,0 +1,315 @@
+"""The chief: approves plans, closes epochs, has checkpoints written, ends the job.
+
+It holds no state that the servers do not hold: a new chief reads the log and goes on. It looks at server 0,
+decides, appends to server 0's log, and copies the log to the other servers. It never touches an array.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+
+from psclient.rpc import RemoteServer, connect
+from psclient.session import Session
+from pswire.api import SessionState, Watched
+from pswire.cluster import ClusterSpec, Task, TaskConfig
+from pswire.errors import PSError
+from pswire.limits import Timeouts
+from pswire.spec import (
+    Approved,
+    Done,
+    Entry,
+    Epoch,
+    EpochClosed,
+    JobStarted,
+    Member,
+    Plan,
+    Position,
+    Snapshotted,
+    Start,
+    Started,
+)
+
+log = logging.getLogger("psclient.chief")
+
+PAUSE = 1.0
+"""Seconds after which the chief looks again even if nothing was announced."""
+
+
+@dataclass
+class _State:
+    """What the log says."""
+
+    log: list[Entry] = field(default_factory=list)
+    approved: dict[bytes, Plan] = field(default_factory=dict)
+    epoch: Epoch | None = None
+    started: set[int] = field(default_factory=set)
+    epochs: dict[int, Epoch] = field(default_factory=dict)
+    snapshots: set[bytes] = field(default_factory=set)
+
+    def take(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self.log.append(entry)
+            match entry:
+                case Approved():
+                    self.approved[entry.plan.id] = entry.plan
+                case EpochClosed():
+                    self.epoch = self.epochs[entry.epoch.number] = entry.epoch
+                    if entry.epoch.start:
+                        self.started = {member.session for member in entry.epoch.members}
+                case Started():
+                    self.started |= {m.session for m in self.epochs[entry.start.epoch].members}
+                case Snapshotted():
+                    self.snapshots.add(entry.plan_id)
+
+
+class Chief:
+    """Drives a job, in a thread or in the caller's.
+
+    Args:
+        task: who drives: the chief task, or worker 0 where the cluster has none.
+        servers: connections of its own.
+        cluster: who begins a job together.
+        timeouts: how long everything may take.
+        runs_script: whether the chief task itself is a replica, so that the first epoch waits for it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        servers: Sequence[RemoteServer],
+        cluster: ClusterSpec,
+        timeouts: Timeouts,
+        runs_script: bool = False,
+    ) -> None:
+        self._task = task
+        self._servers = servers
+        self._timeouts = timeouts
+        self._expected = set(cluster.tasks("worker")) | ({task} if runs_script else set())
+        self._session = Session(task, servers, 0, True, timeouts)
+        self._state = _State()
+        self._copied = [0] * len(servers)
+        self._writing: dict[bytes, threading.Thread] = {}
+        self._written: dict[bytes, Snapshotted] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Drives in a thread of its own, from now on."""
+        self._session.open()
+        self._thread = threading.Thread(target=self._drive_quietly, daemon=True, name="chief")
+        self._thread.start()
+
+    def stop(self, abandon: bool) -> None:
+        """Waits for the job to end, in a process whose own script has ended.
+
+        Args:
+            abandon: end at once, because this process failed.
+        """
+        if abandon:
+            self._stop.set()
+        if self._thread:
+            self._thread.join()
+
+    def _drive_quietly(self) -> None:
+        try:
+            self._drive()
+        except PSError as error:
+            log.error("the chief in %s ends: %s", self._task, error)
+
+    def drive(self) -> None:
+        """Drives in the calling thread until the job is done; raises `PSError` if that is impossible."""
+        self._session.open()
+        self._drive()
+
+    def _drive(self) -> None:
+        error = "the chief was stopped"
+        try:
+            self._attach()
+            version = 0
+            while not self._stop.is_set():
+                watched = self._watch(version)
+                if watched is None:
+                    continue
+                version = watched.version
+                if self._decide(watched):
+                    error = ""
+                    break
+        finally:
+            self._session.leave(error)
+            for server in self._servers:
+                server.close()
+
+    # ---- Looking and appending ----
+
+    def _attach(self) -> None:
+        """Begins a job, or goes on with the one that the servers hold."""
+        entries: list[Entry] = []
+        # A long log comes in several answers.
+        while len(entries) < self._servers[0].status().log:
+            watched = self._servers[0].watch(self._session.number, len(entries), 0)
+            entries += watched.result(self._timeouts.call).entries
+        first = entries[0] if entries else None
+        over = any(isinstance(entry, Done) for entry in entries)
+        same = isinstance(first, JobStarted) and first.incarnations == self._session.incarnations
+        if same and not over:
+            self._state.take(entries)
+            log.info("goes on with job %s at entry %d", first, len(entries))
+        else:
+            begin = JobStarted(self._session.token, self._session.incarnations)
+            self._servers[0].approve(self._session.token, 0, [begin])
+            self._state.take([begin])
+        self._copy()
+
+    def _watch(self, version: int) -> Watched | None:
+        """What is new at server 0; None if nothing is after a while."""
+        future = self._servers[0].watch(self._session.number, len(self._state.log), version)
+        begun = time.monotonic()
+        while not self._stop.is_set():
+            self._session.check()
+            try:
+                watched = future.result(PAUSE / 4)
+            except FutureTimeout:
+                if self._written or time.monotonic() - begun > PAUSE:
+                    return self._session.look()
+                continue
+            self._state.take(watched.entries)
+            return watched
+        return None
+
+    def _append(self, entries: Sequence[Entry]) -> bool:
+        """Appends to server 0's log, if nothing else was appended in between."""
+        index = len(self._state.log)
+        length = self._servers[0].approve(self._session.token, index, entries)
+        if length != index + len(entries):
+            return False
+        self._state.take(entries)
+        return True
+
+    def _copy(self) -> None:
+        """Copies the log to the servers that lack its end."""
+        for number, server in enumerate(self._servers[1:], 1):
+            while self._copied[number] < len(self._state.log):
+                index = self._copied[number]
+                self._copied[number] = server.approve(self._session.token, index, self._state.log[index:])
+
+    # ---- Deciding ----
+
+    def _decide(self, watched: Watched) -> bool:
+        """Does what there is to do; returns whether the job is done."""
+        entries: list[Entry] = [Approved(p) for p in watched.plans if p.id not in self._state.approved]
+        # A copy in one step: threads that write checkpoints add to it.
+        entries += list(self._written.values())
+        epoch = self._next_epoch(watched.sessions)
+        if epoch is not None:
+            entries.append(EpochClosed(epoch))
+            log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
+        done = self._is_done(watched.sessions)
+        if done:
+            entries.append(Done())
+        if entries and not self._append(entries):
+            return False
+        for entry in entries:
+            if isinstance(entry, Snapshotted):
+                del self._written[entry.plan_id]
+        self._copy()
+        self._order_snapshots()
+        return done
+
+    def _next_epoch(self, sessions: Sequence[SessionState]) -> Epoch | None:
+        """Who takes part from now on; None if nothing changes."""
+        here = {s.member.session: s for s in sessions if s.state == "open"}
+        current = self._state.epoch
+        if current is None:
+            opened = {s.member.task for s in sessions}
+            if not here or not self._expected <= opened:
+                return None
+            return self._cold(1, [s.member for s in here.values()])
+        stay = [m for m in current.members if m.session in here]
+        started = [m for m in stay if m.session in self._state.started]
+        new = [s for s in here.values() if s.member not in stay]
+        if not started:
+            # Nobody is left to say where the group stands, but the servers know it.
+            members = [s.member for s in here.values()]
+            return self._cold(current.number + 1, members) if members or stay != list(current.members) else None
+        waiting = [m for m in stay if m.session not in self._state.started]
+        entry = current.entry if waiting else next((s.entry for s in new if s.entry), "")
+        taken = [s.member for s in new if s.entry and s.entry == entry]
+        if len(stay) == len(current.members) and not taken:
+            return None
+        return Epoch(current.number + 1, _ordered([*stay, *taken]), entry)
+
+    def _cold(self, number: int, members: Sequence[Member]) -> Epoch | None:
+        current = self._state.epoch
+        if current is not None and set(current.members) == set(members):
+            return None
+        round = -1
+        positions: tuple[Position, ...] = ()
+        for server in self._servers:
+            status = server.status()
+            newest = max([status.round, *(waiting.round for waiting in status.waiting)])
+            if newest > round:
+                round, positions = newest, status.positions
+        return Epoch(number, _ordered(members), start=Start(number, round + 1, positions))
+
+    def _is_done(self, sessions: Sequence[SessionState]) -> bool:
+        """Whether all members of the last epoch that had some have left cleanly, and nobody else is here."""
+        states = {s.member.session: s.state for s in sessions}
+        if "open" in states.values() or not self._expected <= {s.member.task for s in sessions}:
+            return False
+        last = next(
+            (e.members for _, e in sorted(self._state.epochs.items(), reverse=True) if e.members),
+            tuple(s.member for s in sessions),
+        )
+        return all(states.get(member.session) == "left" for member in last)
+
+    # ---- Checkpoints ----
+
+    def _order_snapshots(self) -> None:
+        """Has each checkpoint that a plan orders written, in a thread of its own."""
+        for plan in self._state.approved.values():
+            if plan.snapshot and plan.id not in self._state.snapshots and plan.id not in self._writing:
+                thread = threading.Thread(target=self._write, args=(plan,), daemon=True, name="checkpoint")
+                self._writing[plan.id] = thread
+                thread.start()
+
+    def _write(self, plan: Plan) -> None:
+        self._written[plan.id] = self._commit(plan)
+
+    def _commit(self, plan: Plan) -> Snapshotted:
+        """Shards first, the manifest last; without a manifest there is no checkpoint."""
+        order, token = plan.snapshot, self._session.token
+        if order is None:
+            raise ValueError("the plan orders no checkpoint")
+        try:
+            pending = [self._servers[server].snapshot(token, plan.id, "") for server in order.servers]
+            shards = [future.result() for future in pending]
+            manifest = {
+                "format": 1,
+                "round": shards[0].round,
+                "positions": [vars(position) for position in shards[0].positions],
+                "tensors": {
+                    name: {"file": shard.file, "dtype": spec.dtype, "shape": spec.shape}
+                    for shard in shards
+                    for name, spec in shard.tensors
+                },
+            }
+            text = json.dumps(manifest, indent=1, sort_keys=True)
+            commit = self._servers[order.servers[0]].snapshot(token, plan.id, text).result()
+        except PSError as error:
+            return Snapshotted(plan.id, 0, order.path, str(error))
+        return Snapshotted(plan.id, commit.round, commit.path)
+
+
+def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
+    return tuple(sorted(members, key=lambda member: member.task))
+
+
+def drive(config: TaskConfig, timeouts: Timeouts) -> None:
+    """A chief without a script: drives the job until it is done, in the calling thread."""
+    Chief(config.task, connect(config.cluster, timeouts), config.cluster, timeouts).drive()

@@ -1,0 +1,196 @@
+"""The command `psworker`: a script as one task of a cluster, or a whole local cluster of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from psclient.chief import drive
+from psclient.config import (
+    LaunchConfig,
+    ServerOptions,
+    load_launch_config,
+    task_config,
+    timeouts_from,
+    wants_colour,
+)
+from psclient.launch import Cluster
+from psclient.relay import Printer
+from psclient.runner import die_with, end_on_sigterm, run_script, say
+from pswire.cluster import Task
+from pswire.errors import ConfigError, PSError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What the command line says.
+
+    Attributes:
+        script: path of the script, "" for none.
+        args: its arguments.
+        launch: a local cluster to start; None for one task.
+        parent: process id of the launcher to die with; 0 for none.
+        log_level: of this package's log.
+        debug: whether tracebacks of this package are shown.
+    """
+
+    script: str
+    args: tuple[str, ...]
+    launch: LaunchConfig | None
+    parent: int
+    log_level: str
+    debug: bool
+
+
+@click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
+@click.option("--standalone", is_flag=True, help="Start a whole local cluster that runs SCRIPT.")
+@click.option("--config", type=click.Path(path_type=Path), help="A file that describes the local cluster.")
+@click.option("--ps", type=click.IntRange(1), help="Servers of the local cluster [default: 1].")
+@click.option("--workers", type=click.IntRange(0), help="Workers of the local cluster [default: 1].")
+@click.option(
+    "--chief/--no-chief",
+    "has_chief",
+    default=None,
+    help="A process of its own drives [default]; or worker 0.",
+)
+@click.option("--chief-runs-script", is_flag=True, help="The chief is a replica as well.")
+@click.option("--restarts", type=click.IntRange(0), help="Failed tasks, in all, that are replaced [default: 0].")
+@click.option("--device", help="Where the servers' variables live: cpu or gpu:N.")
+@click.option("--memory-limit", help="Bytes for variables on each server, such as 4GiB.")
+@click.option("--checkpoint-root", help="Directory below which checkpoints are.")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
+@click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
+@click.option("--debug", is_flag=True, help="Show tracebacks of this package.")
+@click.argument("script", default="")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(script: str, args: tuple[str, ...], **flags: Any) -> Invocation:
+    """Runs SCRIPT as the task that TF_CONFIG names; a chief without a SCRIPT drives.
+
+    With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
+    win over the file.
+    """
+    given = {name: flags[name] for name in ("ps", "workers", "restarts") if flags[name] is not None}
+    server = {
+        field.name: flags[field.name] for field in dataclasses.fields(ServerOptions) if flags[field.name] is not None
+    }
+    if flags["chief_runs_script"]:
+        given["chief"] = "script"
+    elif flags["has_chief"] is not None:
+        given["chief"] = "driver" if flags["has_chief"] else "none"
+    launch = None
+    if flags["standalone"] or flags["config"]:
+        launch = _launch_config(flags["config"], given, server, script, args, flags["debug"])
+    elif given or server:
+        name = next(iter(given | server)).replace("_", "-")
+        raise ConfigError(f"--{name} describes a local cluster; add --standalone")
+    return Invocation(script, args, launch, flags["parent"], flags["log_level"], flags["debug"])
+
+
+def _launch_config(
+    path: Path | None,
+    given: dict[str, Any],
+    server: dict[str, str],
+    script: str,
+    args: tuple[str, ...],
+    debug: bool,
+) -> LaunchConfig:
+    config = load_launch_config(path) if path else LaunchConfig()
+    if script:
+        given |= {"script": script, "args": args}
+    config = dataclasses.replace(
+        config, server=dataclasses.replace(config.server, **server), debug=debug or config.debug, **given
+    )
+    if config.script and not Path(config.script).exists():
+        raise ConfigError(f"there is no script {config.script!r} in {Path.cwd()}")
+    return config
+
+
+def run_task(invocation: Invocation) -> int:
+    """Runs one task; returns the exit code.
+
+    Raises:
+        ConfigError: TF_CONFIG is malformed, or names a task that this command cannot be.
+        PSError: a chief that only drives could not go on.
+    """
+    end_on_sigterm()
+    if invocation.parent:
+        die_with(invocation.parent)
+    config = task_config()
+    task = config.task if config else None
+    if task and task.job == "ps":
+        raise ConfigError(f"TF_CONFIG says that this process is {task}; start it with psserver")
+    if invocation.script:
+        return run_script(invocation.script, invocation.args, task, invocation.debug)
+    if config is None or config.task.job != "chief":
+        who = f"{task} needs a script" if task else "there is no TF_CONFIG and no script"
+        raise ConfigError(f"{who}; write psworker SCRIPT [ARGS], or see psworker --help")
+    drive(config, timeouts_from())
+    return 0
+
+
+def run_cluster(config: LaunchConfig) -> int:
+    """Runs a local cluster to its end; returns the exit code.
+
+    Raises:
+        ConfigError: a server refused its flags.
+    """
+    end_on_sigterm()
+    printer = Printer(colour=wants_colour())
+    with Cluster(config, printer) as cluster:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: cluster.interrupt(number))
+        outcome = cluster.wait()
+    printer.finish()
+    if outcome.report:
+        click.echo(outcome.report, err=True)
+    return outcome.code
+
+
+def run(invocation: Invocation) -> int:
+    """Does what the command line says; returns the exit code."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=invocation.log_level.upper(),
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    task: Task | None = None
+    try:
+        if invocation.launch:
+            return run_cluster(invocation.launch)
+        return run_task(invocation)
+    except PSError as error:
+        if invocation.debug:
+            raise
+        say(task, f"error: {' '.join(str(error).split())}")
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The console script; exits with the script's code, or 2 where it could not start."""
+    code: Any = 2
+    try:
+        code = command.main(args, prog_name="psworker", standalone_mode=False)
+    except click.ClickException as error:
+        say(None, f"error: {error.format_message()}")
+    except ConfigError as error:
+        say(None, f"error: {error}")
+    except click.Abort:
+        code = 130
+    sys.exit(run(code) if isinstance(code, Invocation) else code)
+
+
+if __name__ == "__main__":
+    main()

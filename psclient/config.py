@@ -1,0 +1,194 @@
+"""What a client is told: `TF_CONFIG`, `PS_TIMEOUT_*`, and the files in `configs/` for a local cluster.
+
+The only module of this package that reads the environment for configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pswire.cluster import TaskConfig, parse_tf_config
+from pswire.errors import ConfigError
+from pswire.limits import Timeouts
+
+TIMEOUT_PREFIX = "PS_TIMEOUT_"
+"""`PS_TIMEOUT_LEASE=5` sets `Timeouts.lease` to five seconds; each of its fields has such a name."""
+
+GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
+"""Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
+
+CHIEFS = ("driver", "script", "none")
+"""Ways to have a chief: a process that only drives, one that runs the script too, or worker 0."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Flags of every server of a local cluster.
+
+    Attributes:
+        device: "cpu" or "gpu:N".
+        memory_limit: bytes that variables may take on one server, with a unit; "0" for no limit.
+        checkpoint_root: the directory below which checkpoints are.
+    """
+
+    device: str = "cpu"
+    memory_limit: str = "0"
+    checkpoint_root: str = "checkpoints"
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """A local cluster, as flags and files describe it.
+
+    Attributes:
+        ps: how many servers.
+        workers: how many workers.
+        chief: one of `CHIEFS`.
+        restarts: how many failed tasks, in all, are replaced before a failure ends the cluster.
+        script: what workers run; "" for servers alone.
+        args: the script's arguments.
+        server: flags of every server.
+        timeouts: handed to every process; by default this process's own.
+        debug: whether every process shows tracebacks of this package.
+    """
+
+    ps: int = 1
+    workers: int = 1
+    chief: str = "driver"
+    restarts: int = 0
+    script: str = ""
+    args: tuple[str, ...] = ()
+    server: ServerOptions = ServerOptions()
+    timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ps < 1:
+            raise ConfigError(f"a cluster of {self.ps} servers cannot hold variables; ask for at least one")
+        if self.workers < 0 or self.restarts < 0:
+            raise ConfigError("workers and restarts must be numbers from 0")
+        if self.chief not in CHIEFS:
+            raise ConfigError(f"chief {self.chief!r} is unknown; write one of {', '.join(CHIEFS)}")
+        if self.script and not self.workers and self.chief != "script":
+            raise ConfigError(f"nobody would run {self.script}: the cluster has no worker")
+
+
+def task_config(environ: Mapping[str, str] = os.environ) -> TaskConfig | None:
+    """The cluster and the task that `TF_CONFIG` names, read anew at each call; None where it names none.
+
+    Raises:
+        ConfigError: TF_CONFIG is malformed.
+    """
+    return parse_tf_config(environ.get("TF_CONFIG", ""))
+
+
+def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
+    """Reads `PS_TIMEOUT_LEASE` and its like, in seconds.
+
+    Raises:
+        ConfigError: a name is unknown, or a value is no positive number.
+    """
+    names = {TIMEOUT_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(Timeouts)}
+    found = {key: environ[key] for key in sorted(environ) if key.startswith(TIMEOUT_PREFIX)}
+    _refuse_unknown(found, names, "environment variable")
+    return dataclasses.replace(Timeouts(), **{names[key]: _seconds(key, found[key]) for key in found})
+
+
+def timeouts_environ(timeouts: Timeouts) -> dict[str, str]:
+    """The variables that `timeouts_from` reads back as `timeouts`."""
+    return {TIMEOUT_PREFIX + name.upper(): repr(value) for name, value in dataclasses.asdict(timeouts).items()}
+
+
+def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that we start; what the user has set stays.
+
+    Args:
+        tasks: how many processes share this machine's cores.
+        timeouts: to be handed on.
+        more: what this process alone gets.
+    """
+    threads = str(max(1, len(os.sched_getaffinity(0)) // tasks))
+    environ = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    environ |= {"GLIBC_TUNABLES": GLIBC_TUNABLES, "PYTHONUNBUFFERED": "1"}
+    environ |= {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    return environ | (timeouts_environ(timeouts) if timeouts else {}) | dict(more or {})
+
+
+def wants_colour(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a terminal should be shown colours (https://no-color.org)."""
+    return not environ.get("NO_COLOR")
+
+
+def load_launch_config(path: Path) -> LaunchConfig:
+    """Reads a local cluster from a YAML file; its keys are the attributes of `LaunchConfig`.
+
+    Raises:
+        ConfigError: the file is not there, is no YAML, or says something unknown or impossible.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    return LaunchConfig(**_launch_keys(_mapping(data, str(path)), str(path)))
+
+
+def _launch_keys(data: dict[str, Any], path: str) -> dict[str, Any]:
+    _refuse_unknown(data, [f.name for f in dataclasses.fields(LaunchConfig)], f"{path}: key")
+    values = dict(data)
+    for name, default in ((f.name, f.default) for f in dataclasses.fields(LaunchConfig)):
+        if isinstance(default, int | str) and name in data and type(data[name]) is not type(default):
+            kind = type(default).__name__
+            raise ConfigError(f"{path}: {name} must be of type {kind}, not {type(data[name]).__name__}")
+    if "args" in data:
+        if not isinstance(data["args"], list):
+            raise ConfigError(f"{path}: args must be a list, one item for each argument")
+        values["args"] = tuple(str(arg) for arg in data["args"])
+    if "server" in data:
+        section = _section(data, "server", path, ServerOptions)
+        values["server"] = ServerOptions(**{key: str(value) for key, value in section.items()})
+    if "timeouts" in data:
+        section = _section(data, "timeouts", path, Timeouts)
+        seconds = {key: _seconds(f"{path}: timeouts.{key}", value) for key, value in section.items()}
+        values["timeouts"] = dataclasses.replace(timeouts_from(), **seconds)
+    return values
+
+
+def _section(data: dict[str, Any], name: str, path: str, kind: type[Any]) -> dict[str, Any]:
+    section = _mapping(data[name], f"{path}: {name}")
+    _refuse_unknown(section, [f.name for f in dataclasses.fields(kind)], f"{path}: key of {name}")
+    return section
+
+
+def _mapping(data: Any, where: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} must be a mapping of keys to values, not {type(data).__name__}")
+    return {str(key): value for key, value in data.items()}
+
+
+def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{what} {name} is unknown; {hint}")
+
+
+def _seconds(name: str, given: Any) -> float:
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={given!r} must be a positive number of seconds")
+    return value

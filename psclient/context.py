@@ -1,0 +1,274 @@
+"""In which context a thread is, and what may be called there.
+
+    default          no strategy: one replica, numbered 0
+    cross-replica    inside `strategy.scope()`, and inside what `merge_call` runs
+    replica          inside the function given to `strategy.run`, once for each local replica
+    update           inside the function given to `update` or `update_non_slot`
+
+Each thread has its own stack of contexts; the innermost counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from psclient import nest, values
+from psclient.arrays import CPU, Device
+from psclient.nest import Nest
+
+Kind = Literal["default", "cross-replica", "replica", "update"]
+
+_REMEDY: dict[Kind, str] = {
+    "default": "call it inside `with strategy.scope():`",
+    "cross-replica": "call it inside the function given to strategy.run",
+    "replica": (
+        "call it outside of the function given to strategy.run, or inside a function given to "
+        "get_replica_context().merge_call"
+    ),
+    "update": "call it outside of the function given to update",
+}
+
+Lift = Callable[[Any], Any]
+"""In an update context: the tracer of a variable or another value, None for what has none."""
+
+MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs `merge_fn(strategy, *args, **kwargs)` once for all local replicas."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaContext:
+    """What one replica knows, while its function runs.
+
+    Attributes:
+        strategy: the strategy that runs it; None in the default context.
+        local_replica_id: its number among the replicas of this process, from 0.
+        device: where it computes.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    strategy: Any
+    local_replica_id: int
+    device: Device
+    _merge: MergeCall = field(repr=False)
+    _slice: Callable[[], tuple[int, int]] = field(repr=False)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R: the replicas of all workers. Changes only where a section of this replica flushes."""
+        return self._slice()[1]
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's number among all, from 0."""
+        return self._slice()[0] + self.local_replica_id
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The replica's devices, by name."""
+        return (str(self.device),)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Meets the other local replicas and runs a function once, in cross-replica context.
+
+        Args:
+            merge_fn: called as `merge_fn(strategy, *args, **kwargs)`. What is the same object in all
+                replicas arrives as it is, all else as `PerReplica`.
+            args: of this replica.
+            kwargs: of this replica.
+
+        Returns:
+            What `merge_fn` returned, as this replica sees it: of each distributed value its component.
+
+        Raises:
+            RuntimeError: this is not the context of the calling thread, or the replicas do not all
+                make the same calls.
+        """
+        if get_replica_context() is not self:
+            raise RuntimeError(
+                "merge_call on a replica context that is not, or no longer, the current one; ask "
+                "get_replica_context() inside the function given to strategy.run"
+            )
+        return self._merge(merge_fn, tuple(args), dict(kwargs or {}))
+
+    def all_reduce(self, reduce_op: Any, value: Nest) -> Nest:
+        """Reduces values over all replicas of all workers, and gives every replica the result.
+
+        Args:
+            reduce_op: "sum" or "mean", in any case.
+            value: a nest of arrays, of the same structure and shapes in all replicas.
+
+        Returns:
+            A nest like `value`. In the default context, where there is one replica, `value` itself.
+        """
+        if self.strategy is None:
+            return value
+        reduced = self.merge_call(_reduce_boxes, (reduce_op, _Box(tuple(nest.flatten(value)))))
+        return nest.pack_sequence_as(value, reduced)
+
+
+@dataclass(frozen=True, eq=False)
+class _Box:
+    """One replica's values. A box of its own keeps a value that all replicas share from being merged."""
+
+    nest_leaf: ClassVar[bool] = True
+
+    leaves: tuple[Any, ...]
+
+
+def _reduce_boxes(strategy: Any, reduce_op: Any, boxes: Any) -> list[Any]:
+    rows = [box.leaves for box in values.local_results(boxes)]
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(f"replicas reduce different numbers of values: {[len(row) for row in rows]}")
+    columns = [values.per_replica(column) for column in zip(*rows, strict=True)]
+    return list(strategy.extended.batch_reduce_to(reduce_op, [(column, column) for column in columns]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Context:
+    kind: Kind
+    strategy: Any = None
+    replica: ReplicaContext | None = None
+    lift: Lift | None = None
+
+
+def _merge_alone(merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with enter_cross_replica(None):
+        return merge_fn(None, *args, **kwargs)
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        alone = ReplicaContext(None, 0, CPU, _merge_alone, lambda: (0, 1))
+        self.contexts = [_Context("default", None, alone)]
+
+
+_stack = _Stack()
+
+
+def _current() -> _Context:
+    return _stack.contexts[-1]
+
+
+@contextlib.contextmanager
+def _entered(context: _Context) -> Iterator[None]:
+    contexts = _stack.contexts
+    contexts.append(context)
+    try:
+        yield
+    finally:
+        innermost = contexts[-1] is context
+        contexts.remove(context)
+        if not innermost:
+            raise RuntimeError(f"a {context.kind} context is left before one that was entered in it")
+
+
+def get_strategy() -> Any:
+    """The strategy of the calling thread's context; None outside of every scope."""
+    return _current().strategy
+
+
+def has_strategy() -> bool:
+    """Whether the calling thread is in a strategy's scope."""
+    return _current().strategy is not None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica in whose function the calling thread is.
+
+    Returns:
+        None in cross-replica and update context. Outside of every scope a default context with one
+        replica, whose `merge_call` runs the function at once, with None as the strategy.
+    """
+    return _current().replica
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the calling thread is in cross-replica context; an update context is none."""
+    return _current().kind == "cross-replica"
+
+
+def in_update_context() -> bool:
+    """Whether the calling thread is in a function given to `update`."""
+    return _current().kind == "update"
+
+
+@contextlib.contextmanager
+def enter_strategy_scope(strategy: Any) -> Iterator[None]:
+    """Makes a strategy current. Within its own scopes and replicas nothing changes.
+
+    Raises:
+        RuntimeError: another strategy is current.
+    """
+    current = _current()
+    _check_same(strategy, current)
+    again = current.strategy is strategy
+    with _entered(replace(current) if again else _Context("cross-replica", strategy)):
+        yield
+
+
+def enter_replica(context: ReplicaContext) -> contextlib.AbstractContextManager[None]:
+    """A context manager: the calling thread runs a replica's function."""
+    return _entered(_Context("replica", context.strategy, context))
+
+
+def enter_cross_replica(strategy: Any) -> contextlib.AbstractContextManager[None]:
+    """A context manager: the calling thread runs what `merge_call` was given."""
+    return _entered(_Context("cross-replica", strategy))
+
+
+def enter_update(strategy: Any, lift: Lift | None = None) -> contextlib.AbstractContextManager[None]:
+    """A context manager: the calling thread runs an update function; `lift` makes tracers for it."""
+    return _entered(_Context("update", strategy, lift=lift))
+
+
+def update_lift() -> Lift | None:
+    """What makes tracers in the calling thread's update context; None in all other contexts."""
+    return _current().lift
+
+
+def replica_device() -> Device | None:
+    """The device of the replica in whose function the calling thread is; None outside of `strategy.run`."""
+    current = _current()
+    return current.replica.device if current.replica and current.strategy is not None else None
+
+
+def require_cross_replica(strategy: Any, what: str) -> None:
+    """Raises `RuntimeError` unless the thread is in this strategy's cross-replica context.
+
+    Args:
+        strategy: whose method was called.
+        what: the method, for the message.
+    """
+    current = _current()
+    _check_same(strategy, current)
+    if current.kind != "cross-replica" or current.strategy is not strategy:
+        kind: Kind = "default" if current.strategy is None else current.kind
+        raise RuntimeError(f"{what} needs cross-replica context, and is called in {kind} context; {_REMEDY[kind]}")
+
+
+def require_replica(what: str) -> ReplicaContext:
+    """The current replica context, the default one included; `RuntimeError` if there is none.
+
+    Args:
+        what: what was called, for the message.
+    """
+    current = _current()
+    if current.replica is None:
+        remedy = _REMEDY["cross-replica"]
+        raise RuntimeError(f"{what} needs replica context, and is called in {current.kind} context; {remedy}")
+    return current.replica
+
+
+def _check_same(strategy: Any, current: _Context) -> None:
+    if current.strategy is not None and current.strategy is not strategy:
+        raise RuntimeError(
+            f"two strategies are mixed: a {type(strategy).__name__} is used inside the scope of another "
+            f"{type(current.strategy).__name__}; leave that scope first"
+        )

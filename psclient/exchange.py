@@ -1,0 +1,259 @@
+"""Push and pull: sends what a section reduces and updates, keeps the variables that were read.
+
+Per server and round there is one push. Its answer brings back, besides what the section returns, the
+variables that it assigned and that this process read before: the next step's reads cost no call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from psclient.group import Group
+from psclient.session import Session
+from pswire.api import Contribution, RoundReply
+from pswire.errors import PSError, RoundTimeout
+from pswire.limits import PART_BYTES
+from pswire.spec import Plan, Position, Ref, Snapshotted, Variable, VariableSpec
+from pswire.tensor import Array, Payload, portable
+
+log = logging.getLogger("psclient")
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What a section sends.
+
+    Attributes:
+        plan: the section's plan.
+        weights: for each reduction, by how much this process's contribution counts.
+        contributions: for each reduction, a host array; None where the weight is 0.
+        operands: for each operand, a host array.
+    """
+
+    plan: Plan
+    weights: tuple[float, ...]
+    contributions: tuple[Array | None, ...]
+    operands: tuple[Array, ...]
+
+    def payload(self, server: int) -> Payload:
+        """What goes to one server."""
+        sent = zip(self.plan.reductions, self.contributions, strict=True)
+        arrays = [array for reduction, array in sent if array is not None and server in reduction.servers]
+        used = zip(self.plan.operands, self.operands, strict=True)
+        return Payload.pack([*arrays, *(array for operand, array in used if server in operand.servers)])
+
+
+class Exchange:
+    """What travels between this process and the servers.
+
+    Reads may come from the threads of several replicas; all else from the thread that runs cross-replica
+    code, while the replicas wait.
+
+    Args:
+        session: this process's session, open.
+        group: where it stands.
+    """
+
+    def __init__(self, session: Session, group: Group) -> None:
+        self.session = session
+        self.group = group
+        self._variables: dict[int, Variable] = {}
+        self._proposed: set[bytes] = set()
+        self._touched = [-1] * len(session.servers)
+        # The lock guards the two below: replicas read in threads of their own.
+        self._lock = threading.Lock()
+        self._cache: dict[int, Array] = {}
+        self._read: set[int] = set()
+
+    # ---- Variables ----
+
+    def create(self, spec: VariableSpec, servers: tuple[int, ...], value: Array) -> Variable:
+        """Gets or creates a variable; the first process's value wins.
+
+        Args:
+            spec: name, dtype and shape.
+            servers: who shall hold it; empty lets server 0 choose.
+            value: this process's first value, of that dtype and shape.
+
+        Raises:
+            VariableMismatch: another process created something else.
+            MemoryLimit: it does not fit.
+        """
+        self.session.check()
+        number, ordinal = self.session.number, len(self._variables)
+        named = self.session.keeper.create(number, ordinal, -1, spec, servers, None)
+        variable = self._variables[named.id] = Variable(named.id, spec, named.servers)
+        first, *copies = variable.servers
+        if not (first == 0 and named.initialized):
+            self._give(variable, ordinal, first, value)
+        if copies:
+            # Copies must be equal: all of them get the value that won on the first.
+            value = self._pull(variable)
+            for server in copies:
+                self._give(variable, ordinal, server, value)
+        return variable
+
+    def _give(self, variable: Variable, ordinal: int, server: int, value: Array) -> None:
+        create, number = self.session.servers[server].create, self.session.number
+        large = value.nbytes > PART_BYTES
+        # A large value travels only where it is wanted, a small one is sent sooner than asked for.
+        if large and create(number, ordinal, variable.id, variable.spec, variable.servers, None).initialized:
+            return
+        payload = Payload.pack([portable(value)])
+        create(number, ordinal, variable.id, variable.spec, variable.servers, payload)
+
+    def read(self, variable: Variable) -> Array:
+        """A variable's value, as of the last round of this process that touched its server; read-only."""
+        with self._lock:
+            self._read.add(variable.id)
+            value = self._cache.get(variable.id)
+            if value is None:
+                value = self._cache[variable.id] = self._pull(variable)
+            return value
+
+    def _pull(self, variable: Variable) -> Array:
+        server = variable.servers[0]
+        future = self.session.servers[server].pull(self.session.number, [variable.id], self._touched[server])
+        late = RoundTimeout(f"reading {variable.spec.name!r} took longer than {self.session.timeouts.round:g} s")
+        reply = self.session.wait(
+            future,
+            time.monotonic() + self.session.timeouts.round,
+            late,
+            lambda: f"waits for variable {variable.spec.name!r} of server {server}",
+            lambda: False,
+        )
+        return _frozen(reply.payload.tensors([variable.spec.tensor])[0])
+
+    # ---- Rounds ----
+
+    def flush(self, outgoing: Outgoing) -> dict[Ref, Array]:
+        """Makes one round of a section, and waits for it.
+
+        Returns:
+            The plan's returned values.
+
+        Raises:
+            PSError: why the round did not happen; the same on every process.
+        """
+        plan = outgoing.plan
+        self.group.enter(f"plan:{plan.id.hex()}")
+        if plan.id not in self._proposed:
+            self.session.keeper.propose(self.session.number, plan, "", None)
+            self._proposed.add(plan.id)
+        want = {server: self._want(plan, server) for server in plan.servers}
+        self.session.waits = (self.group.round, plan.id)
+        try:
+            futures = {server: self._push(outgoing, server, want[server]) for server in plan.servers}
+            replies = self._gather(futures)
+        finally:
+            self.session.waits = (-1, b"")
+        return self._take(plan, want, replies)
+
+    def _want(self, plan: Plan, server: int) -> tuple[int, ...]:
+        """What to ask back: variables that the plan assigns and that were read since their last assignment."""
+        with self._lock:
+            read = plan.writes(server) & self._read
+            return tuple(sorted(id for id in read if self._variables[id].servers[0] == server))
+
+    def _push(self, outgoing: Outgoing, server: int, want: tuple[int, ...]) -> Future[RoundReply]:
+        epoch = self.group.epoch
+        said = Contribution(
+            self.session.number,
+            epoch.number if epoch else 0,
+            self.group.round,
+            outgoing.plan.id,
+            outgoing.weights,
+            self.group.more,
+            self.group.positions,
+            want,
+        )
+        return self.session.servers[server].push(said, outgoing.payload(server))
+
+    def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> dict[int, RoundReply]:
+        deadline = time.monotonic() + self.session.timeouts.round
+        errors: list[PSError] = []
+        replies: dict[int, RoundReply] = {}
+        for server, future in futures.items():
+            try:
+                replies[server] = self._await(server, future, deadline)
+            except PSError as error:
+                errors.append(error)
+        self.session.check()
+        if errors:
+            # The servers count a failed round as well: every process was told the same.
+            self.group.round += 1
+            raise errors[0]
+        return replies
+
+    def _await(self, server: int, future: Future[RoundReply], deadline: float) -> RoundReply:
+        session, round = self.session, self.group.round
+        late = RoundTimeout(f"round {round} did not complete within {session.timeouts.round:g} s")
+        return session.wait(
+            future,
+            deadline,
+            late,
+            lambda: f"waits in round {round} for {', '.join(self._awaited(server))}",
+            lambda: "the chief" in self._awaited(server),
+        )
+
+    def _awaited(self, server: int) -> list[str]:
+        """Whom a round waits for: members, or the chief to approve it or to drop members that are gone."""
+        open_rounds = self.session.servers[server].status().waiting
+        missing = [task for item in open_rounds for task in item.missing]
+        gone = [s.member.task for s in self.session.look().sessions if s.state != "open"]
+        chief = any(not item.approved for item in open_rounds) or bool(set(missing) & set(gone))
+        return [*map(str, missing), *(["the chief"] if chief else [])] or [f"server {server}"]
+
+    def _take(
+        self, plan: Plan, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
+    ) -> dict[Ref, Array]:
+        """Keeps what came back; returns what the plan returns."""
+        values: dict[Ref, Array] = {}
+        fresh: dict[int, Array] = {}
+        for server, reply in replies.items():
+            given = plan.given(server)
+            wanted = [self._variables[id].spec.tensor for id in want[server]]
+            tensors = reply.payload.tensors([spec for _, spec in given] + wanted)
+            values |= zip([ref for ref, _ in given], tensors, strict=False)
+            fresh |= zip(want[server], map(_frozen, tensors[len(given) :]), strict=True)
+            self._touched[server] = reply.round
+            for task in reply.left_out:
+                log.warning("round %d of server %d is complete without %s", reply.round, server, task)
+        written = frozenset[int]().union(*(plan.writes(server) for server in plan.servers))
+        with self._lock:
+            self._read -= written
+            self._cache = {id: value for id, value in self._cache.items() if id not in written} | fresh
+        newest = max((reply.epoch for reply in replies.values()), key=lambda epoch: epoch.number)
+        self.group.round_over(newest, any(reply.more for reply in replies.values()))
+        return values
+
+    # ---- Checkpoints ----
+
+    def snapshot(self, plan: Plan) -> Snapshotted:
+        """Waits until the checkpoint that a flushed plan ordered is complete, or failed."""
+        return self.group.snapshotted(plan.id, time.monotonic() + self.session.timeouts.round)
+
+    def restore(self, path: str) -> tuple[Position, ...]:
+        """Has every server read a checkpoint; returns the datasets' positions in it."""
+        session = self.session
+        late = RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s")
+        deadline = time.monotonic() + session.timeouts.round
+        futures = [server.restore(session.number, path) for server in session.servers]
+        found = [
+            session.wait(future, deadline, late, lambda: f"waits for {path!r} to be restored", lambda: False)
+            for future in futures
+        ]
+        with self._lock:
+            self._cache.clear()
+        return found[0]
+
+
+def _frozen(array: Array) -> Array:
+    """The array, read-only: it is shared by all who read the variable."""
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,211 @@
+"""The group that makes rounds together, as one process sees it: who is in it, and where it stands.
+
+A process takes part from the round that the log names. A newer epoch, announced in a round's answer, is
+taken in by every member at the same place of the program: at once if nobody is new in it, else where the
+new members wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from psclient.arrays import Device
+from psclient.session import Session
+from pswire.cluster import Task
+from pswire.errors import RoundTimeout, ServerLost
+from pswire.spec import Epoch, EpochClosed, Position, Snapshotted, Start, Started
+
+log = logging.getLogger("psclient")
+
+
+class Group:
+    """Who takes part in rounds. Used by the thread that runs cross-replica code.
+
+    Args:
+        session: this process's session, open.
+        devices: the local replicas' devices.
+        expected: the tasks that begin a job together, for messages.
+    """
+
+    def __init__(self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = ()) -> None:
+        self.session = session
+        self.devices = devices
+        self.round = 0
+        """The next round of this process."""
+        self.epoch: Epoch | None = None
+        """The newest epoch that this process has taken in; None before it takes part."""
+        self.more = False
+        """Whether this process has a batch after the one in use."""
+        self.empty: frozenset[int] = frozenset()
+        """Local replicas whose batch in use has no examples: they contribute nothing."""
+        self._expected = tuple(expected)
+        self._any_more = False
+        self._announced: Epoch | None = None
+        self._begins: dict[int, Position] = {}
+        self._positions: dict[int, Position] = {}
+        self._followed = 0
+        self._epochs: dict[int, Epoch] = {}
+        self._starts: dict[int, Start] = {}
+        self._snapshots: dict[bytes, Snapshotted] = {}
+
+    # ---- For datasets ----
+
+    def join(self, dataset: int) -> None:
+        """Takes part from now on; a process that comes late waits until the others take it in."""
+        self.enter(f"dataset:{dataset}")
+
+    def boundary(self, dataset: int) -> None:
+        """Before a batch is taken: a newer epoch may hold from here on."""
+        self.enter(f"dataset:{dataset}")
+
+    def slice(self) -> tuple[int, int]:
+        """The number of this process's first replica, and R."""
+        if self.epoch is None:
+            return 0, len(self.devices)
+        numbers = [member.session for member in self.epoch.members]
+        before = self.epoch.members[: numbers.index(self.session.number)]
+        return sum(member.replicas for member in before), self.epoch.replicas
+
+    def position(self, dataset: int) -> Position | None:
+        """Where a dataset stood when this process joined, or in the checkpoint that was restored."""
+        return self._begins.get(dataset)
+
+    def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
+        """Notes what an iterator took: the next batch's index, and which replicas have no examples now."""
+        self._positions[dataset] = Position(dataset, epoch, index)
+        self.more, self._any_more, self.empty = more, False, empty
+
+    def any_more(self) -> bool:
+        """Whether any process had a further batch, as of the last round since `advance`."""
+        return self._any_more
+
+    @property
+    def replicas(self) -> int:
+        """R of the epoch taken in; before that R of the first epoch, once all that begin together are there."""
+        self._settle()
+        return (self.epoch or self._epochs[min(self._epochs)]).replicas
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """This process's place among the processes of the group, and how many they are; as `replicas`."""
+        self._settle()
+        epoch = self.epoch or self._epochs[min(self._epochs)]
+        tasks = [member.task for member in epoch.members]
+        return tasks.index(self.session.task) if self.session.task in tasks else len(tasks), len(tasks)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first of the group, in task order."""
+        self._settle()
+        return self.epoch is not None and self.epoch.members[0].session == self.session.number
+
+    # ---- For rounds ----
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """The batch that each dataset gives next."""
+        return tuple(self._positions[dataset] for dataset in sorted(self._positions))
+
+    def begin_at(self, positions: Sequence[Position]) -> None:
+        """Datasets go on from these positions."""
+        self._begins = {position.dataset: position for position in positions}
+        self._positions.update(self._begins)
+
+    def round_over(self, epoch: Epoch, more: bool) -> None:
+        """Notes what a round's answers said; the next round is the next number."""
+        self.round += 1
+        self._any_more = more
+        if self._announced is None or epoch.number > self._announced.number:
+            self._announced = epoch
+        if not self._announced.entry:
+            self._take_in(self._announced)
+
+    def enter(self, entry: str) -> None:
+        """The program is at a place where epochs begin.
+
+        Args:
+            entry: `dataset:<number>` before a batch of that dataset, `plan:<hex>` before a round of that plan.
+        """
+        self.session.check()
+        if self.epoch is None:
+            self._join(entry)
+        if self._announced is not None and self._announced.entry == entry:
+            self._take_in(self._announced)
+
+    def _take_in(self, epoch: Epoch) -> None:
+        if self.epoch is None or epoch.number <= self.epoch.number:
+            return
+        self.epoch = epoch
+        if epoch.entry:
+            start = Start(epoch.number, self.round, self.positions)
+            self.session.keeper.propose(self.session.number, None, "", start)
+
+    def _join(self, entry: str) -> None:
+        self.session.keeper.propose(self.session.number, None, entry, None)
+        self._settle()
+        deadline = time.monotonic() + self.session.timeouts.start
+        while self.epoch is None and not self._begin():
+            # Who waits for others to start waits as long as a start may take; who comes late, for a round.
+            if self._epochs:
+                deadline = max(deadline, time.monotonic() + self.session.timeouts.round)
+            self._follow(deadline)
+
+    def _settle(self) -> None:
+        """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
+        deadline = time.monotonic() + self.session.timeouts.start
+        while not self._epochs:
+            self._follow(deadline)
+        if self.epoch is None:
+            self._begin()
+
+    def _begin(self) -> bool:
+        for number in sorted(self._epochs):
+            epoch = self._epochs[number]
+            start = epoch.start or self._starts.get(number)
+            if start is not None and epoch.session(self.session.number):
+                self.epoch, self.round = epoch, start.round
+                self.begin_at(start.positions)
+                log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)
+                return True
+        return False
+
+    # ---- The log ----
+
+    def snapshotted(self, plan_id: bytes, deadline: float) -> Snapshotted:
+        """Waits until the checkpoint that a plan ordered is complete, or failed."""
+        while plan_id not in self._snapshots:
+            self._follow(deadline)
+        return self._snapshots.pop(plan_id)
+
+    def _follow(self, deadline: float) -> None:
+        """Reads on in server 0's log, waiting for it to grow."""
+        session = self.session
+        watched = session.wait(
+            session.keeper.watch(session.number, self._followed, -1), deadline, self._late(), self._word
+        )
+        if watched.start < self._followed:
+            error = ServerLost("the job was started anew; restart this process")
+            session.end(error)
+            raise error
+        self._followed = watched.start + len(watched.entries)
+        for entry in watched.entries:
+            match entry:
+                case EpochClosed():
+                    self._epochs[entry.epoch.number] = entry.epoch
+                case Started():
+                    self._starts[entry.start.epoch] = entry.start
+                case Snapshotted():
+                    self._snapshots[entry.plan_id] = entry
+
+    def _late(self) -> RoundTimeout:
+        missing = ", ".join(map(str, self._expected)) or "the others"
+        return RoundTimeout(
+            f"{self.session.task} waited too long to take part; are all of {missing} and the chief running?"
+        )
+
+    def _word(self) -> str:
+        here = {state.member.task for state in self.session.look().sessions if state.state == "open"}
+        missing = [str(task) for task in self._expected if task not in here]
+        return f"waits for {', '.join(missing)} to start" if missing else "waits to be taken into the group"

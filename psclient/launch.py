@@ -1,0 +1,292 @@
+"""A whole cluster of real processes on this machine.
+
+`start_server` starts one server; `Cluster` starts servers, workers and a chief, and ends them all. A
+process that we start never outlives us: servers end when their stdin does, the others are killed by
+the kernel when their parent dies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from psclient.config import LaunchConfig, child_environ
+from psclient.processes import (
+    address_in,
+    await_listening,
+    describe_exit,
+    exit_code,
+    send,
+    spawn,
+    spawn_server,
+    start_server,
+)
+from psclient.relay import Line, Relay
+from pswire.cluster import Task
+
+__all__ = ["Cluster", "Outcome", "start_server"]
+
+NAME_ONLY = "127.0.0.1:0"
+"""The address of a task that does not listen."""
+
+LEAVE_SECONDS = 10.0
+"""How long servers and the chief may take to end by themselves after the last worker."""
+
+TERM_SECONDS = 5.0
+"""How long a process may take to end after SIGTERM."""
+
+SETTLE_SECONDS = 0.5
+"""How long after a failure others are looked at: the one that failed first may end last."""
+
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cluster ended.
+
+    Attributes:
+        code: exit code for the launcher: 0, the failing task's, 128 + signal where one killed it.
+        task: the task that failed, None where none did.
+        report: what failed, with the last traceback or line that it printed; "" where nothing did.
+    """
+
+    code: int
+    task: Task | None = None
+    report: str = ""
+
+
+class Cluster:
+    """Servers, workers and a chief on this machine; a context manager that leaves nothing behind.
+
+    Used by one thread, which must live as long as the cluster: the kernel ends what it started with it.
+
+    Args:
+        config: what to start.
+        sink: called with each line that a process prints, in another thread; None only keeps them.
+        keys: attributes of `LaunchConfig` that win over `config`.
+    """
+
+    def __init__(
+        self, config: LaunchConfig | None = None, sink: Callable[[Line], None] | None = None, **keys: Any
+    ) -> None:
+        self.config = dataclasses.replace(config or LaunchConfig(), **keys)
+        self.processes: dict[Task, subprocess.Popen[bytes]] = {}
+        self.addresses: dict[Task, str] = {}
+        self._sink = sink
+        self._relay: Relay | None = None
+        self._heard: set[Task] = set()
+        self._ended: list[Task] = []
+        self._restarts = self.config.restarts
+        self._signals: list[int] = []
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts every process; returns when the servers listen.
+
+        Raises:
+            ConfigError: a server refused its flags.
+            Unreachable: a server did not listen in time.
+        """
+        self._relay = Relay(self._sink)
+        try:
+            servers = [Task("ps", index) for index in range(self.config.ps)]
+            for task in servers:
+                self.processes[task] = self._server(task, 0)
+            for task in servers:
+                line = await_listening(self.processes[task], task, self.config.timeouts)
+                self.addresses[task] = address_in(line)
+                self._tell(task, line, error=False)
+                self._listen(task)
+            for task in self.clients():
+                self.start_task(task)
+        except BaseException:
+            self.stop(grace=0.0)
+            raise
+
+    def clients(self) -> list[Task]:
+        """Every task but the servers."""
+        chief = [] if self.config.chief == "none" else [Task("chief", 0)]
+        workers = [Task("worker", index) for index in range(self.config.workers)]
+        return chief + workers if self.config.script else []
+
+    def start_task(self, task: Task) -> None:
+        """Starts a task, or starts it again after its end; a server gets the port that it had."""
+        if task.job == "ps":
+            self.processes[task] = self._server(task, int(self.addresses[task].rpartition(":")[2]))
+        else:
+            self.processes[task] = self._client(task)
+        self._listen(task)
+
+    def tf_config(self, task: Task) -> str:
+        """The value of TF_CONFIG for one task."""
+        config = self.config
+        jobs = {"ps": [self.addresses[task] for task in sorted(self.addresses)]}
+        jobs |= {"worker": [NAME_ONLY] * config.workers} if config.workers else {}
+        jobs |= {} if config.chief == "none" else {"chief": [NAME_ONLY]}
+        return json.dumps({"cluster": jobs, "task": {"type": task.job, "index": task.index}})
+
+    def output(self, task: Task, error: bool = False) -> list[str]:
+        """The last lines that a task printed on stdout, or with `error` on stderr."""
+        return self._relay.lines(task, error) if self._relay else []
+
+    def kill(self, task: Task, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to one task; SIGKILL is waited for."""
+        self.processes[task].send_signal(number)
+        if number == signal.SIGKILL:
+            self.processes[task].wait()
+
+    def interrupt(self, number: int) -> None:
+        """Asks `wait` to end the cluster with a signal; at the second one it kills. For signal handlers."""
+        self._signals.append(number)
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Waits until the workers have left, a failure, or an interruption; then ends everything.
+
+        Args:
+            timeout: seconds after which the cluster is ended and TimeoutError raised; None for none.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if self._signals:
+                return self._interrupted()
+            failed = self._failed()
+            if failed and not self._replaced(failed):
+                return self._failure()
+            if not failed and all(self.processes[task].poll() == 0 for task in self._scripts() or self.processes):
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                running = [str(task) for task, process in self.processes.items() if process.poll() is None]
+                self.stop()
+                raise TimeoutError(f"after {timeout:g} s these still ran: {', '.join(running)}")
+            time.sleep(POLL_SECONDS)
+        self._await(list(self.processes), LEAVE_SECONDS)
+        for task, process in self.processes.items():
+            if process.poll() is None:
+                self._tell(task, f"psworker: {task} did not end by itself after the last worker")
+        if self._failed():
+            return self._failure()
+        self.stop()
+        return Outcome(0)
+
+    def stop(self, grace: float = TERM_SECONDS, number: int = signal.SIGTERM) -> None:
+        """Ends every process that still runs: clients first, so that they can take leave of servers.
+
+        Args:
+            grace: seconds until those that do not end are killed.
+            number: the signal that asks them to end.
+        """
+        clients = [task for task in self.processes if task.job != "ps"]
+        for tasks, first in ((clients, number), (list(self.processes), signal.SIGTERM)):
+            self._send(tasks, first)
+            self._await(tasks, grace)
+            self._send(tasks, signal.SIGKILL)
+        for task, process in self.processes.items():
+            process.wait()
+            for pipe in (process.stdin, *([] if task in self._heard else (process.stdout, process.stderr))):
+                if pipe:
+                    pipe.close()
+        if self._relay:
+            self._relay.close()
+
+    def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
+        config = self.config
+        flags = ["--debug"] * config.debug + ["--until-done"] * bool(config.script)
+        return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, self._tasks())
+
+    def _client(self, task: Task) -> subprocess.Popen[bytes]:
+        runs = task.job == "worker" or self.config.chief == "script"
+        command = [sys.executable, "-P", "-m", "psclient.cli", "--die-with-parent", str(os.getpid())]
+        command += ["--debug"] if self.config.debug else []
+        command += ["--", self.config.script, *self.config.args] if runs else []
+        environ = child_environ(self._tasks(), self.config.timeouts, {"TF_CONFIG": self.tf_config(task)})
+        return spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def _tasks(self) -> int:
+        return self.config.ps + self.config.workers
+
+    def _listen(self, task: Task) -> None:
+        process, relay = self.processes[task], self._relay
+        self._heard.add(task)
+        if relay and process.stdout and process.stderr:
+            relay.watch(process.stdout, task, error=False)
+            relay.watch(process.stderr, task, error=True)
+
+    def _scripts(self) -> list[Task]:
+        return [t for t in self.clients() if t.job == "worker" or self.config.chief == "script"]
+
+    def _failed(self) -> list[Task]:
+        """Tasks that failed, in the order in which that was seen."""
+        failed = [task for task, process in self.processes.items() if process.poll()]
+        self._ended += [task for task in failed if task not in self._ended]
+        return [task for task in self._ended if task in failed]
+
+    def _replaced(self, failed: list[Task]) -> bool:
+        if len(failed) > self._restarts:
+            return False
+        self._restarts -= len(failed)
+        for task in failed:
+            how = describe_exit(self.processes[task].returncode)
+            self._tell(task, f"psworker: {task} failed ({how}); replaced, {self._restarts} restarts left")
+            self._ended.remove(task)
+            self.start_task(task)
+        return True
+
+    def _tell(self, task: Task, text: str, error: bool = True) -> None:
+        if self._sink:
+            self._sink(Line(task, error, text))
+
+    def _failure(self) -> Outcome:
+        """Ends the cluster; who failed by itself is blamed before those that failed because it did."""
+        self._await(list(self.processes), SETTLE_SECONDS)
+        failed = self._failed()
+        self.stop()
+        task = min(failed, key=self._blame)
+        code = self.processes[task].returncode
+        heading = f"psworker: {task} failed ({describe_exit(code)}):"
+        return Outcome(exit_code(code), task, "\n".join([heading, *self._last_words(task)]))
+
+    def _blame(self, task: Task) -> tuple[bool, bool]:
+        killed = self.processes[task].returncode < 0
+        return (not killed, not _traceback(self.output(task, error=True)))
+
+    def _last_words(self, task: Task) -> list[str]:
+        lines = [line for line in self.output(task, error=True) if line.strip()]
+        return _traceback(lines) or lines[-1:] or ["it printed nothing on stderr"]
+
+    def _interrupted(self) -> Outcome:
+        number = self._signals[0]
+        self.stop(number=number)
+        return Outcome(128 + number)
+
+    def _send(self, tasks: list[Task], number: int) -> None:
+        for task in tasks:
+            if self.processes[task].poll() is None:
+                send(self.processes[task], number)
+
+    def _await(self, tasks: list[Task], seconds: float) -> None:
+        """Waits until the processes have ended; a second interruption ends the waiting."""
+        deadline = time.monotonic() + seconds
+        while any(self.processes[task].poll() is None for task in tasks):
+            if time.monotonic() > deadline or len(self._signals) > 1:
+                return
+            time.sleep(POLL_SECONDS)
+
+
+def _traceback(lines: list[str]) -> list[str]:
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    return lines[starts[-1] :] if starts else []

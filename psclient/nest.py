@@ -1,0 +1,166 @@
+"""Nests: tuples, lists, dicts, named tuples and dataclasses, to any depth. All else is a leaf, None too.
+
+Dicts keep the order of the first structure; the others need the same keys in any order. A dataclass
+takes part with the fields of its constructor; one whose class says `nest_leaf = True` is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+Nest = Any
+"""A nest of leaves; written for the reader, since Python's types cannot say it."""
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One container, taken apart.
+
+    Attributes:
+        keys: what leads to each child.
+        children: what is in it.
+        build: makes a container of the same kind from other children.
+        step: how a key is written in a path.
+    """
+
+    keys: tuple[Any, ...]
+    children: tuple[Any, ...]
+    build: Callable[[Sequence[Any]], Any]
+    step: str = "[{!r}]"
+
+
+def _open_dict(value: dict[Any, Any]) -> _Node:
+    def build(children: Sequence[Any]) -> Any:
+        filled = copy.copy(value)  # keeps what subclasses carry, such as a default factory
+        filled.update(zip(value, children, strict=True))
+        return filled
+
+    return _Node(tuple(value), tuple(value.values()), build)
+
+
+def _open_named(value: Any) -> _Node:
+    return _Node(value._fields, tuple(value), type(value)._make, ".{}")
+
+
+def _open_sequence(value: Sequence[Any]) -> _Node:
+    return _Node(tuple(range(len(value))), tuple(value), partial(_call, type(value)))
+
+
+def _call(kind: Callable[[Any], Any], children: Sequence[Any]) -> Any:
+    return kind(children)
+
+
+def _open_dataclass(value: Any) -> _Node:
+    names = tuple(field.name for field in dataclasses.fields(value) if field.init)
+
+    def build(children: Sequence[Any]) -> Any:
+        return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
+
+    return _Node(names, tuple(getattr(value, name) for name in names), build, ".{}")
+
+
+_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], _Node]], ...] = (
+    (lambda v: isinstance(v, dict), _open_dict),
+    (lambda v: isinstance(v, tuple) and hasattr(v, "_fields"), _open_named),
+    (lambda v: isinstance(v, tuple | list), _open_sequence),
+    (
+        lambda v: hasattr(type(v), "__dataclass_fields__") and not hasattr(type(v), "nest_leaf"),
+        _open_dataclass,
+    ),
+)
+
+
+def _open(value: Any) -> _Node | None:
+    return next((opened(value) for matches, opened in _KINDS if matches(value)), None)
+
+
+def is_nested(value: Nest) -> bool:
+    """Whether a value is a container rather than a leaf."""
+    return _open(value) is not None
+
+
+def flatten(nest: Nest) -> list[Any]:
+    """The leaves of a nest, in order; a leaf gives a list of itself."""
+    node = _open(nest)
+    if node is None:
+        return [nest]
+    return [leaf for child in node.children for leaf in flatten(child)]
+
+
+def pack_sequence_as(structure: Nest, leaves: Sequence[Any]) -> Nest:
+    """A nest like `structure` with other leaves, given in the order of `flatten`.
+
+    Raises:
+        ValueError: the number of leaves is not that of the structure.
+    """
+    count = len(flatten(structure))
+    if len(leaves) != count:
+        raise ValueError(f"{len(leaves)} leaves do not fill a structure of {count}")
+    rest = iter(leaves)
+    return map_structure(lambda _: next(rest), structure)
+
+
+def map_structure(fn: Callable[..., Any], *structures: Nest, is_leaf: Callable[[Any], bool] | None = None) -> Nest:
+    """Calls `fn` on the leaves of nests of the same structure, leaf by leaf.
+
+    Args:
+        fn: takes as many leaves as there are structures.
+        structures: at least one.
+        is_leaf: containers of the first structure to treat as leaves.
+
+    Returns:
+        A nest like the first structure, of what `fn` returned.
+
+    Raises:
+        ValueError: the structures differ; the message names the path where they do.
+    """
+    return _map(fn, structures, "", is_leaf)
+
+
+def assert_same_structure(*structures: Nest) -> None:
+    """Raises `ValueError`, naming the path, if nests differ in more than their leaves."""
+    _map(lambda *_: None, structures, "")
+
+
+def _map(
+    fn: Callable[..., Any],
+    structures: Sequence[Nest],
+    path: str,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Nest:
+    if is_leaf and is_leaf(structures[0]):
+        return fn(*structures)
+    node = _open(structures[0])
+    columns = [_matching(node, structures[0], other, path) for other in structures[1:]]
+    if node is None:
+        return fn(*structures)
+    rows = zip(node.keys, zip(node.children, *columns, strict=True), strict=True)
+    return node.build([_map(fn, row, path + node.step.format(key), is_leaf) for key, row in rows])
+
+
+def _matching(node: _Node | None, first: Nest, other: Nest, path: str) -> Sequence[Any]:
+    """The children of `other` in the order of `node`, which is `first` taken apart."""
+    found = _open(other)
+    if node is None and found is None:
+        return ()
+    both_dicts = isinstance(first, dict) and isinstance(other, dict)
+    if node and found and (type(first) is type(other) or both_dicts):
+        by_key = dict(zip(found.keys, found.children, strict=True))
+        if by_key.keys() == set(node.keys):
+            return [by_key[key] for key in node.keys]
+    where = f" at {path}" if path else ""
+    raise ValueError(f"structures differ{where}: {_describe(first)} and {_describe(other)}")
+
+
+def _describe(value: Nest) -> str:
+    node, name = _open(value), type(value).__name__
+    if node is None:
+        return "None" if value is None else f"a leaf ({name})"
+    if isinstance(value, dict):
+        return f"a {name} with keys {list(node.keys)}"
+    return f"a {name} of {len(node.children)}"

@@ -1,0 +1,130 @@
+"""One process of a local cluster: how it is started, heard of, and ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from psclient.config import ServerOptions, child_environ
+from pswire.cluster import Task
+from pswire.errors import ConfigError, Unreachable
+from pswire.limits import Timeouts
+
+
+def start_server(
+    task: int = 0,
+    port: int = 0,
+    options: ServerOptions | None = None,
+    *,
+    until_done: bool = True,
+    timeouts: Timeouts | None = None,
+    flags: Sequence[str] = (),
+    stderr: int | None = None,
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Starts a server on this machine and waits until it listens.
+
+    It ends when its stdin is closed, which the death of this process does.
+
+    Args:
+        task: index of the ps task.
+        port: where to listen, 0 to pick.
+        options: its other flags.
+        until_done: whether it ends with the job.
+        timeouts: handed to it; None leaves the environment's.
+        flags: more flags of `psserver`.
+        stderr: as in `subprocess.Popen`.
+
+    Returns:
+        The process, with pipes as stdin and stdout, and its `host:port`.
+
+    Raises:
+        ConfigError: the server refused its flags.
+        Unreachable: it did not listen in time.
+    """
+    flags = [*flags, "--until-done"] if until_done else flags
+    process = spawn_server(Task("ps", task), port, options or ServerOptions(), timeouts, flags, stderr)
+    try:
+        return process, address_in(await_listening(process, Task("ps", task), timeouts or Timeouts()))
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def spawn_server(
+    task: Task,
+    port: int,
+    options: ServerOptions,
+    timeouts: Timeouts | None,
+    flags: Sequence[str],
+    stderr: int | None,
+    tasks: int = 1,
+) -> subprocess.Popen[bytes]:
+    """Starts a server that ends with its stdin; `-P` keeps the user's files from shadowing modules."""
+    command = [sys.executable, "-P", "-m", "psserver", "--task", str(task.index), "--lifeline"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--device", options.device]
+    command += ["--memory-limit", options.memory_limit, "--checkpoint-root", options.checkpoint_root, *flags]
+    return spawn(command, child_environ(tasks, timeouts), stdin=subprocess.PIPE, stderr=stderr)
+
+
+def spawn(command: list[str], environ: dict[str, str], stdin: int, stderr: int | None) -> subprocess.Popen[bytes]:
+    """A process group for each process: Ctrl-C reaches them through us, once, and strays die with them."""
+    return subprocess.Popen(
+        command, bufsize=0, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, env=environ, process_group=0
+    )
+
+
+def await_listening(process: subprocess.Popen[bytes], task: Task, timeouts: Timeouts) -> str:
+    """Reads and returns the line that a server prints when it listens.
+
+    Raises:
+        ConfigError: the server ended instead.
+        Unreachable: it did not print the line in time.
+    """
+    assert process.stdout is not None  # we asked for the pipe
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    if not poll.poll(1000 * timeouts.start):
+        raise Unreachable(f"the server did not listen within {timeouts.start:g} s; see its output", str(task))
+    line = process.stdout.readline().decode()
+    if not line:
+        code = process.wait()
+        said = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
+        why = said.splitlines()[-1].removeprefix("psserver: error: ") if said else "see its output"
+        raise ConfigError(f"the server did not start ({describe_exit(code)}): {why}", str(task))
+    return line.rstrip()
+
+
+def address_in(line: str) -> str:
+    """The `host:port` in the line that a server prints when it listens."""
+    return line.split(" listening on ")[1].split()[0]
+
+
+def send(process: subprocess.Popen[bytes], number: int) -> None:
+    """Sends a signal; SIGKILL to all that the process has started, too."""
+    if number != signal.SIGKILL:
+        process.send_signal(number)
+        return
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def exit_code(returncode: int) -> int:
+    """A shell's exit code for a process's return code: 128 + signal where one killed it."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def describe_exit(returncode: int) -> str:
+    """In words: `exit code 3`, `killed by SIGKILL`."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"

@@ -1,0 +1,422 @@
+"""The gRPC rim of a client: `RemoteServer` is a `ParameterServer` that lives elsewhere.
+
+Every call is sent again, with growing pauses, until it was answered or its deadline has passed; the
+server knows repeats by their keys. What no server answered becomes `Unreachable`, or `ServerLost` once
+there was a session to lose.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from psclient.threads import Threads
+from pswire import codec
+from pswire.api import (
+    Contribution,
+    CreateReply,
+    Opened,
+    PullReply,
+    RoundReply,
+    ServerStatus,
+    Shard,
+    Watched,
+)
+from pswire.cluster import ClusterSpec, Task
+from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost, Unreachable
+from pswire.limits import Timeouts
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.spec import Entry, Plan, Position, Start, VariableSpec
+from pswire.tensor import Assembly, Frame, Payload, frames
+from pswire.wire import INCARNATION_KEY, UNANSWERED, VERBS, Metadata, Verb, batches, parse, refused
+
+log = logging.getLogger(__name__)
+
+OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),  # retries are ours: they know the keys and the deadlines
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
+"""Seconds between two attempts: the first pause, and what it doubles up to."""
+
+SLOWEST = 10e6
+"""Bytes per second that the slowest network carries; the deadline of `Create` allows for its value."""
+
+WAIT_SECONDS = 600.0
+"""How long a call waits at the server before it is sent again."""
+
+REASONS = {
+    "lookup failed": "the host's name is unknown",
+    "DNS": "the host's name is unknown",
+    "Connection refused": "nothing listens there",
+    "No route": "there is no route to the host",
+    "Deadline": "it is silent",
+    "timed out": "it is silent",
+}
+"""What gRPC's details mean to people, by a part of them."""
+
+T = TypeVar("T")
+Header = TypeVar("Header", pb.RoundHeader, pb.PullHeader)
+Interceptor = (
+    grpc.UnaryUnaryClientInterceptor
+    | grpc.UnaryStreamClientInterceptor
+    | grpc.StreamUnaryClientInterceptor
+    | grpc.StreamStreamClientInterceptor
+)
+
+
+class RemoteServer:
+    """A server at an address. All methods may be called from any thread.
+
+    Arrays of a payload are read until its call is over; they must not change before that.
+
+    Args:
+        address: `host:port`.
+        task: the server's task, for messages.
+        timeouts: of the cluster.
+        interceptors: of gRPC, the first outermost; tests inject faults with them.
+
+    Attributes:
+        bytes_sent: payload bytes handed to the network, repeats included.
+        bytes_received: payload bytes that came.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        task: Task,
+        timeouts: Timeouts | None = None,
+        interceptors: Sequence[Interceptor] = (),
+    ) -> None:
+        self.address = address
+        self.task = task
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._timeouts = timeouts or Timeouts()
+        self._threads = Threads(f"call {task}")
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
+        self._stubs = {name: _stub(channel, verb) for name, verb in VERBS.items()}
+        self._metadata: Metadata = ()  # set by `open`
+        self._silent_since: float | None = None  # when the answers stopped; the next one resets it
+        self._failed = threading.Event()  # wakes who pauses
+        self._lock = threading.Lock()  # guards the two below, and the counters
+        self._calls: set[Any] = set()
+        self._failure: PSError | None = None
+
+    # ---- The verbs ----
+
+    def open(self, task: Task, replicas: int, session: int, drives: bool) -> Opened:
+        """As `ParameterServer.open`; binds later calls to the incarnation that answered."""
+        request = pb.OpenRequest(task=codec.task_to_pb(task), replicas=replicas, session=session, drives=drives)
+        m = parse(pb.OpenReply, self._ask("Open", request))
+        self._metadata = ((INCARNATION_KEY, str(m.incarnation)),)
+        return Opened(m.session, m.incarnation, m.token, m.server, m.begun)
+
+    def beat(self, session: int, round: int, plan_id: bytes) -> None:
+        """As `ParameterServer.beat`."""
+        self._ask("Beat", pb.BeatRequest(session=session, round=round, plan_id=plan_id))
+
+    def leave(self, session: int, error: str) -> None:
+        """As `ParameterServer.leave`."""
+        self._ask("Leave", pb.LeaveRequest(session=session, error=error))
+
+    def create(
+        self,
+        session: int,
+        ordinal: int,
+        id: int,
+        spec: VariableSpec,
+        servers: tuple[int, ...],
+        value: Payload | None,
+    ) -> CreateReply:
+        """As `ParameterServer.create`."""
+        header = pb.CreateHeader(
+            session=session,
+            ordinal=ordinal,
+            id=id,
+            spec=codec.spec_to_pb(spec),
+            servers=servers,
+            has_value=value is not None,
+        ).SerializeToString()
+
+        def once(seconds: float) -> bytes:
+            call = self._start("Create", self._frames(header, value), seconds)
+            with self._under_way(call):
+                return bytes(call.result())
+
+        extra = value.size / SLOWEST if value else 0.0
+        m = parse(pb.CreateReply, self._until_answered(VERBS["Create"], once, extra))
+        return CreateReply(m.id, tuple(m.servers), m.initialized)
+
+    def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
+        """As `ParameterServer.propose`."""
+        request = pb.ProposeRequest(
+            session=session,
+            plan=codec.plan_to_pb(plan) if plan else None,
+            entry=entry,
+            start=codec.start_to_pb(start) if start else None,
+        )
+        self._ask("Propose", request)
+
+    def watch(self, session: int, after: int, version: int) -> Future[Watched]:
+        """As `ParameterServer.watch`; of long news it may give the first part, the next call the rest."""
+        request = pb.WatchRequest(session=session, after=after, version=version)
+        return self._threads.submit(lambda: codec.watched_from_pb(parse(pb.WatchReply, self._ask("Watch", request))))
+
+    def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
+        """As `ParameterServer.approve`; a long list travels in several calls."""
+        length = index
+        for batch in batches([codec.entry_to_pb(entry) for entry in entries]):
+            request = pb.ApproveRequest(token=token, index=index, entries=batch)
+            length = parse(pb.ApproveReply, self._ask("Approve", request)).length
+            index += len(batch)
+            if length < index:
+                break
+        return length
+
+    def push(self, contribution: Contribution, payload: Payload) -> Future[RoundReply]:
+        """As `ParameterServer.push`; a broken stream is sent again, whole."""
+        header = codec.contribution_to_pb(contribution, payload.size).SerializeToString()
+
+        def once(seconds: float) -> RoundReply:
+            call = self._start("Push", self._frames(header, payload), seconds)
+            m, reply = self._receive(call, pb.RoundHeader)
+            return codec.round_from_pb(m, reply)
+
+        return self._threads.submit(lambda: self._until_answered(VERBS["Push"], once))
+
+    def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
+        """As `ParameterServer.pull`."""
+        data = pb.PullRequest(session=session, variables=variables, after=after).SerializeToString()
+
+        def once(seconds: float) -> PullReply:
+            m, reply = self._receive(self._start("Pull", data, seconds), pb.PullHeader)
+            return codec.pull_from_pb(m, reply)
+
+        return self._threads.submit(lambda: self._until_answered(VERBS["Pull"], once))
+
+    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
+        """As `ParameterServer.snapshot`."""
+        request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
+        return self._threads.submit(
+            lambda: codec.shard_from_pb(parse(pb.SnapshotReply, self._ask("Snapshot", request)))
+        )
+
+    def restore(self, session: int, path: str) -> Future[tuple[Position, ...]]:
+        """As `ParameterServer.restore`."""
+        request = pb.RestoreRequest(session=session, path=path)
+        return self._threads.submit(
+            lambda: codec.positions_from_pb(parse(pb.RestoreReply, self._ask("Restore", request)).positions)
+        )
+
+    def status(self) -> ServerStatus:
+        """As `ParameterServer.status`."""
+        return codec.status_from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
+
+    # ---- The end ----
+
+    def fail(self, error: PSError) -> None:
+        """Makes all calls under way, and all that come, raise an error at once; the first one stays."""
+        with self._lock:
+            self._failure = self._failure or error
+            calls = list(self._calls)
+        self._failed.set()
+        for call in calls:
+            call.cancel()
+
+    def close(self) -> None:
+        """Ends the connection; calls under way and later ones raise `PSError`."""
+        self.fail(PSError(f"the connection to {self.address} is closed", str(self.task)))
+        self._channel.close()
+        self._threads.close()
+
+    # ---- One attempt ----
+
+    def _start(self, name: str, request: bytes | Iterator[bytes], seconds: float) -> Any:
+        """Starts a call; it is a future, or an iterator over the frames of its reply."""
+        stub = self._stubs[name]
+        start = stub if VERBS[name].streams[1] else stub.future
+        try:
+            return start(request, timeout=seconds, metadata=self._metadata)
+        except ValueError:  # so gRPC says that `close` came first
+            self._check()
+            raise
+
+    @contextmanager
+    def _under_way(self, call: Any) -> Iterator[None]:
+        """Lets `fail` cancel a call."""
+        with self._lock:
+            self._calls.add(call)
+        try:
+            if self._failed.is_set():
+                call.cancel()
+            yield
+        finally:
+            call.cancel()  # does nothing to a call that has ended
+            with self._lock:
+                self._calls.discard(call)
+
+    def _ask(self, name: str, request: Message) -> bytes:
+        """A verb of one request and one reply, until it is answered."""
+        data = request.SerializeToString()
+
+        def once(seconds: float) -> bytes:
+            call = self._start(name, data, seconds)
+            with self._under_way(call):
+                return bytes(call.result())
+
+        return self._until_answered(VERBS[name], once)
+
+    def _frames(self, header: bytes, payload: Payload | None) -> Iterator[bytes]:
+        for frame in frames(header, payload) if payload else (Frame(header),):
+            message = frame.encode()
+            with self._lock:
+                self.bytes_sent += _size(frame)
+            yield message
+
+    def _receive(self, call: Any, kind: type[Header]) -> tuple[Header, Payload]:
+        """The header and the payload of a stream."""
+        header: Header | None = None
+        with self._under_way(call):
+            for message in call:
+                frame = Frame.decode(message)
+                if header is None:
+                    header = parse(kind, frame.header)
+                    assembly = Assembly(header.size)
+                assembly.add(frame)
+                with self._lock:
+                    self.bytes_received += _size(frame)
+        if header is None:
+            raise InvalidRequest(f"{self.address} answered without a header", str(self.task))
+        return header, assembly.payload()
+
+    # ---- Until it is answered ----
+
+    def _until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0) -> T:
+        """Repeats an attempt until it is answered, its deadline has passed, or the server is lost."""
+        limit = getattr(self._timeouts, verb.deadline) + extra if verb.deadline else float("inf")
+        started = time.monotonic()
+        spoke, pause = started, FIRST_PAUSE
+        while True:
+            self._check()
+            now = time.monotonic()
+            try:
+                result = once(self._attempt_seconds(verb, limit - (now - started), extra))
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                self._check()
+                why = self._unanswered(verb, error, now)
+            else:
+                self._silent_since = None
+                return result
+            self._give_up(verb, limit, time.monotonic() - started, why)
+            if time.monotonic() - spoke > self._timeouts.word:
+                spoke = time.monotonic()
+                log.warning("no answer from %s at %s (%s) yet; trying on", self.task, self.address, why)
+            self._failed.wait(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LAST_PAUSE)
+
+    def _attempt_seconds(self, verb: Verb, left: float, extra: float) -> float:
+        """A prompt verb's answer counts as lost after half a lease: the network may have swallowed it."""
+        longest = WAIT_SECONDS if verb.waits else self._timeouts.lease / 2 + extra
+        return max(min(left, longest), 0.001)
+
+    def _unanswered(self, verb: Verb, error: Exception, began: float) -> str:
+        """Why an attempt has no answer; raises the error that the server answered with, if it did."""
+        if not isinstance(error, grpc.Call):
+            return "cancelled"
+        code, details = error.code().name, error.details() or ""
+        answer = refused(details, error.trailing_metadata() or ())
+        if answer is not None or code not in UNANSWERED:
+            self._silent_since = None
+            raise (answer or self._foreign(code, details)) from None
+        if code == "DEADLINE_EXCEEDED" and verb.waits:
+            return "it has not answered yet"  # which it may do on purpose
+        if self._silent_since is None:
+            self._silent_since = began if code == "DEADLINE_EXCEEDED" else time.monotonic()
+        found = (words for part, words in REASONS.items() if part in details)
+        return next(found, code.lower().replace("_", " "))
+
+    def _foreign(self, code: str, details: str) -> PSError:
+        """What answers is no server of ours, or is one that a message is too large for."""
+        if code == "UNIMPLEMENTED":
+            return Unreachable(
+                f"what answers at {self.address} is no parameter server of this version; correct the address",
+                str(self.task),
+            )
+        return InvalidRequest(f"the call was refused: {details} ({code})", str(self.task))
+
+    def _give_up(self, verb: Verb, limit: float, elapsed: float, why: str) -> None:
+        """Raises what is to be told to the caller, if there is no use in trying again."""
+        since = self._silent_since
+        silence = 0.0 if since is None else time.monotonic() - since
+        if verb.guarded and self._metadata and silence >= self._timeouts.lease:
+            raise ServerLost(
+                f"was lost (no answer at {self.address} for {silence:.3g} s); "
+                "its variables are gone; restart from a checkpoint",
+                str(self.task),
+            )
+        if elapsed >= limit:
+            raise self._late(verb, elapsed, why)
+
+    def _late(self, verb: Verb, elapsed: float, why: str) -> PSError:
+        if verb.waits:
+            text = f"{verb.name} did not complete within {elapsed:.3g} s{self._missing()}"
+            return BY_NAME[verb.late](text, str(self.task))
+        return Unreachable(
+            f"no answer at {self.address} for {elapsed:.3g} s ({why}); "
+            "start this task, or correct its address in TF_CONFIG",
+            str(self.task),
+        )
+
+    def _missing(self) -> str:
+        """Whom the server waits for, in words, if it can still say it."""
+        try:
+            call = self._start("Status", b"", self._timeouts.beat)
+            status = codec.status_from_pb(parse(pb.StatusReply, call.result()))
+        except (grpc.RpcError, grpc.FutureCancelledError, PSError):
+            return "; the server does not answer"
+        tasks = sorted({task for waiting in status.waiting for task in waiting.missing})
+        return f"; it waits for {', '.join(map(str, tasks))}" if tasks else ""
+
+    def _check(self) -> None:
+        """Raises what `fail` was told; anew, since one exception cannot be raised by two threads."""
+        if self._failure:
+            raise type(self._failure)(self._failure.message, self._failure.task)
+
+
+def _stub(channel: grpc.Channel, verb: Verb) -> Any:
+    """A callable of raw bytes: without serializers, gRPC hands them through."""
+    kinds = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }
+    return kinds[verb.streams](verb.path)
+
+
+def _size(frame: Frame) -> int:
+    return sum(len(buffer) for buffer in frame.data or ())
+
+
+def connect(cluster: ClusterSpec, timeouts: Timeouts) -> list[RemoteServer]:
+    """A connection to each parameter server of a cluster, in order."""
+    return [RemoteServer(cluster.address(task), task, timeouts) for task in cluster.tasks("ps")]

@@ -1,0 +1,325 @@
+"""One stretch of cross-replica code as data: what it reduces and updates becomes a plan.
+
+Nothing travels while a section is recorded; its values are lazy. It is flushed when the stretch ends, or
+when the program looks at one of its values.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psclient import context, nest
+from psclient.arrays import add, to_numpy
+from psclient.exchange import Outgoing
+from psclient.tracer import AssignedLeaf, OutputLeaf, Recording, Tracer, trace
+from psclient.values import Mirrored, PerReplica
+from psclient.variables import Variable
+from pswire.program import Program
+from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, SnapshotOrder
+from pswire.tensor import DTYPES, Array, TensorSpec, spec_of
+
+
+@dataclass(frozen=True)
+class LocalValue:
+    """What this process contributes to a reduction.
+
+    Attributes:
+        weight: by how much it counts; 0 if no local replica has examples.
+        spec: dtype and shape of a contribution.
+        array: the local replicas' sum, on the host; None where the weight is 0.
+    """
+
+    weight: float
+    spec: TensorSpec
+    array: Array | None
+
+
+class Located(np.lib.mixins.NDArrayOperatorsMixin):
+    """A value that lives on the servers: reduced, or returned by an update function.
+
+    Pass it to `update` of a variable that lives there, or use it as an array: that ends the section, so
+    that the value comes here.
+    """
+
+    def __init__(self, section: Section, ref: Ref, spec: TensorSpec) -> None:
+        self.section = section
+        self.ref = ref
+        self.spec = spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """NumPy's dtype."""
+        return DTYPES[self.spec.dtype]
+
+    def numpy(self) -> Array:
+        """The value on the host; flushes the section if it has not been."""
+        return self.section.value(self.ref)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        taken = [item.numpy() if isinstance(item, Located) else item for item in inputs]
+        return getattr(ufunc, method)(*taken, **kwargs)
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __repr__(self) -> str:
+        state = f"value={self.numpy()}" if self.section.flushed else "not flushed yet"
+        return f"Located({self.spec}, {state})"
+
+
+@dataclass
+class _Reduction:
+    op: ReduceOp
+    spec: TensorSpec
+    servers: set[int]
+    floating: bool
+    target: str
+
+
+class Section:
+    """Records one stretch of cross-replica code. Used by one thread.
+
+    Args:
+        servers: how many there are.
+        flush: sends the section and gives the returned values back through `arrived`.
+    """
+
+    def __init__(self, servers: int, flush: Callable[[Section], object]) -> None:
+        self._servers = servers
+        self._flush = flush
+        self._reductions: list[_Reduction] = []
+        self._local: list[LocalValue] = []
+        self._operands: list[tuple[Array, tuple[int, ...]]] = []
+        self._programs: dict[Program, int] = {}
+        self._applies: list[Apply] = []
+        self._results = 0
+        self._returned: list[Ref] = []
+        self._snapshot: SnapshotOrder | None = None
+        self._written: set[int] = set()
+        self._values: dict[Ref, Array] | None = None
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the section has been sent."""
+        return self._values is not None
+
+    def writes(self, id: int) -> bool:
+        """Whether the section, not yet sent, assigns a variable."""
+        return not self.flushed and id in self._written
+
+    # ---- Recording ----
+
+    def reduce(self, op: ReduceOp, local: LocalValue, servers: tuple[int, ...] | None, target: str = "") -> Located:
+        """Records a reduction.
+
+        Args:
+            op: "sum" or "mean".
+            local: this process's contribution.
+            servers: where the value shall be; None where it only has to come back here.
+            target: what it is for, in words.
+        """
+        self._reductions.append(_Reduction(op, local.spec, set(servers or ()), servers is None, target))
+        self._local.append(local)
+        located = Located(self, Ref("reduction", len(self._reductions) - 1), local.spec)
+        if servers is None:
+            self.give_back(located)
+        return located
+
+    def apply(
+        self,
+        servers: tuple[int, ...],
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Traces an update function and records its application.
+
+        Args:
+            servers: where it runs.
+            fn, args, kwargs: the function and what it takes: variables, located and mirrored values,
+                arrays that every process has alike, Python scalars, anything else that it looks at.
+
+        Returns:
+            What the function returns, with located values and variables as leaves.
+
+        Raises:
+            ProgramError: it cannot be traced.
+            ValueError: an argument is a per-replica value.
+        """
+        inputs = _Inputs(self, servers)
+        with context.enter_update(context.get_strategy(), inputs.lift):
+            traced = trace(
+                inputs.recording,
+                fn,
+                nest.map_structure(inputs.argument, tuple(args)),
+                nest.map_structure(inputs.argument, dict(kwargs)),
+            )
+        refs = [o if isinstance(o, Ref) else self._operand(np.asarray(o), servers) for o in traced.origins]
+        program = self._programs.setdefault(traced.program, len(self._programs))
+        self._applies.append(Apply(program, servers, tuple(refs)))
+        self._written.update(refs[target].index for target, _ in traced.program.assigns)
+        first, specs = self._results, traced.program.output_specs
+        self._results += len(specs)
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, OutputLeaf):
+                return Located(self, Ref("result", first + value.index), specs[value.index])
+            return inputs.variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
+
+        return nest.map_structure(leaf, traced.result)
+
+    def _operand(self, array: Array, servers: tuple[int, ...]) -> Ref:
+        self._operands.append((array, servers))
+        return Ref("operand", len(self._operands) - 1)
+
+    def pin(self, ref: Ref, servers: tuple[int, ...]) -> None:
+        """A reduction that has no place yet gets one where it is used."""
+        if ref.kind == "reduction" and self._reductions[ref.index].floating:
+            self._reductions[ref.index].servers.update(servers)
+
+    def order_snapshot(self, path: str, servers: tuple[int, ...]) -> None:
+        """Records that a checkpoint is wanted."""
+        self._snapshot = SnapshotOrder(path, servers)
+
+    def give_back(self, value: Any) -> None:
+        """Notes which of the section's values the program will look at: the leaves of a nest."""
+        for leaf in nest.flatten(value):
+            if isinstance(leaf, Located) and leaf.section is self and leaf.ref not in self._returned:
+                self._returned.append(leaf.ref)
+
+    # ---- Sending ----
+
+    def outgoing(self) -> Outgoing:
+        """The section as it is sent."""
+        plan = Plan(
+            tuple(Reduction(r.op, r.spec, self._place(r), r.target) for r in self._reductions),
+            tuple(Operand(spec_of(array), servers) for array, servers in self._operands),
+            tuple(self._programs),
+            tuple(self._applies),
+            tuple(sorted(self._returned)),
+            self._snapshot,
+        )
+        return Outgoing(
+            plan,
+            tuple(local.weight for local in self._local),
+            tuple(local.array for local in self._local),
+            tuple(array for array, _ in self._operands),
+        )
+
+    def _place(self, reduction: _Reduction) -> tuple[int, ...]:
+        """Where a reduction is made; one without a place shares a server with the others if it can."""
+        if reduction.servers:
+            return tuple(sorted(reduction.servers))
+        used = {s for r in self._reductions for s in r.servers} | {s for a in self._applies for s in a.servers}
+        if used:
+            return (min(used),)
+        words = repr([(r.op, r.spec, r.target) for r in self._reductions])
+        return (zlib.crc32(words.encode()) % self._servers,)
+
+    def arrived(self, values: dict[Ref, Array]) -> None:
+        """The section has been sent, and these values came back."""
+        self._values = values
+
+    def value(self, ref: Ref) -> Array:
+        """A value of the section; sends it first if need be."""
+        if self._values is None:
+            self._returned.append(ref)
+            self._flush(self)
+        values = self._values or {}
+        if ref not in values:
+            raise RuntimeError(
+                "this value stayed on the servers when its section ended; look at it before, or return it from "
+                "the function given to merge_call"
+            )
+        return values[ref]
+
+
+class _Inputs:
+    """The inputs of one program: turns what an update function takes into tracers."""
+
+    def __init__(self, section: Section, servers: tuple[int, ...]) -> None:
+        self.section = section
+        self.servers = servers
+        self.variables: dict[int, Variable] = {}
+        self.recording = Recording(self.lift)
+
+    def lift(self, value: Any) -> Tracer | None:
+        """The tracer of a variable or of a located or mirrored value; None for all else."""
+        if isinstance(value, Variable):
+            handle = value.handle
+            self.variables[handle.id] = value
+            return self.recording.variable(handle.spec.tensor, handle.spec.name, Ref("variable", handle.id))
+        if isinstance(value, Located):
+            if value.section is self.section and not value.section.flushed:
+                self.section.pin(value.ref, self.servers)
+                return self.recording.value(value.spec, value.ref)
+            return self.recording.operand(value.numpy())
+        if isinstance(value, Mirrored):
+            return self.recording.operand(to_numpy(value.values[0]))
+        if isinstance(value, PerReplica):
+            raise ValueError(
+                "update takes no per-replica values; reduce them first with reduce_to(op, value, variable)"
+            )
+        return None
+
+    def argument(self, value: Any) -> Any:
+        """An argument as the update function sees it: Python scalars and unknown things as they are."""
+        tracer = self.lift(value)
+        if tracer is not None:
+            return tracer
+        if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__cuda_array_interface__"):
+            return self.recording.operand(value)
+        return value
+
+
+def contribution(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axis: int | None) -> LocalValue:
+    """Combines the local replicas' values into what this process contributes.
+
+    Args:
+        op: "sum" or "mean"; integers become float64 in a mean.
+        values: an array or a Python number from each local replica, in order.
+        empty: replicas without examples, whose value does not count.
+        axis: reduced within each replica's array, or None.
+
+    Raises:
+        ValueError: the shapes differ; where batches may be ragged, reduce over their axis.
+    """
+    taken = [value if hasattr(value, "dtype") else np.asarray(value) for value in values]
+    weight = 0.0
+    total: Any = None
+    for replica, value in enumerate(taken):
+        if axis is not None:
+            count, value = float(value.shape[axis]), value.sum(axis=axis, dtype=_sum_dtype(op, value.dtype))
+        else:
+            count, value = float(replica not in empty), value.astype(_sum_dtype(op, value.dtype), copy=False)
+        if total is None:
+            total = value
+        elif total.shape != value.shape:
+            raise ValueError(
+                f"replicas reduce arrays of shapes {total.shape} and {value.shape}; give the axis of the batch, "
+                "such as axis=0, so that batches of different sizes can be reduced"
+            )
+        elif count:
+            total = value if not weight else add(total, value)
+        weight += count
+    spec = TensorSpec(total.dtype.name, tuple(total.shape)).check()
+    return LocalValue(weight, spec, np.ascontiguousarray(to_numpy(total)).reshape(spec.shape) if weight else None)
+
+
+def _sum_dtype(op: ReduceOp, dtype: Any) -> Any:
+    if dtype.kind == "b":
+        dtype = np.dtype(np.int64)
+    return np.dtype(np.float64) if op == "mean" and dtype.kind in "iu" else dtype

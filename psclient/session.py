@@ -1,0 +1,207 @@
+"""This process's life with the servers: its sessions, its lease, and how it waits.
+
+One thread per server beats; any thread may wait. Whatever ends the session ends every wait at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, TypeVar
+
+from pswire.api import ParameterServer, Watched
+from pswire.cluster import Task
+from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost
+from pswire.limits import Timeouts
+from pswire.spec import Done, Entry, JobStarted
+
+log = logging.getLogger("psclient")
+
+T = TypeVar("T")
+
+FATAL = (ServerLost, Fenced, Diverged, ChiefLost)
+"""After one of these the session is over: its process has to start again."""
+
+
+class Session:
+    """One process's life with the servers.
+
+    Args:
+        task: who this process is.
+        servers: all parameter servers, in order; a test may hand cores in place of connections.
+        replicas: how many local replicas it has; 0 for a chief that only drives.
+        drives: whether it is a chief's session, which gets a fencing token.
+        timeouts: how long everything may take.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        servers: Sequence[ParameterServer],
+        replicas: int,
+        drives: bool = False,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self.task = task
+        self.servers = tuple(servers)
+        self.replicas = replicas
+        self.timeouts = timeouts or Timeouts()
+        self.number = 0
+        self.token = 0
+        self.incarnations: tuple[int, ...] = ()
+        self.waits = (-1, b"")
+        """The round and the plan that this process waits for, for the beats."""
+        self._drives = drives
+        self._broken: Future[None] = Future()
+        self._ended = threading.Event()
+        self._beats: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    @property
+    def keeper(self) -> ParameterServer:
+        """Server 0, which keeps the log and the sessions."""
+        return self.servers[0]
+
+    def open(self) -> bool:
+        """Opens the session on every server and begins to beat.
+
+        Returns:
+            Whether the job runs already.
+
+        Raises:
+            Unreachable: a server does not answer.
+        """
+        first = self.keeper.open(self.task, self.replicas, 0, self._drives)
+        self.number, self.token = first.session, first.token
+        rest = [s.open(self.task, self.replicas, self.number, self._drives) for s in self.servers[1:]]
+        self.incarnations = tuple(opened.incarnation for opened in (first, *rest))
+        # A thread for each server: one that hangs must not cost the lease that server 0 keeps.
+        self._beats = [
+            threading.Thread(target=self._beat, args=(server,), daemon=True, name=f"beat-{index}")
+            for index, server in enumerate(self.servers)
+        ]
+        for thread in self._beats:
+            thread.start()
+        return first.begun
+
+    def await_job(self) -> None:
+        """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
+        deadline, after = time.monotonic() + self.timeouts.start, 0
+        while True:
+            late = ChiefLost(
+                f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
+                "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
+            )
+            watched = self.wait(
+                self.keeper.watch(self.number, after, -1),
+                deadline,
+                late,
+                lambda: "waits for a chief to begin the job",
+            )
+            if self._is_mine(watched.entries):
+                return
+            after = watched.start + len(watched.entries)
+
+    def _is_mine(self, entries: Sequence[Entry]) -> bool:
+        jobs = [entry.incarnations for entry in entries if isinstance(entry, JobStarted)]
+        return jobs == [self.incarnations] and not any(isinstance(entry, Done) for entry in entries)
+
+    def look(self) -> Watched:
+        """The sessions and proposals as they are now, without the log."""
+        length = self.keeper.status().log
+        return self.keeper.watch(self.number, length, 0).result(self.timeouts.call)
+
+    def leave(self, error: str = "") -> None:
+        """Ends the session; a clean end tells the chief that this process has done its part."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if self.number and not isinstance(self._error(), ServerLost):
+            try:
+                self.keeper.leave(self.number, error)
+            except PSError as failure:
+                log.warning("could not say goodbye: %s", failure)
+
+    def close(self) -> None:
+        """Waits for the beats to end, after `leave`."""
+        for thread in self._beats:
+            thread.join(self.timeouts.beat + self.timeouts.call)
+
+    def _beat(self, server: ParameterServer) -> None:
+        while not self._ended.wait(self.timeouts.beat):
+            try:
+                server.beat(self.number, *self.waits)
+            except PSError as error:
+                if not self._ended.is_set():
+                    self.end(error)
+                return
+
+    def end(self, error: PSError) -> None:
+        """The session is over: whoever waits, and whoever calls from now on, is told why."""
+        with self._lock:
+            if self._broken.done():
+                return
+            self._broken.set_exception(error)
+        if isinstance(error, Diverged):
+            # The others may wait on servers that cannot know.
+            self.leave(f"{type(error).__name__}: {error.message}")
+
+    def _error(self) -> BaseException | None:
+        return self._broken.exception() if self._broken.done() else None
+
+    def check(self) -> None:
+        """Raises the error that ended this session, if one did."""
+        if self._broken.done():
+            self._broken.result()
+
+    def wait(
+        self,
+        future: Future[T],
+        deadline: float,
+        late: PSError,
+        word: Callable[[], str],
+        needs_chief: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Waits for an answer, and ends when the session does.
+
+        Args:
+            future: the answer.
+            deadline: monotonic seconds.
+            late: what is raised then.
+            word: what to log every `timeouts.word` seconds.
+            needs_chief: whether the answer cannot come without a chief.
+
+        Raises:
+            PSError: the answer's error, `late`, what ended the session, or `ChiefLost`.
+        """
+        while True:
+            pause = min(deadline - time.monotonic(), self.timeouts.word)
+            both: tuple[Future[Any], ...] = (future, self._broken)
+            wait(both, max(pause, 0), FIRST_COMPLETED)
+            if future.done():
+                return self._take(future)
+            self.check()
+            if time.monotonic() >= deadline:
+                raise late
+            log.warning("%s %s", self.task, word())
+            if needs_chief():
+                self._check_chief()
+
+    def _take(self, future: Future[T]) -> T:
+        error = future.exception()
+        if isinstance(error, FATAL):
+            self.end(error)
+        return future.result()
+
+    def _check_chief(self) -> None:
+        silent = self.keeper.status().chief
+        if self.timeouts.chief < silent < float("inf"):
+            error = ChiefLost(
+                f"the chief has been silent for {silent:.0f} s, and what {self.task} waits for needs one; "
+                "start the chief again"
+            )
+            self.end(error)
+            raise error

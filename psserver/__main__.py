@@ -1,0 +1,5 @@
+"""`python -m psserver`."""
+
+from psserver.cli import main
+
+main()

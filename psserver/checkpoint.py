@@ -1,0 +1,179 @@
+"""Checkpoints on disk: a directory with one safetensors file per server, and a manifest written last.
+
+Without a manifest there is no checkpoint: a directory without one is what a crash left behind. Every file
+is written beside its place, synced, and renamed into it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from pswire.api import Shard
+from pswire.errors import CheckpointError, VariableMismatch
+from pswire.spec import Position, SnapshotOrder, VariableSpec
+from pswire.tensor import DTYPES, Array, portable, spec_of
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """One server's variables right after a round. The arrays never change, so this costs nothing.
+
+    Attributes:
+        order: the plan's order.
+        server: which server.
+        round: the round.
+        positions: the datasets' positions after it.
+        values: arrays on the device, by variable name.
+    """
+
+    order: SnapshotOrder
+    server: int
+    round: int
+    positions: tuple[Position, ...]
+    values: dict[str, Array]
+
+
+def write(root: Path, frozen: Frozen, manifest: str, get: Callable[[Array], Array]) -> Shard:
+    """Writes a shard, or the manifest if its text is given.
+
+    Args:
+        root: the directory that no path may leave.
+        frozen: what to write.
+        manifest: JSON text, or "".
+        get: brings an array to the host.
+
+    Raises:
+        CheckpointError: for a path outside of the root.
+        OSError: what the file system says.
+    """
+    directory = resolve(root, frozen.order.path)
+    place = frozen.order.servers.index(frozen.server)
+    file = f"shard-{place:05d}-of-{len(frozen.order.servers):05d}.safetensors"
+    arrays = {name: portable(get(value)) for name, value in frozen.values.items()}
+    directory.mkdir(parents=True, exist_ok=True)
+    if manifest:
+        _replace(directory / MANIFEST, manifest.encode())
+    else:
+        _replace(directory / file, encode(arrays))
+    tensors = tuple((name, spec_of(array)) for name, array in arrays.items())
+    return Shard(str(directory), file, frozen.round, frozen.positions, tensors)
+
+
+def encode(arrays: dict[str, Array]) -> bytes:
+    """The bytes of a safetensors file."""
+    return bytes(safetensors.serialize({name: _view(array) for name, array in arrays.items()}))
+
+
+def _view(array: Array) -> Any:
+    return {"dtype": array.dtype.name, "shape": array.shape, "data": array.tobytes()}
+
+
+def _replace(path: Path, data: bytes) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def resolve(root: Path, path: str) -> Path:
+    """The directory that a client's path means; raises `CheckpointError` if it leaves the root."""
+    pure = PurePosixPath(path)
+    if not path or "\0" in path or pure.is_absolute() or ".." in pure.parts:
+        raise CheckpointError(f"{path!r} is no path below the servers' checkpoint root; write such as 'run1'")
+    resolved = (root / pure).resolve()
+    if not resolved.is_relative_to(root.resolve()):
+        raise CheckpointError(f"{path!r} leaves the servers' checkpoint root through a link")
+    return resolved
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was opened.
+
+    Attributes:
+        directory: where it is.
+        files: variable name to the name of the file that holds it.
+        positions: the datasets' positions in it.
+    """
+
+    directory: Path
+    files: dict[str, str]
+    positions: tuple[Position, ...]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    @classmethod
+    def open(cls, root: Path, path: str) -> Restored:
+        """Opens a checkpoint, or the newest in a directory of them.
+
+        Raises:
+            CheckpointError: there is none, or its manifest is broken.
+        """
+        directory = resolve(root, path)
+        if not (directory / MANIFEST).is_file():
+            directory = newest(directory)
+        try:
+            data: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
+            if data["format"] != FORMAT:
+                raise CheckpointError(f"{directory} has format {data['format']}; this server reads {FORMAT}")
+            files = {name: str(entry["file"]) for name, entry in data["tensors"].items()}
+            positions = tuple(Position(**position) for position in data["positions"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"the manifest of {directory} cannot be read: {error!r}") from error
+        if any(PurePosixPath(file).name != file for file in files.values()):
+            raise CheckpointError(f"the manifest of {directory} names a file outside of it")
+        return cls(directory, files, positions)
+
+    def read(self, spec: VariableSpec) -> Array:
+        """A variable's value.
+
+        Raises:
+            CheckpointError: the checkpoint does not have it, or its file is broken.
+            VariableMismatch: it has another shape or dtype.
+        """
+        file = self.files.get(spec.name)
+        if file is None:
+            raise CheckpointError(
+                f"the checkpoint {self.directory} has no variable {spec.name!r}; "
+                f"it has {', '.join(sorted(self.files)[:8])}"
+            )
+        try:
+            with safetensors.safe_open(self.directory / file, framework="np") as shard:
+                value: Array = shard.get_tensor(spec.name)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{self.directory / file} cannot be read: {error}") from error
+        value = np.asarray(value)
+        found = spec_of(value)
+        if found != spec.tensor:
+            raise VariableMismatch(f"the checkpoint {self.directory} has {spec.name!r} as {found}, not {spec.tensor}")
+        return np.array(value, DTYPES[found.dtype])
+
+
+def newest(directory: Path) -> Path:
+    """The newest complete checkpoint in a directory; raises `CheckpointError` if there is none."""
+    found = [path.parent for path in directory.glob(f"*/{MANIFEST}")]
+    if not found:
+        raise CheckpointError(f"there is no complete checkpoint in {directory}; save one first, or train anew")
+    return max(found, key=lambda path: (path / MANIFEST).stat().st_mtime_ns)

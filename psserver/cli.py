@@ -1,0 +1,171 @@
+"""The command `psserver`: one `ps` task.
+
+It prints one line when it listens, and one that says what it held when it ends. Everything else goes
+to stderr. It ends at SIGTERM or SIGINT, with `--until-done` at the end of the job, and with
+`--lifeline` when whoever started it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+
+from psserver.config import ServerConfig, server_config
+from psserver.core import Core
+from psserver.server import Server, join_address
+from pswire.errors import ConfigError, PSError
+
+TICK = 0.25
+"""Seconds between two looks at leases and deadlines."""
+
+GRACE = 1.0
+"""Seconds that answers under way get when the server ends."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.option("--task", type=click.IntRange(min=0), help="Index of this ps task [default: TF_CONFIG's, else 0].")
+@click.option("--host", help="Where to listen [default: TF_CONFIG's, else 127.0.0.1].")
+@click.option("--port", type=click.IntRange(0, 65535), help="Where to listen; 0 picks [default: TF_CONFIG's, else 0].")
+@click.option("--device", default="cpu", show_default=True, help="Where the variables live: cpu or gpu:N.")
+@click.option("--memory-limit", default="0", help="Bytes for variables, such as 4GiB; 0 for no limit.")
+@click.option(
+    "--checkpoint-root",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("checkpoints"),
+    show_default=True,
+    help="Directory below which checkpoints are.",
+)
+@click.option("--until-done", is_flag=True, help="End with the job.")
+@click.option("--lifeline", is_flag=True, help="End when stdin, a pipe, is closed.")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def command(
+    task: int | None,
+    host: str | None,
+    port: int | None,
+    device: str,
+    memory_limit: str,
+    checkpoint_root: Path,
+    until_done: bool,
+    lifeline: bool,
+    log_level: str,
+    debug: bool,
+) -> int:
+    """Runs a server; returns the exit code."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=log_level.upper(),
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    try:
+        config = server_config(task, host, port, device, memory_limit, checkpoint_root)
+        asyncio.run(serve(config, until_done, lifeline))
+    except PSError as error:
+        if debug:
+            raise
+        return _refuse(str(error))
+    return 0
+
+
+async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool = False) -> None:
+    """Serves until a signal, the end of the job or of the lifeline.
+
+    Raises:
+        ConfigError: the port is in use, the device is not there, or stdin is no pipe.
+    """
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    if lifeline:
+        _hold_lifeline(loop, stopped)
+    with ThreadPoolExecutor(1, thread_name_prefix="arrays") as pool:
+        core = Core(
+            server=config.task.index,
+            incarnation=secrets.randbits(62) | 1,
+            device=config.device,
+            memory_limit=config.memory_limit,
+            checkpoint_root=config.checkpoint_root,
+            timeouts=config.timeouts,
+            clock=time.monotonic,
+            submit=pool.submit,
+        )
+        server = Server(core, config.task, config.host, config.port, config.max_payload_bytes)
+        port = await server.start()
+        try:
+            _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")
+            await _until_end(core, stopped, until_done)
+        finally:
+            held = core.summary()
+            core.close()
+            await server.stop(GRACE)
+    _say(f"psserver {config.task} ended; it held {held}")
+
+
+async def _until_end(core: Core, stopped: asyncio.Event, until_done: bool) -> None:
+    if until_done:
+        loop = asyncio.get_running_loop()
+        core.done.add_done_callback(lambda _: loop.call_soon_threadsafe(stopped.set))
+    ticker = asyncio.ensure_future(_tick(core))
+    waiter = asyncio.ensure_future(stopped.wait())
+    await asyncio.wait((ticker, waiter), return_when=asyncio.FIRST_COMPLETED)
+    for future in (ticker, waiter):
+        if not future.cancel():
+            future.result()
+
+
+async def _tick(core: Core) -> None:
+    while True:
+        await asyncio.sleep(TICK)
+        core.tick(time.monotonic())
+
+
+def _hold_lifeline(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
+    """Stops when the other end of stdin is closed: no process that dies can fail to do that."""
+
+    def readable() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            stopped.set()
+
+    try:
+        loop.add_reader(0, readable)
+    except (OSError, ValueError) as error:
+        raise ConfigError("--lifeline needs a pipe as stdin, held open by whoever starts psserver") from error
+
+
+def _say(line: str) -> None:
+    """Prints a line; whoever read stdout may be gone, which must not change how the server ends."""
+    try:
+        print(line, flush=True)  # noqa: T201
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _refuse(text: str) -> int:
+    click.echo(f"psserver: error: {' '.join(text.split())}", err=True)
+    return 2
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The console script; exits with 0 after a clean end and 2 where it could not start."""
+    try:
+        code = command.main(args, prog_name="psserver", standalone_mode=False)
+    except click.ClickException as error:
+        code = _refuse(error.format_message())
+    except click.Abort:
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,158 @@
+"""What a server is told: `TF_CONFIG`, `PS_TIMEOUT_*`, and flags, which win.
+
+The only module of this package that reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pswire.cluster import Task, TaskConfig, check_address, parse_tf_config
+from pswire.errors import ConfigError
+from pswire.limits import Timeouts
+
+LOCAL_HOST = "127.0.0.1"
+"""Where a server listens that no cluster gives an address."""
+
+TIMEOUT_PREFIX = "PS_TIMEOUT_"
+"""`PS_TIMEOUT_LEASE=5` sets `Timeouts.lease` to five seconds; each of its fields has such a name."""
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_DEVICE = re.compile(r"cpu|gpu:\d+")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One server, as it is to be started.
+
+    Attributes:
+        task: which task it is.
+        host: the address to listen on.
+        port: the port to listen on, 0 to pick one.
+        device: where the variables live, "cpu" or "gpu:N".
+        memory_limit: bytes that variables may take, 0 for no limit.
+        checkpoint_root: the directory below which checkpoints are.
+        timeouts: of sessions and calls.
+    """
+
+    task: Task
+    host: str
+    port: int
+    device: str
+    memory_limit: int
+    checkpoint_root: Path
+    timeouts: Timeouts
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Bytes that one message may announce: more than the machine has is nothing but an attack."""
+        return self.memory_limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def describe(self) -> str:
+        """In words: `cpu, no memory limit`."""
+        limit = f"at most {self.memory_limit / (1 << 20):,.0f} MiB" if self.memory_limit else "no memory limit"
+        return f"{self.device}, {limit}"
+
+
+def server_config(
+    task: int | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    device: str = "cpu",
+    memory_limit: str = "0",
+    checkpoint_root: Path = Path("checkpoints"),
+    environ: Mapping[str, str] = os.environ,
+) -> ServerConfig:
+    """Merges flags with the environment.
+
+    Args:
+        task: index of the `ps` task; None takes it from TF_CONFIG, else 0.
+        host: where to listen; None takes it from TF_CONFIG, else this machine only.
+        port: where to listen; None takes it from TF_CONFIG, else a free one.
+        device: "cpu" or "gpu:N".
+        memory_limit: bytes with a unit, "0" for no limit.
+        checkpoint_root: the directory below which checkpoints are.
+        environ: the environment.
+
+    Raises:
+        ConfigError: what is asked for is malformed, or not a task of the cluster.
+    """
+    cluster = parse_tf_config(environ.get("TF_CONFIG", ""))
+    name = _task(task, cluster)
+    listed = check_address(cluster.cluster.address(name), "TF_CONFIG") if cluster else (LOCAL_HOST, 0)
+    if not _DEVICE.fullmatch(device):
+        raise ConfigError(f"--device {device!r} is no device; write cpu or gpu:0")
+    return ServerConfig(
+        task=name,
+        host=listed[0] if host is None else host,
+        port=listed[1] if port is None else port,
+        device=device,
+        memory_limit=parse_bytes(memory_limit, "--memory-limit"),
+        checkpoint_root=checkpoint_root.absolute(),
+        timeouts=timeouts_from(environ),
+    )
+
+
+def _task(index: int | None, cluster: TaskConfig | None) -> Task:
+    if index is not None:
+        return Task("ps", index)
+    if cluster is None:
+        return Task("ps", 0)
+    if cluster.task.job != "ps":
+        raise ConfigError(
+            f"TF_CONFIG says that this process is {cluster.task}; start it with psworker, "
+            "or say with --task which ps task this is"
+        )
+    return cluster.task
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """Reads `4GiB`, `500MB` or plain bytes; raises `ConfigError` naming `where` for anything else."""
+    match = _SIZE.fullmatch(text)
+    if not match or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{where} {text!r} is no size; write bytes with a unit, such as 4GiB, or 0 for none")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
+    """Reads `PS_TIMEOUT_LEASE` and its like, in seconds.
+
+    Raises:
+        ConfigError: a name is unknown, or a value is no positive number.
+    """
+    names = {TIMEOUT_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(Timeouts)}
+    values: dict[str, float] = {}
+    for name in sorted(key for key in environ if key.startswith(TIMEOUT_PREFIX)):
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.0)[0]
+            raise ConfigError(f"environment variable {name} is unknown; did you mean {near}?")
+        values[names[name]] = _seconds(name, environ[name])
+    return dataclasses.replace(Timeouts(), **values)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={text!r} must be a positive number of seconds")
+    return value

@@ -1,0 +1,146 @@
+"""Runs one round of one server: reduces what came, applies the programs, says what changed.
+
+Nothing is written in place: what a round assigns is handed back as new arrays, to be committed at once
+or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psserver import interpreter
+from psserver.arrays import Device
+from psserver.reducer import reduce
+from psserver.rounds import Job, Part, sent
+from psserver.store import owned
+from pswire.errors import Diverged, MemoryLimit, ProgramError, PSError
+from pswire.spec import Apply, Plan, Ref
+from pswire.tensor import Array, TensorSpec, join, layout
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round did.
+
+    Attributes:
+        assigned: new values of variables, on the device, by number.
+        given: the plan's returned values of this server, on the host.
+        wanted: new values of the assigned variables that a member wants back, on the host.
+    """
+
+    assigned: dict[int, Array]
+    given: tuple[Array, ...]
+    wanted: dict[int, Array]
+
+
+def run(job: Job, server: int, device: Device, values: Mapping[int, Array]) -> Outcome:
+    """Runs a round.
+
+    Args:
+        job: the plan and the contributions.
+        server: the number of this server.
+        device: where the variables live and the programs run.
+        values: the variables' arrays, by number.
+
+    Raises:
+        PSError: why the round cannot run; then nothing has changed.
+    """
+    try:
+        with device.scope():
+            return _Run(job, server, device, values).outcome()
+    except PSError:
+        raise
+    except MemoryError as error:
+        raise MemoryLimit(f"the server ran out of memory in round {job.round}: {error}") from error
+    except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        # What the verifier cannot know; the round fails for everyone alike.
+        raise ProgramError(f"round {job.round} failed on server {server}: {error}") from error
+
+
+class _Run:
+    """The values of one round, as they come to be."""
+
+    def __init__(self, job: Job, server: int, device: Device, values: Mapping[int, Array]) -> None:
+        self.job, self.server, self.device = job, server, device
+        self.plan: Plan = job.plan
+        self.known: dict[Ref, Any] = {}
+        self.values = values
+        self.assigned: dict[int, Array] = {}
+
+    def outcome(self) -> Outcome:
+        self._receive()
+        results = 0
+        for apply in self.plan.applies:
+            outputs = len(self.plan.programs[apply.program].outputs)
+            if self.server in apply.servers:
+                self._apply(apply, results)
+            results += outputs
+        given = tuple(self.device.get(self.known[ref]) for ref, _ in self.plan.given(self.server))
+        want = {id for part in self.job.parts for id in part.said.want} & self.assigned.keys()
+        return Outcome(self.assigned, given, {id: self.device.get(self.assigned[id]) for id in want})
+
+    def _receive(self) -> None:
+        """Reduces the contributions and takes the operands, which must be equal."""
+        parts = [_Reader(part, self.plan, self.server) for part in self.job.parts]
+        for index, reduction in enumerate(self.plan.reductions):
+            if self.server in reduction.servers:
+                found = [reader.contribution(index, reduction.tensor) for reader in parts]
+                value = reduce(reduction.op, reduction.tensor, found)
+                self.known[Ref("reduction", index)] = self.device.put(value)
+        for index, operand in enumerate(self.plan.operands):
+            if self.server in operand.servers:
+                sent_by = [reader.take(operand.tensor) for reader in parts]
+                self._check_equal(index, sent_by)
+                self.known[Ref("operand", index)] = self.device.put(join(sent_by[0], operand.tensor))
+
+    def _check_equal(self, index: int, sent_by: Sequence[Sequence[Array]]) -> None:
+        first = _bytes(sent_by[0])
+        for part, pieces in zip(self.job.parts, sent_by, strict=True):
+            if _bytes(pieces) != first:
+                raise Diverged(
+                    f"operand {index} of round {self.job.round} ({self.plan.describe()}) differs: "
+                    f"{self.job.parts[0].member.task} sent {_show(sent_by[0])}, "
+                    f"{part.member.task} sent {_show(pieces)}. What an update function takes besides "
+                    "variables and reduced values must be the same on every process"
+                )
+
+    def _apply(self, apply: Apply, first: int) -> None:
+        program = self.plan.programs[apply.program]
+        assigned, outputs = interpreter.run(program, [self._value(ref) for ref in apply.args], self.device.xp)
+        for target, value in assigned.items():
+            self.assigned[apply.args[target].index] = owned(value)
+        for number, value in enumerate(outputs, first):
+            self.known[Ref("result", number)] = value
+
+    def _value(self, ref: Ref) -> Any:
+        if ref.kind != "variable":
+            return self.known[ref]
+        assigned = self.assigned.get(ref.index)
+        return self.values[ref.index] if assigned is None else assigned
+
+
+class _Reader:
+    """Takes the tensors of one payload in order, leaving out what has a weight of 0."""
+
+    def __init__(self, part: Part, plan: Plan, server: int) -> None:
+        self.part = part
+        self.offsets = iter(layout(sent(plan, server, part.said.weights))[0])
+
+    def take(self, spec: TensorSpec) -> list[Array]:
+        return self.part.payload.pieces(next(self.offsets), spec)
+
+    def contribution(self, index: int, spec: TensorSpec) -> tuple[float, list[Array]]:
+        weight = self.part.said.weights[index]
+        return weight, self.take(spec) if weight else []
+
+
+def _bytes(pieces: Sequence[Array]) -> bytes:
+    return b"".join(piece.tobytes() for piece in pieces)
+
+
+def _show(pieces: Sequence[Array]) -> str:
+    return np.array2string(np.concatenate([piece[:4] for piece in pieces])[:4], threshold=4)

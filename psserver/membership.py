@@ -1,0 +1,161 @@
+"""Who is there: the sessions of a job, their leases, and the chief's fencing token. Server 0 keeps it.
+
+A plain state machine: it has no clock (time is an argument) and no network. It decides nothing about
+epochs: it says what happened, and the chief closes an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pswire.api import SessionState
+from pswire.cluster import Task
+from pswire.errors import Diverged, Fenced, PSError
+from pswire.spec import Member
+
+ENDED = {
+    "left": "it left",
+    "failed": "it failed",
+    "lost": "its lease ended",
+    "replaced": "the task was started again",
+}
+
+
+@dataclass
+class _Session:
+    member: Member
+    drives: bool
+    seen: float
+    state: str = "open"
+    entry: str = ""
+    error: PSError | None = None
+    waits: tuple[int, bytes] = (-1, b"")
+
+
+class Membership:
+    """All sessions of the job. Guarded by the core's lock.
+
+    Args:
+        lease: seconds after which a silent session is lost.
+    """
+
+    def __init__(self, lease: float) -> None:
+        self.lease = lease
+        self.token = 0
+        self.version = 0
+        self._last = 0
+        self._sessions: dict[int, _Session] = {}
+
+    def open(self, task: Task, replicas: int, drives: bool, now: float) -> int:
+        """Begins a session and ends the one that the task had; returns its number."""
+        for other in self._sessions.values():
+            if other.member.task == task and other.drives == drives:
+                self._end(other, "replaced")
+        self._last += 1
+        self._sessions[self._last] = _Session(Member(task, self._last, replicas), drives, now)
+        if drives:
+            self.token += 1
+        self.version += 1
+        return self._last
+
+    def check(self, number: int) -> None:
+        """Raises the reason if a session has ended, `Fenced` if there never was one."""
+        session = self._sessions.get(number)
+        if session is None:
+            raise Fenced("this session is unknown here; restart the process")
+        if session.state != "open":
+            raise session.error or Fenced(
+                f"this session was ended: {ENDED[session.state]}; restart the process to take part again",
+                str(session.member.task),
+            )
+
+    def task(self, number: int) -> Task:
+        """Whose session it is."""
+        return self._sessions[number].member.task
+
+    def beat(self, number: int, waits: tuple[int, bytes], now: float, describe: Callable[[bytes], str]) -> None:
+        """Renews a lease; finds out two sessions that wait in one round for different plans."""
+        self.check(number)
+        session = self._sessions[number]
+        session.seen, session.waits = now, waits
+        if waits[0] < 0:
+            return
+        for other in self._open():
+            if other.waits[0] == waits[0] and other.waits[1] != waits[1]:
+                self.fail_all(diverged(waits[0], [(s.member.task, describe(s.waits[1])) for s in (other, session)]))
+        self.check(number)
+
+    def leave(self, number: int, error: str) -> None:
+        """Ends a session, cleanly or not; a divergence ends all."""
+        session = self._sessions.get(number)
+        if session is None or session.state != "open":
+            return
+        self._end(session, "failed" if error else "left")
+        if error.startswith(Diverged.__name__):
+            self.fail_all(Diverged(error.partition(": ")[2]))
+
+    def expire(self, now: float) -> list[Task]:
+        """Ends the sessions whose lease is over; returns their tasks."""
+        lost = [s for s in self._sessions.values() if s.state == "open" and now - s.seen > self.lease]
+        for session in lost:
+            self._end(session, "lost")
+        return [session.member.task for session in lost]
+
+    def fail_all(self, error: PSError) -> None:
+        """Ends every session that takes part in rounds, with one error for all."""
+        for session in self._open():
+            session.error = error
+            self._end(session, "failed")
+
+    def end_members(self, numbers: Iterable[int]) -> None:
+        """Ends the sessions of a job that is over."""
+        for number in numbers:
+            if number in self._sessions:
+                self._end(self._sessions[number], "replaced")
+
+    def enter(self, number: int, entry: str) -> None:
+        """Notes where a new member waits to be taken in."""
+        if self._sessions[number].entry != entry:
+            self._sessions[number].entry = entry
+            self.version += 1
+
+    def touch(self, number: int, now: float) -> None:
+        """Any call is a sign of life."""
+        if number in self._sessions:
+            self._sessions[number].seen = now
+
+    def chief_silent(self, now: float) -> float:
+        """Seconds since any chief was heard of; infinite where there never was one."""
+        return min((now - s.seen for s in self._sessions.values() if s.drives), default=float("inf"))
+
+    def chief_left(self) -> bool:
+        """Whether the chief's session was ended by the chief itself."""
+        drivers = [s for s in self._sessions.values() if s.drives]
+        return bool(drivers) and drivers[-1].state == "left"
+
+    def states(self, now: float) -> tuple[SessionState, ...]:
+        """All sessions that take part in rounds."""
+        return tuple(
+            SessionState(s.member, "failed" if s.state == "replaced" else s.state, s.entry, now - s.seen)
+            for s in self._sessions.values()
+            if not s.drives
+        )
+
+    def _open(self) -> list[_Session]:
+        return [s for s in self._sessions.values() if s.state == "open" and not s.drives]
+
+    def _end(self, session: _Session, state: str) -> None:
+        if session.state == "open":
+            session.state = state
+            session.waits = (-1, b"")
+            self.version += 1
+
+
+def diverged(round: int, positions: Iterable[tuple[Task, str]]) -> Diverged:
+    """The error for processes that do different things in one round."""
+    words = "; ".join(f"{task} is at: {section}" for task, section in positions)
+    return Diverged(
+        f"the processes do not run the same program: in round {round} {words}. "
+        "Every process must make the same sequence of sections"
+    )

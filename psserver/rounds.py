@@ -1,0 +1,299 @@
+"""Rounds: who has contributed to which, when one is complete, and what was answered.
+
+A plain state machine without clock, network or array work. It says which round can run; the core runs
+it and says how it went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from psserver.membership import diverged
+from pswire.api import Contribution, OpenRound, RoundReply
+from pswire.cluster import Task
+from pswire.errors import Fenced, InvalidRequest, PSError
+from pswire.limits import MAX_PLANS
+from pswire.spec import Epoch, Member, Plan, Position
+from pswire.tensor import Array, Payload, TensorSpec, layout
+
+RECORDS = 2
+"""Rounds whose answers are kept for resends: a worker has one round under way, never two."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One member's share of a round.
+
+    Attributes:
+        member: whose.
+        said: what it said.
+        payload: contributions, then operands.
+    """
+
+    member: Member
+    said: Contribution
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class Job:
+    """A round that can run.
+
+    Attributes:
+        round: which.
+        plan: what it does.
+        parts: what it does it with, in task order.
+        left_out: members without a whole contribution.
+    """
+
+    round: int
+    plan: Plan
+    parts: tuple[Part, ...]
+    left_out: tuple[Task, ...]
+
+
+@dataclass
+class _Open:
+    plan_id: bytes
+    epoch: int
+    parts: dict[int, Part] = field(default_factory=dict)
+    waiters: list[tuple[Contribution, Future[RoundReply]]] = field(default_factory=list)
+    error: PSError | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was answered to a round.
+
+    Attributes:
+        plan_id, epoch, more, left_out, positions: as in `RoundReply`.
+        given: the plan's returned values of this server.
+        error: what everyone was told instead.
+    """
+
+    plan_id: bytes
+    epoch: Epoch | None = None
+    more: bool = False
+    left_out: tuple[Task, ...] = ()
+    given: tuple[Array, ...] = ()
+    error: PSError | None = None
+
+
+class Rounds:
+    """All rounds of one server. Guarded by the core's lock.
+
+    Args:
+        server: the number of this server.
+    """
+
+    def __init__(self, server: int) -> None:
+        self.server = server
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, as at the start of a job."""
+        self.plans: dict[bytes, Plan] = {}
+        self.epoch: Epoch | None = None
+        self.last = -1
+        self.positions: tuple[Position, ...] = ()
+        self.records: dict[int, Record] = {}
+        self.fenced: set[int] = set()
+        self._epochs: dict[int, Epoch] = {}
+        self._open: dict[int, _Open] = {}
+        self._running = False
+
+    def approve(self, plan: Plan) -> None:
+        """A plan may run from now on."""
+        if len(self.plans) >= MAX_PLANS:
+            raise InvalidRequest(
+                f"{MAX_PLANS} different sections were run; a section whose shapes change every time "
+                "cannot be reused: pad the shapes, or reduce over an axis first"
+            )
+        self.plans[plan.id] = plan
+        for waiting in self._open.values():
+            if waiting.plan_id == plan.id:
+                for part in list(waiting.parts.values()):
+                    self._admit(waiting, part, plan)
+
+    def close_epoch(self, epoch: Epoch) -> None:
+        """A new epoch holds: members of older ones that are not in it are fenced."""
+        before = {member.session for old in self._epochs.values() for member in old.members}
+        self.fenced |= before - {member.session for member in epoch.members}
+        self.epoch = self._epochs[epoch.number] = epoch
+
+    def check(self, session: int) -> None:
+        """Raises `Fenced` for a session that an epoch ended."""
+        if session in self.fenced:
+            raise Fenced("this session was ended by a new epoch; restart the process to take part again")
+
+    def push(
+        self, said: Contribution, payload: Payload, future: Future[RoundReply]
+    ) -> list[tuple[Future[RoundReply], PSError]]:
+        """Takes a contribution; the future is answered by `complete`, `fail` or `replay`.
+
+        Returns:
+            Futures to be failed: those of a round whose members do different things.
+        """
+        if said.round <= self.last:
+            raise InvalidRequest(f"round {said.round} is over; this server is at {self.last}")
+        epoch = self._epochs.get(said.epoch)
+        if epoch is not None and epoch.session(said.session) is None:
+            raise Fenced(f"this session is no member of epoch {said.epoch}; restart the process")
+        waiting = self._open.setdefault(said.round, _Open(said.plan_id, said.epoch))
+        if waiting.error is None and (waiting.plan_id, waiting.epoch) != (said.plan_id, said.epoch):
+            waiting.error = self._diverged(waiting, said)
+        waiting.waiters.append((said, future))
+        if waiting.error is not None:
+            return [(future, waiting.error) for future in self._drain(waiting)]
+        member = self._member(said)
+        # A resend does not replace what is there: its arrays may already be in use.
+        if said.session not in waiting.parts:
+            part = Part(member, said, payload)
+            waiting.parts[said.session] = part
+            plan = self.plans.get(said.plan_id)
+            if plan is not None:
+                self._admit(waiting, part, plan)
+            self.positions = said.positions or self.positions
+        return []
+
+    def _member(self, said: Contribution) -> Member:
+        for number in sorted(self._epochs, reverse=True):
+            member = self._epochs[number].session(said.session)
+            if member is not None:
+                return member
+        # The epoch that makes it a member has not been copied here yet.
+        return Member(Task("worker", 0), said.session, 0)
+
+    def _admit(self, waiting: _Open, part: Part, plan: Plan) -> None:
+        """Refuses a contribution that does not fit its plan; its sender alone is told."""
+        said = part.said
+        expected = layout(sent(plan, self.server, said.weights))[1]
+        here = sum(self.server in reduction.servers for reduction in plan.reductions)
+        if len(said.weights) == len(plan.reductions) and part.payload.size == expected:
+            return
+        del waiting.parts[said.session]
+        error = InvalidRequest(
+            f"a contribution of {part.payload.size} bytes and {len(said.weights)} weights does not fit a "
+            f"section of {expected} bytes and {len(plan.reductions)} reductions, {here} of them here"
+        )
+        for one in [w for w in waiting.waiters if w[0].session == said.session]:
+            waiting.waiters.remove(one)
+            one[1].set_exception(error)
+
+    def recorded(self, said: Contribution) -> Record | None:
+        """The answer to a round that is over; None while it is not."""
+        record = self.records.get(said.round)
+        if record is not None and record.plan_id != said.plan_id:
+            raise InvalidRequest(f"round {said.round} had another plan")
+        return record
+
+    def next_job(self) -> Job | None:
+        """The round that can run now, if any; it counts as running until `complete` or `fail`."""
+        if self._running or not self._open:
+            return None
+        number = min(self._open)
+        waiting = self._open[number]
+        plan = self.plans.get(waiting.plan_id)
+        epoch = self._epochs.get(waiting.epoch)
+        if plan is None or epoch is None or self._missing(waiting) or not waiting.parts:
+            return None
+        self._running = True
+        by_session = {member.session: member for member in epoch.members}
+        parts = [
+            Part(by_session.get(session, part.member), part.said, part.payload)
+            for session, part in waiting.parts.items()
+        ]
+        return Job(
+            number,
+            plan,
+            tuple(sorted(parts, key=lambda part: part.member.task)),
+            tuple(m.task for m in epoch.members if m.session not in waiting.parts),
+        )
+
+    def complete(self, job: Job, given: Sequence[Array]) -> list[tuple[Contribution, Future[RoundReply]]]:
+        """A round has run; returns who waits for its answer, which is now in `records`."""
+        return self._close(
+            job.round,
+            Record(
+                job.plan.id,
+                self.epoch,
+                any(part.said.more for part in job.parts),
+                job.left_out,
+                tuple(given),
+            ),
+        )
+
+    def fail(self, job: Job, error: PSError) -> list[tuple[Contribution, Future[RoundReply]]]:
+        """A round could not run: everyone is told the same, and nothing of it was applied."""
+        return self._close(job.round, Record(job.plan.id, error=error))
+
+    def _close(self, number: int, record: Record) -> list[tuple[Contribution, Future[RoundReply]]]:
+        self._running = False
+        self.last = number
+        self.records[number] = record
+        for old in sorted(self.records)[:-RECORDS]:
+            del self.records[old]
+        return self._open.pop(number).waiters
+
+    def abandon(self, error: PSError) -> list[tuple[Future[RoundReply], PSError]]:
+        """Ends every waiting round with one error."""
+        return [(future, error) for waiting in self._open.values() for future in self._drain(waiting)]
+
+    def fail_sessions(self, sessions: Iterable[int], error: PSError) -> list[tuple[Future[RoundReply], PSError]]:
+        """Ends what some sessions wait for."""
+        ended = set(sessions)
+        found: list[tuple[Future[RoundReply], PSError]] = []
+        for waiting in self._open.values():
+            found += [(future, error) for said, future in waiting.waiters if said.session in ended]
+            waiting.waiters = [w for w in waiting.waiters if w[0].session not in ended]
+        return found
+
+    def sessions(self) -> set[int]:
+        """Who waits in an open round."""
+        return {said.session for waiting in self._open.values() for said, _ in waiting.waiters}
+
+    def waiting(self) -> tuple[OpenRound, ...]:
+        """The open rounds, for people and for the chief."""
+        return tuple(
+            OpenRound(
+                number,
+                self.plans[w.plan_id].describe() if w.plan_id in self.plans else "a section not yet approved",
+                tuple(member.task for member in self._missing(w)),
+                w.plan_id in self.plans,
+            )
+            for number, w in sorted(self._open.items())
+        )
+
+    def _missing(self, waiting: _Open) -> list[Member]:
+        epoch = self._epochs.get(waiting.epoch)
+        if epoch is None:
+            return []
+        return [m for m in epoch.members if m.session not in waiting.parts and m.session not in self.fenced]
+
+    def _diverged(self, waiting: _Open, said: Contribution) -> PSError:
+        mine, theirs = self._describe(said.plan_id), self._describe(waiting.plan_id)
+        other = next(iter(waiting.parts.values()), None)
+        positions = [(other.member.task, theirs)] if other else []
+        return diverged(said.round, [*positions, (self._member(said).task, mine)])
+
+    def _describe(self, plan_id: bytes) -> str:
+        plan = self.plans.get(plan_id)
+        return plan.describe() if plan else f"a section not yet approved ({plan_id.hex()[:8]})"
+
+    @staticmethod
+    def _drain(waiting: _Open) -> list[Future[RoundReply]]:
+        futures = [future for _, future in waiting.waiters]
+        waiting.waiters.clear()
+        return futures
+
+
+def sent(plan: Plan, server: int, weights: Sequence[float]) -> list[TensorSpec]:
+    """What a payload to a server holds: contributions that count, then operands."""
+    specs = [
+        reduction.tensor
+        for reduction, weight in zip(plan.reductions, weights, strict=False)
+        if weight and server in reduction.servers
+    ]
+    return specs + [operand.tensor for operand in plan.operands if server in operand.servers]

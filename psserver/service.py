@@ -1,0 +1,332 @@
+"""The gRPC rim of a server: protobuf in, our values inside, protobuf out. It decides nothing.
+
+Messages come as raw bytes and are decoded here, so that a malformed one is refused as `InvalidRequest`.
+Waiting verbs are called on the event loop and must return their future at once; a call that waits is a
+coroutine and costs no thread. Of the others, those that do work run in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from pswire import codec
+from pswire.api import ParameterServer, Watched
+from pswire.cluster import Task
+from pswire.errors import InvalidRequest, MemoryLimit, PSError, ServerLost
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.spec import Position
+from pswire.tensor import Assembly, Frame, Payload, frames
+from pswire.wire import INCARNATION_KEY, MAX_BATCH_BYTES, VERBS, batches, parse, refusal
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Callable[[Any, Context], Awaitable[Any]]
+Answer = Callable[[ParameterServer, bytes], Message]
+
+
+# ---- Verbs of one request and one reply, that answer at once ----
+
+
+def _open(core: ParameterServer, data: bytes) -> Message:
+    m = parse(pb.OpenRequest, data)
+    opened = core.open(codec.task_from_pb(m.task), m.replicas, m.session, m.drives)
+    return pb.OpenReply(
+        session=opened.session,
+        incarnation=opened.incarnation,
+        token=opened.token,
+        server=opened.server,
+        begun=opened.begun,
+    )
+
+
+def _beat(core: ParameterServer, data: bytes) -> Message:
+    m = parse(pb.BeatRequest, data)
+    core.beat(m.session, m.round, m.plan_id)
+    return pb.Empty()
+
+
+def _leave(core: ParameterServer, data: bytes) -> Message:
+    m = parse(pb.LeaveRequest, data)
+    core.leave(m.session, m.error)
+    return pb.Empty()
+
+
+def _propose(core: ParameterServer, data: bytes) -> Message:
+    m = parse(pb.ProposeRequest, data)
+    plan = codec.plan_from_pb(m.plan) if m.HasField("plan") else None
+    start = codec.start_from_pb(m.start) if m.HasField("start") else None
+    core.propose(m.session, plan, m.entry, start)
+    return pb.Empty()
+
+
+def _approve(core: ParameterServer, data: bytes) -> Message:
+    m = parse(pb.ApproveRequest, data)
+    entries = [codec.entry_from_pb(entry) for entry in m.entries]
+    return pb.ApproveReply(length=core.approve(m.token, m.index, entries))
+
+
+def _status(core: ParameterServer, data: bytes) -> Message:
+    parse(pb.Empty, data)
+    return codec.status_to_pb(core.status())
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A verb that answers at once.
+
+    Attributes:
+        answer: decodes the request, calls the core, encodes the reply.
+        threaded: whether it may take long enough to run beside the event loop. A beat must not wait for
+            a free thread: it keeps a lease.
+    """
+
+    answer: Answer
+    threaded: bool = True
+
+
+PROMPT: Mapping[str, Prompt] = {
+    "Open": Prompt(_open),
+    "Beat": Prompt(_beat, threaded=False),
+    "Leave": Prompt(_leave),
+    "Propose": Prompt(_propose),
+    "Approve": Prompt(_approve),
+    "Status": Prompt(_status, threaded=False),
+}
+
+
+# ---- Verbs of one request and one reply, that wait ----
+
+
+Encode = Callable[[Any], Message]
+
+
+def _watch(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
+    m = parse(pb.WatchRequest, data)
+    return core.watch(m.session, m.after, m.version), partial(_watched, m.version)
+
+
+def _watched(known: int, watched: Watched) -> Message:
+    """News, cut to one message. The rest comes with the next call, at once: its version is still the old."""
+    reply = codec.watched_to_pb(watched)
+    if reply.ByteSize() > MAX_BATCH_BYTES:
+        del reply.entries[len(next(batches(reply.entries))) :]
+        del reply.plans[0 if reply.entries else len(next(batches(reply.plans))) :]
+        reply.version = known
+    return reply
+
+
+def _snapshot(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
+    m = parse(pb.SnapshotRequest, data)
+    return core.snapshot(m.token, m.plan_id, m.manifest), codec.shard_to_pb
+
+
+def _restore(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
+    m = parse(pb.RestoreRequest, data)
+    return core.restore(m.session, m.path), _restored
+
+
+def _restored(positions: tuple[Position, ...]) -> Message:
+    return pb.RestoreReply(positions=[codec.position_to_pb(p) for p in positions])
+
+
+Ask = Callable[[ParameterServer, bytes], tuple[Future[Any], Encode]]
+
+WAITING: Mapping[str, Ask] = {"Watch": _watch, "Snapshot": _snapshot, "Restore": _restore}
+"""For each verb: decodes the request and calls the core; gives the future, and what encodes its result."""
+
+
+# ---- The service ----
+
+
+class Service(grpc.GenericRpcHandler):
+    """Answers every verb over a core. All methods but `close` are called by gRPC, on its event loop.
+
+    Args:
+        core: the server proper; called from the event loop and from threads.
+        task: which task this is, for messages.
+        incarnation: the core's life; calls that name another are refused with `ServerLost`.
+        max_payload_bytes: what one message may announce; more is refused before a byte is kept.
+    """
+
+    def __init__(self, core: ParameterServer, task: Task, incarnation: int, max_payload_bytes: int) -> None:
+        self._core = core
+        self._task = str(task)
+        self._incarnation = str(incarnation)
+        self._max_payload_bytes = max_payload_bytes
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._closed = False
+        streams: dict[str, Handler] = {"Create": self._create, "Push": self._push, "Pull": self._pull}
+        prompt = {name: self._prompt(row) for name, row in PROMPT.items()}
+        waiting = {name: self._waiting(ask) for name, ask in WAITING.items()}
+        self._methods = {
+            VERBS[name].path: _method(VERBS[name].streams, self._told(name, handler))
+            for name, handler in {**prompt, **waiting, **streams}.items()
+        }
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler of a method, None for a method that is none of ours."""
+        return self._methods.get(details.method)
+
+    def close(self) -> None:
+        """Ends all calls that wait, and all that come, with `ServerLost`. On the event loop."""
+        self._closed = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(self._ended())
+
+    def _ended(self) -> ServerLost:
+        return ServerLost("was stopped; its variables are gone; start it and restart from a checkpoint", self._task)
+
+    # ---- What every call goes through ----
+
+    def _told(self, name: str, handler: Handler) -> Handler:
+        """Adds to a handler what all have: the guard, and errors that reach the client as such."""
+
+        async def told(request: Any, context: Context) -> Any:
+            try:
+                if VERBS[name].guarded:
+                    self._guard(context)
+                return await handler(request, context)
+            except PSError as error:
+                status, details, metadata = refusal(error)
+            except Exception:  # a bug of ours must reach the client as an error, not as silence
+                log.exception("internal error in %s", name)
+                status, details, metadata = refusal(self._internal(name))
+            return await context.abort(grpc.StatusCode[status], details, metadata)
+
+        return told
+
+    def _guard(self, context: Context) -> None:
+        for key, value in context.invocation_metadata() or ():
+            if key == INCARNATION_KEY and value != self._incarnation:
+                raise ServerLost(
+                    "was replaced by a new process; its variables are gone; restart from a checkpoint",
+                    self._task,
+                )
+
+    def _internal(self, name: str) -> PSError:
+        return PSError(f"internal error in {name}; see the log of {self._task}", self._task)
+
+    async def _wait(self, future: Future[T]) -> T:
+        """Waits for a future of the core without owning it: a client that goes away cancels nothing."""
+        if self._closed:
+            raise self._ended()
+        if not future.done():
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+            self._waiters.add(waiter)
+            future.add_done_callback(lambda _: _wake(loop, waiter))
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+        return future.result()
+
+    # ---- One request, one reply ----
+
+    def _prompt(self, row: Prompt) -> Handler:
+        async def handler(data: bytes, context: Context) -> bytes:
+            if row.threaded:
+                reply = await asyncio.to_thread(row.answer, self._core, data)
+            else:
+                reply = row.answer(self._core, data)
+            return reply.SerializeToString()
+
+        return handler
+
+    def _waiting(self, ask: Ask) -> Handler:
+        async def handler(data: bytes, context: Context) -> bytes:
+            future, encode = ask(self._core, data)
+            return encode(await self._wait(future)).SerializeToString()
+
+        return handler
+
+    # ---- Streams ----
+
+    async def _create(self, messages: AsyncIterator[bytes], context: Context) -> bytes:
+        first = await _first(messages)
+        header = parse(pb.CreateHeader, first.header)
+        spec = codec.spec_from_pb(header.spec)
+        value = await self._payload(first, messages, spec.tensor.nbytes) if header.has_value else None
+        reply = await asyncio.to_thread(
+            self._core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
+        )
+        message = pb.CreateReply(id=reply.id, servers=reply.servers, initialized=reply.initialized)
+        return message.SerializeToString()
+
+    async def _push(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        first = await _first(messages)
+        header = parse(pb.PushHeader, first.header)
+        payload = await self._payload(first, messages, header.size)
+        reply = await self._wait(self._core.push(codec.contribution_from_pb(header), payload))
+        await _send(context, codec.round_to_pb(reply), reply.payload)
+
+    async def _pull(self, data: bytes, context: Context) -> None:
+        m = parse(pb.PullRequest, data)
+        reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
+        await _send(context, codec.pull_to_pb(reply), reply.payload)
+
+    async def _payload(self, first: Frame, messages: AsyncIterator[bytes], size: int) -> Payload:
+        """The payload of a stream, whose first frame is there already."""
+        if size > self._max_payload_bytes:
+            raise MemoryLimit(
+                f"a message of {size} bytes is above this server's limit of {self._max_payload_bytes}; "
+                "give the server more memory, or spread the variables over more servers",
+                self._task,
+            )
+        assembly = Assembly(size)
+        assembly.add(first)
+        while not assembly.whole:
+            message = await anext(messages, None)
+            if message is None:
+                break
+            frame = Frame.decode(message)
+            if frame.header or frame.data is None:
+                raise InvalidRequest("a frame within a stream has a header, or no part")
+            assembly.add(frame)
+        return assembly.payload()
+
+
+def _method(streams: tuple[bool, bool], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of raw bytes: without serializers, gRPC hands them through."""
+    kinds: dict[tuple[bool, bool], Callable[[Any], grpc.RpcMethodHandler[Any, Any]]] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return kinds[streams](handler)
+
+
+async def _first(messages: AsyncIterator[bytes]) -> Frame:
+    message = await anext(messages, None)
+    if message is None:
+        raise InvalidRequest("a stream ended before its header")
+    return Frame.decode(message)
+
+
+async def _send(context: Context, header: Message, payload: Payload) -> None:
+    for frame in frames(header.SerializeToString(), payload):
+        await context.write(frame.encode())
+
+
+def _wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    try:
+        loop.call_soon_threadsafe(wake)
+    except RuntimeError:  # the loop is closed: the server has ended, and nobody waits
+        pass

@@ -1,0 +1,106 @@
+"""The variables of one server.
+
+Values are immutable: an update replaces a variable's array, it never writes into it. So a reader that
+still sends the old array, and a snapshot that is still being written, need no copy and no lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from psserver.arrays import Device
+from pswire.cluster import Task
+from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
+from pswire.spec import Variable
+from pswire.tensor import Array
+
+
+class Store:
+    """Declared variables, and the values of those that live here. Guarded by the core's lock.
+
+    Args:
+        server: the number of this server.
+        device: where the values live.
+        memory_limit: bytes that the values may take, 0 for no limit.
+    """
+
+    def __init__(self, server: int, device: Device, memory_limit: int) -> None:
+        self.server = server
+        self.device = device
+        self.memory_limit = memory_limit
+        self.variables: dict[int, Variable] = {}
+        self._values: dict[int, Array] = {}
+        self.nbytes = 0
+
+    def clear(self) -> None:
+        """Drops everything."""
+        self.variables.clear()
+        self._values.clear()
+        self.nbytes = 0
+
+    def declare(self, variable: Variable) -> None:
+        """Makes a variable known; reserves its memory if it lives here. Declaring it again changes nothing.
+
+        Raises:
+            MemoryLimit: it does not fit.
+            VariableMismatch: its number is another variable's.
+        """
+        known = self.variables.get(variable.id)
+        if known is not None:
+            if known != variable:
+                raise VariableMismatch(f"variable {variable.id} is {known.spec}, not {variable.spec}")
+            return
+        nbytes = variable.spec.tensor.nbytes if self.server in variable.servers else 0
+        if self.memory_limit and self.nbytes + nbytes > self.memory_limit:
+            raise MemoryLimit(
+                f"variable {variable.spec} needs {human(nbytes)}, and this server holds {human(self.nbytes)} of "
+                f"its limit of {human(self.memory_limit)}; raise --memory-limit or add a server",
+                str(Task("ps", self.server)),
+            )
+        self.variables[variable.id] = variable
+        self.nbytes += nbytes
+
+    def initialized(self, id: int) -> bool:
+        """Whether the variable has a value here."""
+        return id in self._values
+
+    def initialize(self, id: int, value: Array) -> None:
+        """Gives a variable its first value, which must be its own; a later one is ignored."""
+        if self.server not in self.variables[id].servers:
+            raise InvalidRequest(f"variable {self.variables[id].spec.name!r} does not live on this server")
+        self._values.setdefault(id, value)
+
+    def commit(self, values: Mapping[int, Array]) -> None:
+        """Replaces the values of several variables, all at once."""
+        self._values.update(values)
+
+    def value(self, id: int) -> Array:
+        """A variable's array, on the device; raises `InvalidRequest` where there is none."""
+        value = self._values.get(id)
+        if value is None:
+            name = repr(self.variables[id].spec.name) if id in self.variables else str(id)
+            raise InvalidRequest(f"variable {name} has no value on this server", str(Task("ps", self.server)))
+        return value
+
+    def values(self) -> dict[int, Array]:
+        """All values, by number: a snapshot, since the arrays never change."""
+        return dict(self._values)
+
+
+def owned(value: Array) -> Array:
+    """The array itself if it owns contiguous memory, else a copy: a view would keep a whole message alive."""
+    if isinstance(value, np.ndarray) and not (value.flags.owndata and value.flags.c_contiguous):
+        return np.array(value, order="C", copy=True)
+    return value
+
+
+def human(nbytes: int) -> str:
+    """A number of bytes for people: `1.5 GiB`."""
+    size = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

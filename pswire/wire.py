@@ -1,0 +1,145 @@
+"""What the two gRPC rims share: the verbs' paths and deadlines, metadata keys, and errors as statuses.
+
+Statuses are strings, the names of gRPC's codes: grpc itself is imported in the rims only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from pswire.errors import BY_NAME, InvalidRequest, PSError
+
+SERVICE = "paramserver.v1.ParameterServer"
+
+INCARNATION_KEY = "ps-incarnation"
+"""Metadata of a call: the life of the server that the client opened its session with, in decimal."""
+
+ERROR_KEY = "ps-error"
+"""Trailing metadata of a refused call: the error's class. A call that failed without it never arrived."""
+
+TASK_KEY = "ps-task"
+"""Trailing metadata of a refused call: the task that the error is about."""
+
+MAX_BATCH_BYTES = 3 << 20
+"""Encoded log entries of one message, below gRPC's limit of 4 MiB together with the rest of it."""
+
+MAX_DETAILS_BYTES = 2048
+"""Of a message in a status; gRPC refuses headers above 8 KiB, and escapes what is not ASCII threefold."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """How one verb travels.
+
+    Attributes:
+        name: its name in the service.
+        streams: whether the request and the reply are streams of frames.
+        deadline: the field of `Timeouts` that bounds the call, retries included; "" leaves that to the
+            caller.
+        late: the name of the error where the deadline passes.
+        waits: whether the server may answer late on purpose, so that silence says nothing.
+        guarded: whether only the server incarnation that the session was opened with may answer.
+    """
+
+    name: str
+    deadline: str
+    late: str = "Unreachable"
+    streams: tuple[bool, bool] = (False, False)
+    waits: bool = False
+    guarded: bool = True
+
+    @property
+    def path(self) -> str:
+        """The path of the verb's gRPC method."""
+        return f"/{SERVICE}/{self.name}"
+
+
+VERBS: dict[str, Verb] = {
+    verb.name: verb
+    for verb in (
+        Verb("Open", "start", guarded=False),
+        Verb("Beat", "lease"),
+        Verb("Leave", "call"),
+        Verb("Create", "call", streams=(True, False)),
+        Verb("Propose", "call"),
+        Verb("Watch", "", waits=True),
+        Verb("Approve", "call"),
+        Verb("Push", "round", "RoundTimeout", streams=(True, True), waits=True),
+        Verb("Pull", "round", "RoundTimeout", streams=(False, True), waits=True),
+        Verb("Snapshot", "round", "RoundTimeout", waits=True),
+        Verb("Restore", "round", "CheckpointError", waits=True),
+        Verb("Status", "call", guarded=False),
+    )
+}
+"""Every verb of the service. A test holds that the .proto has the same."""
+
+STATUS: dict[str, str] = {
+    "PSError": "INTERNAL",
+    "ConfigError": "FAILED_PRECONDITION",
+    "Unreachable": "UNAVAILABLE",
+    "ServerLost": "UNAVAILABLE",
+    "ChiefLost": "DEADLINE_EXCEEDED",
+    "Fenced": "PERMISSION_DENIED",
+    "Diverged": "ABORTED",
+    "VariableMismatch": "ALREADY_EXISTS",
+    "LocalityError": "FAILED_PRECONDITION",
+    "ProgramError": "INVALID_ARGUMENT",
+    "MemoryLimit": "RESOURCE_EXHAUSTED",
+    "RoundTimeout": "DEADLINE_EXCEEDED",
+    "CheckpointError": "DATA_LOSS",
+    "InvalidRequest": "INVALID_ARGUMENT",
+}
+"""The gRPC status of each error, for clients that know no better; ours read `ERROR_KEY`."""
+
+UNANSWERED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN", "INTERNAL", "ABORTED"))
+"""Statuses that, without `ERROR_KEY`, come from the transport: the call may be sent again."""
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def refusal(error: PSError) -> tuple[str, str, Metadata]:
+    """An error as it travels.
+
+    Returns:
+        The name of its status, its message, and its trailing metadata.
+    """
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in STATUS)
+    details = error.message.encode(errors="replace")[:MAX_DETAILS_BYTES].decode(errors="ignore")
+    # A header that is not plain ASCII would make gRPC drop the whole answer.
+    task = error.task if error.task.isascii() and error.task.isprintable() else ""
+    return STATUS[name], details, ((ERROR_KEY, name), *([(TASK_KEY, task)] if task else []))
+
+
+def refused(details: str, metadata: Iterable[tuple[str, str | bytes]]) -> PSError | None:
+    """The error that a server refused a call with, or None where no server did."""
+    values = dict(metadata)
+    name = values.get(ERROR_KEY)
+    if name is None:
+        return None
+    return BY_NAME.get(str(name), PSError)(details, str(values.get(TASK_KEY, "")))
+
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """Decodes a protobuf message; raises `InvalidRequest` for bytes that are none."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidRequest(f"{len(data)} bytes are no {kind.DESCRIPTOR.name}") from None
+
+
+def batches(messages: Sequence[M], limit: int = MAX_BATCH_BYTES) -> Iterator[Sequence[M]]:
+    """Cuts a sequence, in order, into slices that each fit one message; at least one, maybe empty."""
+    first = size = 0
+    for index, message in enumerate(messages):
+        size += message.ByteSize()
+        if size > limit and index > first:
+            yield messages[first:index]
+            first, size = index, message.ByteSize()
+    yield messages[first:]

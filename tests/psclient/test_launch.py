@@ -1,0 +1,283 @@
+"""Local clusters of real processes: what they run, how they end, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from psclient import launch
+from psclient.config import ServerOptions
+from pswire.cluster import Task
+from pswire.errors import ConfigError
+
+SECONDS = 60
+WORKERS = [Task("worker", index) for index in range(3)]
+
+READY = "print('ready', flush=True)\n"
+ME = "import json, os, sys, time, signal\nme = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    """Scripts that open no session leave servers waiting for a job; nobody shall wait for these."""
+    monkeypatch.setattr(launch, "LEAVE_SECONDS", 0.1)
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(ME + text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def run(script: str, **keys: object) -> tuple[launch.Outcome, launch.Cluster]:
+    with launch.Cluster(**{"workers": 2, "chief": "none", "script": script, **keys}) as cluster:
+        outcome = cluster.wait(SECONDS)
+    assert all(process.returncode is not None for process in cluster.processes.values())
+    return outcome, cluster
+
+
+def test_everybody_runs_the_script(script):
+    """Each worker has its task, the arguments, and the true addresses of the servers."""
+    text = "print(me, sys.argv[1:], os.environ['TF_CONFIG'])"
+    outcome, cluster = run(script(text), ps=2, workers=3, args=("--a", "b c"))
+    assert outcome == launch.Outcome(0)
+    for task in WORKERS:
+        (line,) = cluster.output(task)
+        assert line.startswith(f"{task.index} ['--a', 'b c'] ")
+        config = json.loads(line.partition("] ")[2])
+        assert config["cluster"]["ps"] == [cluster.addresses[Task("ps", i)] for i in range(2)]
+        assert "chief" not in config["cluster"]
+
+
+def test_a_chief_may_run_the_script(script):
+    """With chief="script" there is one process more that runs it, and everyone knows of the chief."""
+    text = "c = json.loads(os.environ['TF_CONFIG']); print(c['task']['type'], len(c['cluster']['chief']))"
+    outcome, cluster = run(script(text), chief="script")
+    assert outcome.code == 0
+    assert cluster.output(Task("chief", 0)) == ["chief 1"]
+    assert cluster.output(Task("worker", 1)) == ["worker 1"]
+
+
+def test_the_first_failure_ends_all(script):
+    """The others are ended, the failing task's code is returned, and its traceback shows user code alone."""
+    outcome, cluster = run(script("if me == 1:\n    raise ValueError('broken')\ntime.sleep(600)"))
+    assert (outcome.code, outcome.task) == (1, Task("worker", 1))
+    assert outcome.report.startswith("psworker: /job:worker/task:1 failed (exit code 1):\nTraceback")
+    assert outcome.report.endswith("ValueError: broken")
+    assert "runpy" not in outcome.report
+    assert "psclient" not in outcome.report
+    assert cluster.processes[Task("worker", 0)].returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("sys.exit(7)", 7, "exit code 7"),
+        ("sys.exit('no data here')", 1, "no data here"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
+        ("os.abort()", 134, "killed by SIGABRT"),
+        ("from pswire.errors import PSError; raise PSError('odd')", 1, "error: odd ("),
+    ],
+)
+def test_the_code_is_the_failing_task_s(script, text, code, said):
+    """Exit codes are passed on; a signal's is 128 more."""
+    outcome, _ = run(script(text), workers=1)
+    assert outcome.code == code
+    assert said in outcome.report
+
+
+def test_the_one_to_blame_is_shown(script):
+    """A process that fails because another did may end first; the report is about the other."""
+    text = (
+        "from pswire.errors import PSError\n"
+        "if me == 0:\n    raise PSError('worker 1 has failed')\n"
+        "try:\n    raise KeyError('cause')\nfinally:\n    time.sleep(0.2)\n"
+    )
+    outcome, _ = run(script(text))
+    assert outcome.task == Task("worker", 1)
+    assert outcome.report.endswith("KeyError: 'cause'")
+
+
+def test_a_failed_worker_is_replaced(script, tmp_path):
+    """With restarts a failure is not the end; the replacement is the same task."""
+    text = (
+        f"mark = os.path.join({str(tmp_path)!r}, str(me))\n"
+        "if not os.path.exists(mark):\n    open(mark, 'w')\n    sys.exit(3)\nprint(me)"
+    )
+    outcome, cluster = run(script(text), restarts=2)
+    assert outcome.code == 0
+    assert [cluster.output(task) for task in WORKERS[:2]] == [["0"], ["1"]]
+
+
+def test_restarts_are_counted_over_all(script):
+    """One more failure than restarts ends the cluster."""
+    outcome, cluster = run(script("print(me); sys.exit(3)"), workers=1, restarts=2)
+    assert outcome.code == 3
+    assert cluster.output(Task("worker", 0)) == ["0", "0", "0"]
+
+
+def test_a_lost_server_is_replaced_at_its_address(script):
+    """Clients find the new server where the old one was."""
+    said: list[str] = []
+    server = Task("ps", 0)
+    with launch.Cluster(
+        script=script("time.sleep(600)"), chief="none", restarts=1, sink=lambda line: said.append(line.text)
+    ) as cluster:
+        cluster.kill(server)
+        with pytest.raises(TimeoutError, match="still ran: /job:ps/task:0, /job:worker/task:0"):
+            cluster.wait(3.0)
+        assert cluster.addresses[server] in " ".join(cluster.output(server))
+    assert "psworker: /job:ps/task:0 failed (killed by SIGKILL); replaced, 0 restarts left" in said
+
+
+def test_a_lost_server_is_a_failure(script):
+    """Without restarts the loss of a server ends the cluster with the signal's code."""
+    with launch.Cluster(script=script("time.sleep(600)"), chief="none") as cluster:
+        cluster.kill(Task("ps", 0))
+        outcome = cluster.wait(SECONDS)
+    assert outcome.code == 137
+    assert outcome.report.startswith("psworker: /job:ps/task:0 failed (killed by SIGKILL)")
+
+
+def test_a_server_that_cannot_start_is_an_error():
+    """The server's own line is in the error, and what was started before is ended."""
+    cluster = launch.Cluster(ps=2, server=ServerOptions(memory_limit="lots"))
+    with pytest.raises(ConfigError, match=r"ps/task:0: the server did not start \(exit code 2\): .*lots"):
+        cluster.start()
+    assert all(process.returncode is not None for process in cluster.processes.values())
+
+
+def test_a_server_alone(tmp_path):
+    """`start_server` returns when the server listens; the end of its stdin is its end."""
+    process, address = launch.start_server(options=ServerOptions(checkpoint_root=str(tmp_path)))
+    with process:
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=SECONDS).close()
+        assert process.stdin
+        process.stdin.close()
+        assert process.wait(SECONDS) == 0
+
+
+def test_a_server_on_a_taken_port():
+    """The error says what the server said."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="did not start"):
+        launch.start_server(port=taken.getsockname()[1], stderr=subprocess.PIPE)
+
+
+# ---- The command ----
+
+
+def psworker(*args: str, cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "psclient.cli", *args]
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+
+
+def standalone(script: str, cwd: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """Starts two servers and two workers, and waits until each worker has said "ready"."""
+    flags = ["--standalone", "--ps", "2", "--workers", "2", "--no-chief"]
+    launcher = psworker(*flags, script, cwd=cwd)
+    assert launcher.stdout
+    ready: set[str] = set()
+    while len(ready) < 2:
+        line = launcher.stdout.readline()
+        assert line, launcher.stderr.read() if launcher.stderr else ""
+        ready |= {line} if line.endswith("ready\n") else set()
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(children) >= 4
+    return launcher, children
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
+    for process in alive:
+        process.kill()
+    return not alive
+
+
+def test_nothing_outlives_a_killed_launcher(script, tmp_path):
+    """kill -9 of the launcher ends servers and workers, whatever these do with signals."""
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + "time.sleep(600)"
+    launcher, children = standalone(script(text), tmp_path)
+    launcher.kill()
+    launcher.communicate()
+    assert gone(children)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_forwarded(script, tmp_path, number):
+    """The script sees an ordinary exit, runs what it has at exit, and the launcher returns 128 + signal."""
+    text = f"import atexit\natexit.register(print, 'leaving')\n{READY}time.sleep(600)"
+    launcher, children = standalone(script(text), tmp_path)
+    launcher.send_signal(number)
+    out, err = launcher.communicate(timeout=SECONDS)
+    assert launcher.returncode == 128 + number
+    assert "[worker 0] leaving" in out
+    assert "[worker 1] leaving" in out
+    assert "Traceback" not in err
+    assert gone(children)
+
+
+def test_a_second_signal_kills(script, tmp_path):
+    """Who presses Ctrl-C twice does not wait for a script that ignores it."""
+    text = (
+        "for n in (2, 15): signal.signal(n, lambda *_: print('no', flush=True))\n"
+        + READY
+        + "while True: time.sleep(9)"
+    )
+    launcher, children = standalone(script(text), tmp_path)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stdout
+    while "no\n" not in launcher.stdout.readline():
+        pass
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=SECONDS)
+    assert launcher.returncode == 130
+    assert time.monotonic() - began < launch.TERM_SECONDS
+    assert gone(children)
+
+
+def test_the_failure_comes_last(script, tmp_path):
+    """The last lines on stderr are the failing task's traceback, headed by its name."""
+    flags = [
+        "--standalone",
+        "--workers",
+        "2",
+        "--no-chief",
+        script("print('x')\nif me:\n    raise KeyError(me)"),
+    ]
+    launcher = psworker(*flags, cwd=tmp_path)
+    out, err = launcher.communicate(timeout=SECONDS)
+    assert launcher.returncode == 1
+    assert "[worker 0] x\n" in out
+    assert "\x1b" not in out + err
+    last = err[err.index("psworker: /job:worker/task:1 failed") :]
+    assert last.endswith("KeyError: 1\n")
+
+
+def test_a_file_gives_the_cluster_and_flags_win(script, tmp_path):
+    """--config means what the flags mean; a flag beside it is stronger."""
+    (tmp_path / "c.yaml").write_text(
+        f"workers: 3\nchief: none\nscript: {script('print(sys.argv[1:]); sys.exit(5)')}\nargs: [a]\n"
+    )
+    launcher = psworker("--config", "c.yaml", "--workers", "1", cwd=tmp_path)
+    out, _ = launcher.communicate(timeout=SECONDS)
+    assert launcher.returncode == 5
+    assert "[worker 0] ['a']" in out
+    assert "[worker 1]" not in out

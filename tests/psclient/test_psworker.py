@@ -1,0 +1,117 @@
+"""The command psworker for one task: scripts run as python runs them, and errors are one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SECONDS = 60
+WORKER = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "worker", "index": 0}}'
+PS = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "ps", "index": 0}}'
+
+
+def psworker(*args: str, cwd: Path, tf_config: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "TF_CONFIG": tf_config}
+    command = [sys.executable, "-P", "-m", "psclient.cli", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=SECONDS, env=environ)
+
+
+def write(tmp_path: Path, text: str, name: str = "script.py") -> str:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    return name
+
+
+def test_a_script_runs_as_python_runs_it(tmp_path):
+    """Name, arguments and the directory of its imports are those of `python SCRIPT ARGS`."""
+    (tmp_path / "deep").mkdir()
+    write(tmp_path / "deep", "X = 3", "beside.py")
+    script = write(tmp_path / "deep", "import sys, beside\nprint(__name__, sys.argv, beside.X)")
+    done = psworker(f"deep/{script}", "--lr", "1", "--help", cwd=tmp_path, tf_config=WORKER)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"__main__ ['deep/{script}', '--lr', '1', '--help'] 3\n"
+
+
+def test_an_error_of_ours_is_one_line_with_the_user_s_line(tmp_path):
+    """The task, what is wrong, and where in the user's code; no traceback."""
+    text = "from pswire.cluster import Task\n\ndef inner():\n    Task.parse('nonsense')\n\ninner()\n"
+    done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
+    assert done.returncode == 1
+    expected = (
+        "psworker: /job:worker/task:0: error: 'nonsense' is no task; write /job:worker/task:0 (script.py:4)\n"
+    )
+    assert done.stderr == expected
+
+
+def test_debug_shows_it_all(tmp_path):
+    """With --debug the same error has its traceback, from the script on."""
+    text = "from pswire.cluster import Task\nTask.parse('nonsense')"
+    done = psworker("--debug", write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
+    assert done.returncode == 1
+    assert done.stderr.startswith('Traceback (most recent call last):\n  File "script.py", line 2')
+
+
+@pytest.mark.parametrize("text", ["1 / 0", "def f(:"], ids=["error", "syntax"])
+def test_the_user_s_errors_are_the_user_s(tmp_path, text):
+    """A traceback of user code looks as python shows it."""
+    script = write(tmp_path, text)
+    done = psworker(script, cwd=tmp_path, tf_config=WORKER)
+    plain = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == plain.returncode == 1
+    assert done.stderr.splitlines()[-1] == plain.stderr.splitlines()[-1]
+    assert "psclient" not in done.stderr
+    assert "script.py" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "tf_config", "said"),
+    [
+        (["missing.py"], WORKER, "/job:worker/task:0: error: there is no script 'missing.py'"),
+        ([], WORKER, "/job:worker/task:0 needs a script"),
+        ([], "", "there is no TF_CONFIG and no script"),
+        ([], PS, "start it with psserver"),
+        ([], "{", "TF_CONFIG is not JSON"),
+        (["--standalne"], "", "--standalne"),
+        (["--ps", "2", "x.py"], "", "--ps describes a local cluster; add --standalone"),
+        (["--standalone", "x.py"], "", "there is no script 'x.py'"),
+        (["--standalone", "--ps", "0"], "", "--ps"),
+        (["--config", "none.yaml"], "", "cannot read none.yaml"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, args, tf_config, said):
+    """What is wrong is said in one line, with exit code 2."""
+    done = psworker(*args, cwd=tmp_path, tf_config=tf_config)
+    assert done.returncode == 2
+    assert done.stderr.startswith("psworker: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+def test_a_script_sees_that_it_failed_at_exit(tmp_path):
+    """What runs at exit finds the error where the interpreter leaves it."""
+    text = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\nraise KeyError('x')"
+    done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
+    assert done.stdout == "KeyError('x')\n"
+
+
+def test_sigterm_is_an_ordinary_exit(tmp_path):
+    """Exit code 143, after `finally` and what runs at exit."""
+    text = (
+        "import atexit, time\natexit.register(print, 'at exit')\n"
+        "try:\n    print('ready', flush=True)\n    time.sleep(600)\n"
+        "finally:\n    print('finally', flush=True)"
+    )
+    command = [sys.executable, "-m", "psclient.cli", write(tmp_path, text)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 143
+    assert out == "finally\nat exit\n"

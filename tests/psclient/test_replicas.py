@@ -1,0 +1,393 @@
+"""Running a function on the local replicas, and merge_call."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psclient import context, values
+from psclient.arrays import Device
+from psclient.context import ReplicaContext
+from psclient.replicas import ReplicaRunner
+from psclient.values import Mirrored, PerReplica
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+class Strategy:
+    """As much of a strategy as a runner needs: sections are noted, reductions are sums of one process."""
+
+    def __init__(self, replicas: int) -> None:
+        self.sections: list[str] = []
+        self.extended = self
+        devices = [Device("cpu", index) for index in range(replicas)]
+        self.runner = ReplicaRunner(self, devices, lambda: (0, replicas), self._section)
+
+    def _section(self, call: Callable[[], Any]) -> Any:
+        self.sections.append("open")
+        result = call()
+        self.sections.append("flush")
+        return result
+
+    def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        with context.enter_strategy_scope(self):
+            return self.runner.run(fn, args, kwargs)
+
+    def batch_reduce_to(self, op: str, pairs: list[tuple[Any, Any]]) -> list[Any]:
+        assert op == "sum"
+        return [Mirrored([sum(v := values.local_results(value))] * len(v)) for value, _ in pairs]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def strategy(request: pytest.FixtureRequest) -> Iterator[Strategy]:
+    made = Strategy(request.param)
+    yield made
+    made.runner.close()
+
+
+@pytest.fixture
+def two() -> Iterator[Strategy]:
+    made = Strategy(2)
+    yield made
+    made.runner.close()
+
+
+def here() -> ReplicaContext:
+    found = context.get_replica_context()
+    assert found is not None
+    return found
+
+
+def count(strategy: Strategy) -> int:
+    return len(strategy.runner.devices)
+
+
+def numbered(strategy: Strategy) -> Any:
+    return values.per_replica([np.array(i) for i in range(count(strategy))])
+
+
+def works(strategy: Strategy) -> bool:
+    """A run with a merge_call, as a proof that the strategy is still usable."""
+    return strategy.run(lambda: here().merge_call(lambda s: 42)) == 42
+
+
+def test_fn_runs_once_for_each_replica_with_its_own_arguments(strategy: Strategy) -> None:
+    """In replica context, on its device, with distributed arguments unwrapped."""
+
+    def fn(x: Any, *, batch: Any) -> Any:
+        me = here()
+        assert me.strategy is strategy
+        assert me.device == Device("cpu", me.local_replica_id)
+        return np.array([me.replica_id_in_sync_group, x, batch["a"], me.num_replicas_in_sync])
+
+    result = strategy.run(fn, (numbered(strategy),), {"batch": {"a": 7}})
+    got = [item.tolist() for item in values.local_results(result)]
+    assert got == [[i, i, 7, count(strategy)] for i in range(count(strategy))]
+    assert strategy.sections == []
+
+
+def test_replicas_run_at_the_same_time(two: Strategy) -> None:
+    """Each has a thread of its own, and the same ones in every run."""
+    barrier = threading.Barrier(2, timeout=30)
+
+    def fn() -> str:
+        barrier.wait()
+        return threading.current_thread().name
+
+    names = [set(values.local_results(two.run(fn))) for _ in range(2)]
+    assert len(names[0]) == 2
+    assert names[0] == names[1]
+
+
+def test_one_replica_runs_in_the_calling_thread() -> None:
+    """With one replica there is no other thread."""
+    only = Strategy(1)
+    assert only.run(threading.current_thread) is threading.current_thread()
+
+
+def test_merge_fn_runs_once_in_the_callers_thread(strategy: Strategy) -> None:
+    """In cross-replica context, inside a section; the strategy comes first."""
+    main, calls = threading.current_thread(), []
+    shared = np.ones(2)
+
+    def merge(s: Strategy, own: Any, same: Any, *, k: Any) -> Any:
+        calls.append(1)
+        assert s is strategy
+        assert strategy.sections == ["open"]
+        assert threading.current_thread() is main
+        assert context.in_cross_replica_context()
+        assert same is shared
+        assert isinstance(own, PerReplica) == (count(s) > 1)
+        return sum(values.local_results(own)) + k
+
+    def fn(x: Any) -> Any:
+        total = here().merge_call(merge, (x + 1, shared), {"k": 100})
+        assert here().strategy is strategy
+        return total + x
+
+    result = strategy.run(fn, (numbered(strategy),))
+    n = count(strategy)
+    total = 100 + sum(range(1, n + 1))
+    assert [int(v) for v in values.local_results(result)] == [total + i for i in range(n)]
+    assert calls == [1]
+    assert strategy.sections == ["open", "flush"]
+
+
+def test_results_of_a_merge_are_unwrapped_for_each_replica(strategy: Strategy) -> None:
+    """Of PerReplica and Mirrored each gets its component, all else arrives as it is."""
+    plain = object()
+
+    def merge(s: Strategy) -> Any:
+        return {"per": numbered(s), "mirrored": Mirrored([5] * count(s)), "plain": [plain]}
+
+    def fn() -> Any:
+        got = here().merge_call(merge)
+        assert got["mirrored"] == 5
+        assert got["plain"] == [plain]
+        assert got["per"] == here().local_replica_id
+        return None
+
+    assert strategy.run(fn) is None
+
+
+def test_several_merge_calls_are_several_sections(strategy: Strategy) -> None:
+    """They come in order, each with the values of its own."""
+
+    def fn(x: Any) -> Any:
+        for _ in range(20):
+            x = here().merge_call(lambda s, v: sum(values.local_results(v)), (x + 0,))
+        return x
+
+    n = count(strategy)
+    result = strategy.run(fn, (numbered(strategy),))
+    assert int(values.local_results(result)[0]) == sum(range(n)) * n**19
+    assert strategy.sections == ["open", "flush"] * 20
+
+
+def test_unequal_numbers_of_merge_calls_raise_and_do_no_harm(two: Strategy) -> None:
+    """Each waiting replica and the caller get a RuntimeError; the next run works."""
+    told: list[str] = []
+
+    def fn() -> None:
+        here().merge_call(lambda s: None)
+        if here().local_replica_id == 1:
+            try:
+                here().merge_call(lambda s: None)
+            except RuntimeError as error:
+                told.append(str(error))
+                raise
+
+    with pytest.raises(RuntimeError, match=r"unequal numbers of merge_calls: local replicas \[0\] have ended"):
+        two.run(fn)
+    assert len(told) == 1
+    assert "unequal" in told[0]
+    assert works(two)
+
+
+def test_replicas_that_meet_for_different_functions_are_told(two: Strategy) -> None:
+    """One function would be left out in silence otherwise."""
+
+    def first(s: Strategy) -> None: ...
+
+    def second(s: Strategy) -> None: ...
+
+    with pytest.raises(RuntimeError, match="different functions"):
+        two.run(lambda: here().merge_call((first, second)[here().local_replica_id]))
+    assert works(two)
+
+
+def test_arguments_of_a_merge_need_one_structure(two: Strategy) -> None:
+    """A difference names the path, and ends the run."""
+    with pytest.raises(ValueError, match="structures differ at"):
+        two.run(lambda: here().merge_call(lambda s, *a: None, (1,) * (1 + here().local_replica_id)))
+    assert works(two)
+
+
+def test_an_error_in_one_replica_ends_all(two: Strategy) -> None:
+    """Those in merge_call are woken; the caller gets the error itself, with the replica in a note."""
+    woken = threading.Event()
+
+    def fn() -> None:
+        if here().local_replica_id == 0:
+            try:
+                here().merge_call(lambda s: None)
+            except RuntimeError:
+                woken.set()
+                raise
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        two.run(fn)
+    assert woken.is_set()
+    assert caught.value.__notes__ == ["in replica 1 of 2 (local replica 1, on cpu:1)"]
+    assert works(two)
+
+
+def test_the_first_error_is_the_one_that_is_raised(two: Strategy) -> None:
+    """What other replicas raise because of it does not hide it; nor can they go on by catching it."""
+
+    def fn() -> None:
+        if here().local_replica_id == 1:
+            raise ZeroDivisionError
+        for _ in range(3):
+            try:
+                here().merge_call(lambda s: None)
+            except RuntimeError:
+                pass
+        raise KeyError
+
+    with pytest.raises(ZeroDivisionError):
+        two.run(fn)
+    assert works(two)
+
+
+def test_an_exit_in_a_replica_reaches_the_caller(two: Strategy) -> None:
+    """`sys.exit` inside a replica ends the script, and not only a thread."""
+
+    def fn() -> None:
+        if here().local_replica_id == 1:
+            raise SystemExit(3)
+        here().merge_call(lambda s: None)
+
+    with pytest.raises(SystemExit):
+        two.run(fn)
+    assert works(two)
+
+
+@pytest.mark.parametrize("swallow", [False, True])
+def test_an_error_in_a_merge_fn_is_raised_by_run(strategy: Strategy, swallow: bool) -> None:
+    """A replica cannot swallow it; the strategy stays usable."""
+
+    def merge(s: Strategy) -> None:
+        raise KeyError("section")
+
+    def fn() -> None:
+        try:
+            here().merge_call(merge)
+        except (KeyError, RuntimeError):
+            if not swallow:
+                raise
+
+    with pytest.raises(KeyError, match="section"):
+        strategy.run(fn)
+    assert works(strategy)
+
+
+def test_run_inside_run_raises(strategy: Strategy) -> None:
+    """In a replica's function, and in a merge function."""
+    with pytest.raises(RuntimeError, match="strategy.run needs cross-replica context"):
+        strategy.run(lambda: strategy.run(lambda: None))
+    with pytest.raises(RuntimeError, match="another run"):
+        strategy.run(lambda: here().merge_call(lambda s: s.run(lambda: None)))
+    assert works(strategy)
+
+
+def test_a_context_that_was_kept_is_stale(strategy: Strategy) -> None:
+    """After its run, in the next run, and in a thread of the replica's own."""
+    kept: list[ReplicaContext] = []
+    errors: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            kept[0].merge_call(lambda s: None)
+        except RuntimeError as error:
+            errors.append(error)
+
+    def fn() -> None:
+        if here().local_replica_id == 0:
+            kept.append(here())
+            thread = threading.Thread(target=attempt)
+            thread.start()
+            thread.join()
+
+    strategy.run(fn)
+    attempt()
+    strategy.run(attempt)
+    assert len(errors) == 2 + count(strategy)
+    assert works(strategy)
+
+
+def test_two_threads_cannot_run_at_once(two: Strategy) -> None:
+    """The second is told so."""
+    errors: list[Exception] = []
+
+    def other() -> None:
+        try:
+            two.run(lambda: None)
+        except RuntimeError as error:
+            errors.append(error)
+
+    def fn() -> None:
+        if here().local_replica_id == 0:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    two.run(fn)
+    assert [str(error)[:25] for error in errors] == ["strategy.run is called wh"]
+
+
+def test_a_distributed_argument_of_another_size_is_refused(two: Strategy) -> None:
+    """Before anything runs."""
+    with pytest.raises(ValueError, match="none for local replica 1"):
+        two.run(lambda x: None, (PerReplica([1]),))
+    assert works(two)
+
+
+def test_all_reduce_sums_over_the_replicas(strategy: Strategy) -> None:
+    """Each replica counts, even if all give the same object."""
+    shared = np.ones(2)
+
+    def fn(x: Any) -> Any:
+        got = here().all_reduce("sum", {"x": x, "s": (shared, 1)})
+        assert got["s"][0].tolist() == [count(strategy)] * 2
+        assert got["s"][1] == count(strategy)
+        return got["x"]
+
+    assert strategy.run(fn, (numbered(strategy),)) == sum(range(count(strategy)))
+
+
+def test_replicas_inherit_what_is_set_for_the_caller(two: Strategy) -> None:
+    """numpy.errstate around a run holds within it."""
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        two.run(lambda: np.ones(1) / np.zeros(1))
+
+
+def test_an_interrupt_ends_a_run(two: Strategy) -> None:
+    """Ctrl-C reaches the caller at once, though a replica still computes; replicas that wait are woken."""
+    release, ended = threading.Event(), threading.Event()
+
+    def fn() -> None:
+        if here().local_replica_id == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            release.wait(30)
+            return
+        try:
+            here().merge_call(lambda s: None)
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        two.run(fn)
+    assert ended.wait(30)
+    release.set()
+    assert works(two)
+
+
+def test_close_ends_the_threads() -> None:
+    """None is left behind."""
+    made = Strategy(3)
+    made.run(lambda: None)
+    made.runner.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("replica")]

@@ -1,0 +1,594 @@
+"""The tracer: a traced and interpreted function gives what the same function gives on plain arrays."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat.numpy as xp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from psclient import nest, ops
+from psclient.tracer import AssignedLeaf, OutputLeaf, Recording, Tracer, VariableTracer, trace
+from psserver.interpreter import run
+from pswire import codec
+from pswire.errors import ProgramError
+from pswire.program import OPS, Input, Node
+from pswire.tensor import TensorSpec, spec_of
+
+
+class Plain(np.ndarray):
+    """The oracle's variable: an array that NumPy itself assigns to, in place."""
+
+    value = read_value = np.ndarray.copy
+
+    def assign(self, value):
+        np.copyto(self, np.broadcast_to(value, self.shape), casting="same_kind")
+        return self
+
+    def assign_add(self, delta):
+        return self.assign(self + delta)
+
+    def assign_sub(self, delta):
+        return self.assign(self - delta)
+
+
+@dataclass(frozen=True)
+class Var:
+    """Marks an argument as a variable."""
+
+    array: np.ndarray
+
+
+@dataclass(frozen=True)
+class Val:
+    """Marks an argument as a reduced value."""
+
+    array: np.ndarray
+
+
+def traced(fn, *args):
+    """Traces as a section does: origins are places in `args`; unmarked arguments stay what they are."""
+    recording = Recording()
+    made = []
+    for place, arg in enumerate(args):
+        if isinstance(arg, Var):
+            made.append(recording.variable(spec_of(arg.array), f"w{place}", place))
+        else:
+            made.append(recording.value(spec_of(arg.array), place) if isinstance(arg, Val) else arg)
+    return trace(recording, fn, made)
+
+
+def execute(found, args):
+    """Runs what was traced: `({place of variable: array}, result)`."""
+    inputs = [o if isinstance(o, np.ndarray) else args[o].array for o in found.origins]
+    program = codec.program_from_pb(codec.program_to_pb(found.program))
+    assigned, outputs = run(program, inputs, xp)
+
+    def leaf(value):
+        if isinstance(value, OutputLeaf):
+            return outputs[value.index]
+        if isinstance(value, AssignedLeaf):
+            return assigned.get(value.input, inputs[value.input])
+        return [leaf(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return {found.origins[i]: value for i, value in assigned.items()}, leaf(found.result)
+
+
+def plain(fn, args):
+    """Runs the function on plain arrays."""
+    made = [
+        a.array.copy().view(Plain) if isinstance(a, Var) else a.array.copy() if isinstance(a, Val) else a
+        for a in args
+    ]
+    with np.errstate(all="ignore"):
+        result = fn(*made)
+    return {place: made[place] for place, a in enumerate(args) if isinstance(a, Var)}, result
+
+
+def same(left, right):
+    """Bit-equal with equal dtypes; NaNs are equal, whatever their sign and payload."""
+    if isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    left, right = np.asarray(left), np.asarray(right)
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    return all(
+        np.where(np.isnan(a), np.nan, a).tobytes() == np.where(np.isnan(b), np.nan, b).tobytes()
+        for a, b in [(left.real, right.real), (left.imag, right.imag)]
+    )
+
+
+def check(fn, *args):
+    """The law of this module; gives the program for a closer look."""
+    found = traced(fn, *args)
+    variables, result = execute(found, args)
+    expected_variables, expected = plain(fn, args)
+    assert same(result, expected), f"{result!r} != {expected!r}"
+    for place, value in expected_variables.items():
+        assert same(variables.get(place, args[place].array), value), f"variable {place}"
+    return found.program
+
+
+F = np.array([[0.5, -1.25, 3.0], [2.5, 0.0, -0.75]], "float32")
+D = np.array([1.5, 2.0, 0.25])
+I = np.array([3, -2, 7])  # noqa: E741
+ARRAYS = {"F": F, "D": D, "I": I, "B": np.array([True, False, True])}
+
+
+# Update functions as people write them.
+
+
+def sgd_momentum(v, m, grad, rate, momentum=0.9):
+    m.assign(momentum * m + grad)
+    return v.assign_sub(rate * m)
+
+
+def adam(v, m, s, step, grad, rate, beta1=0.9, beta2=0.999, epsilon=1e-7):
+    step.assign_add(1)
+    m.assign(beta1 * m + (1 - beta1) * grad)
+    s.assign(beta2 * s + (1 - beta2) * grad**2)
+    t = step.astype("float32")
+    alpha = rate * np.sqrt(1 - beta2**t) / (1 - beta1**t)
+    return v.assign_sub(alpha * m / (np.sqrt(s) + epsilon)), alpha
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_optimizers_update_as_on_plain_arrays(dtype):
+    """SGD with momentum and Adam: variables and what is returned, to the bit."""
+    w, g = F.astype(dtype), (F * F - 0.3).astype(dtype)
+    check(sgd_momentum, Var(w), Var(w / 7), Val(g), 0.1)
+    check(adam, Var(w), Var(w / 7), Var(w * w), Var(np.array(3)), Val(g), 0.001)
+
+
+def test_a_new_learning_rate_makes_no_new_program():
+    """Python scalars are operands: their values are in `operands` and nowhere else."""
+    slow, fast = (traced(sgd_momentum, Var(F), Var(F), Val(F), rate) for rate in (0.1, 0.25))
+    assert slow.program == fast.program
+    assert [float(a) for a in slow.operands] == [float(np.float32(0.9)), float(np.float32(0.1))]
+    assert [a.dtype.name for a in fast.operands] == ["float32", "float32"]
+    assert [i.kind for i in slow.program.inputs] == ["variable", "variable", "value", "operand", "operand"]
+
+
+def test_a_program_is_what_was_done_and_nothing_else():
+    """Inputs come first and in order, nodes after them; what nothing depends on is left out."""
+
+    def fn(v, unused, g):
+        _ = g.sum(axis=0) * 5.0
+        v.assign_add(2.0 * g)
+
+    found = traced(fn, Var(D), Var(D), Val(D))
+    spec = TensorSpec("float64", (3,))
+    assert found.program.inputs == (
+        Input("variable", spec),
+        Input("value", spec),
+        Input("operand", TensorSpec("float64", ())),
+    )
+    assert found.program.nodes == (Node("multiply", (2, 1)), Node("add", (0, 3)))
+    assert (found.program.assigns, found.program.outputs, found.result) == (((0, 4),), (), None)
+    assert found.origins[:2] == (0, 2)
+
+
+# Expressions drawn at random, interpreted here over whatever arrays they are given.
+
+SCALARS = st.sampled_from([2, -3, 0, 0.5, -1.25, 1e-3, 7.0, True])
+STRONG = st.sampled_from([np.float32(0.1), np.float64(0.1), np.int64(3), np.array([1.5, 2.5, -1], "float32")])
+ONE = st.sampled_from(
+    [np.negative, np.abs, np.sqrt, np.square, np.exp, np.tanh, np.log1p, np.sign, np.floor, np.rint, np.isnan]
+)
+SYMBOLS: dict[str, Any] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "/": lambda a, b: a / b,
+    "//": lambda a, b: a // b,
+    "%": lambda a, b: a % b,
+    "max": np.maximum,
+    "min": np.minimum,
+    "<": lambda a, b: a < b,
+    "==": lambda a, b: a == b,
+    "where": lambda a, b: np.where(a > 0, a, b),
+    "where2": lambda a, b: np.where(a, 1, b),
+}
+REDUCERS = st.sampled_from([np.sum, np.mean, np.max, np.min, np.any, np.all])
+PLACE = st.integers(0, 30)
+STEP = st.one_of(
+    st.tuples(st.just("one"), ONE, PLACE),
+    st.tuples(st.just("two"), st.sampled_from(sorted(SYMBOLS)), PLACE, PLACE | SCALARS.map(lambda s: (s,))),
+    st.tuples(st.just("right"), st.sampled_from("+-*/"), PLACE, SCALARS),
+    st.tuples(st.just("strong"), st.sampled_from("+*-"), PLACE, STRONG),
+    st.tuples(st.just("reduce"), REDUCERS, PLACE, st.sampled_from([None, 0, -1]), st.booleans()),
+    st.tuples(st.just("power"), PLACE, st.sampled_from([2, 2.0, 0.5, 3, 1])),
+    st.tuples(st.just("cast"), PLACE, st.sampled_from(["float32", "float64", "int64", "float16"])),
+    st.tuples(st.just("assign"), st.sampled_from(["assign", "assign_add", "assign_sub"]), PLACE),
+)
+
+
+def follow(steps, v, values):
+    """Runs drawn steps over arrays or tracers; a step that NumPy refuses must be refused by both."""
+    refused = []
+    for number, (kind, *rest) in enumerate(steps):
+
+        def at(place):
+            return place[0] if isinstance(place, tuple) else values[place % len(values)]
+
+        try:
+            if kind == "one":
+                values.append(rest[0](at(rest[1])))
+            elif kind == "two":
+                values.append(SYMBOLS[rest[0]](at(rest[1]), at(rest[2])))
+            elif kind == "right":
+                values.append(SYMBOLS[rest[0]](rest[2], at(rest[1])))
+            elif kind == "strong":
+                values.append(SYMBOLS[rest[0]](at(rest[1]), rest[2]))
+            elif kind == "reduce":
+                # NumPy also lets a scalar have an axis 0, which the table does not.
+                axis = rest[2] if np.ndim(at(rest[1])) else None
+                values.append(rest[0](at(rest[1]), axis=axis, keepdims=rest[3]))
+            elif kind == "power":
+                # Powers of NumPy's scalars differ from those of its arrays in the last bit.
+                values.append(np.broadcast_to(at(rest[0]), np.shape(at(rest[0])) or 1) ** rest[1])
+            elif kind == "cast":
+                values.append(at(rest[0]).astype(rest[1]))
+            else:
+                getattr(v, rest[0])(at(rest[1]))
+                values.append(v + 0)
+        except (TypeError, ValueError):
+            refused.append(number)
+    return [refused, *values[-3:]]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    steps=st.lists(STEP, max_size=12),
+    names=st.lists(st.sampled_from("FDIB"), min_size=3, max_size=3),
+    seed=st.integers(0, 2**16),
+)
+@example(steps=[("two", "+", 0, (True,)), ("power", 0, 2)], names=["I", "F", "B"], seed=0)
+def test_random_programs_give_what_plain_numpy_gives(steps, names, seed):
+    """Mixed dtypes and shapes, weak and strong scalars, assignments between: bits and dtypes are equal."""
+    arrays = [np.random.default_rng(seed).permutation(ARRAYS[name]) for name in names]
+    check(lambda v, g, h: follow(steps, v, [g, h, v + 0]), Var(arrays[0]), Val(arrays[1]), Val(arrays[2]))
+
+
+FUNCTIONS = {
+    "sum of dtype": lambda x: [np.sum(x, dtype="float64"), x.sum(-1), np.sum(x, 0, keepdims=True)],
+    "reductions": lambda x: [
+        np.mean(x),
+        x.mean(axis=(0, 1)),
+        np.max(x, axis=1),
+        x.min(),
+        np.amax(x),
+        np.amin(x),
+    ],
+    "truth": lambda x: [np.all(x > 0), np.any(x > 0, axis=0), (x > 0).all(), x.any()],
+    "where": lambda x: [
+        np.where(x > 0, x, 0.0),
+        np.where(x, 1, 2.5),
+        np.where(x > 0, -x, x.astype("float64")),
+    ],
+    "where scalar": lambda x: np.where(True, x, 0),
+    "clip": lambda x: [np.clip(x, 0.25, 1), np.clip(x, None, 1.0), np.clip(x, min=-1), x.clip(-1, 1.0)],
+    "clip wide": lambda x: np.clip(x, np.float64(-0.5), D),
+    "round": lambda x: [np.round(x), np.around(x), np.rint(x), x.round(), np.floor(x), np.ceil(x)],
+    "matmul": lambda x: [
+        x @ np.ones((3, 2)),
+        np.matmul(np.ones((4, 2), "float32"), x),
+        np.dot(x, x.dtype.type(1) * np.eye(3)),
+    ],
+    "like": lambda x: [np.zeros_like(x), np.ones_like(x), np.full_like(x, 2), np.zeros_like(x, dtype=int)],
+    "shapes": lambda x: [np.shape(x), np.ndim(x), np.size(x), x.shape, x.ndim, x.size, len(x)],
+    "broadcast": lambda x: [np.broadcast_to(x, (4, 2, 3)), np.broadcast_to(x.sum(), 2)],
+    "powers": lambda x: [
+        x**2,
+        x**0.5,
+        x**-1.0,
+        2**x,
+        x**3,
+        (x > 0) ** 2,
+        (x * 1j) ** 0.5,
+        np.power(x, 2),
+        x ** np.float64(2),
+    ],
+    "operators": lambda x: [-x, +x, abs(x), 1 - x, 1 / x, x // 0.5, x % 2, 3.5 % x, x <= 0, x != 0, x >= 0.5],
+    "logic": lambda x: [np.logical_and(x > 0, x < 1), np.logical_or(x, False), np.logical_not(x)],
+    "lists": lambda x: [x * [1, 2, 3], np.subtract((1.0, 2.0, 3.0), x)],
+    "complex": lambda x: x * 2j,
+    "ops": lambda x: [ops.where(x > 0, x, 0), ops.pow(x, 2), ops.sum(x, axis=0), ops.astype(x, "float16")],
+    "ops too": lambda x: [ops.broadcast_to(x, (1, 2, 3)), ops.matmul(x, np.ones((3, 1))), ops.round(x)],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_numpy_functions_work_on_tracers(name, dtype):
+    """Functions, methods and operators give what they give on arrays."""
+    check(FUNCTIONS[name], Val(F.astype(dtype)))
+
+
+@pytest.mark.parametrize("scalar", [2, -1.5, True, 3.0, np.float64(2), np.int8(3), np.float16(0.1), 1j, 200])
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int64", "float16", "float32", "complex64"])
+def test_scalars_are_weak_as_in_numpy(scalar, dtype):
+    """A Python scalar beside an array of any dtype gives NumPy's dtype and value, or both refuse it."""
+    array = np.ones(3, dtype)
+    try:
+        expected = array + scalar, scalar * array, np.where(array == 1, scalar, array)
+    except OverflowError:
+        with pytest.raises(ProgramError, match="out of bounds"):
+            traced(lambda x: x + scalar, Val(array))
+    else:
+        assert same(
+            execute(
+                traced(lambda x: [x + scalar, scalar * x, np.where(x == 1, scalar, x)], Val(array)),
+                [Val(array)],
+            )[1],
+            expected,
+        )
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int64", "float16", "float32", "complex64"])
+def test_powers_have_numpys_dtypes(dtype):
+    """The short cuts for squares and roots are taken where NumPy takes them."""
+    check(lambda x: [x**2, x**2.0, x**0.5, x**3, x ** np.float32(2)], Val(np.array([0, 1, 3]).astype(dtype)))
+
+
+def test_bfloat16_follows_numpy_and_is_assigned_back():
+    """NumPy promotes it beside a Python float, and `assign` casts back."""
+    half = np.dtype("bfloat16")
+    check(
+        lambda v, g: [v.assign_sub(0.5 * g), ops.astype(v, "bfloat16") + g],
+        Var(D.astype(half)),
+        Val(D.astype(half)),
+    )
+
+
+# Variables.
+
+
+def test_a_variable_denotes_its_new_value_after_an_assignment():
+    """`value()` keeps the one of its time; arguments that are the same variable are one variable."""
+
+    def fn(v, g):
+        old, before = v.value(), v * 2
+        v.assign(g).assign_add(1)
+        return [old, before, v * 2, v.read_value()]
+
+    check(fn, Var(D), Val(D + 5))
+
+    recording = Recording()
+    v, w = recording.variable(spec_of(D), "w", 7), recording.variable(spec_of(D), "w", 7)
+    assert v is w
+    assert (v.name, v.shape, v.dtype, v.ndim, v.size) == ("w", (3,), np.dtype(float), 1, 3)
+    assert recording.finish([v, v.assign(w), w.assign_add(1)]).result == [AssignedLeaf(0)] * 3
+
+
+def test_assign_casts_and_broadcasts_as_in_place_operations_do():
+    """Within a kind, and to the variable's shape; nothing else."""
+    check(lambda v, g: v.assign(g), Var(F), Val(D))
+    check(lambda v: v.assign(1), Var(F))
+    check(lambda v, g: v.assign_add(g * 2), Var(F.astype("float16")), Val(D))
+    check(lambda v: v.assign_sub(1), Var(I.astype("int8")))
+    check(lambda v, g: v.assign(g), Var(I.astype("int8")), Val(I))
+    refused = {
+        "variable 'w0': float64 cannot be assigned to int64; write value.astype('int64')": lambda v: (
+            v.assign_add(0.5)
+        ),
+        "variable 'w0': broadcast_to(int64[2,3]) is not possible": lambda v: v.assign(np.ones((2, 3), int)),
+        "variable 'w0': broadcast_to(int64[2,3]) is not": lambda v: v.assign_sub(np.ones((2, 3), int)),
+        "variable 'w0': add(int64[3], float64[2]) is not possible": lambda v: v.assign_add(np.ones(2)),
+        "variable 'w0': float64 cannot": lambda v: v.assign(D),
+    }
+    for text, fn in refused.items():
+        with pytest.raises(ProgramError) as caught:
+            traced(fn, Var(I))
+        assert text in str(caught.value)
+
+
+def test_results_keep_their_nest():
+    """Tuples, named tuples, lists, dicts; variables, values and constants; one output for one value."""
+    Pair = namedtuple("Pair", "a b")
+
+    def fn(v, g):
+        double = g * 2
+        return {"x": (double, 3), "y": [Pair(v.assign(g), double), None, "text"], "z": g}
+
+    found = traced(fn, Var(D), Val(D))
+    assert found.result == {
+        "x": (OutputLeaf(0), 3),
+        "y": [Pair(AssignedLeaf(0), OutputLeaf(0)), None, "text"],
+        "z": OutputLeaf(1),
+    }
+    assert len(found.program.outputs) == 2
+    assert nest.flatten(found.result)[0] == OutputLeaf(0)
+    assert traced(lambda: 5).program.inputs == ()
+
+
+def test_operands_are_copied_and_closures_are_lifted():
+    """An array may change after the call; an object that `lift` knows becomes what it says."""
+    array, thing = D.copy(), object()
+    recording = Recording(lift=lambda value: made if value is thing else None)
+    made = recording.variable(spec_of(D), "w", "w")
+    v = recording.value(spec_of(D), 0)
+    found = recording.finish(v * array + thing)
+    array[:] = 0
+    assert [o for o in found.origins if not isinstance(o, np.ndarray)] == ["w", 0]
+    np.testing.assert_array_equal(found.operands[0], D)
+
+
+# What cannot be traced. Each function is one line, so that its line is the one to be named.
+
+
+def iterates(v):
+    return [x for x in v]  # noqa: C416
+
+
+def sets_an_item(v):
+    v[0] = 1
+
+
+def in_place(v):
+    v += 1
+
+
+REFUSED = [
+    (lambda v: 1 if v > 0 else 2, "write np.where(condition, a, b) (or ps.ops.where)"),
+    (lambda v: v > 0 and v < 1, "`and`"),
+    (lambda v: float(v.sum()), "float() of Tracer(float64[]): its value is not known"),
+    (lambda v: math.sqrt(v), "write np.sqrt(x) for math.sqrt(x)"),
+    (lambda v: int(v), "int() of"),
+    (lambda v: complex(v), "complex() of"),
+    (lambda v: [1, 2, 3][v.sum()], "as an index"),
+    (lambda v: np.asarray(v), "it is an array already"),
+    (lambda v: np.array([v, v]), ""),
+    (iterates, "write array operations, such as np.sum(x, axis=0)"),
+    (lambda v: v[0], "indexing of"),
+    (sets_an_item, "write np.where(mask, new, old), or v.assign(value)"),
+    (in_place, "write x = x + y, or v.assign_add(y)"),
+    (lambda v: np.add(v, 1, out=v), "cannot be changed in place"),
+    (lambda v: np.sum(v, out=v), "cannot be changed in place"),
+    (lambda v: np.linalg.norm(v), "np.norm is not known in update functions; known are"),
+    (lambda v: np.arctan(v), "np.arctan is not known in update functions; known are"),
+    (lambda v: np.concatenate([v, v]), "np.concatenate is not known"),
+    (lambda v: np.add.reduce(v), "np.add.reduce is not known"),
+    (lambda v: np.add(v, 1, dtype="float32"), "np.add takes no dtype"),
+    (
+        lambda v: np.sum(v, where=v > 0),
+        "np.sum in an update function: got an unexpected keyword argument 'where'",
+    ),
+    (lambda v: np.round(v, 2), "no decimals"),
+    (lambda v: np.where(v > 0), "takes a condition and two values"),
+    (lambda v: np.clip(1.0, v, v), "np.clip takes an array first"),
+    (lambda v: v + np.ones(2), "add(float64[3], float64[2]) is not possible"),
+    (lambda v: v.sum(axis=3), "sum(float64[3]) is not possible: axis 3 is out of bounds"),
+    (lambda v: v @ v, "matmul takes two matrices"),
+    (lambda v: v + None, "NoneType cannot be used in an update function"),
+    (lambda v: v * "a", "str cannot be used"),
+    (lambda v: v * object(), "object cannot be used"),
+    (lambda v: v.astype("S3"), "unknown dtype"),
+    (lambda v: v.astype("uint8") + 300, "300 out of bounds for uint8"),
+]
+
+
+@pytest.mark.parametrize(("fn", "text"), REFUSED)
+def test_what_cannot_be_traced_says_what_to_write_and_where(fn, text):
+    """One line: the user's file and line, what is wrong, what to write instead."""
+    with pytest.raises(ProgramError) as caught:
+        traced(fn, Var(D))
+    lines, first = inspect.getsourcelines(fn)
+    last = first + len(lines) - 1
+    assert str(caught.value).startswith(tuple(f"{__file__}:{n}: " for n in range(first, last + 1)))
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_values_do_not_outlive_their_function():
+    """A value kept in a closure, or handed to another function, is refused by name of the mistake."""
+    kept = []
+    traced(lambda v: kept.append(v), Var(D))
+    with pytest.raises(ProgramError, match="returned"):
+        kept[0] + 1
+    with pytest.raises(ProgramError, match="another update function"):
+        traced(lambda v: v + kept[0], Var(D))
+    with pytest.raises(TypeError, match="no dimensions"):
+        traced(lambda v: len(v.sum()), Var(D))
+
+
+# CuPy calls one hook for its ufuncs and for kernels that users wrote.
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the hook sees of a CuPy kernel."""
+
+    name: str
+
+    def __call__(self, *args, **kwargs):
+        tracer = next(a for a in args if isinstance(a, Tracer))
+        return tracer.__cupy_override_elementwise_kernel__(self, *args, **kwargs)
+
+
+CUPY = [
+    ("cupy_sqrt", np.sqrt, ()),
+    ("cupy_absolute", np.abs, ()),
+    ("cupy_true_divide", np.divide, (2.0,)),
+    ("cupy_divide", np.divide, (2.0,)),
+    ("cupy_power", np.power, (2,)),
+    ("cupy_maximum", np.maximum, (0,)),
+    ("cupy_rint", np.rint, ()),
+    ("cupy_clip", np.clip, (0.0, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "rest"), CUPY)
+def test_cupy_ufuncs_are_known_by_their_names(name, function, rest):
+    """Each becomes the op of the NumPy function that means the same."""
+
+    def fn(x):
+        return Kernel(name)(x, *rest) if isinstance(x, Tracer) else function(x, *rest)
+
+    check(fn, Val(F))
+    check(
+        lambda x: Kernel("cupy_where")(x > 0, x, 0) if isinstance(x, Tracer) else np.where(x > 0, x, 0),
+        Val(F),
+    )
+
+
+def test_other_kernels_are_refused():
+    """A user's kernel may have any name and mean anything; an output array cannot be written."""
+    for name, args in {"add": (1,), "cupy_arctan": (), "my_kernel": ()}.items():
+        with pytest.raises(ProgramError, match=f"cupy.{name.removeprefix('cupy_')} is not known"):
+            traced(lambda x: Kernel(name)(x, *args), Val(F))  # noqa: B023
+    with pytest.raises(ProgramError, match="in place"):
+        traced(lambda x: Kernel("cupy_add")(x, 1, x), Val(F))
+
+
+def test_real_cupy_calls_the_hook():
+    """CuPy's own ufuncs, where CuPy is installed; no device is touched."""
+    cupy = pytest.importorskip("cupy")
+    found = traced(lambda x: [cupy.sqrt(x), cupy.where(x > 0, x, 0), cupy.maximum(x, 0), cupy.sum(x)], Val(F))
+    assert [node.op for node in found.program.nodes] == ["sqrt", "greater", "where", "maximum", "sum"]
+    with pytest.raises(ProgramError, match="not known"):
+        traced(lambda x: cupy.ElementwiseKernel("T x", "T y", "y = x", "add")(x), Val(F))
+
+
+# ps.ops.
+
+
+def test_ops_has_one_function_for_each_op():
+    """The module, its `__all__` and the table agree; each says what it does."""
+    assert set(ops.__all__) == set(OPS)
+    for name in OPS:
+        function = getattr(ops, name)
+        assert function.__name__ == name
+        assert function.__doc__
+
+
+@pytest.mark.parametrize("name", [op.name for op in OPS.values() if not op.attrs])
+def test_ops_work_alike_on_arrays_and_tracers(name):
+    """The same call on tracers and on arrays gives the same."""
+    row = OPS[name]
+    args = [F > 0, F, F * 2][-row.arity :] if row.arity < 3 else [F > 0, F, F * 2]
+    if name == "matmul":
+        args = [F, np.ones((3, 2), "float32")]
+    program = check(getattr(ops, name), *map(Val, args))
+    assert [node.op for node in program.nodes] == [name]
+    with np.errstate(all="ignore"):
+        assert same(getattr(ops, name)(*args), getattr(np, row.numpy)(*args))
+
+
+def test_ops_with_attributes_work_alike_on_arrays_and_tracers():
+    """Reductions take axis and keepdims by name."""
+    for name in ("sum", "mean", "max", "min", "all", "any"):
+        check(lambda x: getattr(ops, name)(x, axis=1, keepdims=True), Val(F))  # noqa: B023
+        check(getattr(ops, name), Val(F))
+
+
+def test_variables_are_tracers():
+    """One class tells both: what takes a tracer takes a variable."""
+    assert issubclass(VariableTracer, Tracer)

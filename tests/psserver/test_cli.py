@@ -1,0 +1,179 @@
+"""The command psserver, as a process."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from psserver.config import parse_bytes, server_config, timeouts_from
+from pswire.errors import ConfigError
+
+SECONDS = 30
+WORKER = '{"cluster": {"ps": ["127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}'
+SECOND = '{"cluster": {"ps": ["h:1", "127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "ps", "index": 1}}'
+
+
+@contextmanager
+def psserver(*flags: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "psserver", *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environ, "PYTHONFAULTHANDLER": "1"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe
+            pipe.close()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_clean_end(number):
+    """One line when it listens; at a signal one line that says what it held, and exit code 0."""
+    with psserver("--memory-limit", "1GiB") as process:
+        line = first_line(process)
+        pattern = r"psserver /job:ps/task:0 listening on 127\.0\.0\.1:(\d+) \(cpu, at most 1,024 MiB\)\n"
+        match = re.fullmatch(pattern, line)
+        assert match, line
+        socket.create_connection(("127.0.0.1", int(match[1])), timeout=SECONDS).close()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert out.startswith("psserver /job:ps/task:0 ended; it held 0 variables")
+    assert out.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_it_does_not_outlive_who_holds_its_lifeline():
+    """The end of stdin is a clean end."""
+    with psserver("--lifeline") as process:
+        assert "listening" in first_line(process)
+        out, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert "ended" in out
+
+
+def test_without_a_lifeline_stdin_does_not_matter():
+    """A server in the background, whose stdin is closed, goes on."""
+    with psserver() as process:
+        assert "listening" in first_line(process)
+        assert process.stdin
+        process.stdin.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+
+
+def test_it_ends_when_nobody_reads_its_output():
+    """A reader that is gone does not make a clean end a failure."""
+    with psserver("--lifeline") as process:
+        assert "listening" in first_line(process)
+        assert process.stdout
+        assert process.stdin
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait(SECONDS) == 0
+
+
+def test_tf_config_names_the_task_and_its_port():
+    """A ps task needs no flags."""
+    with psserver(TF_CONFIG=SECOND) as process:
+        assert first_line(process).startswith("psserver /job:ps/task:1 listening on 127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "said"),
+    [
+        (["--prt", "1"], {}, "--prt"),
+        (["--port", "99999"], {}, "99999"),
+        (["--device", "tpu"], {}, "write cpu or gpu:0"),
+        (["--device", "gpu:977"], {}, "gpu:977"),
+        (["--memory-limit", "4XB"], {}, "4GiB"),
+        (["--task", "7"], {"TF_CONFIG": WORKER}, "no /job:ps/task:7"),
+        ([], {"TF_CONFIG": WORKER}, "psworker"),
+        ([], {"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),
+        ([], {"PS_TIMEOUT_LEASE": "x"}, "PS_TIMEOUT_LEASE"),
+        (["--host", "198.51.100.7"], {}, "198.51.100.7"),
+    ],
+)
+def test_bad_input_is_one_line(flags, environ, said):
+    """What is wrong is said in one line on stderr, with exit code 2 and no traceback."""
+    with psserver(*flags, **environ) as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.startswith("psserver: error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_a_port_in_use_is_one_line():
+    """Two servers never share a port."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with psserver("--port", str(port)) as process:
+            _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2
+    assert err.count("\n") == 1
+    assert str(port) in err
+
+
+def test_a_lifeline_that_cannot_break_is_refused(tmp_path):
+    """A file as stdin never ends, so that nobody could tell the server to."""
+    flags = [sys.executable, "-m", "psserver", "--lifeline"]
+    with (tmp_path / "x").open("w+b") as file:
+        done = subprocess.run(flags, stdin=file, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2
+    assert "needs a pipe" in done.stderr
+
+
+def test_debug_shows_the_traceback():
+    """Who looks for the fault in this package gets it all."""
+    with psserver("--debug", "--device", "tpu") as process:
+        _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode != 0
+    assert "Traceback" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("17", 17), ("1KiB", 1024), ("1.5 GiB", 3 << 29), ("2GB", 2 * 10**9), ("3mib", 3 << 20)],
+)
+def test_sizes(text, size):
+    """Binary and decimal units mean what they say."""
+    assert parse_bytes(text, "--memory-limit") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "4 Gi", "1,5GiB"])
+def test_what_is_no_size(text):
+    """Nothing is guessed."""
+    with pytest.raises(ConfigError, match="--memory-limit"):
+        parse_bytes(text, "--memory-limit")
+
+
+def test_flags_win():
+    """A flag is stronger than TF_CONFIG."""
+    config = server_config(task=0, host="127.0.0.2", port=9, environ={"TF_CONFIG": SECOND})
+    assert (config.task.index, config.host, config.port) == (0, "127.0.0.2", 9)
+
+
+def test_timeouts_come_from_the_environment():
+    """PS_TIMEOUT_LEASE is read as the clients read it."""
+    assert timeouts_from({"PS_TIMEOUT_LEASE": "3"}).lease == 3.0

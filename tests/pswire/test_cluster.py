@@ -1,0 +1,173 @@
+"""TF_CONFIG."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pswire.cluster import JOBS, Task, check_address, in_task_order, parse_cluster, parse_tf_config
+from pswire.errors import ConfigError
+
+CLUSTER = {"ps": ["a:1", "b:2"], "worker": ["c:3"], "chief": ["d:4"]}
+WORKER = {"type": "worker", "index": 0}
+
+
+def test_a_good_tf_config() -> None:
+    """Cluster and task are what was written."""
+    config = parse_tf_config(json.dumps({"cluster": CLUSTER, "task": {"type": "ps", "index": 1}}))
+    assert config is not None
+    assert str(config.task) == "/job:ps/task:1"
+    assert config.cluster.address(config.task) == "b:2"
+    assert config.cluster.tasks("ps") == [Task("ps", 0), Task("ps", 1)]
+    assert config.cluster.tasks("evaluator") == []
+    assert config.cluster.describe() == "1 chief, 2 ps, 1 worker"
+
+
+VARIANTS: dict[str, Any] = {
+    "index as text": {"cluster": CLUSTER, "task": {"type": "worker", "index": "0"}},
+    "no index": {"cluster": CLUSTER, "task": {"type": "worker"}},
+    "addresses by index": {
+        "cluster": {**CLUSTER, "worker": {"1": "k:10", "0": "c:3"}},
+        "task": {"type": "worker", "index": 0},
+    },
+    "an environment, which is ignored": {"cluster": CLUSTER, "task": WORKER, "environment": "cloud"},
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_variants_that_tensorflow_takes(case: str) -> None:
+    """What TensorFlow's resolver reads, this reads alike."""
+    config = parse_tf_config(json.dumps(VARIANTS[case]))
+    assert config is not None
+    assert config.task == Task("worker", 0)
+    assert config.cluster.address(config.task) == "c:3"
+
+
+def test_addresses_by_index_are_in_numeric_order() -> None:
+    """The keys of an object of addresses are numbers: 10 comes after 9."""
+    keys = {str(index): f"h:{index}" for index in reversed(range(12))}
+    jobs = parse_cluster({"ps": ["s:1"], "worker": keys}).jobs
+    assert jobs["worker"] == tuple(f"h:{index}" for index in range(12))
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "{}", '{"cluster": {}}', '{"task": {"type": "worker"}}'])
+def test_no_cluster(text: str) -> None:
+    """Without a cluster there is none, and that is no error."""
+    assert parse_tf_config(text) is None
+
+
+def config(cluster: Any = CLUSTER, task: Any = WORKER) -> str:
+    return json.dumps({"cluster": cluster, "task": task})
+
+
+BAD: dict[str, tuple[str, str]] = {
+    "no JSON": ("{", "not JSON .*line 1.*write {"),
+    "JSON of another kind": ("[1]", "must be a JSON object, not list"),
+    "a cluster of another kind": (config(cluster=[1]), "'cluster' must be an object of jobs, not list"),
+    "an unknown job": (config({**CLUSTER, "master": ["a:1"]}), "unknown job 'master'.*known are chief"),
+    "a job of another kind": (config({**CLUSTER, "ps": "a:1"}), r"cluster\['ps'\] must be a list"),
+    "an address of another kind": (config({**CLUSTER, "ps": [1]}), r"cluster\['ps'\] must be a list"),
+    "indices that are no numbers": (config({**CLUSTER, "ps": {"a": "a:1"}}), r"cluster\['ps'\].*indices"),
+    "indices with a gap": (
+        config({**CLUSTER, "ps": {"0": "a:1", "2": "b:2"}}),
+        r"cluster\['ps'\].*without gaps",
+    ),
+    "a number without end": (
+        '{"task": ' + "9" * 5000 + "}",
+        "not JSON",
+    ),
+    "lists without end": ("[" * 100_000, "not JSON"),
+    "an address without port": (config({**CLUSTER, "ps": ["a"]}), r"cluster\['ps'\]: 'a' is no address"),
+    "an address without host": (config({**CLUSTER, "ps": [":1"]}), "':1' is no address; write host:port"),
+    "a port that is none": (config({**CLUSTER, "worker": ["a:x"]}), "'a:x' is no address"),
+    "a port too high": (config({**CLUSTER, "worker": ["a:65536"]}), "'a:65536' is no address"),
+    "a port without end": (config({**CLUSTER, "worker": ["a:" + "9" * 5000]}), "is no address"),
+    "a port in other digits": (config({**CLUSTER, "worker": ["a:²"]}), "'a:²' is no address"),
+    "no server": (config({"worker": ["a:1"]}), "no 'ps' task"),
+    "an empty list of servers": (config({"worker": ["a:1"], "ps": []}), "no 'ps' task"),
+    "two chiefs": (config({**CLUSTER, "chief": ["a:1", "b:2"]}), "has 2 chiefs; it can have one"),
+    "nobody who trains": (config({"ps": ["a:1"]}, {"type": "ps"}), "nobody would train"),
+    "no task": (json.dumps({"cluster": CLUSTER}), "no 'task': say which"),
+    "a task of another kind": (config(task="worker"), "no 'task': say which"),
+    "a task without type": (config(task={"index": 0}), "unknown task type None"),
+    "an unknown type": (config(task={"type": "boss"}), "unknown task type 'boss'; known are chief"),
+    "a type of another kind": (config(task={"type": ["worker"]}), "unknown task type"),
+    "an index without end": (config(task={"type": "worker", "index": "9" * 5000}), "must be a whole number"),
+    "an index below zero": (config(task={"type": "worker", "index": -1}), "index -1 must be a whole number"),
+    "an index of another kind": (config(task={"type": "worker", "index": True}), "index True must be"),
+    "an index in words": (config(task={"type": "worker", "index": "one"}), "index 'one' must be"),
+    "an index in other digits": (config(task={"type": "worker", "index": "²"}), "index '²' must be"),
+    "a task that is not there": (
+        config(task={"type": "worker", "index": 7}),
+        "no /job:worker/task:7: it has 1 chief, 2 ps, 1 worker; correct",
+    ),
+    "a job that is not there": (config(task={"type": "evaluator"}), "no /job:evaluator/task:0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_tf_config_is_told(case: str) -> None:
+    """Whatever is wrong, one line says what and where."""
+    text, message = BAD[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_tf_config(text)
+    assert "\n" not in str(caught.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*JOBS, "cluster", "task", "type", "index", "0"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON | st.builds(lambda cluster, task: {"cluster": cluster, "task": task}, JSON, JSON))
+def test_any_json_is_read_or_refused(data: Any) -> None:
+    """No JSON text does anything but be read, or raise ConfigError."""
+    try:
+        parse_tf_config(json.dumps(data))
+    except ConfigError:
+        pass
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    """No text does anything but be read, or raise ConfigError."""
+    try:
+        parse_tf_config(text)
+    except ConfigError:
+        pass
+
+
+@given(st.sampled_from(JOBS), st.integers(0, 1 << 40))
+def test_tasks_are_read_as_written(job: str, index: int) -> None:
+    """`parse` undoes `str`."""
+    assert Task.parse(str(Task(job, index))) == Task(job, index)
+
+
+@pytest.mark.parametrize("text", ["", "worker:0", "/job:worker", "/job:worker/task:x", "/job:worker/task:0/x"])
+def test_what_is_no_task_is_told(text: str) -> None:
+    """What cannot be a task is named, with an example."""
+    with pytest.raises(ConfigError, match="is no task; write /job:worker/task:0"):
+        Task.parse(text)
+
+
+def test_task_order() -> None:
+    """A chief that runs the script comes first, then workers by number, not by letter."""
+    tasks = [Task("ps", 0), Task("worker", 10), Task("worker", 2), Task("chief", 0)]
+    assert in_task_order(tasks) == [Task("chief", 0), Task("worker", 2), Task("worker", 10), Task("ps", 0)]
+
+
+def test_addresses() -> None:
+    """The last colon separates the port; an IPv6 address keeps its own."""
+    assert check_address("10.0.0.7:2222", "here") == ("10.0.0.7", 2222)
+    assert check_address("[::1]:0", "here") == ("[::1]", 0)
+    with pytest.raises(ConfigError, match=r"^here: 'x' is no address"):
+        check_address("x", "here")

@@ -1,0 +1,272 @@
+"""Our values as protobuf, and the table that both gRPC rims share."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pswire import codec
+from pswire.api import (
+    Contribution,
+    OpenRound,
+    PullReply,
+    RoundReply,
+    ServerStatus,
+    SessionState,
+    Shard,
+    Watched,
+)
+from pswire.cluster import JOBS, Task
+from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
+from pswire.limits import MAX_PLAN_BYTES, Timeouts
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.program import INPUT_KINDS, Input, Node, Program
+from pswire.spec import (
+    REDUCE_OPS,
+    REF_KINDS,
+    Apply,
+    Approved,
+    Created,
+    Done,
+    Epoch,
+    EpochClosed,
+    JobStarted,
+    Member,
+    Operand,
+    Plan,
+    Position,
+    Reduction,
+    Ref,
+    SnapshotOrder,
+    Snapshotted,
+    Start,
+    Started,
+    Variable,
+    VariableSpec,
+)
+from pswire.tensor import DTYPES, EMPTY, TensorSpec
+from pswire.wire import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, parse, refusal, refused
+
+U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
+S64 = st.integers(-(1 << 63), (1 << 63) - 1)
+REAL = st.floats(allow_nan=False)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+BYTES = st.binary(max_size=32)
+
+
+def tuples(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(items, max_size=3).map(tuple)
+
+
+SERVERS = tuples(U32)
+TENSORS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000)))
+NAMES = st.text(string.ascii_letters + "/_:0", min_size=1, max_size=12)
+SPECS = st.builds(VariableSpec, NAMES, TENSORS, st.booleans())
+VARIABLES = st.builds(Variable, U64, SPECS, SERVERS)
+ATTRS = st.none() | st.booleans() | S64 | REAL | TEXT | tuples(S64)
+PROGRAMS = st.builds(
+    Program,
+    tuples(st.builds(Input, st.sampled_from(INPUT_KINDS), TENSORS)),
+    tuples(st.builds(Node, TEXT, tuples(U32), tuples(st.tuples(TEXT, ATTRS)))),
+    tuples(st.tuples(U32, U32)),
+    tuples(U32),
+)
+REFS = st.builds(Ref, st.sampled_from(REF_KINDS), U64)
+PLANS = st.builds(
+    Plan,
+    reductions=tuples(st.builds(Reduction, st.sampled_from(REDUCE_OPS), TENSORS, SERVERS, TEXT)),
+    operands=tuples(st.builds(Operand, TENSORS, SERVERS)),
+    programs=tuples(PROGRAMS),
+    applies=tuples(st.builds(Apply, U32, SERVERS, tuples(REFS))),
+    returned=tuples(REFS),
+    snapshot=st.none() | st.builds(SnapshotOrder, TEXT, SERVERS),
+)
+TASKS = st.builds(Task, st.sampled_from(JOBS), U32)
+POSITIONS = tuples(st.builds(Position, U32, U64, U64))
+STARTS = st.builds(Start, U64, U64, POSITIONS)
+MEMBERS = st.builds(Member, TASKS, U64, U32)
+EPOCHS = st.builds(Epoch, U64, tuples(MEMBERS), TEXT, st.none() | STARTS)
+ENTRIES = st.one_of(
+    st.builds(JobStarted, U64, tuples(U64)),
+    st.builds(Created, VARIABLES),
+    st.builds(Approved, PLANS),
+    st.builds(EpochClosed, EPOCHS),
+    st.builds(Started, STARTS),
+    st.builds(Snapshotted, BYTES, U64, TEXT, TEXT),
+    st.just(Done()),
+)
+SESSIONS = st.builds(SessionState, MEMBERS, TEXT, TEXT, REAL)
+WATCHED = st.builds(Watched, S64, U64, tuples(ENTRIES), tuples(PLANS), tuples(SESSIONS))
+ROUNDS = st.builds(OpenRound, U64, TEXT, tuples(TASKS), st.booleans())
+STATUSES = st.builds(
+    ServerStatus,
+    server=U32,
+    incarnation=U64,
+    log=U64,
+    epoch=st.none() | EPOCHS,
+    round=S64,
+    positions=POSITIONS,
+    waiting=tuples(ROUNDS),
+    variables=U64,
+    nbytes=U64,
+    memory_limit=U64,
+    chief=st.floats(0, allow_nan=False),
+)
+SHARDS = st.builds(Shard, TEXT, TEXT, U64, POSITIONS, tuples(st.tuples(TEXT, TENSORS)))
+CONTRIBUTIONS = st.builds(Contribution, U64, U64, U64, BYTES, tuples(REAL), st.booleans(), POSITIONS, tuples(U64))
+REPLIES = st.builds(RoundReply, U64, EPOCHS, st.booleans(), tuples(TASKS), st.just(EMPTY))
+PULLED = st.builds(PullReply, S64, st.just(EMPTY))
+
+To = Callable[[Any], Message]
+From = Callable[[Any], Any]
+
+PAIRS: dict[str, tuple[st.SearchStrategy[Any], To, From]] = {
+    "tensor": (TENSORS, codec.tensor_to_pb, codec.tensor_from_pb),
+    "variable": (VARIABLES, codec.variable_to_pb, codec.variable_from_pb),
+    "program": (PROGRAMS, codec.program_to_pb, codec.program_from_pb),
+    "plan": (PLANS, codec.plan_to_pb, codec.plan_from_pb),
+    "epoch": (EPOCHS, codec.epoch_to_pb, codec.epoch_from_pb),
+    "entry": (ENTRIES, codec.entry_to_pb, codec.entry_from_pb),
+    "watched": (WATCHED, codec.watched_to_pb, codec.watched_from_pb),
+    "status": (STATUSES, codec.status_to_pb, codec.status_from_pb),
+    "shard": (SHARDS, codec.shard_to_pb, codec.shard_from_pb),
+    "contribution": (CONTRIBUTIONS, lambda c: codec.contribution_to_pb(c, 8), codec.contribution_from_pb),
+    "round": (REPLIES, codec.round_to_pb, lambda m: codec.round_from_pb(m, EMPTY)),
+    "pull": (PULLED, codec.pull_to_pb, lambda m: codec.pull_from_pb(m, EMPTY)),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@given(data=st.data())
+def test_values_arrive_as_they_were(kind: str, data: st.DataObject) -> None:
+    """Each value comes back equal, to the last bit: its repr, from which ids are made, is the same."""
+    values, to_pb, from_pb = PAIRS[kind]
+    value = data.draw(values)
+    message = to_pb(value)
+    assert repr(from_pb(type(message).FromString(message.SerializeToString()))) == repr(value)
+
+
+@given(PLANS)
+def test_a_plan_keeps_its_id(plan: Plan) -> None:
+    """A server computes the id that the client did."""
+    assert codec.plan_from_pb(codec.plan_to_pb(plan)).id == plan.id
+
+
+SPEC = pb.TensorSpec(dtype="float32")
+REFUSED: dict[str, tuple[From, Message]] = {
+    "a reduction of kind 0": (codec.plan_from_pb, pb.Plan(reductions=[pb.Reduction(tensor=SPEC)])),
+    "an input of kind 0": (codec.program_from_pb, pb.Program(inputs=[pb.Input(spec=SPEC)])),
+    "a value of kind 0": (codec.plan_from_pb, pb.Plan(returned=[pb.Ref(index=1)])),
+    "a reduction of kind 99": (
+        codec.plan_from_pb,
+        pb.Plan(reductions=[pb.Reduction(op=99, tensor=SPEC)]),  # type: ignore[arg-type]
+    ),
+    "an input of kind 99": (
+        codec.program_from_pb,
+        pb.Program(inputs=[pb.Input(kind=99, spec=SPEC)]),  # type: ignore[arg-type]
+    ),
+    "a value of kind 99": (
+        codec.plan_from_pb,
+        pb.Plan(returned=[pb.Ref(kind=99)]),  # type: ignore[arg-type]
+    ),
+    "an entry of no kind": (codec.entry_from_pb, pb.Entry()),
+    "a tensor of no dtype": (codec.tensor_from_pb, pb.TensorSpec()),
+    "a tensor of another dtype": (codec.tensor_from_pb, pb.TensorSpec(dtype="object")),
+    "a tensor too large": (codec.tensor_from_pb, pb.TensorSpec(dtype="int8", shape=[1 << 45])),
+    "a variable without name": (codec.spec_from_pb, pb.VariableSpec(tensor=SPEC)),
+    "a name of several lines": (codec.spec_from_pb, pb.VariableSpec(name="a\nb", tensor=SPEC)),
+    "a task of no job": (codec.task_from_pb, pb.Task(index=1)),
+    "a task of another job": (codec.task_from_pb, pb.Task(job="boss")),
+    "a plan too long": (codec.plan_from_pb, pb.Plan(snapshot=pb.SnapshotOrder(path="x" * MAX_PLAN_BYTES))),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused(case: str) -> None:
+    """Unknown numbers, missing choices and impossible sizes are refused where they come in."""
+    from_pb, message = REFUSED[case]
+    with pytest.raises(InvalidRequest):
+        from_pb(message)
+
+
+@given(st.sampled_from([pb.Plan, pb.Entry, pb.WatchReply, pb.StatusReply]), st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(kind: type[Message], data: bytes) -> None:
+    """No bytes do anything but be read, or raise InvalidRequest."""
+    readers: dict[Any, From] = {
+        pb.Plan: codec.plan_from_pb,
+        pb.Entry: codec.entry_from_pb,
+        pb.WatchReply: codec.watched_from_pb,
+        pb.StatusReply: codec.status_from_pb,
+    }
+    try:
+        readers[kind](parse(kind, data))
+    except InvalidRequest:
+        pass
+
+
+def test_bytes_that_are_no_message_are_named() -> None:
+    """A malformed message is refused with its size and what it should have been."""
+    with pytest.raises(InvalidRequest, match="2 bytes are no OpenRequest"):
+        parse(pb.OpenRequest, b"\xff\xff")
+
+
+# ---- The table of the rims ----
+
+
+def test_the_table_of_verbs_is_the_protocol() -> None:
+    """Table and .proto have the same verbs, in the same order, with the same streams and deadlines."""
+    service = pb.DESCRIPTOR.services_by_name["ParameterServer"]
+    assert [(v.path, v.streams) for v in VERBS.values()] == [
+        (f"/{service.full_name}/{m.name}", (m.client_streaming, m.server_streaming)) for m in service.methods
+    ]
+    assert {v.deadline for v in VERBS.values()} <= {"", *Timeouts.__dataclass_fields__}
+    assert {v.late for v in VERBS.values()} <= set(BY_NAME)
+
+
+def test_every_error_has_a_status() -> None:
+    """Table and tree of errors have the same names."""
+    assert list(STATUS) == list(BY_NAME)
+
+
+@given(st.sampled_from(sorted(BY_NAME)), TEXT, st.sampled_from(["", "/job:worker/task:1"]))
+def test_errors_cross(name: str, text: str, task: str) -> None:
+    """An error arrives with its class, its message and its task."""
+    _, details, metadata = refusal(BY_NAME[name](text, task))
+    came = refused(details, metadata)
+    assert type(came) is BY_NAME[name]
+    assert (came.message, came.task) == (text, task)
+
+
+@given(st.text(max_size=5000), st.text(max_size=20))
+def test_no_text_of_an_error_breaks_the_answer(text: str, task: str) -> None:
+    """Metadata are plain ASCII, and details short enough for a header, whatever the error says."""
+    _, details, metadata = refusal(PSError(text, task))
+    assert len(details.encode()) <= 2048
+    assert all(value.isascii() and value.isprintable() for _, value in metadata)
+
+
+def test_errors_of_other_versions() -> None:
+    """A class made from a known one crosses as that; an unknown name arrives as PSError; none as none."""
+
+    class Burnt(ServerLost):
+        pass
+
+    assert refusal(Burnt("x"))[2] == ((ERROR_KEY, "ServerLost"),)
+    assert type(refused("x", [(ERROR_KEY, "Newer"), (TASK_KEY, "t")])) is PSError
+    assert refused("Socket closed", []) is None
+
+
+@given(st.lists(st.integers(0, 30), max_size=20))
+def test_batches_fit(sizes: list[int]) -> None:
+    """Batches have all messages, in order; each fits its limit, unless it is a single one."""
+    messages = [pb.PushFrame(header=bytes(size)) for size in sizes]
+    cut = list(batches(messages, 40))
+    assert [m for batch in cut for m in batch] == messages
+    assert all(len(batch) == 1 or sum(m.ByteSize() for m in batch) <= 40 for batch in cut)
+    assert len(cut) == 1 or all(cut)

@@ -1,0 +1,214 @@
+"""The house: who may import whom, and where the words of the outer world may stand."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("pswire", "psserver", "psclient")
+MAX_LINES = 450
+
+ONLY_IN = {
+    "grpc": {"psserver.service", "psserver.server", "psclient.rpc"},
+    "cupy": {"psserver.arrays", "psclient.arrays"},
+    "google": {"psserver.service", "psclient.rpc", "pswire.codec", "pswire.wire"},
+    "pickle": set(),
+    "marshal": set(),
+}
+ENVIRON_IN = {"psserver.config", "psclient.config"}
+FORBIDDEN = {
+    "pswire": {"psserver", "psclient", "threading", "asyncio"},
+    "psserver": {"psclient"},
+    "psclient": {"psserver"},
+}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    name_of(path): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if not path.name.endswith("_pb2.py")
+}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def parametrize_modules(test):
+    return pytest.mark.parametrize("module", sorted(MODULES))(test)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(node: ast.AST, *, into_functions: bool = True) -> Iterator[ast.AST]:
+    """All nodes below, but not what only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if is_type_checking(child):
+            continue
+        yield child
+        if into_functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from walk(child, into_functions=into_functions)
+
+
+def imports(module: str, *, at_load: bool = False) -> set[str]:
+    """Dotted names that a module imports; with `at_load` only those that loading it loads."""
+    names: set[str] = set()
+    for node in walk(TREES[module], into_functions=not at_load):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import in line {node.lineno}"
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def tops(module: str) -> set[str]:
+    return {name.partition(".")[0] for name in imports(module)}
+
+
+@parametrize_modules
+def test_packages_do_not_look_sideways(module):
+    """psclient -> pswire <- psserver: the sides never import each other, and the contract neither."""
+    forbidden = FORBIDDEN[module.partition(".")[0]]
+    assert not tops(module) & forbidden
+
+
+@parametrize_modules
+@pytest.mark.parametrize("library", sorted(ONLY_IN))
+def test_a_library_stands_in_its_room(module, library):
+    """grpc is spoken at the rims, cupy in the array modules, and nothing is pickled anywhere."""
+    if library in tops(module):
+        assert module in ONLY_IN[library]
+
+
+@parametrize_modules
+def test_the_environment_is_read_where_configuration_is(module):
+    """No module deep inside changes what it does because of an environment variable."""
+    used = [
+        node.lineno
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
+    ]
+    imported = {"os.environ", "os.getenv"} & imports(module)
+    if module not in ENVIRON_IN:
+        assert not used, f"{module} reads the environment in lines {used}"
+        assert not imported
+
+
+def test_no_circles():
+    """Modules have an order in which each can be understood from those before it."""
+    graph = {
+        module: {name for name in imports(module, at_load=True) if name in MODULES and name != module}
+        for module in MODULES
+    }
+    for package in PACKAGES:  # `from psclient import x` is for the module x, not for the face
+        for module, names in graph.items():
+            if any(name.startswith(package + ".") for name in names) and module != package:
+                names.discard(package)
+    seen: dict[str, bool] = {}
+    path: list[str] = []
+
+    def visit(module: str) -> None:
+        assert seen.get(module) is not False, "circle: " + " -> ".join([*path[path.index(module) :], module])
+        if module in seen:
+            return
+        seen[module] = False
+        path.append(module)
+        for name in sorted(graph[module]):
+            visit(name)
+        path.pop()
+        seen[module] = True
+
+    for module in sorted(graph):
+        visit(module)
+
+
+def public(
+    tree: ast.Module | ast.ClassDef,
+) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if node.name.startswith("_") or any("overload" in ast.unparse(d) for d in node.decorator_list):
+            continue
+        yield node
+
+
+@parametrize_modules
+def test_public_names_say_what_they_are(module):
+    """Every module, public class, function and method has a docstring.
+
+    Methods of a class with a base may have it there.
+    """
+    tree = TREES[module]
+    if tree.body:
+        assert ast.get_docstring(tree), f"{module} has no docstring"
+    silent = []
+    for node in public(tree):
+        silent += [] if ast.get_docstring(node) else [node.name]
+        if isinstance(node, ast.ClassDef) and not node.bases and not is_implementation(module, node):
+            silent += [f"{node.name}.{m.name}" for m in public(node) if not ast.get_docstring(m)]
+    assert not silent
+
+
+def is_implementation(module: str, node: ast.ClassDef) -> bool:
+    """The verbs of `ParameterServer` are described there, once."""
+    protocol = next(n for n in ast.walk(TREES["pswire.api"]) if isinstance(n, ast.ClassDef) and n.bases)
+    return {m.name for m in public(protocol)} <= {m.name for m in public(node)}
+
+
+@parametrize_modules
+def test_modules_are_small(module):
+    """A room is for one thing."""
+    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_face_is_a_table_of_contents(package):
+    """`__all__` is sorted, without doubles, and names what is there: all of it where it exists."""
+    face = importlib.import_module(package)
+    listed = getattr(face, "__all__", None)
+    if listed is None:
+        assert not [node for node in TREES[package].body if isinstance(node, ast.ImportFrom)]
+        return
+    assert len(set(listed)) == len(listed)
+    imported = {
+        alias.asname or alias.name
+        for node in TREES[package].body
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__"
+        for alias in node.names
+    }
+    assert {name for name in imported if not name.startswith("_")} <= set(listed)
+    assert not [name for name in listed if not hasattr(face, name)]
+
+
+TEXTS = [
+    path
+    for path in sorted(ROOT.rglob("*"))
+    if path.suffix in {".py", ".pyi", ".md", ".toml", ".yaml", ".yml", ".proto", ".cfg", ".txt"}
+    or path.name in {"Makefile", "Dockerfile", "run"}
+    if not {part for part in path.relative_to(ROOT).parts if part.startswith(".") and part != ".ci"}
+    if path.is_file() and "egg-info" not in str(path)
+]
+_MACHINE = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/[\w.]+")
+
+
+def test_no_paths_of_one_machine():
+    """What is here works everywhere."""
+    found = []
+    for path in TEXTS:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            found += [f"{path.relative_to(ROOT)}:{number}: {line.strip()}"] if _MACHINE.search(line) else []
+    assert not found

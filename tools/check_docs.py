@@ -1,0 +1,120 @@
+"""Checks the snippets of README.md and docs/: Python compiles, `python run` blocks run, commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from psclient.cli import command as psworker
+from psserver.cli import command as psserver
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN_SECONDS = 120
+_FENCE = re.compile(r"^```(?P<info>[a-z][^\n]*)\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+_ENDS = {"|", "&&", "||", "&", ">", ">>", "2>", "<", ";", "#"}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A fenced block: where it is, as `README.md:12`, what its fence says, and its text."""
+
+    where: str
+    info: str
+    text: str
+
+
+def snippets() -> Iterator[Snippet]:
+    """All fenced blocks of the documents."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        for match in _FENCE.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            yield Snippet(f"{path.relative_to(ROOT)}:{line}", match["info"].strip(), match["text"])
+
+
+def check_python(snippet: Snippet) -> str:
+    """Returns what is wrong, "" for nothing."""
+    try:
+        compile(snippet.text, snippet.where, "exec")
+    except SyntaxError as error:
+        return f"{error.msg} in its line {error.lineno}"
+    return ""
+
+
+def check_run(snippet: Snippet) -> str:
+    """Runs the block in an empty directory."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-c", snippet.text]
+        try:
+            done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=RUN_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"still runs after {RUN_SECONDS} s"
+    return f"exit code {done.returncode}\n{done.stderr}" if done.returncode else ""
+
+
+def check_console(snippet: Snippet) -> str:
+    """Looks at every `$ command`."""
+    text = snippet.text.replace("\\\n", " ")
+    wrong = [check_command(line[2:]) for line in text.splitlines() if line.startswith("$ ")]
+    return "; ".join(filter(None, wrong))
+
+
+def check_command(line: str) -> str:
+    """Whether a command's program, options and targets exist; programs that are not ours are believed."""
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"\w+=", words[0]):
+        words.pop(0)
+    end = next((i for i, word in enumerate(words) if word in _ENDS), len(words))
+    program, *args = words[:end] or [""]
+    if program in COMMANDS:
+        return _options(COMMANDS[program], program, args)
+    if program == "make":
+        dry = ["make", "-n", "-C", str(ROOT), *args]
+        return "" if subprocess.run(dry, capture_output=True).returncode == 0 else f"no target: {line}"
+    scripts = [word for word in args[:1] if program.startswith("python") and word.endswith(".py")]
+    return "".join(f"no script {script}" for script in scripts if not (ROOT / script).exists())
+
+
+def _options(command: click.Command, program: str, args: list[str]) -> str:
+    if "--help" in args:
+        return ""
+    try:
+        context = command.make_context(program, list(args))
+    except click.ClickException as error:
+        return f"{program}: {error.format_message()}"
+    script = context.params.get("script")
+    if script and script.startswith("examples/") and not (ROOT / script).exists():
+        return f"no script {script}"
+    return ""
+
+
+COMMANDS = {"psworker": psworker, "psserver": psserver}
+CHECKS: dict[str, Callable[[Snippet], str]] = {
+    "python": check_python,
+    "python run": check_run,
+    "console": check_console,
+}
+
+
+def main() -> None:
+    """Exits with 1 and one line for each snippet that is wrong."""
+    wrong = False
+    for snippet in snippets():
+        check = CHECKS.get(snippet.info)
+        said = check(snippet) if check else ""
+        if said:
+            wrong = True
+            sys.stderr.write(f"{snippet.where}: {said}\n")
+    sys.exit(wrong)
+
+
+if __name__ == "__main__":
+    main()
