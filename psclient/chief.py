@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from psclient.rpc import RemoteServer, connect
@@ -96,6 +96,7 @@ class Chief:
         self._copied = [0] * len(servers)
         self._writing: dict[bytes, threading.Thread] = {}
         self._written: dict[bytes, Snapshotted] = {}
+        self._watching: Future[Watched] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -167,26 +168,28 @@ class Chief:
         self._copy()
 
     def _watch(self, version: int) -> Watched | None:
-        """What is new at server 0; None if nothing is after a while."""
-        future = self._servers[0].watch(self._session.number, len(self._state.log), version)
-        begun = time.monotonic()
+        """What is new at server 0; what there is after a pause, so that checkpoints get on; None at the end."""
+        until = time.monotonic() + PAUSE
         while not self._stop.is_set():
             self._session.check()
-            try:
-                watched = future.result(PAUSE / 4)
-            except FutureTimeout:
-                if self._written or time.monotonic() - begun > PAUSE:
-                    return self._session.look()
-                continue
-            self._state.take(watched.entries)
-            return watched
+            if self._watching is None:
+                known = len(self._state.log)
+                self._watching = self._servers[0].watch(self._session.number, known, version)
+            wait((self._watching,), PAUSE / 4)
+            if self._watching.done():
+                watched, self._watching = self._watching.result(), None
+                # What this chief appended in the meantime comes back to it.
+                self._state.take(watched.entries[len(self._state.log) - watched.start :])
+                return watched
+            if self._written or time.monotonic() > until:
+                return self._session.look()
         return None
 
     def _append(self, entries: Sequence[Entry]) -> bool:
         """Appends to server 0's log, if nothing else was appended in between."""
         index = len(self._state.log)
-        length = self._servers[0].approve(self._session.token, index, entries)
-        if length != index + len(entries):
+        agreed = self._servers[0].approve(self._session.token, index, entries)
+        if agreed != index + len(entries):
             return False
         self._state.take(entries)
         return True

@@ -198,7 +198,8 @@ class Printer:
     def _show_bar(self, line: Line) -> None:
         if self._terminal:
             self._bars[line.task] = line.text
-            self._draw_bar()
+            if line.task == min(self._bars):
+                self._draw_bar()
         elif time.monotonic() - self._shown.get(line.task, -BAR_SECONDS) >= BAR_SECONDS:
             self._shown[line.task] = time.monotonic()
             self._show_line(line)

@@ -276,14 +276,22 @@ class Core:
             self._check_token(token)
             if entries and isinstance(entries[0], JobStarted) and entries[0] not in self._log[:1]:
                 index, answers = 0, self._restart()
-            have = len(self._log)
-            if index <= have and not (self.server == 0 and index < have):
-                for entry in entries[have - index :]:
-                    self._take(entry)
+            agreed = self._append(index, entries)
             answers += self._progress()
-            length = len(self._log)
         _do(answers)
-        return length
+        return agreed
+
+    def _append(self, index: int, entries: Sequence[Entry]) -> int:
+        """Takes what is new; returns up to where the log and the chief's agree."""
+        have, end = len(self._log), index + len(entries)
+        if index > have:
+            return have
+        if list(entries[: have - index]) != self._log[index:end]:
+            # Server 0's log has grown by itself: the chief has to look again before it decides.
+            return index
+        for entry in entries[have - index :]:
+            self._take(entry)
+        return end
 
     def _check_token(self, token: int) -> None:
         newest = self._members.token if self.server == 0 else self._token

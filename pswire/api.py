@@ -298,12 +298,12 @@ class ParameterServer(Protocol):
 
         Args:
             token: a chief's fencing token.
-            index: where the first entry belongs. Server 0 appends only at the end of its log; the
-                others skip what they have.
+            index: where the first entry belongs; what is there already must be equal.
             entries: what to append.
 
         Returns:
-            The length of the log now; less than `index` where entries before it are missing.
+            Up to where the log and the chief's agree: the end of `entries` if all were taken, `index` if
+            others stand in their place, less if entries before `index` are missing.
 
         Raises:
             Fenced: there is a newer chief.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -100,3 +101,11 @@ def test_host_arrays_are_added_on_the_host() -> None:
     assert arrays.namespace(arrays.CPU) is np
     with arrays.device_scope(arrays.CPU):
         assert arrays.device_of(1.0) == arrays.CPU
+
+
+def test_without_cupy_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no error; asking for one is, and says what to install."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert arrays.default_devices() == (arrays.CPU,)
+    with pytest.raises(ConfigError, match=r"install paramserver\[gpu\]"):
+        arrays.to_device(np.zeros(1), Device("gpu", 0))

@@ -117,7 +117,7 @@ def test_what_needs_a_replica_says_so() -> None:
     """In cross-replica and update context there is none; the default context is one."""
     s = Strategy()
     for entered in (context.enter_strategy_scope(s), context.enter_update(s)):
-        with entered, pytest.raises(RuntimeError, match="all_gather needs replica context.*strategy.run"):
+        with entered, pytest.raises(RuntimeError, match=r"all_gather needs replica context.*strategy.run"):
             context.require_replica("all_gather")
     assert context.require_replica("all_gather").num_replicas_in_sync == 1
 

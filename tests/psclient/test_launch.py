@@ -152,6 +152,21 @@ def test_a_lost_server_is_a_failure(script):
     assert outcome.report.startswith("psworker: /job:ps/task:0 failed (killed by SIGKILL)")
 
 
+@pytest.mark.parametrize("chief", ["driver", "script", "none"])
+def test_a_job_ends_by_itself(script, monkeypatch, chief):
+    """When the workers have left, the chief ends and then the servers, all with exit code 0."""
+    monkeypatch.setattr(launch, "LEAVE_SECONDS", 30.0)
+    said: list[str] = []
+    text = (
+        "import numpy as np, psclient as ps\nstrategy = ps.ParameterServerStrategy()\n"
+        "with strategy.scope():\n    v = ps.Variable(np.zeros(3), name='v')\n    v.assign_add(np.ones(3))\n"
+    )
+    outcome, cluster = run(script(text), ps=2, chief=chief, sink=lambda line: said.append(line.text))
+    assert outcome == launch.Outcome(0)
+    assert {process.returncode for process in cluster.processes.values()} == {0}
+    assert not [line for line in said if "did not end by itself" in line]
+
+
 def test_a_server_that_cannot_start_is_an_error():
     """The server's own line is in the error, and what was started before is ended."""
     cluster = launch.Cluster(ps=2, server=ServerOptions(memory_limit="lots"))
@@ -183,9 +198,7 @@ def test_a_server_on_a_taken_port():
 def psworker(*args: str, cwd: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "psclient.cli", *args]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    return subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
-    )
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
 
 
 def standalone(script: str, cwd: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
@@ -236,9 +249,7 @@ def test_signals_are_forwarded(script, tmp_path, number):
 def test_a_second_signal_kills(script, tmp_path):
     """Who presses Ctrl-C twice does not wait for a script that ignores it."""
     text = (
-        "for n in (2, 15): signal.signal(n, lambda *_: print('no', flush=True))\n"
-        + READY
-        + "while True: time.sleep(9)"
+        "for n in (2, 15): signal.signal(n, lambda *_: print('no', flush=True))\n" + READY + "while True: time.sleep(9)"
     )
     launcher, children = standalone(script(text), tmp_path)
     launcher.send_signal(signal.SIGINT)

@@ -41,9 +41,7 @@ def test_an_error_of_ours_is_one_line_with_the_user_s_line(tmp_path):
     text = "from pswire.cluster import Task\n\ndef inner():\n    Task.parse('nonsense')\n\ninner()\n"
     done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
     assert done.returncode == 1
-    expected = (
-        "psworker: /job:worker/task:0: error: 'nonsense' is no task; write /job:worker/task:0 (script.py:4)\n"
-    )
+    expected = "psworker: /job:worker/task:0: error: 'nonsense' is no task; write /job:worker/task:0 (script.py:4)\n"
     assert done.stderr == expected
 
 
@@ -60,9 +58,7 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
     """A traceback of user code looks as python shows it."""
     script = write(tmp_path, text)
     done = psworker(script, cwd=tmp_path, tf_config=WORKER)
-    plain = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS
-    )
+    plain = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == plain.returncode == 1
     assert done.stderr.splitlines()[-1] == plain.stderr.splitlines()[-1]
     assert "psclient" not in done.stderr

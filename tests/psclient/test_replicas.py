@@ -286,7 +286,7 @@ def test_an_error_in_a_merge_fn_is_raised_by_run(strategy: Strategy, swallow: bo
 
 def test_run_inside_run_raises(strategy: Strategy) -> None:
     """In a replica's function, and in a merge function."""
-    with pytest.raises(RuntimeError, match="strategy.run needs cross-replica context"):
+    with pytest.raises(RuntimeError, match=r"strategy\.run needs cross-replica context"):
         strategy.run(lambda: strategy.run(lambda: None))
     with pytest.raises(RuntimeError, match="another run"):
         strategy.run(lambda: here().merge_call(lambda s: s.run(lambda: None)))

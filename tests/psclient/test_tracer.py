@@ -84,8 +84,7 @@ def execute(found, args):
 def plain(fn, args):
     """Runs the function on plain arrays."""
     made = [
-        a.array.copy().view(Plain) if isinstance(a, Var) else a.array.copy() if isinstance(a, Val) else a
-        for a in args
+        a.array.copy().view(Plain) if isinstance(a, Var) else a.array.copy() if isinstance(a, Val) else a for a in args
     ]
     with np.errstate(all="ignore"):
         result = fn(*made)
@@ -376,9 +375,7 @@ def test_assign_casts_and_broadcasts_as_in_place_operations_do():
     check(lambda v: v.assign_sub(1), Var(I.astype("int8")))
     check(lambda v, g: v.assign(g), Var(I.astype("int8")), Val(I))
     refused = {
-        "variable 'w0': float64 cannot be assigned to int64; write value.astype('int64')": lambda v: (
-            v.assign_add(0.5)
-        ),
+        "variable 'w0': float64 cannot be assigned to int64; write value.astype('int64')": lambda v: v.assign_add(0.5),
         "variable 'w0': broadcast_to(int64[2,3]) is not possible": lambda v: v.assign(np.ones((2, 3), int)),
         "variable 'w0': broadcast_to(int64[2,3]) is not": lambda v: v.assign_sub(np.ones((2, 3), int)),
         "variable 'w0': add(int64[3], float64[2]) is not possible": lambda v: v.assign_add(np.ones(2)),

@@ -110,7 +110,7 @@ def test_local_results() -> None:
 
 def test_a_per_replica_value_is_no_array() -> None:
     """NumPy does not make an array of objects of it in silence; a mirrored value is as good as an array."""
-    with pytest.raises(TypeError, match="strategy.reduce"):
+    with pytest.raises(TypeError, match=r"strategy\.reduce"):
         np.sum(PerReplica([np.ones(2), np.ones(2)]))  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="experimental_local_results"):
         np.ones(2) + PerReplica([np.ones(2), np.ones(2)])  # type: ignore[operator]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -35,3 +37,11 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     """Whatever is missing, the message says how to go on without it."""
     with pytest.raises(ConfigError, match="--device cpu"):
         Device.parse("gpu:4096")
+
+
+def test_without_cupy_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install; the CPU needs nothing."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ConfigError, match=r"install paramserver\[gpu\], or start with --device cpu"):
+        Device.parse("gpu")
+    assert Device.parse("cpu").put(1) == 1
