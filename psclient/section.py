@@ -16,7 +16,8 @@ import numpy as np
 from psclient import context, nest
 from psclient.arrays import add, to_numpy
 from psclient.exchange import Outgoing
-from psclient.tracer import AssignedLeaf, OutputLeaf, Recording, Tracer, trace
+from psclient.recording import AssignedLeaf, OutputLeaf, Recording, trace
+from psclient.tracer import Tracer
 from psclient.values import Mirrored, PerReplica
 from psclient.variables import Variable
 from pswire.program import Program

@@ -15,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from psclient import nest, ops
-from psclient.tracer import AssignedLeaf, OutputLeaf, Recording, Tracer, VariableTracer, trace
+from psclient.recording import AssignedLeaf, OutputLeaf, Recording, trace
+from psclient.tracer import Tracer, VariableTracer
 from psserver.interpreter import run
 from pswire import codec
 from pswire.errors import ProgramError

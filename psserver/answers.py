@@ -1,0 +1,33 @@
+"""What is to be done outside of the core's lock: answers to futures, array work to be submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from pswire.errors import PSError
+
+T = TypeVar("T")
+
+Answer = Callable[[], object]
+"""Something to be done once the lock is released."""
+
+Submit = Callable[[Answer], object]
+"""Runs array work: a thread pool in a server, at once in a test."""
+
+
+def answering(future: Future[T], value: T) -> Answer:
+    """Answers a future, unless its caller has gone away: what it asked for has happened all the same."""
+    return lambda: None if future.done() else future.set_result(value)
+
+
+def failing(future: Future[Any], error: PSError) -> Answer:
+    """Answers a future with an error, unless its caller has gone away."""
+    return lambda: None if future.done() else future.set_exception(error)
+
+
+def do(answers: Sequence[Answer]) -> None:
+    """Does all of it, in order."""
+    for answer in answers:
+        answer()

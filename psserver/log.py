@@ -1,0 +1,170 @@
+"""The log: what was decided in a job, in one order. Server 0's is the one; the chief copies it to the others.
+
+Server 0 appends creations and starts itself, since clients ask it for them; all else is the chief's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from psserver.rounds import Rounds
+from psserver.store import Store, human
+from pswire.cluster import Task
+from pswire.errors import Diverged, InvalidRequest, MemoryLimit, VariableMismatch
+from pswire.spec import (
+    Approved,
+    Created,
+    Done,
+    Entry,
+    EpochClosed,
+    JobStarted,
+    Plan,
+    Start,
+    Started,
+    Variable,
+    VariableSpec,
+)
+
+
+class Log:
+    """The entries, and what follows from them for variables and plans. Guarded by the core's lock.
+
+    Args:
+        task: this server, for messages.
+        store: where variables are declared.
+        rounds: where plans are approved and epochs closed.
+    """
+
+    def __init__(self, task: Task, store: Store, rounds: Rounds) -> None:
+        self._task = task
+        self._store = store
+        self._rounds = rounds
+        self.entries: list[Entry] = []
+        self.proposed: dict[bytes, Plan] = {}
+        self._names: dict[str, int] = {}
+        self._creators: dict[int, Task] = {}
+        self._turn = 0
+
+    def begins_anew(self, entries: Sequence[Entry]) -> bool:
+        """Whether these entries are of another job than the one that the log is about."""
+        return bool(entries) and isinstance(entries[0], JobStarted) and entries[0] not in self.entries[:1]
+
+    def clear(self) -> None:
+        """Forgets a job: its entries, its names, its proposals."""
+        for table in (self.entries, self.proposed, self._names, self._creators):
+            table.clear()
+        self._turn = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the job is done."""
+        return bool(self.entries) and isinstance(self.entries[-1], Done)
+
+    @property
+    def servers(self) -> int:
+        """How many servers the job has; raises `InvalidRequest` while there is no job."""
+        first = self.entries[0] if self.entries else None
+        if not isinstance(first, JobStarted):
+            raise InvalidRequest("no chief has begun a job on this server yet", str(self._task))
+        return len(first.incarnations)
+
+    # ---- By the chief ----
+
+    def append(self, index: int, entries: Sequence[Entry]) -> int:
+        """Takes what is new of the chief's log; returns up to where the two agree."""
+        have, end = len(self.entries), index + len(entries)
+        if index > have:
+            return have
+        if list(entries[: have - index]) != self.entries[index:end]:
+            # Server 0's log has grown by itself: the chief has to look again before it decides.
+            return index
+        for entry in entries[have - index :]:
+            self._take(entry)
+        return end
+
+    def _take(self, entry: Entry) -> None:
+        """Appends one entry and does what it says."""
+        match entry:
+            case Created():
+                self._store.declare(entry.variable)
+            case Approved():
+                self.verify(entry.plan)
+                self._rounds.approve(entry.plan)
+                self.proposed.pop(entry.plan.id, None)
+            case EpochClosed():
+                self._rounds.close_epoch(entry.epoch)
+        self.entries.append(entry)
+
+    # ---- By clients, at server 0 ----
+
+    def name(self, task: Task, ordinal: int, spec: VariableSpec, servers: tuple[int, ...]) -> Variable:
+        """Finds a variable, or names and places a new one.
+
+        Args:
+            task: who creates it.
+            ordinal: how many variables that process created before.
+            spec: what it says of it.
+            servers: who shall hold it; empty takes the next server in turn.
+
+        Raises:
+            VariableMismatch, Diverged: another process created something else in its place.
+            MemoryLimit: it does not fit on this server.
+        """
+        known = self._names.get(spec.name)
+        if known is not None or ordinal < len(self._creators):
+            there = self._store.variables[ordinal if known is None else known]
+            if there.spec != spec or there.id != ordinal:
+                raise VariableMismatch(
+                    f"{task} creates variable {spec} as its number {ordinal}; {self._creators[there.id]} created "
+                    f"{there.spec} as number {there.id}. Every process must create the same variables in the "
+                    "same order"
+                )
+            return there
+        if ordinal > len(self._creators):
+            raise Diverged(f"{task} creates its variable number {ordinal}, and the job has {len(self._creators)}")
+        count = self.servers
+        if not all(0 <= server < count for server in servers):
+            raise InvalidRequest(f"servers {servers} of {count}")
+        variable = Variable(ordinal, spec, servers or (self._turn % count,))
+        self._store.declare(variable)
+        # A variable that was placed beside another does not advance the turn.
+        self._turn += not servers
+        self._names[spec.name] = variable.id
+        self._creators[variable.id] = task
+        self.entries.append(Created(variable))
+        return variable
+
+    def start(self, start: Start) -> None:
+        """Notes where the new members of an epoch begin; raises `Diverged` if that was said otherwise."""
+        for item in self.entries:
+            if isinstance(item, Started) and item.start.epoch == start.epoch:
+                if item.start != start:
+                    raise Diverged(f"epoch {start.epoch} begins at {item.start}, not at {start}")
+                return
+        self.entries.append(Started(start))
+
+    def propose(self, plan: Plan) -> bool:
+        """Keeps a plan for the chief to approve; returns whether it is new.
+
+        Raises:
+            PSError: why it may not run.
+        """
+        if plan.id in self._rounds.plans or plan.id in self.proposed:
+            return False
+        self.verify(plan)
+        self.proposed[plan.id] = plan
+        return True
+
+    def verify(self, plan: Plan) -> None:
+        """Raises `PSError` if a plan may not run here."""
+        plan.verify(self._store.variables, self.servers)
+        limit = self._store.memory_limit
+        if limit and plan.size > limit:
+            raise MemoryLimit(
+                f"a section makes a value of {human(plan.size)}; the limit is {human(limit)}", str(self._task)
+            )
+
+    def describe(self, plan_id: bytes) -> str:
+        """A section in words, for messages."""
+        plan = self._rounds.plans.get(plan_id) or self.proposed.get(plan_id)
+        return plan.describe() if plan else "a section that nobody proposed"

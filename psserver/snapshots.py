@@ -1,0 +1,118 @@
+"""Checkpoints that are being taken and read: which round's values are frozen, and who waits."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+from psserver import checkpoint
+from psserver.answers import Answer, Submit, answering, failing
+from psserver.checkpoint import Frozen, Restored
+from psserver.rounds import Job
+from psserver.store import Store
+from pswire.api import Shard
+from pswire.cluster import Task
+from pswire.errors import CheckpointError, PSError
+from pswire.spec import Position, Variable
+from pswire.tensor import Array
+
+Positions = tuple[Position, ...]
+
+
+class Snapshots:
+    """Guarded by the core's lock, but for `write` and `read`, which work on files.
+
+    Args:
+        task: this server.
+        store: the variables.
+        root: the directory below which checkpoints are.
+        submit: runs the work on files.
+    """
+
+    def __init__(self, task: Task, store: Store, root: Path, submit: Submit) -> None:
+        self._task = task
+        self._store = store
+        self._root = root
+        self._submit = submit
+        self._frozen: dict[bytes, Frozen] = {}
+        self._waiting: list[tuple[bytes, str, Future[Shard]]] = []
+        self._restores: dict[tuple[str, int], Future[Positions]] = {}
+        self._restored: Restored | None = None
+
+    def clear(self) -> list[Future[Shard]]:
+        """Forgets all; returns who still waits."""
+        waiting = [future for *_, future in self._waiting]
+        self._waiting.clear()
+        self._frozen.clear()
+        self._restores.clear()
+        self._restored = None
+        return waiting
+
+    # ---- Saving ----
+
+    def freeze(self, job: Job, positions: Positions) -> None:
+        """After a round: keeps its values if its plan orders a checkpoint. Arrays never change: this is free."""
+        order, server = job.plan.snapshot, self._store.server
+        if order is None or server not in order.servers:
+            return
+        # Of a variable with several copies the first is saved.
+        mine = [v for v in self._store.variables.values() if min(v.servers) == server]
+        values = {v.spec.name: self._store.value(v.id) for v in mine}
+        self._frozen[job.plan.id] = Frozen(order, server, job.round, positions, values)
+
+    def thaw(self, plan_id: bytes) -> None:
+        """A checkpoint is complete, or failed: its values are not needed any more."""
+        self._frozen.pop(plan_id, None)
+
+    def ask(self, plan_id: bytes, manifest: str, future: Future[Shard]) -> None:
+        """Somebody waits for a shard, or for the manifest, to be written."""
+        self._waiting.append((plan_id, manifest, future))
+
+    def answers(self) -> list[Answer]:
+        """Work for those whose round has run."""
+        ready = [waiter for waiter in self._waiting if waiter[0] in self._frozen]
+        self._waiting = [waiter for waiter in self._waiting if waiter not in ready]
+        return [self._work(self._frozen[plan_id], manifest, future) for plan_id, manifest, future in ready]
+
+    def _work(self, frozen: Frozen, manifest: str, future: Future[Shard]) -> Answer:
+        return lambda: self._submit(lambda: self._write(frozen, manifest, future))
+
+    def _write(self, frozen: Frozen, manifest: str, future: Future[Shard]) -> None:
+        try:
+            answer = answering(future, checkpoint.write(self._root, frozen, manifest, self._store.device.get))
+        except PSError as error:
+            answer = failing(future, error)
+        except OSError as error:
+            answer = failing(future, CheckpointError(f"cannot write {frozen.order.path}: {error}", str(self._task)))
+        answer()
+
+    # ---- Restoring ----
+
+    def restoring(self, path: str, round: int) -> tuple[Future[Positions], bool]:
+        """The future of a restore, and whether this is the first that asks for it in this round."""
+        known = self._restores.get((path, round))
+        if known is not None:
+            return known, False
+        future = self._restores[path, round] = Future()
+        return future, True
+
+    def read(self, path: str, variables: list[Variable]) -> tuple[Restored, dict[int, Array]]:
+        """Reads a checkpoint's values, without the lock; raises `PSError` if one is missing or does not fit."""
+        restored = Restored.open(self._root, path)
+        return restored, {v.id: self._store.device.put(restored.read(v.spec)) for v in variables}
+
+    def restored(self, restored: Restored, values: dict[int, Array]) -> None:
+        """The variables have the checkpoint's values; those created later will get theirs."""
+        self._store.commit(values)
+        self._restored = restored
+
+    def failed(self, future: Future[Positions]) -> None:
+        """A restore failed; who asks again tries again."""
+        self._restores = {key: other for key, other in self._restores.items() if other is not future}
+
+    def first_value(self, variable: Variable) -> Array | None:
+        """What the restored checkpoint has for a variable that is created only now; None if it has nothing."""
+        if self._restored is None or variable.spec.name not in self._restored:
+            return None
+        value: Array = self._store.device.put(self._restored.read(variable.spec))
+        return value
