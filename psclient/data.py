@@ -135,8 +135,9 @@ class ArrayDataset:
     def _permutation(self, epoch: int, seed: int) -> Array:
         order = self._order.get(epoch)
         if order is None:
-            bits = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
-            order = np.random.Generator(bits).permutation(self.size)
+            # Sorted raw bits: NumPy keeps these streams, but not its permutations, from version to version.
+            bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(self.size)
+            order = np.argsort(bits, kind="stable")
             self._order.clear()  # one data epoch at a time
             self._order[epoch] = order
         return order
@@ -209,7 +210,11 @@ class Group(Protocol):
         """Told what was taken: which batch is next, whether this worker has it, whose batch is empty."""
         ...
 
-    def any_more(self) -> bool:
+    def finish(self, dataset: int) -> None:
+        """Told that a pass has ended; what was being iterated around it is in use again."""
+        ...
+
+    def any_more(self, dataset: int) -> bool:
         """Whether any worker had a further batch, as of the last round since `advance`; else False."""
         ...
 
@@ -288,6 +293,10 @@ class _Distributed:
         empty = frozenset(i for i, part in enumerate(parts) if not len(nest.flatten(part)[0]))
         self._group.advance(self._number, epoch, index, more, empty)
 
+    def _end(self, epoch: int) -> None:
+        self._tell(epoch + 1, 0, False)
+        self._group.finish(self._number)
+
     def _place(self, parts: Sequence[Nest]) -> Nest:
         """One nest for each local replica as one nest, on the replicas' devices."""
         moved = [
@@ -333,7 +342,7 @@ class DistributedDataset(_Distributed):
             index += 1
             self._tell(*((epoch, index, True) if index < end else (epoch + 1, 0, False)), parts)
             yield self._place(parts)
-        self._tell(epoch + 1, 0, False)
+        self._end(epoch)
 
     def _read(self, epoch: int, index: int) -> list[Nest]:
         first, replicas = self._group.slice()
@@ -385,7 +394,7 @@ class DistributedDatasetFromFunction(_Distributed):
         ahead = [_checked(batch) for batch in islice(data, count)]
         if not ahead and not last:
             raise ValueError(self._nothing(epoch))
-        while ahead or self._group.any_more():
+        while ahead or self._group.any_more(self._number):
             self._group.boundary(self._number)
             last.extend(ahead)
             spare = nest.map_structure(lambda array: array[:0], last[0])
@@ -394,7 +403,7 @@ class DistributedDatasetFromFunction(_Distributed):
             index += 1
             self._tell(epoch, index, bool(ahead), parts)
             yield self._place(parts)
-        self._tell(epoch + 1, 0, False)
+        self._end(epoch)
 
     def _nothing(self, epoch: int) -> str:
         worker = f"input pipeline {self._context.input_pipeline_id} of {self._context.num_input_pipelines}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from psclient.arrays import Device
 from psclient.session import Session
@@ -18,6 +19,16 @@ from pswire.errors import RoundTimeout, ServerLost
 from pswire.spec import Epoch, EpochClosed, Position, Snapshotted, Start, Started
 
 log = logging.getLogger("psclient")
+
+
+@dataclass
+class _Pass:
+    """A pass over a dataset that is under way: what its batch in use is like, and what others said since."""
+
+    dataset: int
+    more: bool
+    empty: frozenset[int]
+    any_more: bool = False
 
 
 class Group:
@@ -36,12 +47,9 @@ class Group:
         """The next round of this process."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
-        self.more = False
-        """Whether this process has a batch after the one in use."""
-        self.empty: frozenset[int] = frozenset()
-        """Local replicas whose batch in use has no examples: they contribute nothing."""
         self._expected = tuple(expected)
-        self._any_more = False
+        self._passes: list[_Pass] = []
+        self._taken_in = ""
         self._announced: Epoch | None = None
         self._begins: dict[int, Position] = {}
         self._positions: dict[int, Position] = {}
@@ -75,11 +83,31 @@ class Group:
     def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
         """Notes what an iterator took: the next batch's index, and which replicas have no examples now."""
         self._positions[dataset] = Position(dataset, epoch, index)
-        self.more, self._any_more, self.empty = more, False, empty
+        self.finish(dataset)
+        self._passes.append(_Pass(dataset, more, empty))
 
-    def any_more(self) -> bool:
+    def finish(self, dataset: int) -> None:
+        """A pass has ended, or was broken off; the one around it is in use again."""
+        numbers = [item.dataset for item in self._passes]
+        if dataset in numbers:
+            del self._passes[numbers.index(dataset) :]
+
+    def any_more(self, dataset: int) -> bool:
         """Whether any process had a further batch, as of the last round since `advance`."""
-        return self._any_more
+        # A process that is taken in before a batch knows that there is one.
+        return any(item.any_more for item in self._passes if item.dataset == dataset) or (
+            self._taken_in == f"dataset:{dataset}" and not self._passes
+        )
+
+    @property
+    def more(self) -> bool:
+        """Whether this process has a batch after the one in use."""
+        return bool(self._passes) and self._passes[-1].more
+
+    @property
+    def empty(self) -> frozenset[int]:
+        """Local replicas whose batch in use has no examples: they contribute nothing."""
+        return self._passes[-1].empty if self._passes else frozenset()
 
     @property
     def replicas(self) -> int:
@@ -116,7 +144,9 @@ class Group:
     def round_over(self, epoch: Epoch, more: bool) -> None:
         """Notes what a round's answers said; the next round is the next number."""
         self.round += 1
-        self._any_more = more
+        self._taken_in = ""
+        if self._passes:
+            self._passes[-1].any_more = more
         if self._announced is None or epoch.number > self._announced.number:
             self._announced = epoch
         if not self._announced.entry:
@@ -166,7 +196,9 @@ class Group:
             start = epoch.start or self._starts.get(number)
             if start is not None and epoch.session(self.session.number):
                 self.epoch, self.round = epoch, start.round
-                self.begin_at(start.positions)
+                self._taken_in = epoch.entry
+                if start.positions:
+                    self.begin_at(start.positions)
                 log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)
                 return True
         return False

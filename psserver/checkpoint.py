@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from safetensors.numpy import save_file
 
 from pswire.api import Shard
 from pswire.errors import CheckpointError, VariableMismatch
@@ -63,37 +64,31 @@ def write(root: Path, frozen: Frozen, manifest: str, get: Callable[[Array], Arra
     arrays = {name: portable(get(value)) for name, value in frozen.values.items()}
     directory.mkdir(parents=True, exist_ok=True)
     if manifest:
-        _replace(directory / MANIFEST, manifest.encode())
+        _replace(directory / MANIFEST, lambda path: path.write_text(manifest))
     else:
-        _replace(directory / file, encode(arrays))
+        _replace(directory / file, lambda path: save_file(arrays, path))
     tensors = tuple((name, spec_of(array)) for name, array in arrays.items())
     return Shard(str(directory), file, frozen.round, frozen.positions, tensors)
 
 
-def encode(arrays: dict[str, Array]) -> bytes:
-    """The bytes of a safetensors file."""
-    return bytes(safetensors.serialize({name: _view(array) for name, array in arrays.items()}))
-
-
-def _view(array: Array) -> Any:
-    return {"dtype": array.dtype.name, "shape": array.shape, "data": array.tobytes()}
-
-
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Has a file written beside its place, syncs it, and renames it into it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write(beside)
+        _sync(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 def resolve(root: Path, path: str) -> Path:

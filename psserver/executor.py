@@ -6,6 +6,7 @@ or not at all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from psserver.store import owned
 from pswire.errors import Diverged, MemoryLimit, ProgramError, PSError
 from pswire.spec import Apply, Plan, Ref
 from pswire.tensor import Array, TensorSpec, join, layout
+
+log = logging.getLogger("psserver")
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,10 @@ def run(job: Job, server: int, device: Device, values: Mapping[int, Array]) -> O
         raise
     except MemoryError as error:
         raise MemoryLimit(f"the server ran out of memory in round {job.round}: {error}") from error
-    except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-        # What the verifier cannot know; the round fails for everyone alike.
+    except Exception as error:
+        # What the verifier cannot know, a device's errors included. Whatever it is, everyone in the round is
+        # waiting for an answer, and gets the same one.
+        log.exception("round %d failed", job.round)
         raise ProgramError(f"round {job.round} failed on server {server}: {error}") from error
 
 

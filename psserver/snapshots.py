@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from psserver import checkpoint
 from psserver.answers import Answer, Submit, answering, failing
 from psserver.checkpoint import Frozen, Restored
@@ -82,8 +84,9 @@ class Snapshots:
             answer = answering(future, checkpoint.write(self._root, frozen, manifest, self._store.device.get))
         except PSError as error:
             answer = failing(future, error)
-        except OSError as error:
-            answer = failing(future, CheckpointError(f"cannot write {frozen.order.path}: {error}", str(self._task)))
+        except (OSError, ValueError, TypeError, SafetensorError) as error:
+            reason = f"cannot write {frozen.order.path}: {error}"
+            answer = failing(future, CheckpointError(reason, str(self._task)))
         answer()
 
     # ---- Restoring ----

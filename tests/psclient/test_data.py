@@ -50,7 +50,10 @@ class Worker:
         self.next[dataset] = Position(dataset, epoch, index)
         self.more, self.empty, self.others_more = more, empty, False
 
-    def any_more(self) -> bool:
+    def finish(self, dataset: int) -> None:
+        self.empty = frozenset()
+
+    def any_more(self, dataset: int) -> bool:
         return self.others_more
 
 
