@@ -68,6 +68,7 @@ class Exchange:
         # The lock guards the two below: replicas read in threads of their own.
         self._lock = threading.Lock()
         self._cache: dict[int, Array] = {}
+        self._renewed = False
         self._read: set[int] = set()
 
     # ---- Variables ----
@@ -109,12 +110,24 @@ class Exchange:
 
     def read(self, variable: Variable) -> Array:
         """A variable's value, as of the last round of this process that touched its server; read-only."""
+        self._renew()
         with self._lock:
             self._read.add(variable.id)
             value = self._cache.get(variable.id)
             if value is None:
                 value = self._cache[variable.id] = self._pull(variable)
             return value
+
+    def _renew(self) -> bool:
+        """Once taken in, forgets what was read before if rounds were made since; returns whether there was any."""
+        with self._lock:
+            if self._renewed or self.group.epoch is None:
+                return False
+            self._renewed = True
+            stale = self.group.came_late and bool(self._cache)
+            if stale:
+                self._cache.clear()
+            return stale
 
     def _pull(self, variable: Variable) -> Array:
         server = variable.servers[0]
@@ -142,6 +155,12 @@ class Exchange:
         """
         plan = outgoing.plan
         self.group.enter(f"plan:{plan.id.hex()}")
+        if self._renew():
+            log.info(
+                "the first section of %s does not count: it was computed before it was taken in", self.session.task
+            )
+            nothing = len(plan.reductions)
+            outgoing = Outgoing(plan, (0.0,) * nothing, (None,) * nothing, outgoing.operands)
         if plan.id not in self._proposed:
             self.session.keeper.propose(self.session.number, plan, "", None)
             self._proposed.add(plan.id)

@@ -47,6 +47,8 @@ class Group:
         """The next round of this process."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
+        self.came_late = False
+        """Whether the others were already making rounds when this process was taken in."""
         self._expected = tuple(expected)
         self._passes: list[_Pass] = []
         self._taken_in = ""
@@ -197,6 +199,7 @@ class Group:
             if start is not None and epoch.session(self.session.number):
                 self.epoch, self.round = epoch, start.round
                 self._taken_in = epoch.entry
+                self.came_late = epoch.start is None
                 if start.positions:
                     self.begin_at(start.positions)
                 log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)

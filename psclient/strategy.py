@@ -70,13 +70,14 @@ class ParameterServerStrategy:
         self._closing = threading.Lock()
         self._closed = False
         self._failed = False
+        self._last_error = _last_error()
         try:
             self._connect()
         except BaseException:
             self._failed = True
             self.close()
             raise
-        _watch_exit(self)
+        atexit.register(self.close)
 
     def _connect(self) -> None:
         cluster, task = self._config.cluster, self._config.task
@@ -271,7 +272,9 @@ class ParameterServerStrategy:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        error = "the script failed" if self._failed else ""
+        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
+        failed = self._failed or _last_error() is not self._last_error
+        error = "the script failed" if failed else ""
         if not error and hasattr(self, "extended"):
             error = self._flush_last()
         if hasattr(self, "_runner"):
@@ -292,10 +295,6 @@ class ParameterServerStrategy:
             log.error("the last section was not sent: %s", error)
             return str(error)
         return ""
-
-    def fail(self) -> None:
-        """The script has failed: `close` will say so instead of leaving cleanly."""
-        self._failed = True
 
     def __enter__(self) -> ParameterServerStrategy:
         return self
@@ -337,13 +336,5 @@ def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
     return TaskConfig(cluster, Task("worker", 0))
 
 
-def _watch_exit(strategy: ParameterServerStrategy) -> None:
-    """Leaves at the end of the process; an uncaught exception makes that a failure."""
-    atexit.register(strategy.close)
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        strategy.fail()
-        before(kind, error, trace)
-
-    sys.excepthook = hook
+def _last_error() -> BaseException | None:
+    return getattr(sys, "last_value", None)

@@ -83,7 +83,7 @@ class Core:
         self._log = Log(self.task, self._store, self._rounds)
         self._snapshots = Snapshots(self.task, self._store, checkpoint_root, submit)
         self._token = 0
-        self._watchers: list[tuple[int, int, Future[Watched]]] = []
+        self._watchers: list[tuple[int, int, int, Future[Watched]]] = []
         self._readers: list[tuple[tuple[int, ...], int, Future[PullReply]]] = []
 
     # ---- Sessions ----
@@ -203,7 +203,7 @@ class Core:
         future: Future[Watched] = Future()
         with self._lock:
             self._check(session)
-            self._watchers.append((after, version, future))
+            self._watchers.append((session, after, version, future))
             answers = self._progress()
         do(answers)
         return future
@@ -231,9 +231,9 @@ class Core:
     def _restart(self) -> list[Answer]:
         """A new job: drops all that the last one left, and tells those who still wait in it."""
         error = ServerLost("the job was started anew; restart the process", str(self.task))
-        answers = self._abandon(error, lambda after: after > 0)
-        if self._rounds.epoch is not None:
-            self._members.end_members(member.session for member in self._rounds.epoch.members)
+        ended = {member.session for member in self._rounds.epoch.members} if self._rounds.epoch else set()
+        answers = self._abandon(error, lambda session: session in ended)
+        self._members.end_members(ended)
         self._log.clear()
         self._store.clear()
         self._rounds.clear()
@@ -359,11 +359,11 @@ class Core:
     def close(self) -> None:
         """Ends all that waits; nothing is lost that was answered."""
         with self._lock:
-            answers = self._abandon(ServerLost("the server ends", str(self.task)), lambda after: True)
+            answers = self._abandon(ServerLost("the server ends", str(self.task)), lambda session: True)
         do(answers)
 
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Answer]:
-        """Fails all that waits; of the watchers those for whose place in the log `watches` holds."""
+        """Fails all that waits; of the watchers those for whose session `watches` holds."""
         watchers = [w for w in self._watchers if watches(w[0])]
         waiting: list[Future[Any]] = [future for future, _ in self._rounds.abandon(error)]
         waiting += [future for *_, future in watchers]
@@ -406,13 +406,13 @@ class Core:
     def _answer_watchers(self) -> list[Answer]:
         version, length = self._members.version, len(self._log.entries)
         # A version of -1 follows the log alone. A log shorter than what the caller knows is another job's.
-        ready = [w for w in self._watchers if length != w[0] or (w[1] >= 0 and w[1] != version)]
+        ready = [w for w in self._watchers if length != w[1] or (w[2] >= 0 and w[2] != version)]
         if not ready:
             return []
         self._watchers = [w for w in self._watchers if w not in ready]
         plans, sessions = tuple(self._log.proposed.values()), self._members.states(self._clock())
         answers = []
-        for after, _, future in ready:
+        for _, after, _, future in ready:
             start = after if after <= length else 0
             entries = tuple(self._log.entries[start:])
             answers.append(answering(future, Watched(version, start, entries, plans, sessions)))
