@@ -55,7 +55,8 @@ class Checkpoint:
             Whether the checkpoint was read.
 
         Raises:
-            CheckpointError: there is none, or it is broken.
+            NoCheckpoint: there is none; nothing has changed.
+            CheckpointError: it is broken.
             VariableMismatch: it has a variable with another shape or dtype.
         """
         return self._strategy.restore_variables(path)

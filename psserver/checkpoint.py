@@ -18,7 +18,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from pswire.api import Shard
-from pswire.errors import CheckpointError, VariableMismatch
+from pswire.errors import CheckpointError, NoCheckpoint, VariableMismatch
 from pswire.spec import Position, SnapshotOrder, VariableSpec
 from pswire.tensor import DTYPES, Array, portable, spec_of
 
@@ -167,8 +167,8 @@ class Restored:
 
 
 def newest(directory: Path) -> Path:
-    """The newest complete checkpoint in a directory; raises `CheckpointError` if there is none."""
+    """The newest complete checkpoint in a directory; raises `NoCheckpoint` if there is none."""
     found = [path.parent for path in directory.glob(f"*/{MANIFEST}")]
     if not found:
-        raise CheckpointError(f"there is no complete checkpoint in {directory}; save one first, or train anew")
+        raise NoCheckpoint(f"there is no complete checkpoint in {directory}; save one first, or train anew")
     return max(found, key=lambda path: (path / MANIFEST).stat().st_mtime_ns)

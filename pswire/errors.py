@@ -13,6 +13,7 @@
     ├── MemoryLimit          a server would exceed its memory limit
     ├── RoundTimeout         a round did not complete before its deadline
     ├── CheckpointError      a checkpoint cannot be written or read
+    │   └── NoCheckpoint     there is none where one was looked for
     └── InvalidRequest       a malformed or hostile message
 
 The message says what is wrong, where, and what to do. `task` names the process it is about, as
@@ -87,6 +88,10 @@ class CheckpointError(PSError, OSError):
     """A checkpoint cannot be written or read."""
 
 
+class NoCheckpoint(CheckpointError):
+    """There is no complete checkpoint where one was looked for: a job that is to resume may start anew."""
+
+
 class InvalidRequest(PSError, ValueError):
     """A malformed message, or one that asks for what its sender may not have."""
 
@@ -107,6 +112,7 @@ BY_NAME: dict[str, type[PSError]] = {
         MemoryLimit,
         RoundTimeout,
         CheckpointError,
+        NoCheckpoint,
         InvalidRequest,
     )
 }

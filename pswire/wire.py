@@ -91,6 +91,7 @@ STATUS: dict[str, str] = {
     "MemoryLimit": "RESOURCE_EXHAUSTED",
     "RoundTimeout": "DEADLINE_EXCEEDED",
     "CheckpointError": "DATA_LOSS",
+    "NoCheckpoint": "NOT_FOUND",
     "InvalidRequest": "INVALID_ARGUMENT",
 }
 """The gRPC status of each error, for clients that know no better; ours read `ERROR_KEY`."""
