@@ -154,11 +154,10 @@ class Exchange:
             PSError: why the round did not happen; the same on every process.
         """
         plan = outgoing.plan
+        waiting = self.group.epoch is None
         self.group.enter(f"plan:{plan.id.hex()}")
-        if self._renew():
-            log.info(
-                "the first section of %s does not count: it was computed before it was taken in", self.session.task
-            )
+        if self._renew() and waiting:
+            log.info("%s was taken in after it computed its first section, which does not count", self.session.task)
             nothing = len(plan.reductions)
             outgoing = Outgoing(plan, (0.0,) * nothing, (None,) * nothing, outgoing.operands)
         if plan.id not in self._proposed:
