@@ -128,7 +128,7 @@ class RemoteServer:
         request = pb.OpenRequest(task=codec.task_to_pb(task), replicas=replicas, session=session, drives=drives)
         m = parse(pb.OpenReply, self._ask("Open", request))
         self._metadata = ((INCARNATION_KEY, str(m.incarnation)),)
-        return Opened(m.session, m.incarnation, m.token, m.server, m.begun)
+        return Opened(m.session, m.incarnation, m.token, m.server, m.begun, m.device)
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         """As `ParameterServer.beat`."""

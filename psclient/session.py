@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
+from psclient.arrays import Device
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost
@@ -52,6 +53,8 @@ class Session:
         self.number = 0
         self.token = 0
         self.incarnations: tuple[int, ...] = ()
+        self.devices: tuple[str, ...] = ()
+        """Where each server holds its variables, as `/job:ps/task:0/device:CPU:0`."""
         self.waits = (-1, b"")
         """The round and the plan that this process waits for, for the beats."""
         self._drives = drives
@@ -78,6 +81,9 @@ class Session:
         self.number, self.token = first.session, first.token
         rest = [s.open(self.task, self.replicas, self.number, self._drives) for s in self.servers[1:]]
         self.incarnations = tuple(opened.incarnation for opened in (first, *rest))
+        self.devices = tuple(
+            Device.parse(opened.device).full_name(Task("ps", opened.server)) for opened in (first, *rest)
+        )
         # A thread for each server: one that hangs must not cost the lease that server 0 keeps.
         self._beats = [
             threading.Thread(target=self._beat, args=(server,), daemon=True, name=f"beat-{index}")

@@ -97,7 +97,7 @@ class ParameterServerStrategy:
         self.extended = StrategyExtended(
             self,
             self._exchange,
-            tuple(f"/job:ps/task:{index}/device:CPU:0" for index in range(len(self._servers))),
+            self._session.devices,
             tuple(device.full_name(task) for device in self._devices),
         )
         self._runner = ReplicaRunner(self, self._devices, self._group.slice, self._in_section)

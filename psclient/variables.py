@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from psclient import context
+from psclient import context, nest
 from psclient.arrays import AnyArray, to_device
 from pswire.spec import Variable as Handle
 from pswire.tensor import DTYPES, Array, TensorSpec, portable
@@ -46,6 +47,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         VariableMismatch: another process created something else in its place.
         MemoryLimit: its server has no room for it.
     """
+
+    __array_priority__ = 1000  # CuPy's operators then leave the operation to us.
 
     def __init__(
         self,
@@ -128,16 +131,10 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        taken = [item.read_value() if isinstance(item, Variable) else item for item in inputs]
-        return getattr(ufunc, method)(*taken, **kwargs)
+        return getattr(ufunc, method)(*map(_read, inputs), **kwargs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        from psclient import nest
-
-        def read(item: Any) -> Any:
-            return item.read_value() if isinstance(item, Variable) else item
-
-        return func(*nest.map_structure(read, args), **nest.map_structure(read, kwargs))
+        return func(*nest.map_structure(_read, args), **nest.map_structure(_read, kwargs))
 
     def __getitem__(self, key: Any) -> AnyArray:
         return self.read_value()[key]
@@ -192,3 +189,20 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     def _merge_assign(self, strategy: ParameterServerStrategy, how: str, value: Any) -> Any:
         reduced = strategy.extended.reduce_to(self.aggregation.value, value, self)
         return strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (reduced,))
+
+
+def _read(value: Any) -> Any:
+    return value.read_value() if isinstance(value, Variable) else value
+
+
+def _operators() -> None:
+    """Python's operators on values: the mixin would ask NumPy's ufuncs, which do not take CuPy arrays and variables."""
+    names = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le eq ne gt ge"
+    for name in names.split():
+        apply = getattr(operator, f"__{name}__")
+        setattr(Variable, f"__{name}__", lambda self, other, apply=apply: apply(_read(self), _read(other)))
+        setattr(Variable, f"__r{name}__", lambda self, other, apply=apply: apply(_read(other), _read(self)))
+    Variable.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+_operators()

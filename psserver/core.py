@@ -94,7 +94,8 @@ class Core:
                 session = self._members.open(task, replicas, drives, self._clock())
             answers = self._progress()
             token = self._members.token if drives else 0
-            opened = Opened(session, self.incarnation, token, self.server, self._rounds.epoch is not None)
+            begun = self._rounds.epoch is not None
+            opened = Opened(session, self.incarnation, token, self.server, begun, str(self.device))
         do(answers)
         return opened
 

@@ -47,6 +47,7 @@ def _open(core: ParameterServer, data: bytes) -> Message:
         token=opened.token,
         server=opened.server,
         begun=opened.begun,
+        device=opened.device,
     )
 
 

@@ -28,6 +28,7 @@ class Opened:
         token: the fencing token of a chief, larger than all before; 0 for others.
         server: which server answered.
         begun: whether the job has closed an epoch already, so that this session has to join.
+        device: where the server holds its variables, "cpu" or "gpu:0".
     """
 
     session: int
@@ -35,6 +36,7 @@ class Opened:
     token: int
     server: int
     begun: bool
+    device: str
 
 
 @dataclass(frozen=True)
