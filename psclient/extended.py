@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from psclient import context, nest
 from psclient.arrays import to_device
@@ -18,9 +18,6 @@ from pswire.errors import LocalityError
 from pswire.spec import Plan, Snapshotted, VariableSpec
 from pswire.spec import Variable as Handle
 from pswire.tensor import Array, spec_of
-
-if TYPE_CHECKING:
-    from psclient.strategy import ParameterServerStrategy
 
 Colocation = tuple[int, ...]
 
@@ -39,7 +36,7 @@ class StrategyExtended:
 
     def __init__(
         self,
-        strategy: ParameterServerStrategy,
+        strategy: Any,
         exchange: Exchange,
         parameter_devices: tuple[str, ...],
         worker_devices: tuple[str, ...],

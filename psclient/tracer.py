@@ -10,17 +10,14 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from pswire.errors import ProgramError
-from pswire.program import OPS
+from pswire.program import OPS, Attr
 from pswire.tensor import DTYPES, TensorSpec
-
-if TYPE_CHECKING:
-    from psclient.recording import Recording
 
 DType = Any  # Whatever `numpy.dtype` takes, or None where that is the default.
 
@@ -29,6 +26,34 @@ _CHOOSE = "its value is not known while the update function is traced; write np.
 _NUMBER = "its value is not known while the update function is traced; leave it an array, or use .astype"
 _WHOLE = "update functions work on whole arrays; write array operations, such as np.sum(x, axis=0)"
 _IN_PLACE = "values cannot be changed in place; write x = x + y, or v.assign_add(y) for a variable"
+
+
+class Recorder(Protocol):
+    """What a tracer tells what is done with it: a `Recording`."""
+
+    def spec(self, number: int) -> TensorSpec:
+        """The spec of a value, by its number."""
+        ...
+
+    def tracer(self, value: object) -> Tracer:
+        """The tracer of anything that may meet a tracer in an op."""
+        ...
+
+    def apply(self, op: str, args: Sequence[object], about: str = "", **attrs: Attr) -> Tracer:
+        """Records one op."""
+        ...
+
+    def astype(self, value: object, dtype: DType) -> Tracer:
+        """The value in another dtype."""
+        ...
+
+    def broadcast_to(self, value: object, shape: int | Sequence[int]) -> Tracer:
+        """The value in another shape."""
+        ...
+
+    def fit(self, value: Any, variable: VariableTracer) -> Tracer:
+        """The value as it is assigned to a variable."""
+        ...
 
 
 class Tracer(NDArrayOperatorsMixin):
@@ -40,7 +65,7 @@ class Tracer(NDArrayOperatorsMixin):
 
     __array_priority__ = 1000  # CuPy's operators then leave the operation to us.
 
-    def __init__(self, recording: Recording, number: int) -> None:
+    def __init__(self, recording: Recorder, number: int) -> None:
         self.recording = recording
         self.number = number
 
@@ -203,7 +228,7 @@ class Tracer(NDArrayOperatorsMixin):
 class VariableTracer(Tracer):
     """A variable in a program. After an assignment it denotes its new value."""
 
-    def __init__(self, recording: Recording, number: int, name: str) -> None:
+    def __init__(self, recording: Recorder, number: int, name: str) -> None:
         super().__init__(recording, number)
         self.input = number
         self.name = name
@@ -260,7 +285,7 @@ def _unknown(name: str) -> NoReturn:
 
 
 def _ufunc(
-    recording: Recording, name: str, op: str | None, args: Sequence[object], kwargs: Mapping[str, object]
+    recording: Recorder, name: str, op: str | None, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Tracer:
     if op is None:
         _unknown(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,6 @@ from psclient import context, nest
 from psclient.arrays import AnyArray, to_device
 from pswire.spec import Variable as Handle
 from pswire.tensor import DTYPES, Array, TensorSpec, portable
-
-if TYPE_CHECKING:
-    from psclient.strategy import ParameterServerStrategy
 
 
 class VariableAggregation(enum.Enum):
@@ -66,7 +63,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             dtype = np.float32
         array = portable(np.asarray(value, dtype))
         self.aggregation = VariableAggregation(aggregation)
-        self.strategy: ParameterServerStrategy = strategy
+        self.strategy = strategy
         self.handle: Handle = strategy.extended.create_variable(array, trainable, name)
 
     # ---- What it is ----
@@ -125,7 +122,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
 
     def numpy(self) -> Array:
         """Its value on the host, read-only."""
-        return self.strategy.extended.read(self.handle)
+        value: Array = self.strategy.extended.read(self.handle)
+        return value
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
@@ -186,7 +184,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
             )
         return context.require_replica(how).merge_call(self._merge_assign, args=(how, value))
 
-    def _merge_assign(self, strategy: ParameterServerStrategy, how: str, value: Any) -> Any:
+    def _merge_assign(self, strategy: Any, how: str, value: Any) -> Any:
         reduced = strategy.extended.reduce_to(self.aggregation.value, value, self)
         return strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (reduced,))
 
