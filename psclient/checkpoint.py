@@ -22,13 +22,14 @@ class Checkpoint:
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         self._strategy = strategy
+        self._saves = strategy.saves
 
     def save(self, directory: str) -> str:
         """Writes a checkpoint of this round, and waits until it is complete. In cross-replica context.
 
         Args:
             directory: a path below the servers' checkpoint root, with `/` between its parts; the checkpoint
-                becomes `<directory>/ckpt-<round>`.
+                becomes `<directory>/ckpt-<number>`. Numbers count from 1, and go on after a restore.
 
         Returns:
             The path that `restore` takes.
@@ -37,8 +38,8 @@ class Checkpoint:
             CheckpointError: a server could not write its part, or the chief could not commit it.
         """
         strategy = self._strategy
-        path = f"{directory.rstrip('/')}/ckpt-{strategy.round}"
-        done = strategy.save_section(path)
+        path = f"{directory.rstrip('/')}/ckpt-{int(self._saves) + 1}"
+        done = strategy.save_section(path, self._saves)
         if done.error:
             raise CheckpointError(f"checkpoint {path!r} was not saved: {done.error}")
         return path

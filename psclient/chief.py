@@ -163,7 +163,10 @@ class Chief:
             log.info("goes on with job %s at entry %d", first, len(entries))
         else:
             begin = JobStarted(self._session.token, self._session.incarnations)
-            self._servers[0].approve(self._session.token, 0, [begin])
+            # Server 0 last: once it has the job, clients create variables, which another server that began
+            # the job only then would drop.
+            for server in reversed(self._servers):
+                server.approve(self._session.token, 0, [begin])
             self._state.take([begin])
         self._copy()
 

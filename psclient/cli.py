@@ -146,7 +146,7 @@ def run_cluster(config: LaunchConfig) -> int:
     """
     end_on_sigterm()
     printer = Printer(colour=wants_colour())
-    with Cluster(config, printer) as cluster:
+    with Cluster(config, printer, printer.terminal()) as cluster:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: cluster.interrupt(number))
         outcome = cluster.wait()

@@ -126,6 +126,12 @@ class Group:
         return tasks.index(self.session.task) if self.session.task in tasks else len(tasks), len(tasks)
 
     @property
+    def late(self) -> bool:
+        """Whether the job began without this process: its variables are newer than any checkpoint."""
+        self._settle()
+        return self._epochs[min(self._epochs)].session(self.session.number) is None
+
+    @property
     def leads(self) -> bool:
         """Whether this process is the first of the group, in task order."""
         self._settle()

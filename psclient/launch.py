@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +72,22 @@ class Cluster:
     Args:
         config: what to start.
         sink: called with each line that a process prints, in another thread; None only keeps them.
+        more: environment variables of workers and the chief, beside those of this process.
         keys: attributes of `LaunchConfig` that win over `config`.
     """
 
     def __init__(
-        self, config: LaunchConfig | None = None, sink: Callable[[Line], None] | None = None, **keys: Any
+        self,
+        config: LaunchConfig | None = None,
+        sink: Callable[[Line], None] | None = None,
+        more: Mapping[str, str] | None = None,
+        **keys: Any,
     ) -> None:
         self.config = dataclasses.replace(config or LaunchConfig(), **keys)
         self.processes: dict[Task, subprocess.Popen[bytes]] = {}
         self.addresses: dict[Task, str] = {}
         self._sink = sink
+        self._more = dict(more or {})
         self._relay: Relay | None = None
         self._heard: set[Task] = set()
         self._ended: list[Task] = []
@@ -213,7 +219,8 @@ class Cluster:
         command = [sys.executable, "-P", "-m", "psclient.cli", "--die-with-parent", str(os.getpid())]
         command += ["--debug"] if self.config.debug else []
         command += ["--", self.config.script, *self.config.args] if runs else []
-        environ = child_environ(self._tasks(), self.config.timeouts, {"TF_CONFIG": self.tf_config(task)})
+        told = self._more | {"TF_CONFIG": self.tf_config(task)}
+        environ = child_environ(self._tasks(), self.config.timeouts, told)
         return spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def _tasks(self) -> int:

@@ -28,6 +28,9 @@ MAX_LINE = 1 << 16
 BAR_SECONDS = 5.0
 """Pause between two states of one progress bar where there is no terminal to draw it on."""
 
+PREFIX_COLUMNS = 12
+"""What a task's name takes of a terminal's width."""
+
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
@@ -148,7 +151,8 @@ class _Stream:
 
     def _emit(self, text: bytes, bar: bool) -> None:
         shown = _CURSOR.sub("", text.decode("utf-8", "replace"))
-        self._relay._emit(Line(self._task, self._error, shown, bar))
+        if shown or not text:  # else it was nothing but codes, such as the one that shows the cursor again
+            self._relay._emit(Line(self._task, self._error, shown, bar))
 
 
 class Printer:
@@ -179,6 +183,13 @@ class Printer:
                 (self._show_bar if line.bar else self._show_line)(line)
             except OSError:  # nobody reads any more; the processes must be heard all the same, or they block
                 self._gone = True
+
+    def terminal(self) -> dict[str, str]:
+        """What processes whose lines come here are told of the terminal, if it is one: rich draws its bars then."""
+        if not self._terminal:
+            return {}
+        columns = os.get_terminal_size(self._out.fileno()).columns or 80
+        return {"TTY_COMPATIBLE": "1", "COLUMNS": str(max(columns - PREFIX_COLUMNS, 20))}
 
     def finish(self) -> None:
         """Leaves the terminal with the cursor on a line of its own."""

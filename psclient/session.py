@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
 from psclient.arrays import Device
-from pswire.api import ParameterServer, Watched
+from pswire.api import Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost
 from pswire.limits import Timeouts
@@ -77,21 +77,19 @@ class Session:
         Raises:
             Unreachable: a server does not answer.
         """
-        first = self.keeper.open(self.task, self.replicas, 0, self._drives)
-        self.number, self.token = first.session, first.token
-        rest = [s.open(self.task, self.replicas, self.number, self._drives) for s in self.servers[1:]]
-        self.incarnations = tuple(opened.incarnation for opened in (first, *rest))
-        self.devices = tuple(
-            Device.parse(opened.device).full_name(Task("ps", opened.server)) for opened in (first, *rest)
-        )
-        # A thread for each server: one that hangs must not cost the lease that server 0 keeps.
-        self._beats = [
-            threading.Thread(target=self._beat, args=(server,), daemon=True, name=f"beat-{index}")
-            for index, server in enumerate(self.servers)
-        ]
-        for thread in self._beats:
+        opened: list[Opened] = []
+        for index, server in enumerate(self.servers):
+            answer = server.open(self.task, self.replicas, self.number, self._drives)
+            if index == 0:
+                self.number, self.token = answer.session, answer.token
+            opened.append(answer)
+            # A server that is not there yet, or hangs, must not cost the lease that server 0 keeps.
+            thread = threading.Thread(target=self._beat, args=(server,), daemon=True, name=f"beat-{index}")
+            self._beats.append(thread)
             thread.start()
-        return first.begun
+        self.incarnations = tuple(answer.incarnation for answer in opened)
+        self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
+        return opened[0].begun
 
     def await_job(self) -> None:
         """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from psclient import context, values
 from psclient.arrays import local_devices
 from psclient.chief import Chief
@@ -25,6 +27,7 @@ from psclient.reduce_op import ReduceOp
 from psclient.replicas import ReplicaRunner
 from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
+from psclient.variables import Variable
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import ConfigError, PSError
 from pswire.limits import Timeouts
@@ -89,7 +92,7 @@ class ParameterServerStrategy:
             self._chief = Chief(task, connect(cluster, self._timeouts), cluster, self._timeouts, runs_script)
             self._chief.start()
         self._session = Session(task, self._servers, len(self._devices), timeouts=self._timeouts)
-        self._late = self._session.open()
+        self._session.open()
         self._session.await_job()
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
         self._group = Group(self._session, self._devices, expected)
@@ -102,6 +105,7 @@ class ParameterServerStrategy:
         )
         self._runner = ReplicaRunner(self, self._devices, self._group.slice, self._in_section)
         self._datasets = 0
+        self._saves: Variable | None = None
         self._passes = Passes()
 
     # ---- Contexts ----
@@ -243,10 +247,20 @@ class ParameterServerStrategy:
 
     # ---- Checkpoints: what `Checkpoint` calls ----
 
-    def save_section(self, path: str) -> Snapshotted:
-        """Ends the open section with a checkpoint; waits until it is complete, or failed."""
+    @property
+    def saves(self) -> Variable:
+        """How many checkpoints were ordered, those before a restore included: a variable, saved with the others."""
+        if self._saves is None:
+            # Its place is said, so that it does not advance the turn of the user's variables.
+            with self.scope(), self.extended.colocate_vars_with(self.extended.parameter_devices[:1]):
+                self._saves = Variable(np.int64(0), False, "checkpoint/saves")
+        return self._saves
+
+    def save_section(self, path: str, saves: Variable) -> Snapshotted:
+        """Ends the open section with a checkpoint, one more in `saves`; waits until it is complete, or failed."""
         with self.scope():
             context.require_cross_replica(self, "save")
+            saves.assign_add(1)
             return self.extended.snapshot(path)
 
     def restore_variables(self, path: str) -> bool:
@@ -254,7 +268,7 @@ class ParameterServerStrategy:
         with self.scope():
             context.require_cross_replica(self, "restore")
             self.extended.flush()
-            if self._late:
+            if self._group.late:
                 log.info("%s comes back to a running job: its variables stay as they are", self.task)
                 return False
             self._group.begin_at(self._exchange.restore(path))
@@ -290,9 +304,11 @@ class ParameterServerStrategy:
 
     def _flush_last(self) -> str:
         try:
+            # A script that has caught why its session ended does not leave cleanly either.
+            self._session.check()
             self.extended.flush()
         except PSError as error:
-            log.error("the last section was not sent: %s", error)
+            log.error("%s does not leave cleanly: %s", self.task, error)
             return str(error)
         return ""
 

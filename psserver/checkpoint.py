@@ -66,6 +66,9 @@ def write(root: Path, frozen: Frozen, manifest: str, get: Callable[[Array], Arra
     if manifest:
         _replace(directory / MANIFEST, lambda path: path.write_text(manifest))
     else:
+        # What may be overwritten is no checkpoint any more: a crash must not leave a manifest of mixed shards.
+        (directory / MANIFEST).unlink(missing_ok=True)
+        _sync(directory)
         _replace(directory / file, lambda path: save_file(arrays, path))
     tensors = tuple((name, spec_of(array)) for name, array in arrays.items())
     return Shard(str(directory), file, frozen.round, frozen.positions, tensors)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from psserver.store import human
 from pswire.cluster import Task, TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
@@ -68,7 +69,7 @@ class ServerConfig:
 
     def describe(self) -> str:
         """In words: `cpu, no memory limit`."""
-        limit = f"at most {self.memory_limit / (1 << 20):,.0f} MiB" if self.memory_limit else "no memory limit"
+        limit = f"at most {human(self.memory_limit)}" if self.memory_limit else "no memory limit"
         return f"{self.device}, {limit}"
 
 

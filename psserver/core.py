@@ -78,7 +78,7 @@ class Core:
         self._lock = threading.Lock()
         # All below is guarded by the lock.
         self._store = Store(server, self.device, memory_limit)
-        self._rounds = Rounds(server)
+        self._rounds = Rounds(server, lambda plan_id: self._log.describe(plan_id))
         self._members = Membership(timeouts.lease)
         self._log = Log(self.task, self._store, self._rounds)
         self._snapshots = Snapshots(self.task, self._store, checkpoint_root, submit)

@@ -107,7 +107,7 @@ class _Run:
         for part, pieces in zip(self.job.parts, sent_by, strict=True):
             if _bytes(pieces) != first:
                 raise Diverged(
-                    f"operand {index} of round {self.job.round} ({self.plan.describe()}) differs: "
+                    f"operand {index} of round {self.job.round} ({self.job.section()}) differs: "
                     f"{self.job.parts[0].member.task} sent {_show(sent_by[0])}, "
                     f"{part.member.task} sent {_show(pieces)}. What an update function takes besides "
                     "variables and reduced values must be the same on every process"

@@ -167,4 +167,5 @@ class Log:
     def describe(self, plan_id: bytes) -> str:
         """A section in words, for messages."""
         plan = self._rounds.plans.get(plan_id) or self.proposed.get(plan_id)
-        return plan.describe() if plan else "a section that nobody proposed"
+        # Proposals are at server 0; the others know what the chief has approved.
+        return plan.describe(self._store.variables) if plan else f"a section not yet approved ({plan_id.hex()[:8]})"

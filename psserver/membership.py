@@ -89,8 +89,10 @@ class Membership:
     def leave(self, number: int, error: str) -> None:
         """Ends a session, cleanly or not; a divergence ends all."""
         session = self._sessions.get(number)
-        if session is None or session.state != "open":
+        if session is None or session.state not in ("open", "lost"):
             return
+        # Who was thought dead and says goodbye has done its part all the same; nobody else would say it.
+        session.state = "open"
         self._end(session, "failed" if error else "left")
         if error.startswith(Diverged.__name__):
             self.fail_all(Diverged(error.partition(": ")[2]))

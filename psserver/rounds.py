@@ -6,9 +6,10 @@ it and says how it went.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from psserver.membership import diverged
 from pswire.api import Contribution, OpenRound, RoundReply
@@ -46,12 +47,14 @@ class Job:
         plan: what it does.
         parts: what it does it with, in task order.
         left_out: members without a whole contribution.
+        section: gives the plan in words.
     """
 
     round: int
     plan: Plan
     parts: tuple[Part, ...]
     left_out: tuple[Task, ...]
+    section: Callable[[], str]
 
 
 @dataclass
@@ -86,10 +89,12 @@ class Rounds:
 
     Args:
         server: the number of this server.
+        describe: a plan in words, approved or not, for messages.
     """
 
-    def __init__(self, server: int) -> None:
+    def __init__(self, server: int, describe: Callable[[bytes], str]) -> None:
         self.server = server
+        self._describe = describe
         self.clear()
 
     def clear(self) -> None:
@@ -210,6 +215,7 @@ class Rounds:
             plan,
             tuple(sorted(parts, key=lambda part: part.member.task)),
             tuple(m.task for m in epoch.members if m.session not in waiting.parts),
+            partial(self._describe, plan.id),
         )
 
     def complete(self, job: Job, given: Sequence[Array]) -> list[tuple[Contribution, Future[RoundReply]]]:
@@ -259,7 +265,7 @@ class Rounds:
         return tuple(
             OpenRound(
                 number,
-                self.plans[w.plan_id].describe() if w.plan_id in self.plans else "a section not yet approved",
+                self._describe(w.plan_id),
                 tuple(member.task for member in self._missing(w)),
                 w.plan_id in self.plans,
             )
@@ -277,10 +283,6 @@ class Rounds:
         other = next(iter(waiting.parts.values()), None)
         positions = [(other.member.task, theirs)] if other else []
         return diverged(said.round, [*positions, (self._member(said).task, mine)])
-
-    def _describe(self, plan_id: bytes) -> str:
-        plan = self.plans.get(plan_id)
-        return plan.describe() if plan else f"a section not yet approved ({plan_id.hex()[:8]})"
 
     @staticmethod
     def _drain(waiting: _Open) -> list[Future[RoundReply]]:

@@ -214,12 +214,16 @@ class Plan:
             (apply.servers, spec) for apply in self.applies for spec in self.programs[apply.program].output_specs
         )
 
-    def describe(self) -> str:
-        """The section in words, for messages: `reduce sum float32[3] for 'w'; update 'w'`."""
+    def describe(self, variables: Mapping[int, Variable]) -> str:
+        """The section in words, for messages: `reduce sum float32[3] for 'w'; update variable 'w'`.
+
+        Args:
+            variables: the variables that exist, by id.
+        """
         words = [f"reduce {r.op} {r.tensor}{' for ' + r.target if r.target else ''}" for r in self.reductions]
         for apply in self.applies:
-            written = [apply.args[target].index for target, _ in self.programs[apply.program].assigns]
-            words += ["update " + " and ".join(f"variable {id}" for id in written)] if written else []
+            written = [apply.args[target] for target, _ in self.programs[apply.program].assigns]
+            words += ["update " + " and ".join(describe_ref(ref, variables) for ref in written)] if written else []
         if self.snapshot:
             words.append(f"checkpoint {self.snapshot.path!r}")
         return "; ".join(words) or "nothing"

@@ -50,7 +50,7 @@ def test_a_signal_is_a_clean_end(number):
     """One line when it listens; at a signal one line that says what it held, and exit code 0."""
     with psserver("--memory-limit", "1GiB") as process:
         line = first_line(process)
-        pattern = r"psserver /job:ps/task:0 listening on 127\.0\.0\.1:(\d+) \(cpu, at most 1,024 MiB\)\n"
+        pattern = r"psserver /job:ps/task:0 listening on 127\.0\.0\.1:(\d+) \(cpu, at most 1 GiB\)\n"
         match = re.fullmatch(pattern, line)
         assert match, line
         socket.create_connection(("127.0.0.1", int(match[1])), timeout=SECONDS).close()

@@ -1,0 +1,15 @@
+"""What all tests share: the modules of `support`, and how long hypothesis searches."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+# A slow machine is no failure. `pytest --hypothesis-profile=soak` searches for as long as one likes to wait.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("soak", settings.get_profile("suite"), max_examples=3_000, stateful_step_count=100)
+settings.load_profile("suite")

@@ -1,0 +1,61 @@
+"""A network that drops, cuts, repeats, delays and swallows: every contribution counts once, and whole."""
+
+from __future__ import annotations
+
+import faulty
+import numpy as np
+import pytest
+from faulty import Faults
+from inside import ME, add_all, say
+from jobs import W0, W1, W2, Job
+
+import psclient as ps
+
+
+def hammer(rounds, rates):
+    faults = Faults(7 + ME, rates)
+    faulty.use(faults)
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        small = ps.Variable(np.zeros(5), name="small")
+        large = ps.Variable(np.zeros(200_000), name="large")
+        optimizer = ps.optimizers.SGD(1.0)
+        weights = ps.Variable(np.zeros(7), name="weights")
+    wrong = []
+    for step in range(rounds):
+        value = (step + 1.0) * (ME + 1)
+        strategy.run(lambda value=value: add_all([(small, np.full(5, value)), (large, np.full(200_000, value))]))
+        strategy.run(lambda value=value: optimizer.apply_gradients([(np.full(7, value), weights)]))
+        expected = 6.0 * sum(range(1, step + 2))
+        found = [small.numpy(), large.numpy(), -weights.numpy()]
+        if not all((value == expected).all() for value in found):
+            wrong.append([step, expected, [float(value[0]) for value in found]])
+    say("wrong", wrong)
+    say("sums", [float(small[0]), float(large.numpy().min()), float(-weights[0]), int(optimizer.iterations)])
+    say("faults", faults.counts)
+
+
+ALL = {"drop": 0.1, "cut": 0.05, "repeat": 0.05, "twice": 0.05, "late": 0.05, "lose": 0.1}
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        pytest.param({}, id="no fault"),
+        pytest.param(ALL, id="all of it"),
+        pytest.param({"drop": 0.1}, id="dropped", marks=pytest.mark.soak),
+        pytest.param({"repeat": 0.05, "twice": 0.05}, id="repeated", marks=pytest.mark.soak),
+        pytest.param({"lose": 0.1}, id="reply lost after apply", marks=pytest.mark.soak),
+        pytest.param({fault: 2 * rate for fault, rate in ALL.items()}, id="twice as much", marks=pytest.mark.soak),
+    ],
+)
+def test_the_variable_is_the_exact_sum(tmp_path, rates):
+    """50 rounds, 2 servers, 3 workers, integers: the exact sum after each round, whatever the network does."""
+    counts = []
+    with Job(hammer, tmp_path, (25, rates), ps=2, workers=3) as job:
+        for task in (W0, W1, W2):
+            assert job.hear(task, "wrong") == []
+            assert job.hear(task, "sums") == [6.0 * 325] * 3 + [25]
+            counts.append(job.hear(task, "faults"))
+        job.finish()
+    assert all(sum(count[fault] for count in counts) for fault in rates), counts

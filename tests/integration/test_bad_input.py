@@ -1,0 +1,224 @@
+"""Bad input, typed as a user types it: one line that says what is wrong, where, and what to do; no hang."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+from shell import Done, shell
+
+from psclient.processes import start_server
+
+STARTING = 20.0
+"""Seconds that starting and ending processes may take on a busy machine, beside the deadline that is tested."""
+
+START = 2.0
+"""PS_TIMEOUT_START: how long a process waits for the others. The default is two minutes."""
+
+QUICK = {"PS_TIMEOUT_START": str(START), "PS_TIMEOUT_ROUND": "2", "PS_TIMEOUT_LEASE": "2", "PS_TIMEOUT_BEAT": "0.3"}
+
+CLUSTER = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"]}
+
+FINE = "import psclient as ps\nps.ParameterServerStrategy()\n"
+
+
+def tf_config(job: str, index: int, cluster: dict[str, list[str]] | None = None) -> str:
+    return json.dumps({"cluster": cluster or CLUSTER, "task": {"type": job, "index": index}})
+
+
+def check(done: Done, code: int, says: str, deadline: float = 0.0) -> None:
+    """One line of ours, as expected; no traceback; the exit code; in time; nothing left."""
+    assert done.code == code, done.err
+    assert len(set(done.errors)) == 1, done.err
+    assert re.search(says, done.errors[0]), done.errors[0]
+    assert "Traceback" not in done.out + done.err
+    assert done.seconds < deadline + STARTING
+    assert not done.left
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command that cannot be done.
+
+    Attributes:
+        words: what is typed; `fine.py` is a script that only makes a strategy.
+        says: a pattern: what is wrong, where, and what to do.
+        tf_config: the value of TF_CONFIG.
+        environ: other environment variables.
+        code: the exit code.
+    """
+
+    words: str
+    says: str
+    tf_config: str = ""
+    environ: dict[str, str] = field(default_factory=dict)
+    code: int = 2
+
+
+CASES = {
+    "malformed TF_CONFIG, worker": Case("psworker fine.py", r"TF_CONFIG is not JSON .*; write \{", '{"cluster"'),
+    "malformed TF_CONFIG, server": Case("psserver", r"TF_CONFIG is not JSON .*; write \{", '{"cluster"'),
+    "an address without a port": Case(
+        "psworker fine.py",
+        r"cluster\['ps'\]: 'host' is no address; write host:port",
+        tf_config("worker", 0, {"ps": ["host"], "worker": ["h:1"]}),
+    ),
+    "unknown worker": Case(
+        "psworker fine.py", r"no /job:worker/task:5: it has 1 ps, 2 worker; correct the", tf_config("worker", 5)
+    ),
+    "unknown server": Case("psserver", r"no /job:ps/task:7: it has 1 ps, 2 worker; correct the", tf_config("ps", 7)),
+    "unknown job": Case("psworker fine.py", r"unknown task type 'boss'; known are chief, worker", tf_config("boss", 0)),
+    "a server as a worker": Case("psworker fine.py", r"is /job:ps/task:0; start it with psserver", tf_config("ps", 0)),
+    "missing script": Case("psworker none.py", r"there is no script 'none.py' in /"),
+    "missing script of a cluster": Case("psworker --standalone none.py", r"there is no script 'none.py' in /"),
+    "missing file of a cluster": Case("psworker --config none.yaml", r"cannot read none.yaml: No such file"),
+    "unknown option, worker": Case("psworker --standlone fine.py", r"'--standlone'.*'--standalone'"),
+    "unknown option, server": Case("psserver --prot 1", r"'--prot'.*'--port'"),
+    "unknown timeout": Case(
+        "psworker fine.py", r"PS_TIMEOUT_STRAT is unknown; did you mean PS_TIMEOUT_START", "", {"PS_TIMEOUT_STRAT": "1"}
+    ),
+    "no GPU, server": Case("psserver --device gpu:99", r"there is no gpu:99: .*; or start with --device cpu"),
+    "no GPU, cluster": Case(
+        "psworker --standalone --device gpu:99 fine.py", r"ps/task:0: .* there is no gpu:99: .*cpu"
+    ),
+    "no GPU, script": Case("psworker gpu.py", r"no gpu:99: .*; use cpu:0, or .* \(gpu.py:2\)$", code=1),
+    "no size": Case("psserver --memory-limit lots", r"--memory-limit 'lots' is no size; write bytes with a unit"),
+    "not this machine": Case("psserver --host 192.0.2.1", r"cannot listen on 192.0.2.1:0 .*; choose another"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_command_that_cannot_be_done(tmp_path, name):
+    """Malformed input never starts anything: one line, exit code 2 (1 where a script had begun)."""
+    (tmp_path / "fine.py").write_text(FINE)
+    (tmp_path / "gpu.py").write_text(FINE.replace("()", "(['gpu:99'])"))
+    case = CASES[name]
+    check(shell(case.words.split(), tmp_path, TF_CONFIG=case.tf_config, **case.environ), case.code, case.says)
+
+
+def test_a_port_in_use(tmp_path):
+    """The server says which port of which address, and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = shell(["psserver", "--port", str(port)], tmp_path)
+    check(done, 2, rf"port {port} on 127\.0\.0\.1 is in use by another process; stop it or choose another with --port")
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["nothing listens", "silent"])
+@pytest.mark.parametrize("index", [0, 1], ids=["chief", "worker"])
+def test_a_server_that_cannot_be_reached(tmp_path, silent, index):
+    """A worker, also the one that is chief, gives up after PS_TIMEOUT_START, and names the task and its address."""
+    (tmp_path / "fine.py").write_text(FINE)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        if silent:
+            bound.listen()
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        config = tf_config("worker", index, {**CLUSTER, "ps": [address]})
+        done = shell(["psworker", "fine.py"], tmp_path, TF_CONFIG=config, **QUICK)
+    why = "it is silent" if silent else "nothing listens there"
+    says = rf"ps/task:0: no answer at {address} for \S+ s \({why}\); start this task, .* TF_CONFIG \(fine.py:2\)$"
+    check(done, 1, f"/job:worker/task:{index}: error: .*{says}", START)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "index", "says"),
+    [
+        ({"worker": ["h:2"], "chief": ["h:3"]}, 0, r"no chief began the job within 2 s; start the chief task"),
+        ({"worker": ["h:2", "h:3"]}, 0, r"worker/task:0 waited too long .*are all of .*worker/task:1 .*running\?"),
+    ],
+    ids=["chief", "worker"],
+)
+def test_a_task_that_does_not_come(tmp_path, cluster, index, says):
+    """Who waits for a chief or a worker that nobody starts gives up, and names it."""
+    (tmp_path / "reads.py").write_text(FINE.strip() + ".extended.should_checkpoint\n")
+    process, address = start_server(flags=("--checkpoint-root", str(tmp_path)))
+    with process:
+        config = tf_config("worker", index, {"ps": [address], **cluster})
+        done = shell(["psworker", "reads.py"], tmp_path, TF_CONFIG=config, **QUICK)
+        assert process.stdin
+        process.stdin.close()
+    check(done, 1, says, START)
+
+
+VARIABLE = FINE + ("import numpy as np, os, sys\nstrategy = ps.get_strategy() or ps.ParameterServerStrategy()\n")
+
+SHAPES = """
+import numpy as np
+import psclient as ps
+strategy = ps.ParameterServerStrategy()
+with strategy.scope():
+    v = ps.Variable(np.zeros(3 + strategy.task.index), name="v")
+    v.assign_add(np.ones(v.shape))
+"""
+
+LARGE = """
+import numpy as np
+import psclient as ps
+with ps.ParameterServerStrategy().scope():
+    ps.Variable(np.zeros(1000, "float64"), name="large")
+"""
+
+
+def cluster(tmp_path, script: str, *flags: str) -> Done:
+    (tmp_path / "script.py").write_text(script.lstrip())
+    return shell(["psworker", "--standalone", *flags, "script.py"], tmp_path)
+
+
+def failed(done: Done, says: str) -> None:
+    """A whole cluster ended with a worker's failure, whose own line comes last."""
+    assert done.code == 1, done.err
+    heading, line = done.err.splitlines()[-2:]
+    assert re.fullmatch(r"psworker: /job:worker/task:\d failed \(exit code 1\):", heading)
+    assert re.fullmatch(rf"psworker: /job:worker/task:\d: error: {says}", line), line
+    assert "Traceback" not in done.out + done.err
+    assert not done.left
+
+
+def test_two_tasks_that_disagree_on_a_shape(tmp_path):
+    """Who comes second is told both sides, and where in its script."""
+    done = cluster(tmp_path, SHAPES, "--workers", "2")
+    side = r"'v' float64\[[34]\]"
+    says = rf"/job:worker/task:(\d) creates variable {side} as its number 0; /job:worker/task:(?!\1)\d created {side} "
+    failed(done, rf"{says}.*must create the same variables.* \(script.py:5\)")
+    assert {"float64[3]", "float64[4]"} <= set(re.findall(r"float64\[\d\]", done.err))
+
+
+def test_a_server_out_of_its_memory_limit(tmp_path):
+    """The error names the server, the variable and its size, the limit, and what to do."""
+    done = cluster(tmp_path, LARGE, "--memory-limit", "5KB")
+    failed(
+        done,
+        r"/job:ps/task:0: variable 'large' float64\[1000\] needs 7\.812 KiB, and this server holds 0 bytes of its "
+        r"limit of 4\.883 KiB; raise --memory-limit or add a server \(script.py:4\)",
+    )
+
+
+def test_a_script_that_raises(tmp_path):
+    """The user's errors are the user's: the traceback comes last, and nothing of ours is in it."""
+    done = cluster(tmp_path, f"{FINE}raise KeyError('mine')\n", "--workers", "2")
+    assert done.code == 1
+    last = done.err[done.err.rindex("psworker: /job:worker/task:") :].splitlines()
+    assert last[1:] == [
+        "Traceback (most recent call last):",
+        '  File "script.py", line 3, in <module>',
+        "    raise KeyError('mine')",
+        "KeyError: 'mine'",
+    ]
+    assert not done.left
+
+
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [("psworker --debug fine.py", tf_config("worker", 5)), ("psserver --debug --memory-limit lots", "")],
+)
+def test_debug_shows_tracebacks(tmp_path, words, config):
+    """With --debug, and only then, an error of ours has its traceback."""
+    done = shell(words.split(), tmp_path, TF_CONFIG=config)
+    assert done.code == 1
+    assert "Traceback" in done.err
+    assert "ConfigError" in done.err

@@ -1,0 +1,77 @@
+"""Processes that do not run the same program are told so, all of them, with both positions; none hangs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from inside import ME, add, say
+from jobs import W0, W1, W2, Job
+
+import psclient as ps
+
+SOON = 5.0
+"""Seconds within which everyone knows: a few beats, and far less than a lease."""
+
+
+def diverge(kind):
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="first")
+        u = ps.Variable(np.zeros(3), name="second")
+        extra = ps.Variable(np.zeros(2), name="extra") if kind == "variable" and not ME else u
+    for _ in range(2):
+        strategy.run(lambda: add(v, np.ones(3)))
+    sections = {
+        "sections": lambda: add(u if ME == 1 else v, np.ones(3)),
+        "reductions": lambda: strategy.reduce("sum", np.ones(2 if ME == 1 else 3), None),
+        "functions": lambda: v.assign_add(1.0) if ME == 1 else v.assign_sub(1.0),
+        "operands": lambda: v.assign_add(np.full(3, ME)),
+        "variable": lambda: add(extra, np.ones(extra.shape)),
+    }
+    began = time.monotonic()
+    try:
+        if kind in ("sections", "variable"):
+            strategy.run(sections[kind])
+        else:
+            with strategy.scope():
+                sections[kind]()
+    except ps.errors.Diverged as error:
+        say("diverged", [str(error), time.monotonic() - began])
+
+
+@pytest.mark.parametrize(
+    ("kind", "servers", "words"),
+    [
+        ("sections", 1, ("'first'", "'second'")),
+        ("sections", 2, ("'first'", "'second'")),
+        ("reductions", 1, ("float64[2]", "float64[3]")),
+        ("functions", 1, ("update variable 'first'",)),
+        ("operands", 1, ("update variable 'first'", "[0 0 0]", "[1 1 1]")),
+        ("variable", 2, ("'extra'", "'second'")),
+    ],
+    ids=[
+        "on one server",
+        "on different servers, so that only beats can tell",
+        "reductions of different shapes",
+        "update functions that differ",
+        "operands that differ",
+        "a variable that others lack",
+    ],
+)
+def test_everyone_is_told_where_the_others_are(tmp_path, kind, servers, words):
+    """Each process gets `Diverged` within a few beats; it names two processes, and what each of them does.
+
+    A script that catches it, and ends, ends its process: nobody waits for a job that cannot go on.
+    """
+    with Job(diverge, tmp_path, (kind,), ps=servers, workers=3) as job:
+        for task in (W0, W1, W2):
+            text, seconds = job.hear(task, "diverged")
+            odd = W0 if kind == "variable" else W1
+            assert str(odd) in text
+            assert any(str(other) in text for other in (W0, W1, W2) if other != odd)
+            assert all(word in text for word in words), text
+            assert seconds < SOON
+        for task in (W0, W1, W2):
+            assert job.exited(task, SOON) == 0

@@ -1,0 +1,241 @@
+"""Jobs of real processes. A program is a function of a test module; every process that runs a script runs it.
+
+A program speaks with `say` and waits at a `gate`; its test hears with `hear` and opens gates with `open`. So
+neither has to guess how long the other takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import socket
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from psclient.config import ServerOptions
+from psclient.launch import Cluster, Outcome
+from psclient.relay import Line
+from psclient.rpc import RemoteServer
+from pswire.cluster import Task
+from pswire.limits import Timeouts
+
+SECONDS = 60.0
+"""How long a test waits for anything: far longer than it takes."""
+
+LAST_WORDS = 1.0
+"""Seconds until what an ended process has printed is here."""
+
+QUICK = Timeouts(lease=2.0, beat=0.25, call=10.0, round=40.0, word=0.5, chief=30.0, start=30.0)
+"""For tests that wait until a lease has ended."""
+
+CALM = Timeouts(lease=20.0, beat=0.25, call=20.0, round=40.0, word=0.5, chief=30.0, start=30.0)
+"""For tests in which none may end: other tests share the machine."""
+
+CHIEF = Task("chief", 0)
+W0, W1, W2 = (Task("worker", index) for index in range(3))
+PS0, PS1 = (Task("ps", index) for index in range(2))
+
+_HEAD = """
+import sys
+import time
+sys.path.insert(0, {support!r})
+import faulty
+import numpy as np
+import psclient as ps
+from faulty import Faults, Stall
+from inside import *
+"""
+
+
+class Job:
+    """A local cluster that runs a program; a context manager that starts it and leaves nothing behind.
+
+    Args:
+        program: a function of literals; it may use what `inside` has, `np` and `ps`.
+        directory: where the script, its gates and its checkpoints are.
+        args: the literals.
+        helpers: other functions that the program calls.
+        gates: names for `gate`.
+        keys: attributes of `LaunchConfig`.
+
+    Attributes:
+        cluster: the processes.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., object],
+        directory: Path,
+        args: Sequence[Any] = (),
+        helpers: Sequence[Callable[..., object]] = (),
+        gates: Sequence[str] = (),
+        **keys: Any,
+    ) -> None:
+        sources = [textwrap.dedent(inspect.getsource(function)) for function in (*helpers, program)]
+        head = _HEAD.format(support=str(Path(__file__).parent))
+        call = f"{program.__name__}(*{tuple(args)!r})\n"
+        script = directory / "program.py"
+        script.write_text("\n\n".join([head, *sources, call]), encoding="utf-8")
+        self._gates = {name: _make_gate(directory / name) for name in gates}
+        self._news = threading.Condition()  # guards the two below
+        self._lines: list[Line] = []
+        self._heard: dict[Task, int] = {}
+        root = ServerOptions(checkpoint_root=str(directory / "checkpoints"))
+        given = {"script": str(script), "chief": "none", "timeouts": CALM, "server": root, **keys}
+        self.cluster = Cluster(sink=self._take, **given)
+
+    def __enter__(self) -> Job:
+        self.cluster.start()
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.cluster.stop()
+        for pipe in self._gates.values():
+            os.close(pipe)
+
+    @property
+    def runners(self) -> list[Task]:
+        """The tasks that run the program."""
+        script = self.cluster.config.chief == "script"
+        return [task for task in self.cluster.clients() if task.job == "worker" or script]
+
+    def kill(self, task: Task, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to a task; SIGKILL is waited for."""
+        self.cluster.kill(task, number)
+
+    def start(self, task: Task) -> None:
+        """Starts a task again after its end."""
+        self.cluster.start_task(task)
+
+    # ---- What its processes say ----
+
+    def hear(self, task: Task, what: str, value: Any = None, seconds: float = SECONDS) -> Any:
+        """Waits until a task says something, and forgets what it said before.
+
+        Args:
+            task: who says it.
+            what: what it says.
+            value: with this value; None for any.
+            seconds: how long to wait.
+
+        Returns:
+            The value.
+        """
+        return self._await(task, lambda line: _said(line, what, value), f"{what!r}", seconds)
+
+    def hear_error(self, task: Task, text: str, seconds: float = SECONDS) -> str:
+        """Waits until a task prints a line with this text on stderr; returns the line."""
+
+        def match(line: Line) -> tuple[str] | None:
+            return (line.text,) if line.error and text in line.text else None
+
+        line: str = self._await(task, match, text, seconds)
+        return line
+
+    def said(self, task: Task, what: str) -> list[Any]:
+        """All that a task has said of one thing."""
+        with self._news:
+            lines = [line for line in self._lines if line.task == task]
+        return [found[0] for line in lines if (found := _said(line, what, None))]
+
+    def errors(self, task: Task) -> str:
+        """All that a task has printed on stderr."""
+        with self._news:
+            return "\n".join(line.text for line in self._lines if line.task == task and line.error)
+
+    def until(self, true: Callable[[], bool], seconds: float = SECONDS) -> None:
+        """Waits until something is true that nobody says, such as what a server's status tells."""
+        deadline = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"it did not come true within {seconds:g} s:\n{self._transcript()}")
+            time.sleep(0.02)
+
+    def open(self, gate: str) -> None:
+        """Lets everyone through a gate, from now on."""
+        os.write(self._gates[gate], b"." * 64)
+
+    def _take(self, line: Line) -> None:
+        with self._news:
+            self._lines.append(line)
+            self._news.notify_all()
+
+    def _await(self, task: Task, match: Callable[[Line], tuple[Any] | None], what: str, seconds: float) -> Any:
+        deadline = time.monotonic() + seconds
+        with self._news:
+            while True:
+                ended = self.cluster.processes[task].poll() is not None
+                start = self._heard.get(task, 0)
+                for index, line in enumerate(self._lines[start:], start):
+                    found = match(line) if line.task == task else None
+                    if found:
+                        self._heard[task] = index + 1
+                        return found[0]
+                if ended:
+                    deadline = min(deadline, time.monotonic() + LAST_WORDS)
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"{task} did not say {what} in time, or has ended:\n{self._transcript()}")
+                self._news.wait(0.2)
+
+    def _transcript(self) -> str:
+        return "\n".join(f"{line.task} {'E' if line.error else ' '} {line.text}" for line in self._lines[-80:])
+
+    # ---- How it ends ----
+
+    def finish(self, seconds: float = SECONDS) -> Outcome:
+        """Waits for the end of all; fails unless every process ended by itself with code 0."""
+        outcome = self.cluster.wait(seconds)
+        assert outcome == Outcome(0), f"{outcome.report}\n{self._transcript()}"
+        codes = {str(task): process.returncode for task, process in self.cluster.processes.items()}
+        assert set(codes.values()) == {0}, f"{codes}\n{self._transcript()}"
+        assert "did not end by itself" not in self._transcript()
+        return outcome
+
+    @contextmanager
+    def server(self, task: Task) -> Iterator[RemoteServer]:
+        """A connection of the test's own, to look at a server's status."""
+        server = RemoteServer(self.cluster.addresses[task], task)
+        try:
+            yield server
+        finally:
+            server.close()
+
+    def exited(self, task: Task, seconds: float = SECONDS) -> int:
+        """Waits until a task's process has ended; returns its code."""
+        return self.cluster.processes[task].wait(seconds)
+
+
+def _said(line: Line, what: str, value: Any) -> tuple[Any] | None:
+    if line.error or not line.text.startswith("{"):
+        return None
+    data = json.loads(line.text)
+    return (data[what],) if what in data and value in (None, data[what]) else None
+
+
+def _make_gate(path: Path) -> int:
+    os.mkfifo(path)
+    return os.open(path, os.O_RDWR)
+
+
+def listens(address: str) -> bool:
+    """Whether anybody accepts connections at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def children() -> set[int]:
+    """Ids of the processes that this one has started, and theirs."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}

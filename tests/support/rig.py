@@ -1,0 +1,329 @@
+"""Servers for tests: a job of a few cores, driven by hand, in process or over gRPC."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from psclient.rpc import RemoteServer
+from psserver.core import Core
+from psserver.server import ServerThread
+from pswire.api import Contribution, Opened, ParameterServer, RoundReply
+from pswire.cluster import Task
+from pswire.limits import Timeouts
+from pswire.program import Input, Node, Program
+from pswire.spec import (
+    Apply,
+    Approved,
+    Entry,
+    Epoch,
+    EpochClosed,
+    JobStarted,
+    Member,
+    Operand,
+    Plan,
+    Position,
+    Reduction,
+    ReduceOp,
+    Ref,
+    SnapshotOrder,
+    Start,
+    Variable,
+    VariableSpec,
+)
+from pswire.tensor import Array, Payload, TensorSpec, portable, spec_of
+
+CHIEF = Task("chief", 0)
+WORKERS = tuple(Task("worker", index) for index in range(4))
+SOON = 20.0
+"""Seconds within which whatever can be answered is."""
+
+T = TypeVar("T")
+
+
+class Clock:
+    """A clock that only a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def at_once(work: Callable[[], object]) -> None:
+    """Runs array work in the caller's thread."""
+    work()
+
+
+def core(
+    server: int = 0,
+    incarnation: int = 0,
+    memory_limit: int = 0,
+    root: Path = Path("nowhere"),
+    clock: Callable[[], float] | None = None,
+    submit: Callable[[Callable[[], object]], object] = at_once,
+    lease: float = 10.0,
+) -> Core:
+    """A core with what a test does not care about filled in."""
+    timeouts = Timeouts(lease=lease)
+    return Core(server, incarnation or 100 + server, "cpu", memory_limit, root, timeouts, clock or Clock(), submit)
+
+
+def eventually(condition: Callable[[], T]) -> T:
+    """What a condition gives once it is true; fails where it does not become so."""
+    deadline = time.monotonic() + SOON
+    pause = threading.Event()
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "this did not come to be"
+        pause.wait(0.002)
+    return found
+
+
+@dataclass
+class Servers:
+    """Some servers, and what is behind them.
+
+    Attributes:
+        verbs: what a client sees, in order.
+        cores: what answers, in order.
+        clock: of all cores.
+        root: the checkpoint root of all cores.
+        remote: whether there is a network in between.
+    """
+
+    verbs: list[ParameterServer]
+    cores: list[Core]
+    clock: Clock
+    root: Path
+    remote: bool
+
+    def tick(self) -> None:
+        """Lets the cores look at their leases."""
+        for one in self.cores:
+            one.tick(self.clock())
+
+
+@contextmanager
+def serving(kind: str, count: int, root: Path, memory_limit: int = 0) -> Iterator[Servers]:
+    """Runs servers: `core` in the caller's thread, `thread` with array work beside it, `grpc` over a network."""
+    clock = Clock()
+    with ExitStack() as stack:
+        cores = []
+        for number in range(count):
+            submit: Callable[..., object] = at_once
+            if kind != "core":
+                submit = stack.enter_context(ThreadPoolExecutor(1)).submit
+            cores.append(core(number, 0, memory_limit, root, clock, submit))
+        verbs: list[ParameterServer] = list(cores)
+        if kind == "grpc":
+            verbs = [stack.enter_context(remote(one)) for one in cores]
+        yield Servers(verbs, cores, clock, root, kind == "grpc")
+        for one in cores:
+            one.close()
+
+
+@contextmanager
+def remote(behind: Core, port: int = 0) -> Iterator[RemoteServer]:
+    """A core behind a real connection."""
+    with ServerThread(behind, behind.task, port=port, grace=0.0) as thread:
+        server = RemoteServer(thread.address, behind.task, Timeouts(lease=4.0, call=10.0, round=SOON))
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+class Job:
+    """A job on some servers, with a chief that does what the test says.
+
+    Args:
+        servers: where.
+    """
+
+    def __init__(self, servers: Servers) -> None:
+        self.servers = servers
+        self.verbs = servers.verbs
+        self.opened = self.open(CHIEF, 0, True)
+        self.token = self.opened.token
+        self.epoch = Epoch(0, ())
+        self.variables: list[Variable] = []
+        self.append(JobStarted(self.token, tuple(one.incarnation for one in servers.cores)))
+
+    def open(self, task: Task, replicas: int = 1, drives: bool = False) -> Opened:
+        """Opens a session on every server."""
+        opened = self.verbs[0].open(task, replicas, 0, drives)
+        for server in self.verbs[1:]:
+            server.open(task, replicas, opened.session, drives)
+        return opened
+
+    def append(self, *entries: Entry) -> None:
+        """Appends to server 0's log and copies all of it to the others."""
+        first = self.verbs[0]
+        length = first.status().log
+        assert first.approve(self.token, length, entries) == length + len(entries)
+        whole = first.watch(self.opened.session, 0, 0).result(SOON).entries if length + len(entries) else ()
+        for server in self.verbs[1:]:
+            assert server.approve(self.token, 0, whole) == len(whole)
+
+    def join(self, *tasks: Task, replicas: int = 1) -> list[Worker]:
+        """Opens a session for each task, and closes an epoch of them and of those who are there."""
+        workers = [Worker(self, task, self.open(task, replicas).session, replicas) for task in tasks]
+        members = [*self.epoch.members, *(worker.member for worker in workers)]
+        self.close(sorted(members, key=lambda member: member.task))
+        for worker in workers:
+            worker.epoch = self.epoch.number
+        return workers
+
+    def close(self, members: Sequence[Member]) -> Epoch:
+        """Closes an epoch of these members."""
+        number = self.epoch.number + 1
+        self.epoch = Epoch(number, tuple(members), start=Start(number, 0))
+        self.append(EpochClosed(self.epoch))
+        return self.epoch
+
+    def variable(self, creator: Worker, value: Array, servers: tuple[int, ...] = (0,), name: str = "") -> Variable:
+        """Creates a variable with its first value, as the next of the job."""
+        spec = VariableSpec(name or f"v{len(self.variables)}", spec_of(np.asarray(value)))
+        ordinal = len(self.variables)
+        named = self.verbs[0].create(creator.session, ordinal, -1, spec, servers, None)
+        variable = Variable(named.id, spec, named.servers)
+        for server in variable.servers:
+            payload = Payload.pack([portable(value)])
+            self.verbs[server].create(creator.session, ordinal, variable.id, spec, variable.servers, payload)
+        self.variables.append(variable)
+        return variable
+
+    def approve(self, plan: Plan, proposer: Worker) -> Plan:
+        """Proposes and approves a plan."""
+        self.verbs[0].propose(proposer.session, plan, "", None)
+        self.append(Approved(plan))
+        return plan
+
+    def value(self, reader: Worker, variable: Variable, after: int = -1) -> Array:
+        """Reads a variable."""
+        server = self.verbs[variable.servers[0]]
+        reply = server.pull(reader.session, [variable.id], after).result(SOON)
+        return reply.payload.tensors([variable.spec.tensor])[0]
+
+
+@dataclass
+class Worker:
+    """A process that takes part.
+
+    Attributes:
+        job: where.
+        task, session, replicas: who.
+        epoch: the newest epoch that it has taken in.
+        round: its next round.
+    """
+
+    job: Job
+    task: Task
+    session: int
+    replicas: int = 1
+    epoch: int = 0
+    round: int = 0
+
+    @property
+    def member(self) -> Member:
+        """This process as epochs name it."""
+        return Member(self.task, self.session, self.replicas)
+
+    def push(
+        self,
+        plan: Plan,
+        values: Sequence[Any] = (),
+        *,
+        weights: Sequence[float] | None = None,
+        operands: Sequence[Any] = (),
+        want: tuple[int, ...] = (),
+        more: bool = False,
+        positions: tuple[Position, ...] = (),
+        server: int = 0,
+    ) -> Future[RoundReply]:
+        """Contributes to its next round, on one server; the test turns the round."""
+        given = tuple(weights) if weights is not None else (float(self.replicas),) * len(plan.reductions)
+        said = Contribution(self.session, self.epoch, self.round, plan.id, given, more, positions, want)
+        return self.job.verbs[server].push(said, payload(plan, server, values, given, operands))
+
+
+def payload(
+    plan: Plan, server: int, values: Sequence[Any], weights: Sequence[float], operands: Sequence[Any]
+) -> Payload:
+    """What goes to one server: the contributions that count, then the operands."""
+    arrays = [
+        portable(np.asarray(value, reduction.tensor.dtype))
+        for reduction, value, weight in zip(plan.reductions, values, weights, strict=True)
+        if weight and server in reduction.servers
+    ]
+    used = zip(plan.operands, operands, strict=True)
+    arrays += [portable(np.asarray(value, one.tensor.dtype)) for one, value in used if server in one.servers]
+    return Payload.pack(arrays)
+
+
+def together(*futures: Future[RoundReply]) -> list[RoundReply]:
+    """The answers of a round."""
+    return [future.result(SOON) for future in futures]
+
+
+def given(reply: RoundReply, plan: Plan, server: int = 0, want: Sequence[Variable] = ()) -> list[Array]:
+    """The values in an answer: what the plan returns, then the wanted variables."""
+    specs = [spec for _, spec in plan.given(server)] + [variable.spec.tensor for variable in want]
+    return reply.payload.tensors(specs)
+
+
+# ---- Plans ----
+
+
+def adding(tensor: TensorSpec) -> Program:
+    """The program `v.assign_add(x)`."""
+    return Program((Input("variable", tensor), Input("value", tensor)), (Node("add", (0, 1)),), ((0, 2),), ())
+
+
+def scaling(tensor: TensorSpec) -> Program:
+    """The program `v.assign_sub(x * rate)`, whose rate is an operand; returns the new value."""
+    inputs = (Input("variable", tensor), Input("value", tensor), Input("operand", TensorSpec(tensor.dtype, ())))
+    return Program(inputs, (Node("multiply", (1, 2)), Node("subtract", (0, 3))), ((0, 4),), (4,))
+
+
+def sum_into(*variables: Variable, op: ReduceOp = "sum", returned: bool = True) -> Plan:
+    """A plan that adds to each variable what is reduced for it, and returns what was reduced."""
+    return Plan(
+        reductions=tuple(Reduction(op, v.spec.tensor, v.servers, repr(v.spec.name)) for v in variables),
+        programs=tuple(adding(v.spec.tensor) for v in variables),
+        applies=tuple(
+            Apply(index, v.servers, (Ref("variable", v.id), Ref("reduction", index)))
+            for index, v in enumerate(variables)
+        ),
+        returned=tuple(Ref("reduction", index) for index in range(len(variables))) if returned else (),
+    )
+
+
+def reduce_only(tensor: TensorSpec, op: ReduceOp = "sum", server: int = 0, target: str = "") -> Plan:
+    """A plan that reduces one value and changes nothing."""
+    return Plan(reductions=(Reduction(op, tensor, (server,), target),), returned=(Ref("reduction", 0),))
+
+
+def sgd(variable: Variable) -> Plan:
+    """A plan that subtracts a mean times a rate, the operand; returns the new value."""
+    return Plan(
+        reductions=(Reduction("mean", variable.spec.tensor, variable.servers),),
+        operands=(Operand(TensorSpec(variable.spec.tensor.dtype, ()), variable.servers),),
+        programs=(scaling(variable.spec.tensor),),
+        applies=(Apply(0, variable.servers, (Ref("variable", variable.id), Ref("reduction", 0), Ref("operand", 0))),),
+        returned=(Ref("result", 0),),
+    )
+
+
+def checkpoint(path: str, servers: tuple[int, ...]) -> Plan:
+    """A plan that only orders a checkpoint."""
+    return Plan(snapshot=SnapshotOrder(path, servers))
