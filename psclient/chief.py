@@ -181,11 +181,13 @@ class Chief:
             wait((self._watching,), PAUSE / 4)
             if self._watching.done():
                 watched, self._watching = self._watching.result(), None
-                # What this chief appended in the meantime comes back to it.
-                self._state.take(watched.entries[len(self._state.log) - watched.start :])
-                return watched
-            if self._written or time.monotonic() > until:
-                return self._session.look()
+            elif self._written or time.monotonic() > until:
+                watched = self._session.look(len(self._state.log))
+            else:
+                continue
+            # What this chief appended in the meantime comes back to it.
+            self._state.take(watched.entries[len(self._state.log) - watched.start :])
+            return watched
         return None
 
     def _append(self, entries: Sequence[Entry]) -> bool:
@@ -240,9 +242,12 @@ class Chief:
         started = [m for m in stay if m.session in self._state.started]
         new = [s for s in here.values() if s.member not in stay]
         if not started:
-            # Nobody is left to say where the group stands, but the servers know it.
+            # Nobody is left to say where the group stands, but the servers know it: once those who are gone are
+            # fenced on all of them, so that nothing they sent arrives after the servers were asked.
+            if len(stay) < len(current.members):
+                return Epoch(current.number + 1, _ordered(stay))
             members = [s.member for s in here.values()]
-            return self._cold(current.number + 1, members) if members or stay != list(current.members) else None
+            return self._cold(current.number + 1, members) if members else None
         waiting = [m for m in stay if m.session not in self._state.started]
         entry = current.entry if waiting else next((s.entry for s in new if s.entry), "")
         taken = [s.member for s in new if s.entry and s.entry == entry]
@@ -250,10 +255,8 @@ class Chief:
             return None
         return Epoch(current.number + 1, _ordered([*stay, *taken]), entry)
 
-    def _cold(self, number: int, members: Sequence[Member]) -> Epoch | None:
-        current = self._state.epoch
-        if current is not None and set(current.members) == set(members):
-            return None
+    def _cold(self, number: int, members: Sequence[Member]) -> Epoch:
+        """An epoch whose members begin after the last round that any server knows."""
         round = -1
         positions: tuple[Position, ...] = ()
         for server in self._servers:

@@ -35,7 +35,7 @@ class Optimizer:
         self.learning_rate = learning_rate
         self.name = name or type(self).__name__.lower()
         self._slots: dict[str, tuple[Variable, ...]] = {}
-        self._iterations: Variable | None = None
+        self._iterations: list[Variable] = []
 
     def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
         """Updates one variable; runs on the server.
@@ -52,9 +52,12 @@ class Optimizer:
         """Creates the optimizer's state for these variables; `apply_gradients` does it if need be."""
         strategy = variables[0].strategy
         with strategy.scope():
-            if self._iterations is None:
-                with strategy.extended.colocate_vars_with(strategy.extended.non_slot_devices(variables)):
-                    self._iterations = Variable(np.int64(0), False, f"{self.name}/iterations")
+            # Variables that came later may live where the count is not: there it gets another copy.
+            uncounted = [v for v in variables if self._count_beside(v) is None]
+            if uncounted:
+                count = self._iterations[0].numpy() if self._iterations else np.int64(0)
+                with strategy.extended.colocate_vars_with(strategy.extended.non_slot_devices(uncounted)):
+                    self._iterations.append(Variable(count, False, f"{self.name}/iterations"))
             for v in [v for v in variables if v.name not in self._slots]:
                 with strategy.extended.colocate_vars_with(v):
                     self._slots[v.name] = tuple(
@@ -65,9 +68,12 @@ class Optimizer:
     @property
     def iterations(self) -> Variable:
         """Steps applied; there is none before `build` or the first step."""
-        if self._iterations is None:
+        if not self._iterations:
             raise RuntimeError("the optimizer has no state yet; apply gradients first, or call build(variables)")
-        return self._iterations
+        return self._iterations[0]
+
+    def _count_beside(self, v: Variable) -> Variable | None:
+        return next((count for count in self._iterations if set(v.devices) <= set(count.devices)), None)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
         """Sums gradients over all replicas of all workers, and updates the variables.
@@ -89,10 +95,10 @@ class Optimizer:
         self.build(variables)
         extended = strategy.extended
         reduced = extended.batch_reduce_to(ReduceOp.SUM, list(zip(grads, variables, strict=True)))
-        devices = extended.non_slot_devices(variables)
-        extended.update_non_slot(devices, lambda: self.iterations.assign_add(1))
+        for count in self._iterations:
+            extended.update_non_slot(count.devices, count.assign_add, (1,))
         for gradient, v in zip(reduced, variables, strict=True):
-            extended.update(v, self.update, (gradient, self.iterations, *self._slots[v.name]))
+            extended.update(v, self.update, (gradient, self._count_beside(v), *self._slots[v.name]))
 
 
 class SGD(Optimizer):

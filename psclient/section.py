@@ -20,6 +20,7 @@ from psclient.recording import AssignedLeaf, OutputLeaf, Recording, trace
 from psclient.tracer import Tracer
 from psclient.values import Mirrored, PerReplica
 from psclient.variables import Variable
+from pswire.errors import LocalityError
 from pswire.program import Program
 from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, SnapshotOrder
 from pswire.tensor import DTYPES, Array, TensorSpec, spec_of
@@ -171,7 +172,9 @@ class Section:
         refs = [o if isinstance(o, Ref) else self._operand(np.asarray(o), servers) for o in traced.origins]
         program = self._programs.setdefault(traced.program, len(self._programs))
         self._applies.append(Apply(program, servers, tuple(refs)))
-        self._written.update(refs[target].index for target, _ in traced.program.assigns)
+        for target, _ in traced.program.assigns:
+            self._check_copies(inputs.variables[refs[target].index], servers)
+            self._written.add(refs[target].index)
         first, specs = self._results, traced.program.output_specs
         self._results += len(specs)
 
@@ -181,6 +184,14 @@ class Section:
             return inputs.variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
 
         return nest.map_structure(leaf, traced.result)
+
+    @staticmethod
+    def _check_copies(variable: Variable, servers: tuple[int, ...]) -> None:
+        if set(variable.handle.servers) != set(servers):
+            raise LocalityError(
+                f"{variable!r} has copies that this update does not reach, and they must stay equal; assign it with "
+                "update_non_slot(variable.devices, ...)"
+            )
 
     def _operand(self, array: Array, servers: tuple[int, ...]) -> Ref:
         self._operands.append((array, servers))

@@ -13,9 +13,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
 from psclient.arrays import Device
+from psclient.threads import Threads
 from pswire.api import Opened, ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost
+from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.spec import Done, Entry, JobStarted
 
@@ -62,6 +63,7 @@ class Session:
         self._ended = threading.Event()
         self._beats: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._threads = Threads("word")
 
     @property
     def keeper(self) -> ParameterServer:
@@ -113,16 +115,23 @@ class Session:
         jobs = [entry.incarnations for entry in entries if isinstance(entry, JobStarted)]
         return jobs == [self.incarnations] and not any(isinstance(entry, Done) for entry in entries)
 
-    def look(self) -> Watched:
-        """The sessions and proposals as they are now, without the log."""
-        length = self.keeper.status().log
-        return self.keeper.watch(self.number, length, 0).result(self.timeouts.call)
+    def look(self, after: int = -1) -> Watched:
+        """The sessions and proposals as they are now.
+
+        Args:
+            after: how many entries of the log not to send; by default all that there are.
+        """
+        known = self.keeper.status().log if after < 0 else after
+        late = Unreachable(f"no news for {self.timeouts.call:g} s", str(Task("ps", 0)))
+        news = self.keeper.watch(self.number, known, 0)
+        return self.wait(news, time.monotonic() + self.timeouts.call, late, lambda: "waits for news", lambda: False)
 
     def leave(self, error: str = "") -> None:
         """Ends the session; a clean end tells the chief that this process has done its part."""
         if self._ended.is_set():
             return
         self._ended.set()
+        self._threads.close()
         if self.number and not isinstance(self._error(), ServerLost):
             try:
                 self.keeper.leave(self.number, error)
@@ -181,6 +190,7 @@ class Session:
         Raises:
             PSError: the answer's error, `late`, what ended the session, or `ChiefLost`.
         """
+        spoken: Future[None] | None = None
         while True:
             pause = min(deadline - time.monotonic(), self.timeouts.word)
             both: tuple[Future[Any], ...] = (future, self._broken)
@@ -190,9 +200,17 @@ class Session:
             self.check()
             if time.monotonic() >= deadline:
                 raise late
+            if spoken is None or spoken.done():
+                # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
+                spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
+
+    def _speak(self, word: Callable[[], str], needs_chief: Callable[[], bool]) -> None:
+        try:
             log.warning("%s %s", self.task, word())
             if needs_chief():
                 self._check_chief()
+        except (PSError, TimeoutError) as error:
+            log.debug("%s cannot say whom it waits for: %s", self.task, error)
 
     def _take(self, future: Future[T]) -> T:
         error = future.exception()
@@ -208,4 +226,3 @@ class Session:
                 "start the chief again"
             )
             self.end(error)
-            raise error

@@ -73,10 +73,12 @@ class Record:
     Attributes:
         plan_id, epoch, more, left_out, positions: as in `RoundReply`.
         given: the plan's returned values of this server.
+        sessions: whose contributions are in it; nobody else is answered.
         error: what everyone was told instead.
     """
 
     plan_id: bytes
+    sessions: frozenset[int] = frozenset()
     epoch: Epoch | None = None
     more: bool = False
     left_out: tuple[Task, ...] = ()
@@ -125,7 +127,13 @@ class Rounds:
     def close_epoch(self, epoch: Epoch) -> None:
         """A new epoch holds: members of older ones that are not in it are fenced."""
         before = {member.session for old in self._epochs.values() for member in old.members}
-        self.fenced |= before - {member.session for member in epoch.members}
+        members = {member.session for member in epoch.members}
+        for waiting in self._open.values():
+            # Whoever pushed for this epoch before it came, and is no member of it, is none of ours.
+            strangers = waiting.parts.keys() - members if waiting.epoch == epoch.number else set()
+            waiting.parts = {session: part for session, part in waiting.parts.items() if session not in strangers}
+            before |= strangers
+        self.fenced |= before - members
         self.epoch = self._epochs[epoch.number] = epoch
 
     def check(self, session: int) -> None:
@@ -185,13 +193,18 @@ class Rounds:
         )
         for one in [w for w in waiting.waiters if w[0].session == said.session]:
             waiting.waiters.remove(one)
-            one[1].set_exception(error)
+            if not one[1].done():  # its caller may have gone away
+                one[1].set_exception(error)
 
     def recorded(self, said: Contribution) -> Record | None:
         """The answer to a round that is over; None while it is not."""
         record = self.records.get(said.round)
-        if record is not None and record.plan_id != said.plan_id:
+        if record is None or record.error is not None:
+            return record
+        if record.plan_id != said.plan_id:
             raise InvalidRequest(f"round {said.round} had another plan")
+        if said.session not in record.sessions:
+            raise Fenced(f"round {said.round} was made without this session; restart the process")
         return record
 
     def next_job(self) -> Job | None:
@@ -200,16 +213,23 @@ class Rounds:
             return None
         number = min(self._open)
         waiting = self._open[number]
+        if waiting.error is not None:
+            # Its members were told already, and nothing of it may be applied.
+            self._close(number, Record(waiting.plan_id, error=waiting.error))
+            return self.next_job()
         plan = self.plans.get(waiting.plan_id)
         epoch = self._epochs.get(waiting.epoch)
-        if plan is None or epoch is None or self._missing(waiting) or not waiting.parts:
+        if epoch is None or self._missing(waiting):
+            return None
+        if not waiting.parts:
+            # All who could have been in it are gone, and left nothing; it must not stop those after it.
+            del self._open[number]
+            return self.next_job()
+        if plan is None:
             return None
         self._running = True
         by_session = {member.session: member for member in epoch.members}
-        parts = [
-            Part(by_session.get(session, part.member), part.said, part.payload)
-            for session, part in waiting.parts.items()
-        ]
+        parts = [Part(by_session[session], part.said, part.payload) for session, part in waiting.parts.items()]
         return Job(
             number,
             plan,
@@ -224,6 +244,7 @@ class Rounds:
             job.round,
             Record(
                 job.plan.id,
+                frozenset(part.member.session for part in job.parts),
                 self.epoch,
                 any(part.said.more for part in job.parts),
                 job.left_out,

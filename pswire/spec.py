@@ -271,6 +271,9 @@ class Plan:
                         f"{apply.servers[0]}; read the value first, or create the variables together with "
                         "colocate_vars_with"
                     )
+            for target, _ in program.assigns:
+                if set(variables[apply.args[target].index].servers) != set(apply.servers):
+                    raise LocalityError("an update must reach all copies of the variables that it assigns")
             results += len(program.outputs)
         for ref in self.returned:
             if ref.kind not in ("reduction", "result"):

@@ -1,4 +1,4 @@
-"""Checks the snippets of README.md and docs/: Python compiles, `python run` blocks run, commands exist."""
+"""Checks the documents: Python compiles, `python run` blocks run, commands exist, links lead somewhere."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from psserver.cli import command as psserver
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SECONDS = 120
 _FENCE = re.compile(r"^```(?P<info>[a-z][^\n]*)\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\((?!https?:|#)(?P<path>[^)#]+)")
 _ENDS = {"|", "&&", "||", "&", ">", ">>", "2>", "<", ";", "#"}
 
 
@@ -31,13 +32,31 @@ class Snippet:
     text: str
 
 
+def documents() -> list[Path]:
+    """All documents."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
 def snippets() -> Iterator[Snippet]:
     """All fenced blocks of the documents."""
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
         for match in _FENCE.finditer(text):
-            line = text.count("\n", 0, match.start()) + 1
-            yield Snippet(f"{path.relative_to(ROOT)}:{line}", match["info"].strip(), match["text"])
+            yield Snippet(_where(path, text, match.start()), match["info"].strip(), match["text"])
+
+
+def dead_links() -> Iterator[str]:
+    """Links of the documents to files that are not there, one line for each."""
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        for match in _LINK.finditer(text):
+            if not (path.parent / match["path"]).exists():
+                yield f"{_where(path, text, match.start())}: there is no {match['path']}"
+
+
+def _where(path: Path, text: str, start: int) -> str:
+    line = text.count("\n", 0, start) + 1
+    return f"{path.relative_to(ROOT)}:{line}"
 
 
 def check_python(snippet: Snippet) -> str:
@@ -105,15 +124,14 @@ CHECKS: dict[str, Callable[[Snippet], str]] = {
 
 
 def main() -> None:
-    """Exits with 1 and one line for each snippet that is wrong."""
-    wrong = False
+    """Exits with 1 and one line for each snippet and link that is wrong."""
+    wrong = list(dead_links())
     for snippet in snippets():
         check = CHECKS.get(snippet.info)
         said = check(snippet) if check else ""
-        if said:
-            wrong = True
-            sys.stderr.write(f"{snippet.where}: {said}\n")
-    sys.exit(wrong)
+        wrong += [f"{snippet.where}: {said}"] if said else []
+    sys.stderr.writelines(f"{line}\n" for line in wrong)
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -169,9 +169,9 @@ def test_a_worker_that_dies_and_comes_back(tmp_path, chief, deaths):
     Every row counts once, but for those of the rounds that say that they were completed without it.
     """
     stops = [stop for n in range(deaths) for stop in ([1, 3 + 8 * n, "never"], [0, 6 + 8 * n, f"go{n}"])]
-    keys = {"workers": 2, "chief": chief, "timeouts": QUICK, "gates": [gate for *_, gate in stops]}
+    keys = {"workers": 2, "chief": chief, "timeouts": QUICK, "gates": {gate for *_, gate in stops}}
     lost = set()
-    with Job(learn, tmp_path, (240, 4, stops), **keys) as job, job.server(PS0) as server:
+    with Job(learn, tmp_path, (240, 6, stops), **keys) as job, job.server(PS0) as server:
         for n in range(deaths):
             job.hear(W1, "at", 3 + 8 * n)
             job.kill(W1)

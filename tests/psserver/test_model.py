@@ -104,6 +104,10 @@ class Line:
         if message is None:
             message = self._sent[said.round] = Message(self._number, said, payload)
             self._model.messages.append(message)
+        if message.said != said:
+            for m in self._model.messages: print("MSG", m.server, m.said.session, m.said.round, m.said.epoch, m.said.plan_id[:2], m.travels, m.answers, m.reply)
+            print(self._model._describe())
+            print([ (p.task,p.batch) for p in self._model.processes])
         assert message.said == said, "a process says two things in one round"
         return message.reply
 

@@ -14,7 +14,7 @@ import socket
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class Job:
         directory: Path,
         args: Sequence[Any] = (),
         helpers: Sequence[Callable[..., object]] = (),
-        gates: Sequence[str] = (),
+        gates: Collection[str] = (),
         **keys: Any,
     ) -> None:
         sources = [textwrap.dedent(inspect.getsource(function)) for function in (*helpers, program)]
@@ -88,7 +88,7 @@ class Job:
         self._gates = {name: _make_gate(directory / name) for name in gates}
         self._news = threading.Condition()  # guards the two below
         self._lines: list[Line] = []
-        self._heard: dict[Task, int] = {}
+        self._heard: dict[tuple[Task, bool], int] = {}
         root = ServerOptions(checkpoint_root=str(directory / "checkpoints"))
         given = {"script": str(script), "chief": "none", "timeouts": CALM, "server": root, **keys}
         self.cluster = Cluster(sink=self._take, **given)
@@ -130,7 +130,7 @@ class Job:
         Returns:
             The value.
         """
-        return self._await(task, lambda line: _said(line, what, value), f"{what!r}", seconds)
+        return self._await(task, False, lambda line: _said(line, what, value), f"{what!r}", seconds)
 
     def hear_error(self, task: Task, text: str, seconds: float = SECONDS) -> str:
         """Waits until a task prints a line with this text on stderr; returns the line."""
@@ -138,7 +138,7 @@ class Job:
         def match(line: Line) -> tuple[str] | None:
             return (line.text,) if line.error and text in line.text else None
 
-        line: str = self._await(task, match, text, seconds)
+        line: str = self._await(task, True, match, text, seconds)
         return line
 
     def said(self, task: Task, what: str) -> list[Any]:
@@ -169,16 +169,18 @@ class Job:
             self._lines.append(line)
             self._news.notify_all()
 
-    def _await(self, task: Task, match: Callable[[Line], tuple[Any] | None], what: str, seconds: float) -> Any:
+    def _await(
+        self, task: Task, error: bool, match: Callable[[Line], tuple[Any] | None], what: str, seconds: float
+    ) -> Any:
         deadline = time.monotonic() + seconds
         with self._news:
             while True:
                 ended = self.cluster.processes[task].poll() is not None
-                start = self._heard.get(task, 0)
+                start = self._heard.get((task, error), 0)
                 for index, line in enumerate(self._lines[start:], start):
                     found = match(line) if line.task == task else None
                     if found:
-                        self._heard[task] = index + 1
+                        self._heard[task, error] = index + 1
                         return found[0]
                 if ended:
                     deadline = min(deadline, time.monotonic() + LAST_WORDS)
