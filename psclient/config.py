@@ -6,9 +6,8 @@ The only module of this package that reads the environment for configuration.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,7 @@ import yaml
 
 from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
-from pswire.limits import Timeouts
-
-TIMEOUT_PREFIX = "PS_TIMEOUT_"
-"""`PS_TIMEOUT_LEASE=5` sets `Timeouts.lease` to five seconds; each of its fields has such a name."""
+from pswire.limits import Timeouts, parse_seconds, refuse_unknown
 
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 """Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
@@ -91,20 +87,8 @@ def task_config(environ: Mapping[str, str] = os.environ) -> TaskConfig | None:
 
 
 def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
-    """Reads `PS_TIMEOUT_LEASE` and its like, in seconds.
-
-    Raises:
-        ConfigError: a name is unknown, or a value is no positive number.
-    """
-    names = {TIMEOUT_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(Timeouts)}
-    found = {key: environ[key] for key in sorted(environ) if key.startswith(TIMEOUT_PREFIX)}
-    _refuse_unknown(found, names, "environment variable")
-    return dataclasses.replace(Timeouts(), **{names[key]: _seconds(key, found[key]) for key in found})
-
-
-def timeouts_environ(timeouts: Timeouts) -> dict[str, str]:
-    """The variables that `timeouts_from` reads back as `timeouts`."""
-    return {TIMEOUT_PREFIX + name.upper(): repr(value) for name, value in dataclasses.asdict(timeouts).items()}
+    """The timeouts that `PS_TIMEOUT_*` give; raises `ConfigError` for an unknown name or no number of seconds."""
+    return Timeouts.from_environ(environ)
 
 
 def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -119,7 +103,7 @@ def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str]
     environ = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
     environ |= {"GLIBC_TUNABLES": GLIBC_TUNABLES, "PYTHONUNBUFFERED": "1"}
     environ |= {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    return environ | (timeouts_environ(timeouts) if timeouts else {}) | dict(more or {})
+    return environ | (timeouts.environ() if timeouts else {}) | dict(more or {})
 
 
 def wants_colour(environ: Mapping[str, str] = os.environ) -> bool:
@@ -143,7 +127,7 @@ def load_launch_config(path: Path) -> LaunchConfig:
 
 
 def _launch_keys(data: dict[str, Any], path: str) -> dict[str, Any]:
-    _refuse_unknown(data, [f.name for f in dataclasses.fields(LaunchConfig)], f"{path}: key")
+    refuse_unknown(data, [f.name for f in dataclasses.fields(LaunchConfig)], f"{path}: key")
     values = dict(data)
     for name, default in ((f.name, f.default) for f in dataclasses.fields(LaunchConfig)):
         if isinstance(default, int | str) and name in data and type(data[name]) is not type(default):
@@ -158,14 +142,14 @@ def _launch_keys(data: dict[str, Any], path: str) -> dict[str, Any]:
         values["server"] = ServerOptions(**{key: str(value) for key, value in section.items()})
     if "timeouts" in data:
         section = _section(data, "timeouts", path, Timeouts)
-        seconds = {key: _seconds(f"{path}: timeouts.{key}", value) for key, value in section.items()}
+        seconds = {key: parse_seconds(f"{path}: timeouts.{key}", value) for key, value in section.items()}
         values["timeouts"] = dataclasses.replace(timeouts_from(), **seconds)
     return values
 
 
 def _section(data: dict[str, Any], name: str, path: str, kind: type[Any]) -> dict[str, Any]:
     section = _mapping(data[name], f"{path}: {name}")
-    _refuse_unknown(section, [f.name for f in dataclasses.fields(kind)], f"{path}: key of {name}")
+    refuse_unknown(section, [f.name for f in dataclasses.fields(kind)], f"{path}: key of {name}")
     return section
 
 
@@ -173,22 +157,3 @@ def _mapping(data: Any, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must be a mapping of keys to values, not {type(data).__name__}")
     return {str(key): value for key, value in data.items()}
-
-
-def _refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    known = sorted(known)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"{what} {name} is unknown; {hint}")
-
-
-def _seconds(name: str, given: Any) -> float:
-    try:
-        value = float(given)
-    except (TypeError, ValueError):
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name}={given!r} must be a positive number of seconds")
-    return value

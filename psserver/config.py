@@ -5,8 +5,6 @@ The only module of this package that reads the environment.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -20,9 +18,6 @@ from pswire.limits import Timeouts
 
 LOCAL_HOST = "127.0.0.1"
 """Where a server listens that no cluster gives an address."""
-
-TIMEOUT_PREFIX = "PS_TIMEOUT_"
-"""`PS_TIMEOUT_LEASE=5` sets `Timeouts.lease` to five seconds; each of its fields has such a name."""
 
 _UNITS = {
     "": 1,
@@ -108,7 +103,7 @@ def server_config(
         device=device,
         memory_limit=parse_bytes(memory_limit, "--memory-limit"),
         checkpoint_root=checkpoint_root.absolute(),
-        timeouts=timeouts_from(environ),
+        timeouts=Timeouts.from_environ(environ),
     )
 
 
@@ -131,29 +126,3 @@ def parse_bytes(text: str, where: str) -> int:
     if not match or match[2].upper() not in _UNITS:
         raise ConfigError(f"{where} {text!r} is no size; write bytes with a unit, such as 4GiB, or 0 for none")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
-    """Reads `PS_TIMEOUT_LEASE` and its like, in seconds.
-
-    Raises:
-        ConfigError: a name is unknown, or a value is no positive number.
-    """
-    names = {TIMEOUT_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(Timeouts)}
-    values: dict[str, float] = {}
-    for name in sorted(key for key in environ if key.startswith(TIMEOUT_PREFIX)):
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1, 0.0)[0]
-            raise ConfigError(f"environment variable {name} is unknown; did you mean {near}?")
-        values[names[name]] = _seconds(name, environ[name])
-    return dataclasses.replace(Timeouts(), **values)
-
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name}={text!r} must be a positive number of seconds")
-    return value

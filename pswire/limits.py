@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from pswire.errors import ConfigError
 
 PART_BYTES = 1 << 20
 """Payload of one part. 1 MiB is the fastest over gRPC; never above 4 MiB, gRPC's default message limit."""
@@ -29,6 +35,10 @@ MAX_TENSOR_BYTES = 1 << 44
 """Size of one tensor that a message may announce; what may be held is the server's memory limit."""
 
 
+TIMEOUT_PREFIX = "PS_TIMEOUT_"
+"""`PS_TIMEOUT_LEASE=5` sets `Timeouts.lease` to five seconds; each of its fields has such a name."""
+
+
 @dataclass(frozen=True)
 class Timeouts:
     """How long everything may take, in seconds.
@@ -50,3 +60,40 @@ class Timeouts:
     word: float = 10.0
     chief: float = 300.0
     start: float = 120.0
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Timeouts:
+        """Reads `PS_TIMEOUT_LEASE` and its like, in seconds.
+
+        Raises:
+            ConfigError: a name is unknown, or a value is no positive number.
+        """
+        names = {TIMEOUT_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(cls)}
+        found = {key: environ[key] for key in sorted(environ) if key.startswith(TIMEOUT_PREFIX)}
+        refuse_unknown(found, names, "environment variable")
+        return dataclasses.replace(cls(), **{names[key]: parse_seconds(key, found[key]) for key in found})
+
+    def environ(self) -> dict[str, str]:
+        """The variables that `from_environ` reads back."""
+        return {TIMEOUT_PREFIX + name.upper(): repr(value) for name, value in dataclasses.asdict(self).items()}
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raises `ConfigError` for a name that is not known, with the one that may be meant."""
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{what} {name} is unknown; {hint}")
+
+
+def parse_seconds(name: str, given: Any) -> float:
+    """A positive, finite number of seconds; raises `ConfigError` naming what it is for."""
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={given!r} must be a positive number of seconds")
+    return value

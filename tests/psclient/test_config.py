@@ -12,7 +12,6 @@ from psclient.config import (
     child_environ,
     load_launch_config,
     task_config,
-    timeouts_environ,
     timeouts_from,
 )
 from pswire.cluster import Task
@@ -42,7 +41,7 @@ def test_tf_config_is_read_at_each_call(monkeypatch):
 def test_timeouts_travel():
     """What a launcher hands on is what a child reads."""
     timeouts = Timeouts(lease=3.25, round=1e-3)
-    assert timeouts_from(timeouts_environ(timeouts)) == timeouts
+    assert timeouts_from(timeouts.environ()) == timeouts
     assert timeouts_from({}) == Timeouts()
 
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from psserver.config import parse_bytes, server_config, timeouts_from
+from psserver.config import parse_bytes, server_config
 from pswire.errors import ConfigError
+from pswire.limits import Timeouts
 
 SECONDS = 30
 WORKER = '{"cluster": {"ps": ["127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}'
@@ -176,4 +177,4 @@ def test_flags_win():
 
 def test_timeouts_come_from_the_environment():
     """PS_TIMEOUT_LEASE is read as the clients read it."""
-    assert timeouts_from({"PS_TIMEOUT_LEASE": "3"}).lease == 3.0
+    assert Timeouts.from_environ({"PS_TIMEOUT_LEASE": "3"}).lease == 3.0
