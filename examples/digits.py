@@ -98,7 +98,7 @@ class Report:
 
 def main(args: argparse.Namespace) -> None:
     """Trains, saves a checkpoint, and tests."""
-    train, (images, targets) = load_data()
+    train, test = load_data()
     strategy = ps.ParameterServerStrategy(args.devices)
     dataset = ps.ArrayDataset(train).shuffle(args.seed).batch(args.batch)
     batches = strategy.experimental_distribute_dataset(dataset)
@@ -130,8 +130,8 @@ def main(args: argparse.Namespace) -> None:
                 if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
                     path = checkpoint.save(args.checkpoint)
                     say(strategy, f"saved checkpoint {path}")
-        guesses = predict([(w.numpy(), b.numpy()) for w, b in layers], images)[0].argmax(axis=1)
-        accuracy = np.mean(guesses == targets.argmax(axis=1))
+        guesses = predict([(w.numpy(), b.numpy()) for w, b in layers], test[0])[0].argmax(axis=1)
+        accuracy = np.mean(guesses == test[1].argmax(axis=1))
         say(strategy, f"test accuracy {accuracy:.4f} after {int(optimizer.iterations)} steps")
 
 

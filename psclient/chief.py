@@ -187,7 +187,9 @@ class Chief:
                 continue
             # What this chief appended in the meantime comes back to it.
             self._state.take(watched.entries[len(self._state.log) - watched.start :])
-            return watched
+            # An answer may be older than a look on which this chief has acted already.
+            if watched.version >= version:
+                return watched
         return None
 
     def _append(self, entries: Sequence[Entry]) -> bool:

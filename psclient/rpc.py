@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from grpc.experimental import ChannelOptions
 
 from psclient.threads import Threads
 from pswire import codec
@@ -33,7 +34,7 @@ from pswire.api import (
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost, Unreachable
-from pswire.limits import Timeouts
+from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.spec import Entry, Plan, Position, Start, VariableSpec
 from pswire.tensor import Assembly, Frame, Payload, frames
@@ -48,6 +49,8 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # An answer is read by the thread that waits for it: a push or pull of one message makes no thread of gRPC's.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -113,7 +116,9 @@ class RemoteServer:
         self._threads = Threads(f"call {task}")
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
-        self._stubs = {name: _stub(channel, verb) for name, verb in VERBS.items()}
+        self._stubs = {name: _stub(channel, verb.path, verb.streams) for name, verb in VERBS.items()}
+        # On the network there is no difference between one message and a stream of one.
+        self._push_whole = _stub(channel, VERBS["Push"].path, (False, True))
         self._metadata: Metadata = ()  # set by `open`
         self._silent_since: float | None = None  # when the answers stopped; the next one resets it
         self._failed = threading.Event()  # wakes who pauses
@@ -158,7 +163,7 @@ class RemoteServer:
         ).SerializeToString()
 
         def once(seconds: float) -> bytes:
-            call = self._start("Create", self._frames(header, value), seconds)
+            call = self._start(self._stubs["Create"].future, self._frames(header, value), seconds)
             with self._under_way(call):
                 return bytes(call.result())
 
@@ -197,7 +202,10 @@ class RemoteServer:
         header = codec.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:
-            call = self._start("Push", self._frames(header, payload), seconds)
+            whole = payload.size <= PART_BYTES
+            messages = self._frames(header, payload)
+            start, request = (self._push_whole, next(messages)) if whole else (self._stubs["Push"], messages)
+            call = self._start(start, request, seconds)
             m, reply = self._receive(call, pb.RoundHeader)
             return codec.round_from_pb(m, reply)
 
@@ -208,7 +216,7 @@ class RemoteServer:
         data = pb.PullRequest(session=session, variables=variables, after=after).SerializeToString()
 
         def once(seconds: float) -> PullReply:
-            m, reply = self._receive(self._start("Pull", data, seconds), pb.PullHeader)
+            m, reply = self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader)
             return codec.pull_from_pb(m, reply)
 
         return self._threads.submit(lambda: self._until_answered(VERBS["Pull"], once))
@@ -250,10 +258,8 @@ class RemoteServer:
 
     # ---- One attempt ----
 
-    def _start(self, name: str, request: bytes | Iterator[bytes], seconds: float) -> Any:
+    def _start(self, start: Callable[..., Any], request: bytes | Iterator[bytes], seconds: float) -> Any:
         """Starts a call; it is a future, or an iterator over the frames of its reply."""
-        stub = self._stubs[name]
-        start = stub if VERBS[name].streams[1] else stub.future
         try:
             return start(request, timeout=seconds, metadata=self._metadata)
         except ValueError:  # so gRPC says that `close` came first
@@ -279,7 +285,7 @@ class RemoteServer:
         data = request.SerializeToString()
 
         def once(seconds: float) -> bytes:
-            call = self._start(name, data, seconds)
+            call = self._start(self._stubs[name].future, data, seconds)
             with self._under_way(call):
                 return bytes(call.result())
 
@@ -389,7 +395,7 @@ class RemoteServer:
     def _missing(self) -> str:
         """Whom the server waits for, in words, if it can still say it."""
         try:
-            call = self._start("Status", b"", self._timeouts.beat)
+            call = self._start(self._stubs["Status"].future, b"", self._timeouts.beat)
             status = codec.status_from_pb(parse(pb.StatusReply, call.result()))
         except (grpc.RpcError, grpc.FutureCancelledError, PSError):
             return "; the server does not answer"
@@ -402,7 +408,7 @@ class RemoteServer:
             raise type(self._failure)(self._failure.message, self._failure.task)
 
 
-def _stub(channel: grpc.Channel, verb: Verb) -> Any:
+def _stub(channel: grpc.Channel, path: str, streams: tuple[bool, bool]) -> Any:
     """A callable of raw bytes: without serializers, gRPC hands them through."""
     kinds = {
         (False, False): channel.unary_unary,
@@ -410,7 +416,7 @@ def _stub(channel: grpc.Channel, verb: Verb) -> Any:
         (True, False): channel.stream_unary,
         (True, True): channel.stream_stream,
     }
-    return kinds[verb.streams](verb.path)
+    return kinds[streams](path)
 
 
 def _size(frame: Frame) -> int:

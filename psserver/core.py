@@ -234,7 +234,7 @@ class Core:
         error = ServerLost("the job was started anew; restart the process", str(self.task))
         ended = {member.session for member in self._rounds.epoch.members} if self._rounds.epoch else set()
         answers = self._abandon(error, lambda session: session in ended)
-        self._members.end_members(ended)
+        self._members.begin_anew(ended)
         self._log.clear()
         self._store.clear()
         self._rounds.clear()

@@ -7,6 +7,7 @@ or not at all.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,11 @@ class _Run:
         self.job, self.server, self.device = job, server, device
         self.plan: Plan = job.plan
         self.known: dict[Ref, Any] = {}
+        self.contributions: dict[int, list[tuple[float, list[Array]]]] = {}
+        self.reduced: dict[int, Any] = {}
+        used = [ref for apply in self.plan.applies if server in apply.servers for ref in apply.args]
+        used += [ref for ref, _ in self.plan.given(server)]
+        self.uses = Counter(ref.index for ref in used if ref.kind == "reduction")
         self.values = values
         self.assigned: dict[int, Array] = {}
 
@@ -84,18 +90,16 @@ class _Run:
             if self.server in apply.servers:
                 self._apply(apply, results)
             results += outputs
-        given = tuple(self.device.get(self.known[ref]) for ref, _ in self.plan.given(self.server))
+        given = tuple(self.device.get(self._value(ref)) for ref, _ in self.plan.given(self.server))
         want = {id for part in self.job.parts for id in part.said.want} & self.assigned.keys()
         return Outcome(self.assigned, given, {id: self.device.get(self.assigned[id]) for id in want})
 
     def _receive(self) -> None:
-        """Reduces the contributions and takes the operands, which must be equal."""
+        """Takes the contributions, and the operands, which must be equal."""
         parts = [_Reader(part, self.plan, self.server) for part in self.job.parts]
         for index, reduction in enumerate(self.plan.reductions):
             if self.server in reduction.servers:
-                found = [reader.contribution(index, reduction.tensor) for reader in parts]
-                value = reduce(reduction.op, reduction.tensor, found)
-                self.known[Ref("reduction", index)] = self.device.put(value)
+                self.contributions[index] = [reader.contribution(index, reduction.tensor) for reader in parts]
         for index, operand in enumerate(self.plan.operands):
             if self.server in operand.servers:
                 sent_by = [reader.take(operand.tensor) for reader in parts]
@@ -122,10 +126,26 @@ class _Run:
             self.known[Ref("result", number)] = value
 
     def _value(self, ref: Ref) -> Any:
+        if ref.kind == "reduction":
+            return self._reduced(ref.index)
         if ref.kind != "variable":
             return self.known[ref]
         assigned = self.assigned.get(ref.index)
         return self.values[ref.index] if assigned is None else assigned
+
+    def _reduced(self, index: int) -> Any:
+        """A reduction's value, made at its first use and let go at its last.
+
+        So it is still in the processor's cache when it is read, and its memory serves the next one.
+        """
+        value = self.reduced.pop(index, None)
+        if value is None:
+            reduction = self.plan.reductions[index]
+            value = self.device.put(reduce(reduction.op, reduction.tensor, self.contributions[index]))
+        self.uses[index] -= 1
+        if self.uses[index]:
+            self.reduced[index] = value
+        return value
 
 
 class _Reader:

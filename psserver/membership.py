@@ -63,7 +63,7 @@ class Membership:
         """Raises the reason if a session has ended, `Fenced` if there never was one."""
         session = self._sessions.get(number)
         if session is None:
-            raise Fenced("this session is unknown here; restart the process")
+            raise Fenced("this session is unknown here: its job is over, or was started anew; restart the process")
         if session.state != "open":
             raise session.error or Fenced(
                 f"this session was ended: {ENDED[session.state]}; restart the process to take part again",
@@ -110,11 +110,12 @@ class Membership:
             session.error = error
             self._end(session, "failed")
 
-    def end_members(self, numbers: Iterable[int]) -> None:
-        """Ends the sessions of a job that is over."""
+    def begin_anew(self, numbers: Iterable[int]) -> None:
+        """Ends the sessions of a job that is over, and forgets all that have ended: a new job waits for everyone."""
         for number in numbers:
             if number in self._sessions:
                 self._end(self._sessions[number], "replaced")
+        self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
 
     def enter(self, number: int, entry: str) -> None:
         """Notes where a new member waits to be taken in."""

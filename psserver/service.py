@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -255,21 +255,23 @@ class Service(grpc.GenericRpcHandler):
 
     # ---- Streams ----
 
-    async def _create(self, messages: AsyncIterator[bytes], context: Context) -> bytes:
-        first = await _first(messages)
+    # Messages are read through the context, which is what gRPC's iterator over them does, with a generator more.
+
+    async def _create(self, messages: object, context: Context) -> bytes:
+        first = await _first(context)
         header = parse(pb.CreateHeader, first.header)
         spec = codec.spec_from_pb(header.spec)
-        value = await self._payload(first, messages, spec.tensor.nbytes) if header.has_value else None
+        value = await self._payload(first, context, spec.tensor.nbytes) if header.has_value else None
         reply = await asyncio.to_thread(
             self._core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
         )
         message = pb.CreateReply(id=reply.id, servers=reply.servers, initialized=reply.initialized)
         return message.SerializeToString()
 
-    async def _push(self, messages: AsyncIterator[bytes], context: Context) -> None:
-        first = await _first(messages)
+    async def _push(self, messages: object, context: Context) -> None:
+        first = await _first(context)
         header = parse(pb.PushHeader, first.header)
-        payload = await self._payload(first, messages, header.size)
+        payload = await self._payload(first, context, header.size)
         reply = await self._wait(self._core.push(codec.contribution_from_pb(header), payload))
         await _send(context, codec.round_to_pb(reply), reply.payload)
 
@@ -278,7 +280,7 @@ class Service(grpc.GenericRpcHandler):
         reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
         await _send(context, codec.pull_to_pb(reply), reply.payload)
 
-    async def _payload(self, first: Frame, messages: AsyncIterator[bytes], size: int) -> Payload:
+    async def _payload(self, first: Frame, context: Context, size: int) -> Payload:
         """The payload of a stream, whose first frame is there already."""
         if size > self._max_payload_bytes:
             raise MemoryLimit(
@@ -289,8 +291,8 @@ class Service(grpc.GenericRpcHandler):
         assembly = Assembly(size)
         assembly.add(first)
         while not assembly.whole:
-            message = await anext(messages, None)
-            if message is None:
+            message = await context.read()
+            if message is grpc.aio.EOF:
                 break
             frame = Frame.decode(message)
             if frame.header or frame.data is None:
@@ -310,9 +312,9 @@ def _method(streams: tuple[bool, bool], handler: Handler) -> grpc.RpcMethodHandl
     return kinds[streams](handler)
 
 
-async def _first(messages: AsyncIterator[bytes]) -> Frame:
-    message = await anext(messages, None)
-    if message is None:
+async def _first(context: Context) -> Frame:
+    message = await context.read()
+    if message is grpc.aio.EOF:
         raise InvalidRequest("a stream ended before its header")
     return Frame.decode(message)
 

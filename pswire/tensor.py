@@ -76,10 +76,14 @@ class TensorSpec:
 
 def spec_of(array: Array) -> TensorSpec:
     """The spec of an array; raises `InvalidRequest` for a dtype that does not travel (objects, strings)."""
-    name = array.dtype.name
+    # NumPy makes a dtype's name anew each time, which costs more than all else here.
+    name = _NAMES.get(array.dtype) or array.dtype.name
     if name not in DTYPES:
         raise InvalidRequest(f"arrays of dtype {array.dtype} cannot travel; known are {', '.join(DTYPES)}")
-    return TensorSpec(name, tuple(array.shape))
+    return TensorSpec(name, array.shape)
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def portable(array: npt.ArrayLike) -> Array:

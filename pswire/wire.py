@@ -62,7 +62,7 @@ VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
         Verb("Open", "start", guarded=False),
-        Verb("Beat", "lease"),
+        Verb("Beat", ""),  # until the server has been silent for a lease, and is lost
         Verb("Leave", "call"),
         Verb("Create", "call", streams=(True, False)),
         Verb("Propose", "call"),

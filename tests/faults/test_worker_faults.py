@@ -225,6 +225,46 @@ def test_worker_0_as_chief_dies_and_comes_back(tmp_path):
         job.finish()
 
 
+def test_a_worker_without_data_of_its_own_comes_back(tmp_path):
+    """Its own batches are long used up: it gets empty ones until the others are done, and is in step afterwards."""
+
+    def work(lengths):
+        strategy = ps.ParameterServerStrategy()
+        with strategy.scope():
+            v = ps.Variable(np.zeros(1), name="v")
+        say("open")
+
+        def mine(context):
+            return [np.full((2, 1), 100.0**ME) for _ in range(lengths[ME])]
+
+        batches = strategy.experimental_distribute_datasets_from_function(mine)
+        for turn in range(2):
+            sizes = []
+            for batch in batches:
+                if (ME, turn, strategy.round) in ((0, 0, 6), (1, 0, 3)):
+                    say("at", strategy.round)
+                    gate("go" if ME == 0 else "never")
+                strategy.run(lambda batch=batch: add_all([(v, batch.sum(axis=0))]))
+                sizes.append(len(batch))
+            say("pass", [turn, sizes, strategy.round])
+        say("sums", float(v[0]))
+
+    keys = {"workers": 2, "chief": "driver", "gates": ["go", "never"], "timeouts": QUICK}
+    with Job(work, tmp_path, ((12, 4),), **keys) as job, job.server(PS0) as server:
+        job.hear(W1, "at", 3)
+        job.kill(W1)
+        job.hear(W0, "at", 6)
+        job.start(W1)
+        job.hear(W1, "open")
+        job.until(lambda: len(server.status().epoch.members) == 2)
+        job.open("go")
+        for task, sizes, rest in ((W0, [2] * 12, [2] * 12), (W1, [0] * 5, [2] * 4 + [0] * 8)):
+            assert job.hear(task, "pass") == [0, sizes, 12]
+            assert job.hear(task, "pass") == [1, rest, 24]
+            assert job.hear(task, "sums") == 2 * counts(24, 3 + 4)
+        job.finish()
+
+
 def test_the_launcher_replaces_a_worker(tmp_path):
     """`--restarts`: a worker that fails in the middle is started again, and the sums stay exact."""
 

@@ -154,11 +154,7 @@ class Job:
 
     def until(self, true: Callable[[], bool], seconds: float = SECONDS) -> None:
         """Waits until something is true that nobody says, such as what a server's status tells."""
-        deadline = time.monotonic() + seconds
-        while not true():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"it did not come true within {seconds:g} s:\n{self._transcript()}")
-            time.sleep(0.02)
+        until(true, seconds, self._transcript)
 
     def open(self, gate: str) -> None:
         """Lets everyone through a gate, from now on."""
@@ -195,7 +191,10 @@ class Job:
 
     def finish(self, seconds: float = SECONDS) -> Outcome:
         """Waits for the end of all; fails unless every process ended by itself with code 0."""
-        outcome = self.cluster.wait(seconds)
+        try:
+            outcome = self.cluster.wait(seconds)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self._transcript()}") from None
         assert outcome == Outcome(0), f"{outcome.report}\n{self._transcript()}"
         codes = {str(task): process.returncode for task, process in self.cluster.processes.items()}
         assert set(codes.values()) == {0}, f"{codes}\n{self._transcript()}"
@@ -226,6 +225,15 @@ def _said(line: Line, what: str, value: Any) -> tuple[Any] | None:
 def _make_gate(path: Path) -> int:
     os.mkfifo(path)
     return os.open(path, os.O_RDWR)
+
+
+def until(true: Callable[[], bool], seconds: float, otherwise: Callable[[], str]) -> None:
+    """Waits until something is true; fails with a text if it does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"it did not come true within {seconds:g} s: {otherwise()}")
+        time.sleep(0.02)
 
 
 def listens(address: str) -> bool:

@@ -1,0 +1,100 @@
+"""A chief that dies, is replaced, or is doubled: workers go on as far as they can, and only the newest is heard."""
+
+from __future__ import annotations
+
+import signal
+
+import numpy as np
+from inside import ME, add, gate, say
+from jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
+
+import psclient as ps
+
+
+def drive(known, after):
+    """`known` rounds of one section, a gate in their middle, then as many of another one."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(4), name="v")
+        u = ps.Variable(np.zeros(4), name="u")
+    while strategy.round < known:
+        if strategy.round == known // 2:
+            say("at", strategy.round)
+            gate("known")
+        strategy.run(lambda: add(v, np.full(4, 100.0**ME)))
+    say("known", float(v[0]))
+    for _ in range(after):
+        strategy.run(lambda: add(u, np.full(4, 100.0**ME)))
+    with strategy.scope():
+        late = ps.Variable(np.ones(2), name="late")
+    say("sums", [float(v[0]), float(u[0]), float(late[0])])
+
+
+def test_a_chief_that_dies_and_is_replaced(tmp_path):
+    """Approved sections run without it; a new one waits and says for whom; the next chief goes on from there."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
+    with Job(drive, tmp_path, (20, 5), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", 10)
+        job.kill(CHIEF)
+        job.open("known")
+        for task in (W0, W1):
+            assert job.hear(task, "known") == 20 * 101.0
+        for task in (W0, W1):
+            job.hear_error(task, "waits in round 20 for the chief")
+        job.start(CHIEF)
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
+        job.finish()
+
+
+def test_a_chief_that_does_not_come_back(tmp_path):
+    """What needs one fails with `ChiefLost` before its deadline, everywhere, and names what to do."""
+    timeouts = QUICK.__class__(**{**vars(QUICK), "chief": 2.0})
+    with Job(drive, tmp_path, (20, 5), workers=2, chief="driver", timeouts=timeouts, gates=["known"]) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", 10)
+        job.kill(CHIEF)
+        job.open("known")
+        for task in (W0, W1):
+            job.hear_error(task, "error: the chief has been silent for")
+            assert job.exited(task) == 1
+
+
+def test_of_two_chiefs_the_older_is_refused(tmp_path):
+    """One that was silent, and replaced, is told so when it speaks again; the job does not notice it."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
+    with Job(drive, tmp_path, (20, 5), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", 10)
+        older = job.cluster.processes[CHIEF]
+        job.kill(CHIEF, signal.SIGSTOP)
+        with job.server(PS0) as server:
+            job.until(lambda: server.status().chief > 0.7)
+            job.start(CHIEF)
+            job.until(lambda: server.status().chief < 0.5)
+        job.open("known")
+        for task in (W0, W1):
+            job.hear(task, "known")
+        older.send_signal(signal.SIGCONT)
+        assert older.wait(20) == 1
+        assert "this session was ended: the task was started again" in job.errors(CHIEF)
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
+        job.finish()
+
+
+def test_of_two_chiefs_that_both_speak_the_older_is_refused(tmp_path):
+    """Neither is silent: the one with the smaller token is fenced out, and every sum is exact."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
+    with Job(drive, tmp_path, (20, 5), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", 10)
+        older = job.cluster.processes[CHIEF]
+        job.start(CHIEF)
+        assert older.wait(20) == 1
+        job.open("known")
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
+        job.finish()
+        assert {job.cluster.processes[task].returncode for task in (PS0, PS1, CHIEF)} == {0}

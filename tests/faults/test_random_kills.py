@@ -1,0 +1,58 @@
+"""Workers and the chief die at random moments, again and again, and are started again."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+from inside import ME, add_all, say
+from jobs import CHIEF, QUICK, W0, W1, W2, Job
+
+import psclient as ps
+
+
+def endure(rounds):
+    """Each contribution is a power of 1000, so that the sums' digits count contributions by worker."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(50_000), name="v")
+        u = ps.Variable(np.zeros(50_000), name="u")
+    while strategy.round < rounds:
+        mine = np.full(50_000, 1000.0**ME)
+        time.sleep(0.01)  # a step that takes its time
+        strategy.run(lambda mine=mine: add_all([(v, mine), (u, mine)]))
+        found = v.numpy(), u.numpy()
+        assert all((value == value[0]).all() for value in found)
+        say("did", strategy.round - 1)
+    say("sums", [float(v[0]), float(u[0])])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3))
+def test_every_contribution_counts_once_and_whole(tmp_path, seed):
+    """A contribution that was answered counts; of those that were not, at most one for each death does.
+
+    All see the same rounds, and the job ends cleanly.
+    """
+    choices = random.Random(seed)
+    deaths = dict.fromkeys((W0, W1, W2, CHIEF), 0)
+    keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK}
+    with Job(endure, tmp_path, (800,), **keys) as job:
+        job.hear(W0, "did", 0)
+        while max(job.said(W0, "did")) < 650:
+            task = choices.choice(list(deaths))
+            job.kill(task)
+            deaths[task] += 1
+            time.sleep(choices.random() * 0.5)  # so that some come back before their lease has ended
+            job.start(task)
+            time.sleep(choices.random() * 1.5)
+        job.finish(120)
+        sums = {tuple(job.said(task, "sums")[-1]) for task in (W0, W1, W2)}
+        for total in sums.pop():
+            for task in (W0, W1, W2):
+                count, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
+                assert did <= count <= did + deaths[task], (task, count, did, deaths)
+    assert not sums
+    assert sum(deaths.values()) >= 5

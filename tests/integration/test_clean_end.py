@@ -1,0 +1,100 @@
+"""The clean end: every process ends by itself, and nothing of ours is left in a process that goes on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import numpy as np
+import psutil
+import pytest
+from inside import add
+from jobs import CALM, SECONDS, Job, children, listens, until
+
+import psclient as ps
+from psclient.processes import start_server
+from pswire.cluster import ClusterSpec, Task, TaskConfig
+
+
+def work(rounds):
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(300_000), name="v")
+    for _ in range(rounds):
+        strategy.run(lambda: add(v, np.ones(300_000)))
+    float(v[0])
+
+
+@pytest.mark.parametrize("chief", ["driver", "script", "none"])
+def test_a_job_leaves_nothing_behind(tmp_path, chief):
+    """All processes exit with 0 by themselves; their ports are free, and no segment of memory stays."""
+    before, segments = children(), set(os.listdir("/dev/shm"))
+    with Job(work, tmp_path, (5,), ps=2, workers=2, chief=chief) as job:
+        job.finish()
+        assert not any(listens(address) for address in job.cluster.addresses.values())
+    assert children() == before
+    assert set(os.listdir("/dev/shm")) <= segments
+
+
+class Held:
+    """What this process holds that somebody has to give back: as much after each strategy as after the first."""
+
+    def __init__(self):
+        self.before = self.now()
+        self.descriptors = None
+
+    @staticmethod
+    def now():
+        return sorted(thread.name for thread in threading.enumerate()), children()
+
+    def check(self):
+        until(lambda: self.now() == self.before, 10, lambda: f"{self.before} became {self.now()}")
+        process = psutil.Process()
+        if self.descriptors is None:  # what gRPC keeps for good
+            self.descriptors = process.num_fds()
+        until(lambda: process.num_fds() <= self.descriptors, 10, lambda: f"{self.descriptors} descriptors became more")
+
+
+def train_once(cluster=None):
+    """One strategy from its beginning to its end; returns it, and what it computed."""
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"], cluster=cluster, timeouts=CALM)
+    with strategy.scope():
+        v = ps.Variable(np.zeros(5), name="v")
+        optimizer = ps.optimizers.SGD(1.0)
+    for _ in range(3):
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(5), v)]))
+    value = v.numpy()
+    strategy.close()
+    return weakref.ref(strategy), float(value[0])
+
+
+def test_strategies_leave_nothing_in_their_process():
+    """Twenty jobs, one after the other on the same two servers: threads and descriptors stay as they are.
+
+    Each is a job of its own: it finds none of the variables of the one before.
+    """
+    servers = [start_server(task, until_done=False, timeouts=CALM) for task in range(2)]
+    spec = ClusterSpec({"ps": tuple(address for _, address in servers), "worker": ("127.0.0.1:0",)})
+    held, strategies = Held(), []
+    try:
+        for _ in range(20):
+            strategies.append(train_once(TaskConfig(spec, Task("worker", 0))))
+            held.check()
+    finally:
+        for process, _ in servers:
+            process.stdin.close()
+            assert process.wait(SECONDS) == 0
+            process.stdout.close()
+    assert [value for _, value in strategies] == [-6.0] * 20
+    gc.collect()
+    assert [ref() for ref, _ in strategies] == [None] * 20
+
+
+def test_an_embedded_server_ends_with_its_strategy():
+    """Without a cluster each strategy has a server of its own, which is gone when the strategy is closed."""
+    held = Held()
+    for _ in range(3):
+        assert train_once()[1] == -6.0
+        held.check()

@@ -1,0 +1,136 @@
+"""Checkpoints from end to end: a new cluster goes on where the old one was, bit by bit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from inside import DIRECTORY, ME, add, gate, say
+from jobs import PS0, QUICK, W0, W1, Job
+
+import psclient as ps
+from psclient.config import ServerOptions
+
+EPOCHS, BATCHES, SAVED = 3, 5, 7
+"""Passes over the data, batches of each, and after how many steps the checkpoint is saved: in a pass."""
+
+
+def learn(resume, style):
+    strategy = ps.ParameterServerStrategy()
+    rng = np.random.default_rng(8)
+    x, y = rng.normal(size=(50, 6)), rng.normal(size=(50, 2))
+    checkpoint = ps.Checkpoint(strategy)
+    with strategy.scope():
+        w = ps.Variable(rng.normal(size=(6, 4)), name="w")
+        u = ps.Variable(rng.normal(size=(4, 2)), name="u")
+        optimizer = ps.optimizers.SGD(0.05, 0.9)
+        optimizer.build([w, u])
+    if resume:
+        say("restored", checkpoint.restore(resume))
+    say("begins", [w.numpy(), int(optimizer.iterations)])
+
+    def step(x, y):
+        h = np.tanh(x @ w.read_value())
+        error = (h @ u.read_value() - y) / 12
+        optimizer.apply_gradients([(x.T @ ((error @ u.read_value().T) * (1 - h * h)), w), (h.T @ error, u)])
+
+    batches = strategy.experimental_distribute_dataset(ps.ArrayDataset((np.arange(50), x, y)).shuffle(2).batch(12))
+    for epoch in batches.epochs(3) if style == "epochs" else range(3):
+        for rows, *batch in batches:
+            say("took", [epoch, rows])
+            strategy.run(step, args=batch)
+            if int(optimizer.iterations) == 7 and not resume:
+                say("saved", checkpoint.save("run"))
+    say("weights", [w.numpy(), u.numpy(), int(optimizer.iterations)])
+    with strategy.scope():
+        say("slots", [slot.numpy() for slots in optimizer._slots.values() for slot in slots])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A job of two servers and two workers that was never interrupted, and saved a checkpoint in its middle."""
+    directory = tmp_path_factory.mktemp("job")
+    with Job(learn, directory, ("", "epochs"), ps=2, workers=2, chief="driver") as job:
+        job.finish()
+    return directory / "checkpoints", job
+
+
+def rows_by_epoch(job):
+    taken = {}
+    for task in (W0, W1):
+        for epoch, rows in job.said(task, "took"):
+            taken[epoch] = sorted(taken.get(epoch, []) + rows)
+    return taken
+
+
+@pytest.mark.parametrize(("servers", "style"), [(1, "range"), (3, "epochs")])
+def test_a_new_cluster_goes_on_bit_by_bit(tmp_path, uninterrupted, servers, style):
+    """With another number of servers: the same weights, slots and step count, and each row once in each pass."""
+    root, before = uninterrupted
+    keys = {"ps": servers, "workers": 2, "server": ServerOptions(checkpoint_root=str(root))}
+    with Job(learn, tmp_path, ("run", style), **keys) as job:
+        job.finish()
+    for task in (W0, W1):
+        assert job.said(task, "restored") == [True]
+        assert job.said(task, "begins")[0][1] == SAVED
+        for what in ("weights", "slots"):
+            assert job.said(task, what) == before.said(W0, what)
+    assert before.said(W0, "weights")[0][2] == EPOCHS * BATCHES
+    taken = rows_by_epoch(job)
+    assert taken.keys() == {1, 2}
+    assert taken[2] == list(range(50))
+    done = {row for task in (W0, W1) for epoch, rows in before.said(task, "took")[:SAVED] if epoch for row in rows}
+    assert taken[1] == sorted(set(range(50)) - done)
+
+
+def test_a_checkpoint_is_one_round_of_all_servers(uninterrupted):
+    """Its manifest names the round and the place in the data; every shard it names is there; nothing else is."""
+    root, before = uninterrupted
+    (path,) = before.said(W0, "saved")
+    manifest = json.loads((root / path / "manifest.json").read_text())
+    assert manifest["round"] == SAVED
+    assert manifest["positions"] == [{"dataset": 0, "epoch": 1, "index": SAVED - BATCHES}]
+    files = {entry["file"] for entry in manifest["tensors"].values()}
+    assert {file.name for file in (root / path).iterdir()} == files | {"manifest.json"}
+    assert len(files) == 2
+    assert before.said(W1, "saved") == [path]
+
+
+def test_a_process_that_comes_back_restores_nothing(tmp_path):
+    """A worker that joins a running job calls `restore` like the others did: the variables are newer."""
+
+    def add_rows(rows):
+        strategy = ps.ParameterServerStrategy()
+        with strategy.scope():
+            v = ps.Variable(np.zeros(1), name="v")
+        checkpoint = ps.Checkpoint(strategy)
+        if (DIRECTORY / "checkpoints").exists():
+            say("restored", checkpoint.restore("run"))
+        say("open")
+        batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(float(rows))).batch(4))
+        for batch in batches:
+            if ME == 1 and strategy.round == 5:
+                say("took", batch)
+                gate("never")
+            strategy.run(lambda batch=batch: add(v, batch.sum(keepdims=True)))
+            if strategy.round == 3:
+                checkpoint.save("run")
+            if ME == 0 and strategy.round == 7:
+                say("at", 7)
+                gate("go")
+        say("sums", float(v[0]))
+
+    gates = ["go", "never"]
+    with Job(add_rows, tmp_path, (80,), workers=2, gates=gates, timeouts=QUICK) as job, job.server(PS0) as server:
+        lost = job.hear(W1, "took")
+        job.kill(W1)
+        job.hear(W0, "at")
+        job.start(W1)
+        assert job.hear(W1, "restored") is False
+        job.hear(W1, "open")
+        job.until(lambda: len(server.status().epoch.members) == 2)
+        job.open("go")
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == sum(range(80)) - sum(lost)
+        job.finish()
