@@ -31,7 +31,7 @@ demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/digits.py
 
 test: check  ## all checks and all tests
-	$(BIN)/python -m pytest -q -n 2 -m 'not serial'
+	$(BIN)/python -m pytest -q -n 2 -m 'not serial and not soak'
 	$(BIN)/python -m pytest -q -m serial || [ $$? -eq 5 ]  # 5: there are none
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents

@@ -101,10 +101,12 @@ def local_devices(names: Sequence[str] | None) -> tuple[Device, ...]:
         names: one for each replica, such as `["cpu:0", "cpu:1"]`; None takes `default_devices`.
 
     Raises:
-        ConfigError: a name is none, comes twice, or is that of a GPU that is not there.
+        ConfigError: it is no list, or a name is none, comes twice, or is that of a GPU that is not there.
     """
     if names is None:
         return default_devices()
+    if isinstance(names, str):
+        raise ConfigError(f"devices are a list with one name for each replica; write devices=[{names!r}]")
     devices = tuple(Device.parse(name) for name in names)
     if not devices:
         raise ConfigError("no device is given; name at least one, such as cpu:0")
@@ -153,20 +155,34 @@ def to_device(array: AnyArray, device: Device) -> AnyArray:
         return _loaded_cupy().asarray(array if _is_cupy(array) else to_numpy(array))
 
 
+def is_array(value: Any) -> bool:
+    """Whether it is an array of any library, or a NumPy scalar."""
+    return isinstance(value, np.generic) or hasattr(value, "__dlpack_device__")
+
+
+def as_array(value: Any) -> AnyArray:
+    """A NumPy or CuPy array where the value lies; not copied if that can be avoided.
+
+    Args:
+        value: an array of NumPy or CuPy, or of another library on CPU or CUDA (PyTorch, JAX), or whatever
+            `numpy.asarray` takes.
+    """
+    if isinstance(value, np.ndarray) or _is_cupy(value):
+        return value
+    if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == _ON_CUDA:
+        return _loaded_cupy().from_dlpack(value)
+    return np.asarray(value)
+
+
 def to_numpy(array: AnyArray) -> Array:
     """The array in host memory; not copied if it is there.
 
     Args:
-        array: of NumPy or CuPy, of another library on CPU or CUDA (PyTorch, JAX), or a Python number.
+        array: what `as_array` takes.
     """
-    if isinstance(array, np.ndarray):
-        return array
-    if _is_cupy(array):
-        result: Array = _loaded_cupy().asnumpy(array)
-        return result
-    if hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] == _ON_CUDA:
-        return to_numpy(_loaded_cupy().from_dlpack(array))
-    return np.asarray(array)
+    found = as_array(array)
+    host: Array = found if isinstance(found, np.ndarray) else _loaded_cupy().asnumpy(found)
+    return host
 
 
 def add(a: AnyArray, b: AnyArray) -> AnyArray:

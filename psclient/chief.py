@@ -18,7 +18,7 @@ from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
 from pswire.api import SessionState, Watched
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import PSError
+from pswire.errors import CheckpointError, PSError
 from pswire.limits import Timeouts
 from pswire.spec import (
     Approved,
@@ -290,7 +290,11 @@ class Chief:
                 thread.start()
 
     def _write(self, plan: Plan) -> None:
-        self._written[plan.id] = self._commit(plan)
+        try:
+            self._written[plan.id] = self._commit(plan)
+        except Exception as error:  # whatever it is, the processes that wait for the checkpoint are told
+            log.exception("a checkpoint could not be committed")
+            self._written[plan.id] = Snapshotted(plan.id, 0, plan.snapshot.path if plan.snapshot else "", repr(error))
 
     def _commit(self, plan: Plan) -> Snapshotted:
         """Shards first, the manifest last; without a manifest there is no checkpoint."""
@@ -300,6 +304,9 @@ class Chief:
         try:
             pending = [self._servers[server].snapshot(token, plan.id, "") for server in order.servers]
             shards = [future.result() for future in pending]
+            if len({(shard.round, shard.positions) for shard in shards}) > 1:
+                rounds = ", ".join(str(shard.round) for shard in shards)
+                raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
             manifest = {
                 "format": 1,
                 "round": shards[0].round,

@@ -109,12 +109,12 @@ class ReplicaContext:
         """
         if self.strategy is None:
             return value
-        reduced = self.merge_call(_reduce_boxes, (reduce_op, _Box(tuple(nest.flatten(value)))))
+        reduced = self.merge_call(_reduce_boxes, (reduce_op, Box(tuple(nest.flatten(value)))))
         return nest.pack_sequence_as(value, reduced)
 
 
 @dataclass(frozen=True, eq=False)
-class _Box:
+class Box:
     """One replica's values. A box of its own keeps a value that all replicas share from being merged."""
 
     nest_leaf: ClassVar[bool] = True
@@ -122,12 +122,20 @@ class _Box:
     leaves: tuple[Any, ...]
 
 
-def _reduce_boxes(strategy: Any, reduce_op: Any, boxes: Any) -> list[Any]:
+def unbox(boxes: Any) -> list[Any]:
+    """The values in the replicas' boxes, each as a per-replica value; with one local replica as it is.
+
+    Raises:
+        ValueError: the boxes do not hold the same number of values.
+    """
     rows = [box.leaves for box in values.local_results(boxes)]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(f"replicas reduce different numbers of values: {[len(row) for row in rows]}")
-    columns = [values.per_replica(column) for column in zip(*rows, strict=True)]
-    return list(strategy.extended.batch_reduce_to(reduce_op, [(column, column) for column in columns]))
+    return [values.per_replica(column) for column in zip(*rows, strict=True)]
+
+
+def _reduce_boxes(strategy: Any, reduce_op: Any, boxes: Any) -> list[Any]:
+    return list(strategy.extended.batch_reduce_to(reduce_op, [(column, column) for column in unbox(boxes)]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +144,7 @@ class _Context:
     strategy: Any = None
     replica: ReplicaContext | None = None
     lift: Lift | None = None
+    merging: bool = False
 
 
 def _merge_alone(merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,9 +203,9 @@ def in_cross_replica_context() -> bool:
     return _current().kind == "cross-replica"
 
 
-def in_update_context() -> bool:
-    """Whether the calling thread is in a function given to `update`."""
-    return _current().kind == "update"
+def in_merge_call() -> bool:
+    """Whether the calling thread runs what `merge_call` was given."""
+    return _current().merging
 
 
 @contextlib.contextmanager
@@ -220,7 +229,7 @@ def enter_replica(context: ReplicaContext) -> contextlib.AbstractContextManager[
 
 def enter_cross_replica(strategy: Any) -> contextlib.AbstractContextManager[None]:
     """A context manager: the calling thread runs what `merge_call` was given."""
-    return _entered(_Context("cross-replica", strategy))
+    return _entered(_Context("cross-replica", strategy, merging=True))
 
 
 def enter_update(strategy: Any, lift: Lift | None = None) -> contextlib.AbstractContextManager[None]:

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 
 from psclient.group import Group
 from psclient.session import Session
-from pswire.api import Contribution, RoundReply
-from pswire.errors import PSError, RoundTimeout
+from pswire.api import Contribution, ParameterServer, RestoreReply, RoundReply
+from pswire.errors import CheckpointError, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
 from pswire.spec import Plan, Position, Ref, Snapshotted, Variable, VariableSpec
-from pswire.tensor import Array, Payload, portable
+from pswire.tensor import EMPTY, Array, Payload, portable
 
 log = logging.getLogger("psclient")
+
+FAILED_ROUND = (ProgramError, MemoryLimit)
+"""Errors that a round ended with, for every process alike: nothing of it was applied where it failed."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Exchange:
         # The lock guards the two below: replicas read in threads of their own.
         self._lock = threading.Lock()
         self._cache: dict[int, Array] = {}
+        self._seen: dict[int, int] = {}
         self._renewed = False
         self._read: set[int] = set()
 
@@ -119,12 +123,12 @@ class Exchange:
             return value
 
     def _renew(self) -> bool:
-        """Once taken in, forgets what was read before if rounds were made since; returns whether there was any."""
+        """Once taken in, forgets what was read before, if rounds were made since; returns whether any were."""
         with self._lock:
             if self._renewed or self.group.epoch is None:
                 return False
             self._renewed = True
-            stale = self.group.came_late and bool(self._cache)
+            stale = any(self.session.servers[s].status().round != round for s, round in self._seen.items())
             if stale:
                 self._cache.clear()
             return stale
@@ -156,21 +160,23 @@ class Exchange:
         plan = outgoing.plan
         waiting = self.group.epoch is None
         self.group.enter(f"plan:{plan.id.hex()}")
-        if self._renew() and waiting:
+        observes = self._renew() and waiting
+        if observes:
             log.info("%s was taken in after it computed its first section, which does not count", self.session.task)
-            nothing = len(plan.reductions)
-            outgoing = Outgoing(plan, (0.0,) * nothing, (None,) * nothing, outgoing.operands)
         if plan.id not in self._proposed:
             self.session.keeper.propose(self.session.number, plan, "", None)
             self._proposed.add(plan.id)
         want = {server: self._want(plan, server) for server in plan.servers}
         self.session.waits = (self.group.round, plan.id)
         try:
-            futures = {server: self._push(outgoing, server, want[server]) for server in plan.servers}
-            replies = self._gather(futures)
+            futures = {server: self._push(outgoing, server, want[server], observes) for server in plan.servers}
+            replies, failure = self._gather(futures)
         finally:
             self.session.waits = (-1, b"")
-        return self._take(plan, want, replies)
+        values = self._take(plan, want, replies)
+        if failure is not None:
+            raise failure
+        return values
 
     def _want(self, plan: Plan, server: int) -> tuple[int, ...]:
         """What to ask back: variables that the plan assigns and that were read since their last assignment."""
@@ -178,35 +184,36 @@ class Exchange:
             read = plan.writes(server) & self._read
             return tuple(sorted(id for id in read if self._variables[id].servers[0] == server))
 
-    def _push(self, outgoing: Outgoing, server: int, want: tuple[int, ...]) -> Future[RoundReply]:
+    def _push(self, outgoing: Outgoing, server: int, want: tuple[int, ...], observes: bool) -> Future[RoundReply]:
         epoch = self.group.epoch
         said = Contribution(
             self.session.number,
             epoch.number if epoch else 0,
             self.group.round,
             outgoing.plan.id,
-            outgoing.weights,
+            (0.0,) * len(outgoing.weights) if observes else outgoing.weights,
             self.group.more,
             self.group.positions,
             want,
+            observes,
         )
-        return self.session.servers[server].push(said, outgoing.payload(server))
+        return self.session.servers[server].push(said, EMPTY if observes else outgoing.payload(server))
 
-    def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> dict[int, RoundReply]:
+    def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> tuple[dict[int, RoundReply], PSError | None]:
+        """The answers, and why the round failed on some server: then it did for every process."""
         deadline = time.monotonic() + self.session.timeouts.round
-        errors: list[PSError] = []
+        failure: PSError | None = None
         replies: dict[int, RoundReply] = {}
         for server, future in futures.items():
             try:
                 replies[server] = self._await(server, future, deadline)
+            except FAILED_ROUND as error:
+                failure = error
             except PSError as error:
-                errors.append(error)
+                # The others may have made this round: this process has lost its place among them.
+                self.session.end(error)
         self.session.check()
-        if errors:
-            # The servers count a failed round as well: every process was told the same.
-            self.group.round += 1
-            raise errors[0]
-        return replies
+        return replies, failure
 
     def _await(self, server: int, future: Future[RoundReply], deadline: float) -> RoundReply:
         session, round = self.session, self.group.round
@@ -239,14 +246,16 @@ class Exchange:
             tensors = reply.payload.tensors([spec for _, spec in given] + wanted)
             values |= zip([ref for ref, _ in given], tensors, strict=False)
             fresh |= zip(want[server], map(_frozen, tensors[len(given) :]), strict=True)
-            self._touched[server] = reply.round
             for task in reply.left_out:
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)
+        for server in plan.servers:
+            self._touched[server] = self.group.round
         written = frozenset[int]().union(*(plan.writes(server) for server in plan.servers))
         with self._lock:
             self._read -= written
             self._cache = {id: value for id, value in self._cache.items() if id not in written} | fresh
-        newest = max((reply.epoch for reply in replies.values()), key=lambda epoch: epoch.number)
+        epochs = [reply.epoch for reply in replies.values()]
+        newest = max(epochs, key=lambda epoch: epoch.number, default=None)
         self.group.round_over(newest, any(reply.more for reply in replies.values()))
         return values
 
@@ -257,18 +266,38 @@ class Exchange:
         return self.group.snapshotted(plan.id, time.monotonic() + self.session.timeouts.round)
 
     def restore(self, path: str) -> tuple[Position, ...]:
-        """Has every server read a checkpoint; returns the datasets' positions in it."""
-        session = self.session
-        late = RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s")
-        deadline = time.monotonic() + session.timeouts.round
-        futures = [server.restore(session.number, path) for server in session.servers]
-        found = [
-            session.wait(future, deadline, late, lambda: f"waits for {path!r} to be restored", lambda: False)
-            for future in futures
-        ]
+        """Has every server read a checkpoint; returns the datasets' positions in it.
+
+        Raises:
+            CheckpointError: there is none, or a server cannot read its part.
+            VariableMismatch: it has a variable with another shape or dtype.
+        """
+        # Server 0 says which one is the newest, so that all read the same.
+        first = self._restore(self.session.keeper, path)
+        try:
+            others = [self._restore(server, first.path) for server in self.session.servers[1:]]
+            if any(other != first for other in others):
+                raise CheckpointError(
+                    f"the servers do not read the same checkpoint {first.path!r}; is it on all hosts?"
+                )
+        except PSError as error:
+            # Some variables are restored, and others are not: nobody may compute on that.
+            self.session.end(error)
+            raise
         with self._lock:
             self._cache.clear()
-        return found[0]
+        return first.positions
+
+    def _restore(self, server: ParameterServer, path: str) -> RestoreReply:
+        session = self.session
+        late = RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s")
+        return session.wait(
+            server.restore(session.number, path),
+            time.monotonic() + session.timeouts.round,
+            late,
+            lambda: f"waits for {path!r} to be restored",
+            lambda: False,
+        )
 
 
 def _frozen(array: Array) -> Array:

@@ -352,7 +352,7 @@ class StrategyExtended:
     def snapshot(self, path: str) -> Snapshotted:
         """Ends the open section with a checkpoint; waits until it is complete, or failed."""
         section = self.section
-        section.order_snapshot(path, tuple(range(len(self._parameter_devices))))
+        section.order_snapshot(path, self._exchange.group.round)
         plan = self._send(section)
         return self._exchange.snapshot(plan)
 

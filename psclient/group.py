@@ -47,8 +47,6 @@ class Group:
         """The next round of this process."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
-        self.came_late = False
-        """Whether the others were already making rounds when this process was taken in."""
         self._expected = tuple(expected)
         self._passes: list[_Pass] = []
         self._taken_in = ""
@@ -149,16 +147,20 @@ class Group:
         self._begins = {position.dataset: position for position in positions}
         self._positions.update(self._begins)
 
-    def round_over(self, epoch: Epoch, more: bool) -> None:
+    def round_over(self, epoch: Epoch | None, more: bool) -> None:
         """Notes what a round's answers said; the next round is the next number."""
         self.round += 1
         self._taken_in = ""
         if self._passes:
             self._passes[-1].any_more = more
-        if self._announced is None or epoch.number > self._announced.number:
+        if epoch is not None and (self._announced is None or epoch.number > self._announced.number):
             self._announced = epoch
-        if not self._announced.entry:
+        if self._announced is not None and not self._announced.entry:
             self._take_in(self._announced)
+
+    def skip_round(self) -> None:
+        """This process did not make a section that the others make: their round is over without it."""
+        self.round += 1
 
     def enter(self, entry: str) -> None:
         """The program is at a place where epochs begin.
@@ -183,11 +185,9 @@ class Group:
     def _join(self, entry: str) -> None:
         self.session.keeper.propose(self.session.number, None, entry, None)
         self._settle()
-        deadline = time.monotonic() + self.session.timeouts.start
+        # Who comes late waits until the others come to the place where they take it in: as long as for a round.
+        deadline = time.monotonic() + self.session.timeouts.round
         while self.epoch is None and not self._begin():
-            # Who waits for others to start waits as long as a start may take; who comes late, for a round.
-            if self._epochs:
-                deadline = max(deadline, time.monotonic() + self.session.timeouts.round)
             self._follow(deadline)
 
     def _settle(self) -> None:
@@ -203,9 +203,9 @@ class Group:
             epoch = self._epochs[number]
             start = epoch.start or self._starts.get(number)
             if start is not None and epoch.session(self.session.number):
-                self.epoch, self.round = epoch, start.round
+                # Who begins with all others may have left out sections already.
+                self.epoch, self.round = epoch, start.round + (self.round if epoch.start else 0)
                 self._taken_in = epoch.entry
-                self.came_late = epoch.start is None
                 if start.positions:
                     self.begin_at(start.positions)
                 log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)

@@ -79,11 +79,6 @@ def _open(value: Any) -> _Node | None:
     return next((opened(value) for matches, opened in _KINDS if matches(value)), None)
 
 
-def is_nested(value: Nest) -> bool:
-    """Whether a value is a container rather than a leaf."""
-    return _open(value) is not None
-
-
 def flatten(nest: Nest) -> list[Any]:
     """The leaves of a nest, in order; a leaf gives a list of itself."""
     node = _open(nest)
@@ -120,11 +115,6 @@ def map_structure(fn: Callable[..., Any], *structures: Nest, is_leaf: Callable[[
         ValueError: the structures differ; the message names the path where they do.
     """
     return _map(fn, structures, "", is_leaf)
-
-
-def assert_same_structure(*structures: Nest) -> None:
-    """Raises `ValueError`, naming the path, if nests differ in more than their leaves."""
-    _map(lambda *_: None, structures, "")
 
 
 def _map(

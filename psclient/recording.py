@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from psclient import nest
+from psclient.arrays import to_numpy
 from psclient.tracer import DType, Tracer, VariableTracer, fail, is_weak
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.program import OPS, Attr, Input, InputKind, Node, Program, infer
@@ -56,11 +57,6 @@ class Traced:
     origins: tuple[Hashable | Array, ...]
     result: Any
 
-    @property
-    def operands(self) -> tuple[Array, ...]:
-        """The arrays of the operand inputs, in the order of the inputs."""
-        return tuple(origin for origin in self.origins if isinstance(origin, np.ndarray))
-
 
 class Recording:
     """Builds a program. Used by one thread, for one call of one function.
@@ -95,9 +91,8 @@ class Recording:
 
     def operand(self, value: object) -> Tracer:
         """The tracer of an array that every process has; it is copied, so that it may change afterwards."""
-        to_host = getattr(value, "get", None) if hasattr(value, "__cuda_array_interface__") else None
         try:
-            array = portable(np.array(to_host() if to_host else value, order="C"))
+            array = portable(np.array(to_numpy(value), order="C"))
             return Tracer(self, self._input("operand", spec_of(array), array))
         except (InvalidRequest, TypeError, ValueError) as error:
             if isinstance(error, ProgramError):

@@ -69,7 +69,7 @@ class ReplicaRunner:
             kwargs: as `args`.
 
         Returns:
-            The merged results, as `values.regroup` says.
+            The merged results, as `values.regroup_results` says.
 
         Raises:
             RuntimeError: it is called inside a run, or the replicas made unequal numbers of merge calls.
@@ -87,7 +87,7 @@ class ReplicaRunner:
             results = self._run_threads(fn, given) if self._pool else [self._run_here(fn, *given[0])]
         finally:
             self._busy.release()
-        return values.regroup(results)
+        return values.regroup_results(results)
 
     def close(self) -> None:
         """Ends the replicas' threads; waits for those that still run."""

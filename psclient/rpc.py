@@ -27,6 +27,7 @@ from pswire.api import (
     CreateReply,
     Opened,
     PullReply,
+    RestoreReply,
     RoundReply,
     ServerStatus,
     Shard,
@@ -36,7 +37,7 @@ from pswire.cluster import ClusterSpec, Task
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost, Unreachable
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.spec import Entry, Plan, Position, Start, VariableSpec
+from pswire.spec import Entry, Plan, Start, VariableSpec
 from pswire.tensor import Assembly, Frame, Payload, frames
 from pswire.wire import INCARNATION_KEY, UNANSWERED, VERBS, Metadata, Verb, batches, parse, refused
 
@@ -228,11 +229,11 @@ class RemoteServer:
             lambda: codec.shard_from_pb(parse(pb.SnapshotReply, self._ask("Snapshot", request)))
         )
 
-    def restore(self, session: int, path: str) -> Future[tuple[Position, ...]]:
+    def restore(self, session: int, path: str) -> Future[RestoreReply]:
         """As `ParameterServer.restore`."""
         request = pb.RestoreRequest(session=session, path=path)
         return self._threads.submit(
-            lambda: codec.positions_from_pb(parse(pb.RestoreReply, self._ask("Restore", request)).positions)
+            lambda: codec.restored_from_pb(parse(pb.RestoreReply, self._ask("Restore", request)))
         )
 
     def status(self) -> ServerStatus:

@@ -202,9 +202,9 @@ class Section:
         if ref.kind == "reduction" and self._reductions[ref.index].floating:
             self._reductions[ref.index].servers.update(servers)
 
-    def order_snapshot(self, path: str, servers: tuple[int, ...]) -> None:
-        """Records that a checkpoint is wanted."""
-        self._snapshot = SnapshotOrder(path, servers)
+    def order_snapshot(self, path: str, round: int) -> None:
+        """Records that a checkpoint of all servers is wanted, of the round that this section will be."""
+        self._snapshot = SnapshotOrder(path, tuple(range(self._servers)), round)
 
     def give_back(self, value: Any) -> None:
         """Notes which of the section's values the program will look at: the leaves of a nest."""

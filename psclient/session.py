@@ -154,6 +154,8 @@ class Session:
 
     def end(self, error: PSError) -> None:
         """The session is over: whoever waits, and whoever calls from now on, is told why."""
+        if isinstance(error, Fenced):
+            error = self._reason(error)
         with self._lock:
             if self._broken.done():
                 return
@@ -161,6 +163,14 @@ class Session:
         if isinstance(error, Diverged):
             # The others may wait on servers that cannot know.
             self.leave(f"{type(error).__name__}: {error.message}")
+
+    def _reason(self, error: Fenced) -> PSError:
+        """Why the session was ended, which server 0 knows: the others learn of it by an epoch."""
+        try:
+            self.keeper.beat(self.number, *self.waits)
+        except PSError as told:
+            return told
+        return error
 
     def _error(self) -> BaseException | None:
         return self._broken.exception() if self._broken.done() else None
@@ -216,6 +226,7 @@ class Session:
         error = future.exception()
         if isinstance(error, FATAL):
             self.end(error)
+            self.check()
         return future.result()
 
     def _check_chief(self) -> None:

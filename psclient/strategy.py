@@ -147,10 +147,12 @@ class ParameterServerStrategy:
         """Runs what `merge_call` was given: a section of its own, sent when it returns."""
         try:
             result = call()
-            self.extended.flush(returned=result)
         except BaseException:
+            # The other processes make this section's round. This one has left it out, and is told so if it goes on.
             self.extended.drop()
+            self._group.skip_round()
             raise
+        self.extended.flush(returned=result)
         return result
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Array:

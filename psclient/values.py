@@ -86,19 +86,31 @@ def select(value: Nest, local_replica_id: int) -> Nest:
     return nest.map_structure(component, value)
 
 
-def regroup(results: Sequence[Nest]) -> Nest:
-    """Merges what the local replicas returned, leaf by leaf.
+def regroup(given: Sequence[Nest]) -> Nest:
+    """Merges what the local replicas gave, leaf by leaf.
 
     The same object from all comes back itself, the components of one variable become the variable,
-    and all else becomes `PerReplica`. A single result comes back as it is.
+    and all else becomes `PerReplica`. A single nest comes back as it is.
 
     Args:
-        results: one nest for each local replica, in order.
+        given: one nest for each local replica, in order.
 
     Raises:
         ValueError: the structures differ; the message names the path.
     """
-    return results[0] if len(results) == 1 else nest.map_structure(_merge, *results)
+    return given[0] if len(given) == 1 else nest.map_structure(_merge, *given)
+
+
+def regroup_results(results: Sequence[Nest]) -> Nest:
+    """Merges what the local replicas computed, as `regroup`; but Python numbers always become `PerReplica`.
+
+    Python shares small numbers: whether two equal ones are the same object says nothing.
+    """
+    return results[0] if len(results) == 1 else nest.map_structure(_merge_result, *results)
+
+
+def _merge_result(*leaves: Any) -> Any:
+    return PerReplica(leaves) if isinstance(leaves[0], bool | int | float | complex) else _merge(*leaves)
 
 
 def _merge(*leaves: Any) -> Any:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from psclient import context, nest
-from psclient.arrays import AnyArray, to_device
+from psclient import context, values
+from psclient.arrays import AnyArray, Device, to_device, to_numpy
+from psclient.readable import Readable
 from pswire.spec import Variable as Handle
-from pswire.tensor import DTYPES, Array, TensorSpec, portable
+from pswire.tensor import Array, portable
 
 
 class VariableAggregation(enum.Enum):
@@ -24,15 +24,30 @@ class VariableAggregation(enum.Enum):
     MEAN = "mean"
 
 
-class Variable(np.lib.mixins.NDArrayOperatorsMixin):
+class _Once(type):
+    """Replicas that create a variable meet for it, and get the same one."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        replica = context.get_replica_context()
+        if replica is None or replica.strategy is None:
+            return super().__call__(*args, **kwargs)
+        return replica.merge_call(cls._create, (context.Box((args, kwargs)),))
+
+    def _create(cls, strategy: Any, boxes: Any) -> Any:
+        args, kwargs = values.local_results(boxes)[0].leaves
+        return cls(*args, **kwargs)
+
+
+class Variable(Readable, metaclass=_Once):
     """A variable on the parameter servers. Create it inside `strategy.scope()`, on every process alike.
 
     Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as
-    of the last round, on the replica's device; in an update function the value at that point.
+    of the last round, on the replica's device; in an update function the value at that point. In replica
+    context the local replicas create one together.
 
     Args:
         initial_value: array, number, nest of numbers, or a function without arguments that returns one.
-            The first process's value wins.
+            The first process's value wins, and in replica context the first replica's.
         trainable: whether optimizers should touch it.
         name: unique in the strategy; a repeated name gets a number.
         dtype: a key of `pswire.tensor.DTYPES`, or what NumPy makes one of; by default that of the value,
@@ -40,12 +55,11 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         aggregation: how `assign*` in replica context combines the replicas' values.
 
     Raises:
-        RuntimeError: there is no strategy in scope.
+        RuntimeError: there is no strategy in scope, or it is created in an update function.
+        InvalidRequest: its dtype cannot travel.
         VariableMismatch: another process created something else in its place.
         MemoryLimit: its server has no room for it.
     """
-
-    __array_priority__ = 1000  # CuPy's operators then leave the operation to us.
 
     def __init__(
         self,
@@ -58,13 +72,17 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         strategy = context.get_strategy()
         if strategy is None:
             raise RuntimeError("variables live in a strategy; create them inside `with strategy.scope():`")
+        if context.update_lift() is not None:
+            raise RuntimeError("an update function cannot create variables; create them before, in strategy.scope()")
         value = initial_value() if callable(initial_value) else initial_value
         if dtype is None and not hasattr(value, "dtype") and np.asarray(value).dtype == np.float64:
             dtype = np.float32
-        array = portable(np.asarray(value, dtype))
+        array = portable(np.asarray(to_numpy(value) if hasattr(value, "dtype") else value, dtype))
         self.aggregation = VariableAggregation(aggregation)
         self.strategy = strategy
         self.handle: Handle = strategy.extended.create_variable(array, trainable, name)
+        self.spec = self.handle.spec.tensor
+        self._copies: dict[Device, tuple[Array, AnyArray]] = {}
 
     # ---- What it is ----
 
@@ -79,81 +97,46 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         return self.handle.spec.trainable
 
     @property
-    def spec(self) -> TensorSpec:
-        """Dtype and shape."""
-        return self.handle.spec.tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the dimensions."""
-        return self.spec.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.spec.shape)
-
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        """NumPy's dtype."""
-        return DTYPES[self.spec.dtype]
-
-    @property
     def devices(self) -> tuple[str, ...]:
         """The parameter devices that hold it."""
         names = self.strategy.extended.parameter_devices
         return tuple(names[server] for server in self.handle.servers)
+
+    def check_strategy(self, strategy: Any) -> None:
+        """Raises `ValueError` if it was created in the scope of another strategy."""
+        if self.strategy is not strategy:
+            raise ValueError(
+                f"{self!r} was created in the scope of another strategy; read it there, and pass its value"
+            )
 
     def __repr__(self) -> str:
         return f"<ps.Variable {self.name!r} {self.spec} on {', '.join(self.devices)}>"
 
     # ---- Reading ----
 
-    def read_value(self) -> Any:
-        """Its value: an array on the replica's device; in an update function what stands for it there."""
-        lift = context.update_lift()
-        if lift is not None:
-            return lift(self)
-        value = self.strategy.extended.read(self.handle)
-        device = context.replica_device()
-        return value if device is None else to_device(value, device)
+    value = Readable.read_value
 
-    value = read_value
-
-    def numpy(self) -> Array:
-        """Its value on the host, read-only."""
+    def _fetch(self) -> Array:
         value: Array = self.strategy.extended.read(self.handle)
         return value
 
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        return np.array(self.numpy(), dtype=dtype, copy=copy)
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        return getattr(ufunc, method)(*map(_read, inputs), **kwargs)
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return func(*nest.map_structure(_read, args), **nest.map_structure(_read, kwargs))
-
-    def __getitem__(self, key: Any) -> AnyArray:
-        return self.read_value()[key]
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __float__(self) -> float:
-        return float(self.numpy())
-
-    def __int__(self) -> int:
-        return int(self.numpy())
+    def _copy_on(self, device: Device) -> AnyArray:
+        # What was read is the same object until a round changes it: so long its copy serves as well.
+        host, copy = self._copies.get(device, (None, None))
+        value = self._fetch()
+        if value is not host:
+            copy = to_device(value, device)
+            self._copies[device] = (value, copy)
+        return copy
 
     # ---- Writing ----
 
     def assign(self, value: Any) -> Any:
         """Gives it a value.
 
-        In an update function this is part of the update. In cross-replica context it is an update of its
-        own, with a value that every process has alike. In replica context the replicas' values are combined
-        as `aggregation` says, and assigned once.
+        In an update function this is part of the update. In cross-replica context, which is entered where
+        there is no scope, it is an update of its own, with a value that every process has alike. In replica
+        context the replicas' values are combined as `aggregation` says, and assigned once.
 
         Returns:
             The variable.
@@ -175,7 +158,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
         lift = context.update_lift()
         if lift is not None:
             return getattr(lift(self), how)(value)
-        if context.in_cross_replica_context():
+        if context.in_cross_replica_context() or not context.has_strategy():
             return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (value,))
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -187,20 +170,3 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin):
     def _merge_assign(self, strategy: Any, how: str, value: Any) -> Any:
         reduced = strategy.extended.reduce_to(self.aggregation.value, value, self)
         return strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (reduced,))
-
-
-def _read(value: Any) -> Any:
-    return value.read_value() if isinstance(value, Variable) else value
-
-
-def _operators() -> None:
-    """Python's operators on values: the mixin would ask NumPy's ufuncs, which do not take CuPy arrays and variables."""
-    names = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le eq ne gt ge"
-    for name in names.split():
-        apply = getattr(operator, f"__{name}__")
-        setattr(Variable, f"__{name}__", lambda self, other, apply=apply: apply(_read(self), _read(other)))
-        setattr(Variable, f"__r{name}__", lambda self, other, apply=apply: apply(_read(other), _read(self)))
-    Variable.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-_operators()

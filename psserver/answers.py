@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from pswire.errors import PSError
+
+log = logging.getLogger("psserver")
 
 T = TypeVar("T")
 
@@ -25,6 +28,22 @@ def answering(future: Future[T], value: T) -> Answer:
 def failing(future: Future[Any], error: PSError) -> Answer:
     """Answers a future with an error, unless its caller has gone away."""
     return lambda: None if future.done() else future.set_exception(error)
+
+
+def working(future: Future[T], work: Callable[[], T]) -> Answer:
+    """Work whose result, or whatever it raises, is a future's answer: somebody waits for it."""
+
+    def run() -> None:
+        try:
+            answer = answering(future, work())
+        except PSError as error:
+            answer = failing(future, error)
+        except Exception as error:
+            log.exception("array work failed")
+            answer = failing(future, PSError(f"internal error: {error!r}; see the server's log"))
+        answer()
+
+    return run
 
 
 def do(answers: Sequence[Answer]) -> None:

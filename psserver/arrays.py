@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from array_api_compat import numpy as numpy_api
 
 from pswire.errors import ConfigError
@@ -86,25 +84,6 @@ class Device:
     def get(self, array: Any) -> Array:
         """An array of this device in host memory; on the CPU it is the array itself."""
         return np.asarray(array) if self.gpu is None else np.asarray(_cupy().asnumpy(array))
-
-    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Any:
-        """A new array that is not filled."""
-        with self.scope():
-            return self._module.empty(tuple(shape), np.dtype(dtype))
-
-    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Any:
-        """A new array of zeros."""
-        with self.scope():
-            return self._module.zeros(tuple(shape), np.dtype(dtype))
-
-    def synchronize(self) -> None:
-        """Waits until everything that was started on the device is done."""
-        if self.gpu is not None:
-            _cupy().cuda.Device(self.gpu).synchronize()
-
-    @property
-    def _module(self) -> ModuleType:
-        return np if self.gpu is None else _cupy()
 
 
 def _cupy() -> ModuleType:

@@ -111,11 +111,13 @@ class Restored:
 
     Attributes:
         directory: where it is.
+        path: the same, below the root.
         files: variable name to the name of the file that holds it.
         positions: the datasets' positions in it.
     """
 
     directory: Path
+    path: str
     files: dict[str, str]
     positions: tuple[Position, ...]
 
@@ -142,7 +144,7 @@ class Restored:
             raise CheckpointError(f"the manifest of {directory} cannot be read: {error!r}") from error
         if any(PurePosixPath(file).name != file for file in files.values()):
             raise CheckpointError(f"the manifest of {directory} names a file outside of it")
-        return cls(directory, files, positions)
+        return cls(directory, directory.relative_to(root.resolve()).as_posix(), files, positions)
 
     def read(self, spec: VariableSpec) -> Array:
         """A variable's value.

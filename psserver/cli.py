@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import sys
 import time
@@ -95,7 +94,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
     with ThreadPoolExecutor(1, thread_name_prefix="arrays") as pool:
         core = Core(
             server=config.task.index,
-            incarnation=secrets.randbits(62) | 1,
+            incarnation=time.time_ns(),
             device=config.device,
             memory_limit=config.memory_limit,
             checkpoint_root=config.checkpoint_root,

@@ -6,33 +6,18 @@ The only module of this package that reads the environment.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from psserver.store import human
+from psserver.arrays import Device
+from psserver.units import human, parse_bytes
 from pswire.cluster import Task, TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
 
 LOCAL_HOST = "127.0.0.1"
 """Where a server listens that no cluster gives an address."""
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-_DEVICE = re.compile(r"cpu|gpu:\d+")
 
 
 @dataclass(frozen=True)
@@ -43,7 +28,7 @@ class ServerConfig:
         task: which task it is.
         host: the address to listen on.
         port: the port to listen on, 0 to pick one.
-        device: where the variables live, "cpu" or "gpu:N".
+        device: where the variables live, as `Device` writes it: "cpu" or "gpu:N".
         memory_limit: bytes that variables may take, 0 for no limit.
         checkpoint_root: the directory below which checkpoints are.
         timeouts: of sessions and calls.
@@ -83,24 +68,22 @@ def server_config(
         task: index of the `ps` task; None takes it from TF_CONFIG, else 0.
         host: where to listen; None takes it from TF_CONFIG, else this machine only.
         port: where to listen; None takes it from TF_CONFIG, else a free one.
-        device: "cpu" or "gpu:N".
+        device: "cpu", "gpu" or "gpu:N".
         memory_limit: bytes with a unit, "0" for no limit.
         checkpoint_root: the directory below which checkpoints are.
         environ: the environment.
 
     Raises:
-        ConfigError: what is asked for is malformed, or not a task of the cluster.
+        ConfigError: what is asked for is malformed, not there, or not a task of the cluster.
     """
     cluster = parse_tf_config(environ.get("TF_CONFIG", ""))
     name = _task(task, cluster)
     listed = check_address(cluster.cluster.address(name), "TF_CONFIG") if cluster else (LOCAL_HOST, 0)
-    if not _DEVICE.fullmatch(device):
-        raise ConfigError(f"--device {device!r} is no device; write cpu or gpu:0")
     return ServerConfig(
         task=name,
         host=listed[0] if host is None else host,
         port=listed[1] if port is None else port,
-        device=device,
+        device=str(Device.parse(device)),
         memory_limit=parse_bytes(memory_limit, "--memory-limit"),
         checkpoint_root=checkpoint_root.absolute(),
         timeouts=Timeouts.from_environ(environ),
@@ -118,11 +101,3 @@ def _task(index: int | None, cluster: TaskConfig | None) -> Task:
             "or say with --task which ps task this is"
         )
     return cluster.task
-
-
-def parse_bytes(text: str, where: str) -> int:
-    """Reads `4GiB`, `500MB` or plain bytes; raises `ConfigError` naming `where` for anything else."""
-    match = _SIZE.fullmatch(text)
-    if not match or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{where} {text!r} is no size; write bytes with a unit, such as 4GiB, or 0 for none")
-    return int(float(match[1]) * _UNITS[match[2].upper()])

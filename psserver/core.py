@@ -14,30 +14,36 @@ from pathlib import Path
 from typing import Any
 
 from psserver import executor
-from psserver.answers import Answer, Submit, answering, do, failing
+from psserver.answers import Answer, Submit, answering, do, failing, working
 from psserver.arrays import Device
 from psserver.log import Log
 from psserver.membership import Membership
 from psserver.rounds import Job, Record, Rounds
-from psserver.snapshots import Positions, Snapshots
-from psserver.store import Store, human, owned
+from psserver.snapshots import Snapshots
+from psserver.store import Store, owned
+from psserver.units import human
 from pswire.api import (
     Contribution,
     CreateReply,
     Opened,
     PullReply,
+    RestoreReply,
     RoundReply,
     ServerStatus,
     Shard,
     Watched,
 )
 from pswire.cluster import Task
-from pswire.errors import Fenced, PSError, ServerLost
+from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import Timeouts
-from pswire.spec import Entry, Plan, Snapshotted, Start, Variable, VariableSpec
+from pswire.spec import Approved, Entry, Plan, Snapshotted, Start, Variable, VariableSpec
 from pswire.tensor import Payload
 
 log = logging.getLogger("psserver")
+
+NUMBERS = 20
+"""Bits of a session's number and of a token that count within one life of server 0; those above are the time
+of its start, which its incarnation tells, in units of about a millisecond."""
 
 
 class Core:
@@ -45,7 +51,7 @@ class Core:
 
     Args:
         server: the number of this server; server 0 also keeps the log and the sessions.
-        incarnation: this process's life; never used twice.
+        incarnation: this process's life; later ones are larger: nanoseconds since 1970.
         device: where variables live, "cpu" or "gpu:0".
         memory_limit: bytes of variables, 0 for no limit.
         checkpoint_root: the directory below which checkpoints are written and read.
@@ -79,12 +85,16 @@ class Core:
         # All below is guarded by the lock.
         self._store = Store(server, self.device, memory_limit)
         self._rounds = Rounds(server, lambda plan_id: self._log.describe(plan_id))
-        self._members = Membership(timeouts.lease)
+        # Numbers of this life are above those of all before it, which other servers may remember.
+        self._members = Membership(timeouts.lease, incarnation >> NUMBERS << NUMBERS)
         self._log = Log(self.task, self._store, self._rounds)
         self._snapshots = Snapshots(self.task, self._store, checkpoint_root, submit)
         self._token = 0
+        self._job = 0
+        self._sessions: set[int] = set()
+        self._ticked = clock()
         self._watchers: list[tuple[int, int, int, Future[Watched]]] = []
-        self._readers: list[tuple[tuple[int, ...], int, Future[PullReply]]] = []
+        self._readers: list[tuple[int, tuple[int, ...], int, Future[PullReply]]] = []
 
     # ---- Sessions ----
 
@@ -92,6 +102,7 @@ class Core:
         with self._lock:
             if self.server == 0:
                 session = self._members.open(task, replicas, drives, self._clock())
+            self._sessions.add(session)
             answers = self._progress()
             token = self._members.token if drives else 0
             begun = self._rounds.epoch is not None
@@ -101,13 +112,13 @@ class Core:
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         with self._lock:
-            try:
-                if self.server == 0:
-                    self._members.beat(session, (round, plan_id), self._clock(), self._log.describe)
-                self._rounds.check(session)
-            finally:
-                answers = self._progress()
+            if self.server == 0:
+                self._members.beat(session, (round, plan_id), self._clock(), self._log.describe)
+            error = self._ended(session)
+            answers = self._progress()
         do(answers)
+        if error is not None:
+            raise error
 
     def leave(self, session: int, error: str) -> None:
         with self._lock:
@@ -118,20 +129,29 @@ class Core:
     def tick(self, now: float) -> None:
         """Ends the sessions whose lease is over. To be called a few times per lease."""
         with self._lock:
+            # While this process stood still it could hear nobody: that time counts for no lease.
+            gap, self._ticked = now - self._ticked, now
+            if gap > self._members.lease / 4:
+                self._members.forgive(gap)
             for task in self._members.expire(now):
                 log.warning("lost %s: no sign of life for %.0f s", task, self._members.lease)
             answers = self._progress()
         do(answers)
 
     def _check(self, session: int) -> None:
-        if self.server == 0:
-            self._members.check(session)
-            self._members.touch(session, self._clock())
-        self._rounds.check(session)
+        error = self._ended(session)
+        if error is not None:
+            raise error
+        self._members.touch(session, self._clock())
 
     def _ended(self, session: int) -> PSError | None:
+        """Why a session may do nothing here; None if it may."""
         try:
-            self._check(session)
+            if self.server == 0:
+                self._members.check(session)
+            elif session not in self._sessions:
+                raise Fenced("this session was not opened here, or its job is over; restart the process")
+            self._rounds.check(session)
         except PSError as error:
             return error
         return None
@@ -153,35 +173,40 @@ class Core:
                 variable = self._log.name(self._members.task(session), ordinal, spec, servers)
             else:
                 variable = Variable(id, spec, servers)
+                if self.server not in servers or (self.server == 0 and id not in self._store.variables):
+                    raise InvalidRequest(f"variable {spec} was not placed on this server", str(self.task))
                 self._store.declare(variable)
-            needed = self._needs_value(variable)
-        if needed and value is not None:
-            # Outside of the lock: this may copy, or move to a device.
-            array = self.device.put(owned(value.tensors([spec.tensor])[0]))
+            here = self.server in variable.servers
+            needed, job = here and not self._store.initialized(variable.id), self._job
+        if needed:
+            # Outside of the lock: this may read a file, copy, or move to a device.
+            array = self._snapshots.first_value(variable)
+            if array is None and value is not None:
+                array = self.device.put(owned(value.tensors([spec.tensor])[0]))
             with self._lock:
-                self._store.initialize(variable.id, array)
-                needed = False
+                self._check_job(job)
+                if array is not None:
+                    self._store.initialize(variable.id, array)
         with self._lock:
+            initialized = here and self._store.initialized(variable.id)
             answers = self._progress()
         do(answers)
-        return CreateReply(variable.id, variable.servers, not needed and self.server in variable.servers)
+        return CreateReply(variable.id, variable.servers, initialized)
 
-    def _needs_value(self, variable: Variable) -> bool:
-        """Whether a first value is wanted here; a checkpoint that was restored may have it."""
-        if self.server not in variable.servers or self._store.initialized(variable.id):
-            return False
-        value = self._snapshots.first_value(variable)
-        if value is not None:
-            self._store.initialize(variable.id, value)
-        return value is None
+    def _check_job(self, job: int) -> None:
+        """Raises `ServerLost` if what was begun in one job ends in another."""
+        if job != self._job:
+            raise ServerLost("the job was started anew; restart the process", str(self.task))
 
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
         future: Future[PullReply] = Future()
         with self._lock:
             self._check(session)
+            if len(set(variables)) != len(variables):
+                raise InvalidRequest("a variable is asked for twice")
             for id in variables:
                 self._store.value(id)
-            self._readers.append((tuple(variables), after, future))
+            self._readers.append((session, tuple(variables), after, future))
             answers = self._progress()
         do(answers)
         return future
@@ -189,16 +214,24 @@ class Core:
     # ---- The log ----
 
     def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
+        if plan is not None:
+            plan.check_programs()  # outside of the lock: a large program takes a while
         with self._lock:
             self._check(session)
             if plan is not None and self._log.propose(plan):
                 self._members.version += 1
             if entry:
                 self._members.enter(session, entry)
-            if start is not None:
-                self._log.start(start)
+            try:
+                if start is not None:
+                    self._log.start(start)
+            except Diverged as error:
+                self._members.fail_all(error)
             answers = self._progress()
+            ended = self._ended(session)
         do(answers)
+        if ended is not None:
+            raise ended
 
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         future: Future[Watched] = Future()
@@ -211,6 +244,9 @@ class Core:
 
     def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
         answers: list[Answer] = []
+        for entry in entries:
+            if isinstance(entry, Approved):
+                entry.plan.check_programs()
         with self._lock:
             self._check_token(token)
             if self._log.begins_anew(entries):
@@ -234,6 +270,8 @@ class Core:
         error = ServerLost("the job was started anew; restart the process", str(self.task))
         ended = {member.session for member in self._rounds.epoch.members} if self._rounds.epoch else set()
         answers = self._abandon(error, lambda session: session in ended)
+        self._job += 1
+        self._sessions -= ended
         self._members.begin_anew(ended)
         self._log.clear()
         self._store.clear()
@@ -250,17 +288,21 @@ class Core:
             record = self._rounds.recorded(contribution)
             if record is not None:
                 answers.append(self._reply(record, contribution, future))
+            elif len(set(contribution.want)) != len(contribution.want):
+                raise InvalidRequest("a variable is wanted twice")
             else:
-                failed = self._rounds.push(contribution, payload, future)
-                answers += [failing(waiter, error) for waiter, error in failed]
-                if failed:
-                    self._members.fail_all(failed[0][1])
+                try:
+                    self._rounds.push(contribution, payload, future)
+                except PSError as error:
+                    answers.append(failing(future, error))
             answers += self._progress()
         do(answers)
         return future
 
-    def _execute(self, job: Job) -> None:
+    def _execute(self, job: Job, number: int) -> None:
         with self._lock:
+            if number != self._job:
+                return  # everyone who waited was told when the job was started anew
             values = self._store.values()
         error: PSError | None = None
         outcome = executor.Outcome({}, (), {})
@@ -269,6 +311,8 @@ class Core:
         except PSError as caught:
             error = caught
         with self._lock:
+            if number != self._job:
+                return
             if error is None:
                 self._store.commit(outcome.assigned)
                 waiters = self._rounds.complete(job, outcome.given)
@@ -310,26 +354,27 @@ class Core:
         do(answers)
         return future
 
-    def restore(self, session: int, path: str) -> Future[Positions]:
+    def restore(self, session: int, path: str) -> Future[RestoreReply]:
         with self._lock:
             self._check(session)
             future, first = self._snapshots.restoring(path, self._rounds.last)
             variables = [v for v in self._store.variables.values() if self.server in v.servers]
+            job = self._job
         if first:
-            self._submit(lambda: self._restore(path, variables, future))
+            self._submit(working(future, lambda: self._restore(path, variables, future, job)))
         return future
 
-    def _restore(self, path: str, variables: list[Variable], future: Future[Positions]) -> None:
+    def _restore(self, path: str, variables: list[Variable], future: Future[RestoreReply], job: int) -> RestoreReply:
         try:
             restored, values = self._snapshots.read(path, variables)
-        except PSError as error:
+            with self._lock:
+                self._check_job(job)
+                self._snapshots.restored(restored, values)
+        except BaseException:
             with self._lock:
                 self._snapshots.failed(future)
-            do([failing(future, error)])
-            return
-        with self._lock:
-            self._snapshots.restored(restored, values)
-        do([answering(future, restored.positions)])
+            raise
+        return RestoreReply(restored.path, restored.positions)
 
     # ---- What is there, and what waits ----
 
@@ -352,10 +397,8 @@ class Core:
     def summary(self) -> str:
         """One line of what this server holds."""
         status = self.status()
-        return (
-            f"{status.variables} variables, {human(status.nbytes)} of them here, after round {status.round} "
-            f"on {self.device}"
-        )
+        last = "no round" if status.round < 0 else f"round {status.round}"
+        return f"{status.variables} variables, {human(status.nbytes)} of them here, after {last} on {self.device}"
 
     def close(self) -> None:
         """Ends all that waits; nothing is lost that was answered."""
@@ -366,7 +409,8 @@ class Core:
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Answer]:
         """Fails all that waits; of the watchers those for whose session `watches` holds."""
         watchers = [w for w in self._watchers if watches(w[0])]
-        waiting: list[Future[Any]] = [future for future, _ in self._rounds.abandon(error)]
+        self._rounds.abandon(error)
+        waiting: list[Future[Any]] = [future for future, _ in self._rounds.take_failed()]
         waiting += [future for *_, future in watchers]
         waiting += [future for *_, future in self._readers]
         waiting += self._snapshots.clear()
@@ -380,10 +424,15 @@ class Core:
         for session in self._rounds.sessions():
             error = self._ended(session)
             if error is not None:
-                answers += [failing(f, e) for f, e in self._rounds.fail_sessions([session], error)]
+                self._rounds.fail_session(session, error)
+        for future, error in self._rounds.take_failed():
+            answers.append(failing(future, error))
+            if isinstance(error, Diverged):
+                self._members.fail_all(error)
         job = self._rounds.next_job()
         if job is not None:
-            answers.append(lambda: self._submit(lambda: self._execute(job)))
+            number = self._job
+            answers.append(lambda: self._submit(lambda: self._execute(job, number)))
         answers += self._answer_readers()
         answers += self._answer_watchers()
         answers += self._snapshots.answers()
@@ -392,17 +441,26 @@ class Core:
         return answers
 
     def _answer_readers(self) -> list[Answer]:
-        ready = [r for r in self._readers if r[1] <= self._rounds.last]
-        self._readers = [r for r in self._readers if r[1] > self._rounds.last]
-        return [self._answer_reader(ids, future) for ids, _, future in ready]
+        answers: list[Answer] = []
+        waiting = []
+        for session, ids, after, future in self._readers:
+            error = self._ended(session)
+            if error is not None:
+                answers.append(failing(future, error))
+            elif after <= self._rounds.last:
+                answers.append(self._answer_reader(ids, future))
+            else:
+                waiting.append((session, ids, after, future))
+        self._readers = waiting
+        return answers
 
     def _answer_reader(self, ids: tuple[int, ...], future: Future[PullReply]) -> Answer:
         arrays, last = [self._store.value(id) for id in ids], self._rounds.last
 
-        def read() -> None:
-            answering(future, PullReply(last, Payload.pack([self.device.get(a) for a in arrays])))()
+        def read() -> PullReply:
+            return PullReply(last, Payload.pack([self.device.get(array) for array in arrays]))
 
-        return lambda: self._submit(read)
+        return lambda: self._submit(working(future, read))
 
     def _answer_watchers(self) -> list[Answer]:
         version, length = self._members.version, len(self._log.entries)

@@ -96,23 +96,24 @@ class _Run:
 
     def _receive(self) -> None:
         """Takes the contributions, and the operands, which must be equal."""
-        parts = [_Reader(part, self.plan, self.server) for part in self.job.parts]
+        present = [part for part in self.job.parts if not part.said.observes]
+        parts = [_Reader(part, self.plan, self.server) for part in present]
         for index, reduction in enumerate(self.plan.reductions):
             if self.server in reduction.servers:
                 self.contributions[index] = [reader.contribution(index, reduction.tensor) for reader in parts]
         for index, operand in enumerate(self.plan.operands):
             if self.server in operand.servers:
                 sent_by = [reader.take(operand.tensor) for reader in parts]
-                self._check_equal(index, sent_by)
+                self._check_equal(index, present, sent_by)
                 self.known[Ref("operand", index)] = self.device.put(join(sent_by[0], operand.tensor))
 
-    def _check_equal(self, index: int, sent_by: Sequence[Sequence[Array]]) -> None:
+    def _check_equal(self, index: int, parts: Sequence[Part], sent_by: Sequence[Sequence[Array]]) -> None:
         first = _bytes(sent_by[0])
-        for part, pieces in zip(self.job.parts, sent_by, strict=True):
+        for part, pieces in zip(parts, sent_by, strict=True):
             if _bytes(pieces) != first:
                 raise Diverged(
                     f"operand {index} of round {self.job.round} ({self.job.section()}) differs: "
-                    f"{self.job.parts[0].member.task} sent {_show(sent_by[0])}, "
+                    f"{parts[0].member.task} sent {_show(sent_by[0])}, "
                     f"{part.member.task} sent {_show(pieces)}. What an update function takes besides "
                     "variables and reduced values must be the same on every process"
                 )
@@ -153,7 +154,7 @@ class _Reader:
 
     def __init__(self, part: Part, plan: Plan, server: int) -> None:
         self.part = part
-        self.offsets = iter(layout(sent(plan, server, part.said.weights))[0])
+        self.offsets = iter(layout(sent(plan, server, part.said))[0])
 
     def take(self, spec: TensorSpec) -> list[Array]:
         return self.part.payload.pieces(next(self.offsets), spec)

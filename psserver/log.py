@@ -5,12 +5,16 @@ Server 0 appends creations and starts itself, since clients ask it for them; all
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from psserver.interpreter import peak_bytes
 from psserver.rounds import Rounds
-from psserver.store import Store, human
+from psserver.store import Store
+from psserver.units import human
 from pswire.cluster import Task
-from pswire.errors import Diverged, InvalidRequest, MemoryLimit, VariableMismatch
+from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, VariableMismatch
+from pswire.limits import MAX_PLANS
 from pswire.spec import (
     Approved,
     Created,
@@ -24,6 +28,8 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
+
+log = logging.getLogger("psserver")
 
 
 class Log:
@@ -86,14 +92,30 @@ class Log:
         """Appends one entry and does what it says."""
         match entry:
             case Created():
-                self._store.declare(entry.variable)
+                self._declare(entry.variable)
             case Approved():
-                self.verify(entry.plan)
-                self._rounds.approve(entry.plan)
+                self._approve(entry.plan)
                 self.proposed.pop(entry.plan.id, None)
             case EpochClosed():
                 self._rounds.close_epoch(entry.epoch)
         self.entries.append(entry)
+
+    # What was decided stays decided: a server that cannot do it tells those who need it, and not the chief.
+
+    def _declare(self, variable: Variable) -> None:
+        try:
+            self._store.declare(variable)
+        except MemoryLimit as error:
+            log.warning("%s; who creates it here is told the same", error)
+
+    def _approve(self, plan: Plan) -> None:
+        try:
+            self.verify(plan)
+        except PSError as error:
+            log.warning("refuses a plan: %s", error)
+            self._rounds.refuse(plan, error)
+        else:
+            self._rounds.approve(plan)
 
     # ---- By clients, at server 0 ----
 
@@ -151,6 +173,11 @@ class Log:
         """
         if plan.id in self._rounds.plans or plan.id in self.proposed:
             return False
+        if len(self._rounds.plans) + len(self.proposed) >= MAX_PLANS:
+            raise InvalidRequest(
+                f"{MAX_PLANS} different sections were run; a section whose shapes change every time cannot be "
+                "reused: pad the shapes, or reduce over an axis first"
+            )
         self.verify(plan)
         self.proposed[plan.id] = plan
         return True
@@ -158,10 +185,16 @@ class Log:
     def verify(self, plan: Plan) -> None:
         """Raises `PSError` if a plan may not run here."""
         plan.verify(self._store.variables, self.servers)
-        limit = self._store.memory_limit
-        if limit and plan.size > limit:
+        limit, here = self._store.memory_limit, self._store.server
+        if not limit:
+            return
+        needs = [peak_bytes(plan.programs[apply.program]) for apply in plan.applies if here in apply.servers]
+        needs += [reduction.tensor.nbytes for reduction in plan.reductions if here in reduction.servers]
+        if max(needs, default=0) > limit:
             raise MemoryLimit(
-                f"a section makes a value of {human(plan.size)}; the limit is {human(limit)}", str(self._task)
+                f"a section needs {human(max(needs))} while it runs, and the limit is {human(limit)}; "
+                "raise --memory-limit",
+                str(self._task),
             )
 
     def describe(self, plan_id: bytes) -> str:

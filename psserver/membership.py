@@ -38,13 +38,14 @@ class Membership:
 
     Args:
         lease: seconds after which a silent session is lost.
+        first: below all numbers of sessions and tokens that are given: those of an earlier server 0 are smaller.
     """
 
-    def __init__(self, lease: float) -> None:
+    def __init__(self, lease: float, first: int = 0) -> None:
         self.lease = lease
-        self.token = 0
+        self.token = first
         self.version = 0
-        self._last = 0
+        self._last = first
         self._sessions: dict[int, _Session] = {}
 
     def open(self, task: Task, replicas: int, drives: bool, now: float) -> int:
@@ -117,6 +118,11 @@ class Membership:
                 self._end(self._sessions[number], "replaced")
         self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
 
+    def forgive(self, seconds: float) -> None:
+        """Prolongs all leases."""
+        for session in self._open_or_driving():
+            session.seen += seconds
+
     def enter(self, number: int, entry: str) -> None:
         """Notes where a new member waits to be taken in."""
         if self._sessions[number].entry != entry:
@@ -144,6 +150,9 @@ class Membership:
             for s in self._sessions.values()
             if not s.drives
         )
+
+    def _open_or_driving(self) -> list[_Session]:
+        return [s for s in self._sessions.values() if s.state == "open"]
 
     def _open(self) -> list[_Session]:
         return [s for s in self._sessions.values() if s.state == "open" and not s.drives]

@@ -6,18 +6,21 @@ it and says how it went.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
 
 from psserver.membership import diverged
 from pswire.api import Contribution, OpenRound, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, PSError
-from pswire.limits import MAX_PLANS
 from pswire.spec import Epoch, Member, Plan, Position
 from pswire.tensor import Array, Payload, TensorSpec, layout
+
+Failure = tuple[Future[RoundReply], PSError]
+_Push = tuple[Contribution, Payload, Future[RoundReply]]
 
 RECORDS = 2
 """Rounds whose answers are kept for resends: a worker has one round under way, never two."""
@@ -107,22 +110,34 @@ class Rounds:
         self.positions: tuple[Position, ...] = ()
         self.records: dict[int, Record] = {}
         self.fenced: set[int] = set()
+        self.refused: dict[bytes, PSError] = {}
         self._epochs: dict[int, Epoch] = {}
         self._open: dict[int, _Open] = {}
+        # Pushes labelled with an epoch that was not copied here yet, by session: they are no rounds of ours so far.
+        self._parked: dict[int, list[_Push]] = {}
+        self._failed: list[Failure] = []
         self._running = False
 
     def approve(self, plan: Plan) -> None:
         """A plan may run from now on."""
-        if len(self.plans) >= MAX_PLANS:
-            raise InvalidRequest(
-                f"{MAX_PLANS} different sections were run; a section whose shapes change every time "
-                "cannot be reused: pad the shapes, or reduce over an axis first"
-            )
         self.plans[plan.id] = plan
         for waiting in self._open.values():
             if waiting.plan_id == plan.id:
                 for part in list(waiting.parts.values()):
                     self._admit(waiting, part, plan)
+
+    def refuse(self, plan: Plan, error: PSError) -> None:
+        """A plan was approved that cannot run here: whoever pushes for it is told why."""
+        self.refused[plan.id] = error
+        for waiting in self._open.values():
+            if waiting.plan_id == plan.id:
+                waiting.error = error
+                self._fail(waiting, error)
+
+    def take_failed(self) -> list[Failure]:
+        """Futures that are to be failed, since the last time; the caller does it without the lock."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def close_epoch(self, epoch: Epoch) -> None:
         """A new epoch holds: members of older ones that are not in it are fenced."""
@@ -135,32 +150,47 @@ class Rounds:
             before |= strangers
         self.fenced |= before - members
         self.epoch = self._epochs[epoch.number] = epoch
+        parked, self._parked = self._parked, {}
+        for said, payload, future in (push for pushes in parked.values() for push in pushes):
+            try:
+                self.push(said, payload, future)
+            except PSError as error:
+                self._failed.append((future, error))
 
     def check(self, session: int) -> None:
         """Raises `Fenced` for a session that an epoch ended."""
         if session in self.fenced:
             raise Fenced("this session was ended by a new epoch; restart the process to take part again")
 
-    def push(
-        self, said: Contribution, payload: Payload, future: Future[RoundReply]
-    ) -> list[tuple[Future[RoundReply], PSError]]:
-        """Takes a contribution; the future is answered by `complete`, `fail` or `replay`.
+    def push(self, said: Contribution, payload: Payload, future: Future[RoundReply]) -> None:
+        """Takes a contribution; its future is answered when the round is over, or is among `take_failed`.
 
-        Returns:
-            Futures to be failed: those of a round whose members do different things.
+        Raises:
+            PSError: why this contribution cannot be taken.
         """
         if said.round <= self.last:
             raise InvalidRequest(f"round {said.round} is over; this server is at {self.last}")
+        if said.plan_id in self.refused:
+            raise self.refused[said.plan_id]
+        if any(not (isfinite(weight) and weight >= 0) or (weight and said.observes) for weight in said.weights):
+            raise InvalidRequest(f"weights {said.weights} are no counts")
         epoch = self._epochs.get(said.epoch)
-        if epoch is not None and epoch.session(said.session) is None:
+        if epoch is None:
+            self._park(said, payload, future)
+            return
+        member = epoch.session(said.session)
+        if member is None:
             raise Fenced(f"this session is no member of epoch {said.epoch}; restart the process")
+        self._check_order(said, member)
         waiting = self._open.setdefault(said.round, _Open(said.plan_id, said.epoch))
         if waiting.error is None and (waiting.plan_id, waiting.epoch) != (said.plan_id, said.epoch):
-            waiting.error = self._diverged(waiting, said)
+            other = next(iter(waiting.parts.values()), None)
+            positions = [(other.member.task, self._describe(waiting.plan_id))] if other else []
+            waiting.error = diverged(said.round, [*positions, (member.task, self._describe(said.plan_id))])
         waiting.waiters.append((said, future))
         if waiting.error is not None:
-            return [(future, waiting.error) for future in self._drain(waiting)]
-        member = self._member(said)
+            self._fail(waiting, waiting.error)
+            return
         # A resend does not replace what is there: its arrays may already be in use.
         if said.session not in waiting.parts:
             part = Part(member, said, payload)
@@ -169,20 +199,29 @@ class Rounds:
             if plan is not None:
                 self._admit(waiting, part, plan)
             self.positions = said.positions or self.positions
-        return []
 
-    def _member(self, said: Contribution) -> Member:
-        for number in sorted(self._epochs, reverse=True):
-            member = self._epochs[number].session(said.session)
-            if member is not None:
-                return member
-        # The epoch that makes it a member has not been copied here yet.
-        return Member(Task("worker", 0), said.session, 0)
+    def _park(self, said: Contribution, payload: Payload, future: Future[RoundReply]) -> None:
+        parked = self._parked.setdefault(said.session, [])
+        if parked and parked[0][0].round != said.round:
+            raise InvalidRequest(f"round {parked[0][0].round} of this session waits; it cannot begin {said.round}")
+        parked.append((said, payload, future))
+
+    def _check_order(self, said: Contribution, member: Member) -> None:
+        """A worker makes one round after the other: it neither begins a second one nor leaves one out."""
+        for number, waiting in self._open.items():
+            if number != said.round and said.session in waiting.parts:
+                raise InvalidRequest(f"round {number} of this session is under way; it cannot begin {said.round}")
+            if number < said.round and waiting.error is None and member in self._missing(waiting):
+                other = next(iter(waiting.parts.values()), None)
+                positions = [(other.member.task, self._describe(waiting.plan_id))] if other else []
+                waiting.error = diverged(number, [*positions, (member.task, "a later section; it made none here")])
+                self._fail(waiting, waiting.error)
+                raise waiting.error
 
     def _admit(self, waiting: _Open, part: Part, plan: Plan) -> None:
         """Refuses a contribution that does not fit its plan; its sender alone is told."""
         said = part.said
-        expected = layout(sent(plan, self.server, said.weights))[1]
+        expected = layout(sent(plan, self.server, said))[1]
         here = sum(self.server in reduction.servers for reduction in plan.reductions)
         if len(said.weights) == len(plan.reductions) and part.payload.size == expected:
             return
@@ -193,8 +232,7 @@ class Rounds:
         )
         for one in [w for w in waiting.waiters if w[0].session == said.session]:
             waiting.waiters.remove(one)
-            if not one[1].done():  # its caller may have gone away
-                one[1].set_exception(error)
+            self._failed.append((one[1], error))
 
     def recorded(self, said: Contribution) -> Record | None:
         """The answer to a round that is over; None while it is not."""
@@ -264,22 +302,21 @@ class Rounds:
             del self.records[old]
         return self._open.pop(number).waiters
 
-    def abandon(self, error: PSError) -> list[tuple[Future[RoundReply], PSError]]:
-        """Ends every waiting round with one error."""
-        return [(future, error) for waiting in self._open.values() for future in self._drain(waiting)]
+    def abandon(self, error: PSError) -> None:
+        """Ends all that waits with one error."""
+        for session in self.sessions():
+            self.fail_session(session, error)
 
-    def fail_sessions(self, sessions: Iterable[int], error: PSError) -> list[tuple[Future[RoundReply], PSError]]:
-        """Ends what some sessions wait for."""
-        ended = set(sessions)
-        found: list[tuple[Future[RoundReply], PSError]] = []
+    def fail_session(self, session: int, error: PSError) -> None:
+        """Ends what a session waits for."""
         for waiting in self._open.values():
-            found += [(future, error) for said, future in waiting.waiters if said.session in ended]
-            waiting.waiters = [w for w in waiting.waiters if w[0].session not in ended]
-        return found
+            self._failed += [(future, error) for said, future in waiting.waiters if said.session == session]
+            waiting.waiters = [w for w in waiting.waiters if w[0].session != session]
+        self._failed += [(future, error) for *_, future in self._parked.pop(session, [])]
 
     def sessions(self) -> set[int]:
-        """Who waits in an open round."""
-        return {said.session for waiting in self._open.values() for said, _ in waiting.waiters}
+        """Who waits."""
+        return {said.session for waiting in self._open.values() for said, _ in waiting.waiters} | set(self._parked)
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """The open rounds, for people and for the chief."""
@@ -291,6 +328,10 @@ class Rounds:
                 w.plan_id in self.plans,
             )
             for number, w in sorted(self._open.items())
+        ) + tuple(
+            OpenRound(said.round, "a section of an epoch that is not known here yet", (), False)
+            for pushes in self._parked.values()
+            for said, *_ in pushes[:1]
         )
 
     def _missing(self, waiting: _Open) -> list[Member]:
@@ -299,24 +340,18 @@ class Rounds:
             return []
         return [m for m in epoch.members if m.session not in waiting.parts and m.session not in self.fenced]
 
-    def _diverged(self, waiting: _Open, said: Contribution) -> PSError:
-        mine, theirs = self._describe(said.plan_id), self._describe(waiting.plan_id)
-        other = next(iter(waiting.parts.values()), None)
-        positions = [(other.member.task, theirs)] if other else []
-        return diverged(said.round, [*positions, (self._member(said).task, mine)])
-
-    @staticmethod
-    def _drain(waiting: _Open) -> list[Future[RoundReply]]:
-        futures = [future for _, future in waiting.waiters]
+    def _fail(self, waiting: _Open, error: PSError) -> None:
+        self._failed += [(future, error) for _, future in waiting.waiters]
         waiting.waiters.clear()
-        return futures
 
 
-def sent(plan: Plan, server: int, weights: Sequence[float]) -> list[TensorSpec]:
-    """What a payload to a server holds: contributions that count, then operands."""
+def sent(plan: Plan, server: int, said: Contribution) -> list[TensorSpec]:
+    """What a payload to a server holds: contributions that count, then operands; nothing from who observes."""
+    if said.observes:
+        return []
     specs = [
         reduction.tensor
-        for reduction, weight in zip(plan.reductions, weights, strict=False)
+        for reduction, weight in zip(plan.reductions, said.weights, strict=False)
         if weight and server in reduction.servers
     ]
     return specs + [operand.tensor for operand in plan.operands if server in operand.servers]

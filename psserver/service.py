@@ -23,7 +23,6 @@ from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, PSError, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.spec import Position
 from pswire.tensor import Assembly, Frame, Payload, frames
 from pswire.wire import INCARNATION_KEY, MAX_BATCH_BYTES, VERBS, batches, parse, refusal
 
@@ -134,11 +133,7 @@ def _snapshot(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
 
 def _restore(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
     m = parse(pb.RestoreRequest, data)
-    return core.restore(m.session, m.path), _restored
-
-
-def _restored(positions: tuple[Position, ...]) -> Message:
-    return pb.RestoreReply(positions=[codec.position_to_pb(p) for p in positions])
+    return core.restore(m.session, m.path), codec.restored_to_pb
 
 
 Ask = Callable[[ParameterServer, bytes], tuple[Future[Any], Encode]]

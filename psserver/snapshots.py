@@ -8,11 +8,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from psserver import checkpoint
-from psserver.answers import Answer, Submit, answering, failing
+from psserver.answers import Answer, Submit, working
 from psserver.checkpoint import Frozen, Restored
 from psserver.rounds import Job
 from psserver.store import Store
-from pswire.api import Shard
+from pswire.api import RestoreReply, Shard
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, PSError
 from pswire.spec import Position, Variable
@@ -22,7 +22,7 @@ Positions = tuple[Position, ...]
 
 
 class Snapshots:
-    """Guarded by the core's lock, but for `write` and `read`, which work on files.
+    """Guarded by the core's lock, but for `read` and `first_value`, which work on files.
 
     Args:
         task: this server.
@@ -38,7 +38,7 @@ class Snapshots:
         self._submit = submit
         self._frozen: dict[bytes, Frozen] = {}
         self._waiting: list[tuple[bytes, str, Future[Shard]]] = []
-        self._restores: dict[tuple[str, int], Future[Positions]] = {}
+        self._restores: dict[tuple[str, int], Future[RestoreReply]] = {}
         self._restored: Restored | None = None
 
     def clear(self) -> list[Future[Shard]]:
@@ -58,7 +58,8 @@ class Snapshots:
         if order is None or server not in order.servers:
             return
         # Of a variable with several copies the first is saved.
-        mine = [v for v in self._store.variables.values() if min(v.servers) == server]
+        # One without a value has lost its creator, and whoever creates it next gives it one.
+        mine = [v for v in self._store.variables.values() if min(v.servers) == server and self._store.initialized(v.id)]
         values = {v.spec.name: self._store.value(v.id) for v in mine}
         self._frozen[job.plan.id] = Frozen(order, server, job.round, positions, values)
 
@@ -77,21 +78,19 @@ class Snapshots:
         return [self._work(self._frozen[plan_id], manifest, future) for plan_id, manifest, future in ready]
 
     def _work(self, frozen: Frozen, manifest: str, future: Future[Shard]) -> Answer:
-        return lambda: self._submit(lambda: self._write(frozen, manifest, future))
+        return lambda: self._submit(working(future, lambda: self._write(frozen, manifest)))
 
-    def _write(self, frozen: Frozen, manifest: str, future: Future[Shard]) -> None:
+    def _write(self, frozen: Frozen, manifest: str) -> Shard:
         try:
-            answer = answering(future, checkpoint.write(self._root, frozen, manifest, self._store.device.get))
-        except PSError as error:
-            answer = failing(future, error)
+            return checkpoint.write(self._root, frozen, manifest, self._store.device.get)
         except (OSError, ValueError, TypeError, SafetensorError) as error:
-            reason = f"cannot write {frozen.order.path}: {error}"
-            answer = failing(future, CheckpointError(reason, str(self._task)))
-        answer()
+            if isinstance(error, PSError):
+                raise
+            raise CheckpointError(f"cannot write {frozen.order.path}: {error}", str(self._task)) from error
 
     # ---- Restoring ----
 
-    def restoring(self, path: str, round: int) -> tuple[Future[Positions], bool]:
+    def restoring(self, path: str, round: int) -> tuple[Future[RestoreReply], bool]:
         """The future of a restore, and whether this is the first that asks for it in this round."""
         known = self._restores.get((path, round))
         if known is not None:
@@ -101,21 +100,27 @@ class Snapshots:
 
     def read(self, path: str, variables: list[Variable]) -> tuple[Restored, dict[int, Array]]:
         """Reads a checkpoint's values, without the lock; raises `PSError` if one is missing or does not fit."""
-        restored = Restored.open(self._root, path)
-        return restored, {v.id: self._store.device.put(restored.read(v.spec)) for v in variables}
+        try:
+            restored = Restored.open(self._root, path)
+            return restored, {v.id: self._store.device.put(restored.read(v.spec)) for v in variables}
+        except OSError as error:
+            if isinstance(error, PSError):
+                raise
+            raise CheckpointError(f"cannot read {path!r}: {error}", str(self._task)) from error
 
     def restored(self, restored: Restored, values: dict[int, Array]) -> None:
         """The variables have the checkpoint's values; those created later will get theirs."""
         self._store.commit(values)
         self._restored = restored
 
-    def failed(self, future: Future[Positions]) -> None:
+    def failed(self, future: Future[RestoreReply]) -> None:
         """A restore failed; who asks again tries again."""
         self._restores = {key: other for key, other in self._restores.items() if other is not future}
 
     def first_value(self, variable: Variable) -> Array | None:
         """What the restored checkpoint has for a variable that is created only now; None if it has nothing."""
-        if self._restored is None or variable.spec.name not in self._restored:
+        restored = self._restored
+        if restored is None or variable.spec.name not in restored:
             return None
-        value: Array = self._store.device.put(self._restored.read(variable.spec))
+        value: Array = self._store.device.put(restored.read(variable.spec))
         return value

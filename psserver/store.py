@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from psserver.arrays import Device
+from psserver.units import human
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
 from pswire.spec import Variable
@@ -94,13 +95,3 @@ def owned(value: Array) -> Array:
     if isinstance(value, np.ndarray) and not (value.flags.owndata and value.flags.c_contiguous):
         return np.array(value, order="C", copy=True)
     return value
-
-
-def human(nbytes: int) -> str:
-    """A number of bytes for people: `1.5 GiB`."""
-    size = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"

@@ -68,6 +68,8 @@ class Contribution:
         more: whether this worker has a batch after this one.
         positions: the batch that each dataset gives next.
         want: ids of the variables whose values the worker wants back.
+        observes: takes part without contributing, operands included: this worker computed its section before it
+            was taken in.
     """
 
     session: int
@@ -78,6 +80,7 @@ class Contribution:
     more: bool = False
     positions: tuple[Position, ...] = ()
     want: tuple[int, ...] = ()
+    observes: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,19 @@ class PullReply:
 
     round: int
     payload: Payload
+
+
+@dataclass(frozen=True)
+class RestoreReply:
+    """A checkpoint was read.
+
+    Attributes:
+        path: which one, below the checkpoint root: where a directory of them was asked for, its newest.
+        positions: the datasets' positions in it.
+    """
+
+    path: str
+    positions: tuple[Position, ...]
 
 
 @dataclass(frozen=True)
@@ -330,15 +346,16 @@ class ParameterServer(Protocol):
         """
         ...
 
-    def restore(self, session: int, path: str) -> Future[tuple[Position, ...]]:
+    def restore(self, session: int, path: str) -> Future[RestoreReply]:
         """Reads a checkpoint's values into this server's variables. Key: (path, round).
 
         Args:
             session: who asks; every process does, the first one's request is done.
-            path: a checkpoint directory, below the servers' checkpoint root.
+            path: a checkpoint directory, below the servers' checkpoint root, or a directory of them.
 
-        Returns:
-            The datasets' positions of the checkpoint.
+        Raises:
+            CheckpointError: there is none, or it is broken.
+            VariableMismatch: it has a variable with another shape or dtype.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,8 +157,3 @@ def check_address(address: str, where: str) -> tuple[str, int]:
     if not colon or not host or not _NUMBER.fullmatch(port) or int(port) > 65535:
         raise ConfigError(f"{where}: {address!r} is no address; write host:port, such as 10.0.0.7:2222")
     return host, int(port)
-
-
-def in_task_order(tasks: Sequence[Task]) -> list[Task]:
-    """Chief first, then workers by index: the order of replicas and of sums."""
-    return sorted(tasks)

@@ -13,6 +13,7 @@ from pswire.api import (
     Contribution,
     OpenRound,
     PullReply,
+    RestoreReply,
     RoundReply,
     ServerStatus,
     SessionState,
@@ -232,7 +233,11 @@ def plan_to_pb(plan: Plan) -> pb.Plan:
             for a in plan.applies
         ],
         returned=[_ref_to_pb(ref) for ref in plan.returned],
-        snapshot=(pb.SnapshotOrder(path=plan.snapshot.path, servers=plan.snapshot.servers) if plan.snapshot else None),
+        snapshot=(
+            pb.SnapshotOrder(path=plan.snapshot.path, servers=plan.snapshot.servers, round=plan.snapshot.round)
+            if plan.snapshot
+            else None
+        ),
     )
 
 
@@ -249,7 +254,7 @@ def plan_from_pb(message: pb.Plan) -> Plan:
         tuple(program_from_pb(program) for program in message.programs),
         tuple(Apply(a.program, tuple(a.servers), tuple(_ref_from_pb(ref) for ref in a.args)) for a in message.applies),
         tuple(_ref_from_pb(ref) for ref in message.returned),
-        SnapshotOrder(snapshot.path, tuple(snapshot.servers)) if message.HasField("snapshot") else None,
+        SnapshotOrder(snapshot.path, tuple(snapshot.servers), snapshot.round) if message.HasField("snapshot") else None,
     )
 
 
@@ -309,6 +314,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         more=contribution.more,
         positions=[position_to_pb(p) for p in contribution.positions],
         want=contribution.want,
+        observes=contribution.observes,
         size=size,
     )
 
@@ -323,6 +329,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         message.more,
         positions_from_pb(message.positions),
         tuple(message.want),
+        message.observes,
     )
 
 
@@ -395,6 +402,14 @@ def shard_from_pb(message: pb.SnapshotReply) -> Shard:
         positions_from_pb(message.positions),
         tuple((t.name, tensor_from_pb(t.spec)) for t in message.tensors),
     )
+
+
+def restored_to_pb(reply: RestoreReply) -> pb.RestoreReply:
+    return pb.RestoreReply(path=reply.path, positions=[position_to_pb(p) for p in reply.positions])
+
+
+def restored_from_pb(message: pb.RestoreReply) -> RestoreReply:
+    return RestoreReply(message.path, positions_from_pb(message.positions))
 
 
 def status_to_pb(status: ServerStatus) -> pb.StatusReply:

@@ -129,11 +129,13 @@ class SnapshotOrder:
 
     Attributes:
         path: where, below the servers' checkpoint root.
-        servers: all servers that hold variables.
+        servers: all servers of the job.
+        round: the round of the section, so that no two orders are the same.
     """
 
     path: str
     servers: tuple[int, ...]
+    round: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,12 +187,6 @@ class Plan:
         sent: tuple[Reduction | Operand, ...] = (*self.reductions, *self.operands)
         return [item.tensor for item in sent if server in item.servers]
 
-    @cached_property
-    def size(self) -> int:
-        """Bytes of the largest value that a server makes while it runs the plan."""
-        specs = [spec for program in self.programs for spec in program.specs]
-        return max((spec.nbytes for spec in [*specs, *(r.tensor for r in self.reductions)]), default=0)
-
     def given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
         """What a server gives back: each returned value comes from the first server that has it."""
         return [(ref, spec) for ref in self.returned for first, spec in [self._home(ref)] if first == server]
@@ -228,6 +224,11 @@ class Plan:
             words.append(f"checkpoint {self.snapshot.path!r}")
         return "; ".join(words) or "nothing"
 
+    def check_programs(self) -> None:
+        """Verifies the programs by themselves, which `verify` then need not do again; raises `ProgramError`."""
+        for program in self.programs:
+            program.specs  # noqa: B018
+
     def verify(self, variables: Mapping[int, Variable], servers: int) -> Plan:
         """Checks everything that can be known before a round.
 
@@ -250,12 +251,14 @@ class Plan:
                 raise InvalidRequest(f"unknown reduction {reduction.op!r}")
             if spec.dtype == "bool" or (reduction.op == "mean" and DTYPES[spec.dtype].kind in "iu"):
                 raise InvalidRequest(f"{reduction.op} of {spec.dtype} is not defined; send another dtype")
+        if self.snapshot and self.snapshot.servers != tuple(range(servers)):
+            raise InvalidRequest("a checkpoint is of all servers")
+        self.check_programs()
         results = 0
         for apply in self.applies:
             if not 0 <= apply.program < len(self.programs):
                 raise InvalidRequest("a plan applies a program that it does not have")
             program = self.programs[apply.program]
-            program.specs  # noqa: B018 - verifies the program
             if len(apply.args) != len(program.inputs):
                 raise ProgramError("a program is applied to a wrong number of arguments")
             for ref, item in zip(apply.args, program.inputs, strict=True):

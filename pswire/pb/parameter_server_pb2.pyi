@@ -290,12 +290,14 @@ class Apply(_message.Message):
     def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ...) -> None: ...
 
 class SnapshotOrder(_message.Message):
-    __slots__ = ("path", "servers")
+    __slots__ = ("path", "servers", "round")
     PATH_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     path: str
     servers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
+    round: int
+    def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot")
@@ -458,7 +460,7 @@ class ApproveReply(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -468,6 +470,7 @@ class PushHeader(_message.Message):
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    OBSERVES_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -477,7 +480,8 @@ class PushHeader(_message.Message):
     positions: _containers.RepeatedCompositeFieldContainer[Position]
     want: _containers.RepeatedScalarFieldContainer[int]
     size: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ...) -> None: ...
+    observes: bool
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size")
@@ -552,10 +556,12 @@ class RestoreRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
-    __slots__ = ("positions",)
+    __slots__ = ("positions", "path")
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
     positions: _containers.RepeatedCompositeFieldContainer[Position]
-    def __init__(self, positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
+    path: str
+    def __init__(self, positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., path: _Optional[str] = ...) -> None: ...
 
 class OpenRound(_message.Message):
     __slots__ = ("round", "section", "missing", "approved")

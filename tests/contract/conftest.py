@@ -1,22 +1,27 @@
-"""The contract suite runs over each way to have a server."""
+"""Each test of this folder runs over a core in process, one with a thread beside it, and one behind gRPC."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from rig import Job, Servers, serving
 
+Serve = Callable[..., Servers]
+
 
 @pytest.fixture(params=["core", "thread", "grpc"])
-def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Servers]:
-    """Two servers: cores in process, cores whose array work runs beside, and cores behind a network."""
-    with serving(request.param, 2, tmp_path) as found:
-        yield found
+def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve]:
+    """Starts servers: `serve(count, memory_limit)`."""
+    with ExitStack() as stack:
+        yield lambda count=1, memory_limit=0: stack.enter_context(
+            serving(request.param, count, tmp_path / "root", memory_limit)
+        )
 
 
 @pytest.fixture
-def job(servers: Servers) -> Job:
-    """A job that a chief has begun."""
-    return Job(servers)
+def job(serve: Serve) -> Job:
+    """A job on two servers."""
+    return Job(serve(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import numpy as np
+import pytest
 from inside import ME, add, gate, say
 from jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
 
@@ -84,6 +85,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
         job.finish()
 
 
+@pytest.mark.soak
 def test_of_two_chiefs_that_both_speak_the_older_is_refused(tmp_path):
     """Neither is silent: the one with the smaller token is fenced out, and every sum is exact."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 import time
 
+import faulty
 import numpy as np
 import pytest
+from faulty import Faults
 from inside import ME, add_all, say
 from jobs import CHIEF, QUICK, W0, W1, W2, Job
 
 import psclient as ps
 
 
-def endure(rounds):
+def endure(rounds, rates):
     """Each contribution is a power of 1000, so that the sums' digits count contributions by worker."""
+    faulty.use(Faults(ME, rates))
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(50_000), name="v")
@@ -30,8 +33,12 @@ def endure(rounds):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(3))
-def test_every_contribution_counts_once_and_whole(tmp_path, seed):
+@pytest.mark.parametrize(
+    ("seed", "rates"),
+    [(0, {}), (1, {}), (2, {"drop": 0.03, "cut": 0.01, "twice": 0.03, "lose": 0.03})],
+    ids=["first", "second", "and the network fails as well"],
+)
+def test_every_contribution_counts_once_and_whole(tmp_path, seed, rates):
     """A contribution that was answered counts; of those that were not, at most one for each death does.
 
     All see the same rounds, and the job ends cleanly.
@@ -39,7 +46,7 @@ def test_every_contribution_counts_once_and_whole(tmp_path, seed):
     choices = random.Random(seed)
     deaths = dict.fromkeys((W0, W1, W2, CHIEF), 0)
     keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK}
-    with Job(endure, tmp_path, (800,), **keys) as job:
+    with Job(endure, tmp_path, (800, rates), **keys) as job:
         job.hear(W0, "did", 0)
         while max(job.said(W0, "did")) < 650:
             task = choices.choice(list(deaths))

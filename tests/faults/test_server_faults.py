@@ -49,8 +49,15 @@ def serve(rounds, stops):
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
 
 
-@pytest.mark.parametrize("server", [PS0, PS1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("server", "number"),
+    [
+        pytest.param(PS0, signal.SIGKILL, id="the first, killed"),
+        pytest.param(PS1, signal.SIGSTOP, id="another, stopped"),
+        pytest.param(PS1, signal.SIGKILL, id="another, killed", marks=pytest.mark.soak),
+        pytest.param(PS0, signal.SIGSTOP, id="the first, stopped", marks=pytest.mark.soak),
+    ],
+)
 def test_a_server_that_is_lost(tmp_path, server, number):
     """Killed or stopped: within a lease every process knows which one, whatever it does, and ends."""
     with Job(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
@@ -70,7 +77,7 @@ def test_a_server_that_is_lost(tmp_path, server, number):
         assert not job.said(W0, "sums")
 
 
-@pytest.mark.parametrize("server", [PS0, PS1])
+@pytest.mark.parametrize("server", [pytest.param(PS0, marks=pytest.mark.soak), PS1])
 def test_a_server_that_is_replaced(tmp_path, server):
     """Its successor refuses the old sessions at once. Everyone started again goes on from the checkpoint.
 

@@ -61,10 +61,7 @@ def test_a_server_computes_on_its_device() -> None:
     device = ServerDevice.parse("gpu:0")
     with device.scope():
         value = device.xp.sqrt(device.put(np.array([4.0, 9.0])))
-    device.synchronize()
     assert device.get(value).tolist() == [2, 3]
-    assert device.get(device.zeros((2,), "int32")).tolist() == [0, 0]
-    assert device.empty((2,), "int32").shape == (2,)
 
 
 def test_a_gpu_beyond_the_last_is_refused() -> None:

@@ -27,7 +27,9 @@ def work(rounds):
     float(v[0])
 
 
-@pytest.mark.parametrize("chief", ["driver", "script", "none"])
+@pytest.mark.parametrize(
+    "chief", ["driver", *(pytest.param(chief, marks=pytest.mark.soak) for chief in ("script", "none"))]
+)
 def test_a_job_leaves_nothing_behind(tmp_path, chief):
     """All processes exit with 0 by themselves; their ports are free, and no segment of memory stays."""
     before, segments = children(), set(os.listdir("/dev/shm"))

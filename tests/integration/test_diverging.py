@@ -44,20 +44,12 @@ def diverge(kind):
 @pytest.mark.parametrize(
     ("kind", "servers", "words"),
     [
-        ("sections", 1, ("'first'", "'second'")),
-        ("sections", 2, ("'first'", "'second'")),
-        ("reductions", 1, ("float64[2]", "float64[3]")),
-        ("functions", 1, ("update variable 'first'",)),
-        ("operands", 1, ("update variable 'first'", "[0 0 0]", "[1 1 1]")),
-        ("variable", 2, ("'extra'", "'second'")),
-    ],
-    ids=[
-        "on one server",
-        "on different servers, so that only beats can tell",
-        "reductions of different shapes",
-        "update functions that differ",
-        "operands that differ",
-        "a variable that others lack",
+        pytest.param("sections", 1, ("'first'", "'second'"), id="on one server"),
+        pytest.param("sections", 2, ("'first'", "'second'"), id="on different servers, so that only beats can tell"),
+        pytest.param("operands", 1, ("update variable 'first'", "[0 0 0]", "[1 1 1]"), id="operands that differ"),
+        pytest.param("variable", 2, ("'extra'", "'second'"), id="a variable that others lack"),
+        pytest.param("reductions", 1, ("float64[2]", "float64[3]"), id="other shapes", marks=pytest.mark.soak),
+        pytest.param("functions", 1, ("update variable 'first'",), id="other functions", marks=pytest.mark.soak),
     ],
 )
 def test_everyone_is_told_where_the_others_are(tmp_path, kind, servers, words):

@@ -21,9 +21,6 @@ def test_the_cpu_keeps_arrays_as_they_are(text: str) -> None:
     assert device.get(array) is array
     with device.scope():
         assert device.xp.sum(device.xp.asarray(array)) == 3
-        assert device.zeros((2, 1), "float32").tolist() == [[0], [0]]
-        assert device.empty([2], np.int8).dtype == np.int8
-    device.synchronize()
 
 
 @pytest.mark.parametrize("text", ["", "gpu:", "tpu:0", "cpu:1", "gpu:-1", "0"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.cluster import JOBS, Task, check_address, in_task_order, parse_cluster, parse_tf_config
+from pswire.cluster import JOBS, Task, check_address, parse_cluster, parse_tf_config
 from pswire.errors import ConfigError
 
 CLUSTER = {"ps": ["a:1", "b:2"], "worker": ["c:3"], "chief": ["d:4"]}
@@ -162,7 +162,7 @@ def test_what_is_no_task_is_told(text: str) -> None:
 def test_task_order() -> None:
     """A chief that runs the script comes first, then workers by number, not by letter."""
     tasks = [Task("ps", 0), Task("worker", 10), Task("worker", 2), Task("chief", 0)]
-    assert in_task_order(tasks) == [Task("chief", 0), Task("worker", 2), Task("worker", 10), Task("ps", 0)]
+    assert sorted(tasks) == [Task("chief", 0), Task("worker", 2), Task("worker", 10), Task("ps", 0)]
 
 
 def test_addresses() -> None:

@@ -50,7 +50,7 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
-from pswire.tensor import DTYPES, EMPTY, TensorSpec
+from pswire.tensor import DTYPES, Payload, TensorSpec
 from pswire.wire import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, parse, refusal, refused
 
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)

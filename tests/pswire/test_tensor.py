@@ -16,7 +16,6 @@ from pswire.limits import ALIGN, MAX_NDIM, PART_BYTES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.tensor import (
     DTYPES,
-    EMPTY,
     MAX_OVERHEAD,
     MIN_PART_BYTES,
     SPARE_PARTS,
@@ -234,7 +233,7 @@ def test_a_payload_of_another_size_is_refused() -> None:
         Payload.pack([np.zeros(3)]).tensors([TensorSpec("float64", (4,))])
     with pytest.raises(InvalidRequest, match="not whole"):
         Payload((), 8).tensors([TensorSpec("float64", ())])
-    assert EMPTY.tensors([]) == []
+    assert Payload.pack([]).tensors([]) == []
 
 
 IMPOSSIBLE: list[tuple[str, tuple[int, ...]]] = [

@@ -170,7 +170,9 @@ class Job:
         first = self.verbs[0]
         length = first.status().log
         assert first.approve(self.token, length, entries) == length + len(entries)
-        whole = first.watch(self.opened.session, 0, 0).result(SOON).entries if length + len(entries) else ()
+        whole: list[Entry] = []
+        while len(whole) < length + len(entries):  # a long log comes in several answers
+            whole += first.watch(self.opened.session, len(whole), 0).result(SOON).entries
         for server in self.verbs[1:]:
             assert server.approve(self.token, 0, whole) == len(whole)
 
@@ -183,7 +185,7 @@ class Job:
             worker.epoch = self.epoch.number
         return workers
 
-    def close(self, members: Sequence[Member]) -> Epoch:
+    def close(self, members: Sequence[Member] = ()) -> Epoch:
         """Closes an epoch of these members."""
         number = self.epoch.number + 1
         self.epoch = Epoch(number, tuple(members), start=Start(number, 0))
@@ -201,6 +203,15 @@ class Job:
             self.verbs[server].create(creator.session, ordinal, variable.id, spec, variable.servers, payload)
         self.variables.append(variable)
         return variable
+
+    def arrived(self, worker: Worker, server: int = 0) -> None:
+        """Waits until what a worker pushed last is there."""
+        eventually(
+            lambda: any(
+                waiting.round == worker.round and worker.task not in waiting.missing
+                for waiting in self.verbs[server].status().waiting
+            )
+        )
 
     def approve(self, plan: Plan, proposer: Worker) -> Plan:
         """Proposes and approves a plan."""

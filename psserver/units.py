@@ -1,0 +1,39 @@
+"""Numbers of bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from pswire.errors import ConfigError
+
+_BYTES = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """Reads `4GiB`, `500MB` or plain bytes; raises `ConfigError` naming `where` for anything else."""
+    match = _SIZE.fullmatch(text)
+    if not match or match[2].upper() not in _BYTES:
+        raise ConfigError(f"{where} {text!r} is no size; write bytes with a unit, such as 4GiB, or 0 for none")
+    return int(float(match[1]) * _BYTES[match[2].upper()])
+
+
+def human(nbytes: int) -> str:
+    """A number of bytes for people: `1.5 GiB`."""
+    size = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

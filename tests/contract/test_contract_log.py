@@ -1,0 +1,344 @@
+"""Propose, Watch, Approve: one log, written by the newest chief alone, read by whoever waits for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
+
+from pswire.errors import Diverged, Fenced, InvalidRequest, LocalityError, MemoryLimit, ProgramError, ServerLost
+from pswire.program import Input, Node, Program
+from pswire.spec import (
+    Apply,
+    Approved,
+    Created,
+    Done,
+    Epoch,
+    EpochClosed,
+    JobStarted,
+    Operand,
+    Plan,
+    Position,
+    Reduction,
+    Ref,
+    SnapshotOrder,
+    Snapshotted,
+    Start,
+    Started,
+    Variable,
+    VariableSpec,
+)
+from pswire.tensor import TensorSpec
+
+A, B = WORKERS[:2]
+NUMBER = TensorSpec("int64", ())
+PAIR = TensorSpec("float64", (2,))
+
+
+@pytest.fixture
+def worker(job: Job):
+    """A member of the job."""
+    return job.join(A)[0]
+
+
+def log(job, server=0):
+    """The whole log of a server; only server 0 has one to be watched."""
+    return list(job.servers.cores[server]._log.entries)
+
+
+# ---- Approve ----
+
+
+def test_the_log_is_what_was_appended(job, worker):
+    """Every kind of entry, in order, and back from the network as it went."""
+    variable = job.variable(worker, np.zeros(2), (1,))
+    plan = sum_into(variable)
+    start = Start(2, 7, (Position(0, 1, 2), Position(1, 0, 5)))
+    entries = [
+        Approved(plan),
+        EpochClosed(Epoch(2, (worker.member,), "plan:00ff")),
+        Started(start),
+        EpochClosed(Epoch(3, (worker.member,), "", Start(3, 8))),
+        Snapshotted(plan.id, 7, "/tmp/x", "no space"),
+    ]
+    job.append(*entries)
+    watched = job.verbs[0].watch(worker.session, 0, -1).result(SOON)
+    assert watched.start == 0
+    assert list(watched.entries) == [*log(job)[:2], Created(variable), *entries]
+    assert log(job) == log(job, 1)
+
+
+def test_a_resent_append_changes_nothing(job, worker):
+    """The index is its key: what is there already and equal counts as taken."""
+    server = job.verbs[0]
+    before = log(job)
+    plans = [Approved(reduce_only(NUMBER, target=str(index))) for index in range(3)]
+    assert server.approve(job.token, len(before), plans[:2]) == len(before) + 2
+    assert server.approve(job.token, len(before), plans[:2]) == len(before) + 2
+    assert server.approve(job.token, len(before) + 1, plans[1:]) == len(before) + 3
+    assert server.approve(job.token, 0, before) == len(before)
+    assert log(job) == [*before, *plans]
+
+
+def test_an_append_to_another_log_is_not_taken(job, worker):
+    """Server 0's log grows by itself: the chief is told where to look again, and nothing of it is kept."""
+    server, length = job.verbs[0], len(log(job))
+    job.variable(worker, np.array(1))
+    there = log(job)
+    assert server.approve(job.token, length, [Approved(reduce_only(NUMBER))]) == length
+    assert server.approve(job.token, length + 5, [Approved(reduce_only(NUMBER))]) == length + 1
+    assert log(job) == there
+
+
+def test_nothing_appended_is_agreement(job):
+    """An empty list tells how far the log goes."""
+    assert job.verbs[0].approve(job.token, 1, []) == 1
+    assert job.verbs[0].approve(job.token, 9, []) == 1
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_an_older_chief_is_refused(job, worker, server):
+    """Once there is a newer one that has spoken to a server, and never without a token."""
+    newer = job.open(CHIEF, 0, True).token
+    job.verbs[1].approve(newer, 0, log(job))
+    plan = Approved(reduce_only(NUMBER))
+    for token in (0, job.token):
+        with pytest.raises(Fenced, match="newer chief"):
+            job.verbs[server].approve(token, len(log(job)), [plan])
+    assert plan not in log(job, server)
+    assert job.verbs[server].approve(newer, len(log(job)), [plan]) == len(log(job, server))
+
+
+def test_a_new_job_drops_everything(job, worker):
+    """Variables, plans and epochs are gone; who was in the old one is told; names and numbers begin anew."""
+    variable = job.variable(worker, np.array(1))
+    plan = job.approve(reduce_only(NUMBER), worker)
+    other = job.open(B)
+    waiting = [
+        job.verbs[0].pull(worker.session, [variable.id], 5),
+        job.verbs[0].watch(worker.session, len(log(job)), -1),
+    ]
+    eventually(lambda: job.servers.cores[0]._readers and job.servers.cores[0]._watchers)
+    chief = job.open(CHIEF, 0, True)
+    begin = JobStarted(chief.token, (100, 101))
+    for server in job.verbs:
+        assert server.approve(chief.token, 0, [begin]) == 1
+    for future in waiting:
+        with pytest.raises(ServerLost, match="started anew"):
+            future.result(SOON)
+    with pytest.raises(Fenced):
+        job.verbs[0].beat(worker.session, -1, b"")
+    status = job.verbs[0].status()
+    assert (status.log, status.variables, status.nbytes, status.epoch, status.round) == (1, 0, 0, None, -1)
+    job.verbs[0].beat(other.session, -1, b"")
+    named = job.verbs[0].create(other.session, 0, -1, VariableSpec("new", PAIR), (), None)
+    assert (named.id, named.servers) == (0, (0,))
+
+
+def test_the_same_job_is_not_begun_twice(job, worker):
+    """A chief that copies the log begins nothing."""
+    job.variable(worker, np.array(1), (1,))
+    for server in job.verbs:
+        server.approve(job.token, 0, log(job))
+    assert job.verbs[1].status().nbytes == 8
+
+
+def test_a_done_job_ends_its_servers(job, worker):
+    """When the job is done and its chief has left: server 0 waits for that, so that the chief gets its answers."""
+    job.append(Done())
+    cores = job.servers.cores
+    assert not cores[0].done.done()
+    assert cores[1].done.done()
+    job.verbs[0].leave(job.opened.session, "")
+    assert cores[0].done.result(SOON) is None
+
+
+# ---- Propose and verify ----
+
+
+def test_a_proposal_waits_for_the_chief(job, worker):
+    """Once, however often and by however many it is proposed; approved, it is no proposal any more."""
+    plan = reduce_only(NUMBER)
+    for _ in range(3):
+        job.verbs[0].propose(worker.session, plan, "", None)
+    seen = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON)
+    assert seen.plans == (plan,)
+    assert seen.plans[0].id == plan.id
+    job.append(Approved(plan))
+    job.verbs[0].propose(worker.session, plan, "", None)
+    assert job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).plans == ()
+
+
+def bad_plans():
+    """Plans that must be refused, each with the error and a word of it."""
+    here, there = Reduction("sum", NUMBER, (0,)), Reduction("sum", NUMBER, (1,))
+    add = adding(NUMBER)
+    v, r = Ref("variable", 0), Ref("reduction", 0)
+
+    def one(**changes):
+        return dataclasses.replace(Plan((here,), (), (add,), (Apply(0, (0,), (v, r)),), (r,)), **changes)
+
+    strange = dataclasses.replace(add, nodes=(Node("eval", (0, 1)),))
+    wide = Program((Input("variable", PAIR), Input("value", NUMBER)), (Node("add", (0, 1)),), ((0, 2),), ())
+    return {
+        "an unknown op": (one(programs=(strange,)), ProgramError, "unknown op 'eval'"),
+        "too few arguments": (one(applies=(Apply(0, (0,), (v,)),)), ProgramError, "arguments"),
+        "another shape": (one(programs=(wide,)), ProgramError, r"float64\[2\]"),
+        "a value elsewhere": (one(reductions=(there,)), LocalityError, "never crosses servers"),
+        "no such variable": (one(applies=(Apply(0, (0,), (Ref("variable", 9), r)),)), InvalidRequest, "variable 9"),
+        "no such program": (one(applies=(Apply(3, (0,), (v, r)),)), InvalidRequest, "does not have"),
+        "no such server": (one(reductions=(Reduction("sum", NUMBER, (5,)),)), InvalidRequest, "of 2"),
+        "nowhere": (one(operands=(Operand(NUMBER, ()),)), InvalidRequest, "servers"),
+        "a sum of truths": (Plan((Reduction("sum", TensorSpec("bool", ()), (0,)),)), InvalidRequest, "bool"),
+        "a mean of counts": (Plan((Reduction("mean", NUMBER, (0,)),)), InvalidRequest, "not defined"),
+        "a returned variable": (one(returned=(v,)), InvalidRequest, "neither reduced nor computed"),
+        "a result to come": (one(applies=(Apply(0, (0,), (v, Ref("result", 0))),)), InvalidRequest, "result 0"),
+        "a checkpoint nowhere": (Plan(snapshot=SnapshotOrder("x", (0, 7))), InvalidRequest, "servers"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_plans())
+def test_a_plan_that_does_not_verify_is_refused(job, worker, name):
+    """Its proposer is told; the chief never sees it."""
+    job.variable(worker, np.array(0), (0,))
+    plan, kind, words = bad_plans()[name]
+    with pytest.raises(kind, match=words):
+        job.verbs[0].propose(worker.session, plan, "", None)
+    assert job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).plans == ()
+
+
+def test_a_plan_needs_no_more_memory_than_there_is(serve):
+    """What a program needs on the way counts, though the variable itself would fit."""
+    job = Job(serve(1, memory_limit=4096))
+    (worker,) = job.join(A)
+    variable = job.variable(worker, np.zeros(8))
+    row, square = TensorSpec("float64", (8,)), TensorSpec("float64", (8, 8))
+    outer = Program(
+        (Input("variable", row), Input("value", row)),
+        (
+            Node("broadcast_to", (1,), (("shape", (64, 8)),)),
+            Node("multiply", (0, 2)),
+            Node("sum", (3,), (("axis", 0),)),
+        ),
+        ((0, 4),),
+        (),
+    )
+    large = Plan((Reduction("sum", row, (0,)),), (), (outer,), (Apply(0, (0,), (Ref("variable", 0), Ref("reduction", 0))),))
+    with pytest.raises(MemoryLimit, match="limit is 4 KiB") as told:
+        job.verbs[0].propose(worker.session, large, "", None)
+    assert told.value.task == "/job:ps/task:0"
+    job.verbs[0].propose(worker.session, sum_into(variable), "", None)
+    assert square.nbytes < 4096
+
+
+def test_an_entry_says_where_a_new_member_waits(job, worker):
+    """The chief sees it at the session."""
+    new = job.open(B).session
+    for _ in range(2):
+        job.verbs[0].propose(new, None, "dataset:3", None)
+    states = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).sessions
+    assert {s.member.session: s.entry for s in states} == {worker.session: "", new: "dataset:3"}
+
+
+def test_a_start_is_said_once(job, worker):
+    """All older members say the same; who says otherwise has diverged."""
+    job.append(EpochClosed(Epoch(2, (worker.member,), "dataset:0")))
+    start = Start(2, 4, (Position(0, 0, 9),))
+    for _ in range(2):
+        job.verbs[0].propose(worker.session, None, "", start)
+    assert log(job)[-1] == Started(start)
+    assert log(job).count(Started(start)) == 1
+    with pytest.raises(Diverged, match="epoch 2 begins"):
+        job.verbs[0].propose(worker.session, None, "", Start(2, 5))
+
+
+# ---- Watch ----
+
+
+def test_a_watch_waits_for_the_log(job, worker):
+    """And gives what is new, from where the watcher stands."""
+    length = len(log(job))
+    watching = job.verbs[0].watch(worker.session, length, -1)
+    eventually(lambda: job.servers.cores[0]._watchers)
+    job.verbs[0].propose(worker.session, reduce_only(NUMBER), "", None)
+    assert not watching.done()
+    job.append(Approved(reduce_only(NUMBER)))
+    watched = watching.result(SOON)
+    assert (watched.start, watched.entries) == (length, (Approved(reduce_only(NUMBER)),))
+
+
+def test_a_watch_waits_for_a_version(job, worker):
+    """A chief hears of sessions, entries and proposals, though the log stands still."""
+    length, server, session = len(log(job)), job.verbs[0], job.opened.session
+    changes = [
+        lambda: job.open(B),
+        lambda: server.propose(worker.session, reduce_only(NUMBER), "", None),
+        lambda: server.propose(worker.session, None, "dataset:1", None),
+        lambda: server.leave(worker.session, ""),
+    ]
+    version = server.watch(session, length, 0).result(SOON).version
+    for change in changes:
+        watching = server.watch(session, length, version)
+        eventually(lambda: job.servers.cores[0]._watchers)
+        change()
+        watched = watching.result(SOON)
+        assert watched.version > version
+        assert watched.entries == ()
+        version = watched.version
+
+
+def test_many_watch_at_once(job, worker):
+    """Each is answered from where it stands."""
+    length = len(log(job))
+    first = job.verbs[0].watch(worker.session, length, -1)
+    second = job.verbs[0].watch(job.opened.session, length, -1)
+    eventually(lambda: len(job.servers.cores[0]._watchers) == 2)
+    job.append(Approved(reduce_only(NUMBER)))
+    assert first.result(SOON).entries == second.result(SOON).entries == tuple(log(job)[length:])
+
+
+def test_an_abandoned_watch_harms_nobody(job, worker):
+    """Whoever goes away leaves the others their answer."""
+    length = len(log(job))
+    gone = job.verbs[0].watch(worker.session, length, -1)
+    stays = job.verbs[0].watch(worker.session, length, -1)
+    eventually(lambda: len(job.servers.cores[0]._watchers) == 2)
+    gone.cancel()
+    job.append(Approved(reduce_only(NUMBER)))
+    assert len(stays.result(SOON).entries) == 1
+
+
+def test_a_watch_ends_with_its_server(job, worker):
+    """Nobody waits for what is gone."""
+    watching = job.verbs[0].watch(worker.session, len(log(job)), -1)
+    eventually(lambda: job.servers.cores[0]._watchers)
+    job.servers.cores[0].close()
+    with pytest.raises(ServerLost, match="server ends") as told:
+        watching.result(SOON)
+    assert told.value.task == "/job:ps/task:0"
+
+
+def test_a_long_log_arrives_whole(job, worker):
+    """More than a message holds: in several answers, which the reader puts together."""
+    plans = []
+    for number in range(3):
+        reductions = tuple(Reduction("sum", NUMBER, (0,), f"{number} {index} {'x' * 500}") for index in range(3000))
+        plans.append(Plan(reductions))
+    job.append(*map(Approved, plans))
+    entries = []
+    while len(entries) < job.verbs[0].status().log:
+        watched = job.verbs[0].watch(worker.session, len(entries), 0).result(SOON)
+        assert watched.start == len(entries)
+        entries += watched.entries
+    assert entries == log(job) == log(job, 1)
+
+
+def test_creations_are_in_the_log(job, worker):
+    """So that every server and every chief knows all variables, whoever holds them."""
+    variable = job.variable(worker, np.zeros(2), (1,))
+    job.append(Approved(reduce_only(NUMBER)))
+    assert isinstance(log(job, 1)[-2], Created)
+    assert log(job, 1)[-2].variable == variable == Variable(0, VariableSpec("v0", PAIR), (1,))
+    assert [server.status().variables for server in job.verbs] == [1, 1]

@@ -1,0 +1,253 @@
+"""Open, Beat, Leave: who is there, and how a session ends."""
+
+from __future__ import annotations
+
+import pytest
+from rig import CHIEF, SOON, WORKERS, Clock, Job, reduce_only, together
+
+from pswire.cluster import Task
+from pswire.errors import Diverged, Fenced
+from pswire.spec import Epoch, EpochClosed
+from pswire.tensor import TensorSpec
+
+NUMBER = TensorSpec("int64", ())
+A, B, C = WORKERS[:3]
+
+
+def states(job):
+    """The state of each session that takes part in rounds, by its number."""
+    watched = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON)
+    return {state.member.session: state.state for state in watched.sessions}
+
+
+def test_every_open_is_a_new_session(job):
+    """Server 0 counts; the others take its number; each says who it is."""
+    first, second = job.verbs[0].open(A, 2, 0, False), job.verbs[0].open(B, 1, 0, False)
+    assert second.session == first.session + 1
+    assert (first.server, first.incarnation, first.token, first.begun) == (0, 100, 0, False)
+    other = job.verbs[1].open(A, 2, first.session, False)
+    assert (other.session, other.server, other.incarnation) == (first.session, 1, 101)
+
+
+def test_a_job_that_runs_says_so(job):
+    """Who opens after the first epoch has to join."""
+    job.join(A)
+    assert all(server.open(B, 1, 9, False).begun for server in job.verbs)
+
+
+def test_tokens_grow(job):
+    """Each chief's is larger than all before; no other session has one."""
+    tokens = [job.verbs[0].open(CHIEF, 0, 0, True).token for _ in range(3)]
+    assert [job.token, *tokens] == sorted({job.token, *tokens})
+
+
+def test_a_task_that_opens_again_ends_its_last_session(job):
+    """Its old process is told so, with its name."""
+    old = job.open(A).session
+    new = job.open(A).session
+    with pytest.raises(Fenced, match="started again") as told:
+        job.verbs[0].beat(old, -1, b"")
+    assert told.value.task == str(A)
+    job.verbs[0].beat(new, -1, b"")
+    assert states(job) == {old: "failed", new: "open"}
+
+
+def test_a_process_may_be_worker_and_chief(job):
+    """Both sessions of one task stand beside each other."""
+    worker = job.open(A).session
+    chief = job.open(A, 0, True)
+    job.verbs[0].beat(worker, -1, b"")
+    job.verbs[0].beat(chief.session, -1, b"")
+    assert chief.token > job.token
+
+
+@pytest.mark.parametrize("verb", ["beat", "create", "pull", "propose", "watch", "push", "restore"])
+def test_an_unknown_session_is_refused(job, verb):
+    """Server 0 knows all sessions."""
+    (worker,) = job.join(A)
+    variable = job.variable(worker, 1)
+    plan = job.approve(reduce_only(NUMBER), worker)
+    worker.session = 77
+    calls = {
+        "beat": lambda server: server.beat(77, -1, b""),
+        "create": lambda server: server.create(77, 0, -1, variable.spec, (), None),
+        "pull": lambda server: server.pull(77, [0], -1).result(SOON),
+        "propose": lambda server: server.propose(77, plan, "", None),
+        "watch": lambda server: server.watch(77, 0, -1).result(SOON),
+        "push": lambda server: worker.push(plan, [1]).result(SOON),
+        "restore": lambda server: server.restore(77, "x").result(SOON),
+    }
+    with pytest.raises(Fenced, match="restart the process"):
+        calls[verb](job.verbs[0])
+
+
+def test_leaving_twice_is_leaving_once(job):
+    """A resent farewell changes nothing; an ended session cannot go on."""
+    session = job.open(A).session
+    for _ in range(2):
+        job.verbs[0].leave(session, "")
+    assert states(job) == {session: "left"}
+    job.verbs[0].leave(session, "too late to fail")
+    assert states(job) == {session: "left"}
+    with pytest.raises(Fenced, match="it left"):
+        job.verbs[0].beat(session, -1, b"")
+
+
+def test_leaving_with_an_error_is_no_clean_end(job):
+    """The chief can tell it from the others; nobody else is ended by it."""
+    failed, other = job.open(A).session, job.open(B).session
+    job.verbs[0].leave(failed, "ValueError: a bug")
+    assert states(job) == {failed: "failed", other: "open"}
+
+
+def test_an_unknown_session_may_leave(job):
+    """There is nothing to end, and nobody to blame."""
+    job.verbs[0].leave(77, "")
+
+
+def test_a_silent_session_is_lost(job):
+    """Its lease ends; whoever beats stays."""
+    silent, loud = job.open(A).session, job.open(B).session
+    for _ in range(3):
+        job.servers.clock.now += 6.0
+        job.verbs[0].beat(loud, -1, b"")
+        job.verbs[0].beat(job.opened.session, -1, b"")
+        job.servers.tick()
+    assert states(job) == {silent: "lost", loud: "open"}
+    with pytest.raises(Fenced, match="lease ended") as told:
+        job.verbs[0].beat(silent, -1, b"")
+    assert told.value.task == str(A)
+
+
+def test_any_call_is_a_sign_of_life(job):
+    """Not only beats renew a lease."""
+    session = job.open(A).session
+    for _ in range(3):
+        job.servers.clock.now += 6.0
+        job.verbs[0].propose(session, None, "dataset:0", None)
+        job.verbs[0].beat(job.opened.session, -1, b"")
+        job.servers.tick()
+    assert states(job) == {session: "open"}
+
+
+def test_who_waits_does_not_live_by_that(job):
+    """A process that was killed while it waited in a round is found out, whatever else happens meanwhile."""
+    dead, late = job.join(A, B)
+    plan = job.approve(reduce_only(NUMBER), dead)
+    waiting = dead.push(plan, [1])
+    job.arrived(dead)
+    for _ in range(6):
+        job.servers.clock.now += 3.0
+        for session in (late.session, job.opened.session):
+            job.verbs[0].beat(session, -1, b"")
+        job.servers.tick()
+    assert states(job) == {dead.session: "lost", late.session: "open"}
+    with pytest.raises(Fenced, match="lease ended"):
+        waiting.result(SOON)
+
+
+def test_a_late_goodbye_counts(job):
+    """Who was thought dead and then leaves cleanly has done its part."""
+    session = job.open(A).session
+    job.servers.clock.now += 11.0
+    job.servers.tick()
+    job.verbs[0].leave(session, "")
+    chief = job.open(CHIEF, 0, True)
+    watched = job.verbs[0].watch(chief.session, 0, -1).result(SOON)
+    assert [state.state for state in watched.sessions] == ["left"]
+
+
+def test_an_epoch_fences_whom_it_leaves_out(job):
+    """On every server, in every verb; its waiting push is told, its contribution counts."""
+    out, stays = job.join(A, B)
+    plan = job.approve(reduce_only(NUMBER, server=1), out)
+    waiting = out.push(plan, [5], server=1)
+    job.arrived(out, server=1)
+    job.close([stays.member])
+    for server in job.verbs:
+        with pytest.raises(Fenced, match="new epoch"):
+            server.beat(out.session, -1, b"")
+    with pytest.raises(Fenced, match="new epoch"):
+        waiting.result(SOON)
+    with pytest.raises(Fenced):
+        out.push(plan, [5], server=1).result(SOON)
+    reply = stays.push(plan, [2], server=1).result(SOON)
+    assert reply.left_out == ()
+    assert int(reply.payload.tensors([NUMBER])[0]) == 7
+
+
+def test_processes_that_wait_for_each_other_are_found_out(job):
+    """Two wait in one round for different plans, on different servers: the beats tell, with both positions."""
+    one, two = job.join(A, B)
+    here = job.approve(reduce_only(NUMBER, server=0, target="'loss'"), one)
+    there = job.approve(reduce_only(NUMBER, server=1, target="'accuracy'"), one)
+    waiting = one.push(here, [1])
+    job.arrived(one)
+    job.verbs[0].beat(one.session, 0, here.id)
+    with pytest.raises(Diverged, match=r"round 0.*worker/task:0.*'loss'.*worker/task:1.*'accuracy'"):
+        job.verbs[0].beat(two.session, 0, there.id)
+    with pytest.raises(Diverged, match="'loss'.*'accuracy'"):
+        waiting.result(SOON)
+    with pytest.raises(Diverged, match="'loss'.*'accuracy'"):
+        job.verbs[0].beat(one.session, -1, b"")
+    assert set(states(job).values()) == {"failed"}
+
+
+def test_waiting_in_different_rounds_is_no_divergence(job):
+    """One may be ahead of what another has last said."""
+    one, two = job.join(A, B)
+    job.verbs[0].beat(one.session, 3, b"x")
+    job.verbs[0].beat(two.session, 4, b"y")
+    job.verbs[0].beat(one.session, -1, b"")
+
+
+def test_a_divergence_is_told_to_everyone(job):
+    """Whoever finds it says so when it leaves; the others' sessions end with the same words."""
+    one, two, three = job.join(A, B, C)
+    job.verbs[0].leave(one.session, "Diverged: operand 0 differs")
+    for other in (two, three):
+        with pytest.raises(Diverged, match="^operand 0 differs$"):
+            job.verbs[0].beat(other.session, -1, b"")
+    job.verbs[0].beat(job.opened.session, -1, b"")
+
+
+
+
+def test_status_tells_of_the_chief(job):
+    """Server 0 says how long it is silent; the others cannot know."""
+    job.servers.clock.now += 4.0
+    assert job.verbs[0].status().chief == pytest.approx(4.0)
+    assert job.verbs[1].status().chief == float("inf")
+
+
+def test_status_tells_who_is_missed(job):
+    """An open round, what it does, whom it waits for, and whether it may run."""
+    one, two = job.join(A, B)
+    plan = reduce_only(NUMBER, target="'loss'")
+    job.verbs[0].propose(one.session, plan, "", None)
+    one.push(plan, [1])
+    job.arrived(one)
+    (waiting,) = job.verbs[0].status().waiting
+    assert (waiting.round, waiting.missing, waiting.approved) == (0, (B,), False)
+    job.approve(plan, one)
+    (waiting,) = job.verbs[0].status().waiting
+    assert waiting.approved
+    assert "'loss'" in waiting.section
+    together(two.push(plan, [1]))
+    status = job.verbs[0].status()
+    assert (status.waiting, status.round, status.server, status.incarnation) == ((), 0, 0, 100)
+
+
+def test_status_without_a_job(serve):
+    """A server that nobody has used has nothing to tell, and no error."""
+    status = serve(1).verbs[0].status()
+    assert (status.log, status.epoch, status.round, status.variables) == (0, None, -1, 0)
+
+
+def test_epochs_travel_whole(job):
+    """Members, entry and start come back as they were."""
+    one, _ = job.join(A, Task("worker", 7), replicas=3)
+    epoch = Epoch(2, job.epoch.members, "dataset:0")
+    job.append(EpochClosed(epoch))
+    assert [server.status().epoch for server in job.verbs] == [epoch, epoch]
+    assert epoch.session(one.session).replicas == 3

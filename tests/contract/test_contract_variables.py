@@ -1,0 +1,262 @@
+"""Create and Pull: variables are named once, placed once, and read as they were given."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
+
+from pswire.errors import Diverged, InvalidRequest, MemoryLimit, ServerLost, VariableMismatch
+from pswire.limits import PART_BYTES
+from pswire.spec import VariableSpec
+from pswire.tensor import DTYPES, Payload, TensorSpec
+
+A, B = WORKERS[:2]
+NUMBER = TensorSpec("int64", ())
+
+TENSORS = {
+    "a number": np.array(-7, "int64"),
+    "nothing": np.zeros((0, 3), "float32"),
+    "one byte": np.array([True]),
+    "many parts": np.arange(3 * PART_BYTES // 4 + 5, dtype="int32"),
+    "more than a message": np.arange((9 << 19) + 1, dtype="int8").reshape(1, -1),
+    "bfloat16": np.array([[1.5, -2.25], [3e38, 0]], ml_dtypes.bfloat16),
+    "columns first": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    "a view": np.arange(20, dtype="uint16")[::-2],
+    "big-endian": np.array([1, 2, 3], ">f8"),
+    **{f"a {name}": np.array([[0, 1], [1, 0]], dtype) for name, dtype in DTYPES.items()},
+}
+
+
+@pytest.fixture
+def worker(job: Job):
+    """A member of the job."""
+    return job.join(A)[0]
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_value_is_read_as_it_was_given(job, worker, name):
+    """Every dtype and shape, however large, and however it lay in memory."""
+    value = TENSORS[name]
+    variable = job.variable(worker, value, (1,))
+    back = job.value(worker, variable)
+    assert back.shape == value.shape
+    assert back.dtype == value.dtype.newbyteorder("=")
+    assert back.tobytes() == np.ascontiguousarray(value).astype(back.dtype).tobytes()
+
+
+def test_variables_go_to_the_servers_in_turn(job, worker):
+    """Whoever says where, does not advance the turn."""
+    wanted = [(), (), (1,), (0, 1), (), ()]
+    placed = [job.variable(worker, np.zeros(2), servers).servers for servers in wanted]
+    assert placed == [(0,), (1,), (1,), (0, 1), (0,), (1,)]
+
+
+def test_creating_again_changes_nothing(job, worker):
+    """The same process or another: the same number and place, and the first value stays."""
+    variable = job.variable(worker, np.array([1.0, 2.0]), (1,))
+    for session in (worker.session, job.open(B).session):
+        named = job.verbs[0].create(session, 0, -1, variable.spec, (), None)
+        assert (named.id, named.servers, named.initialized) == (0, (1,), False)
+        again = job.verbs[1].create(session, 0, 0, variable.spec, (1,), Payload.pack([np.array([8.0, 9.0])]))
+        assert again.initialized
+    assert job.value(worker, variable).tolist() == [1.0, 2.0]
+    assert [server.status().variables for server in job.verbs] == [1, 1]
+
+
+def test_one_may_ask_first(job, worker):
+    """A large value travels only where it is wanted."""
+    spec = VariableSpec("w", NUMBER)
+    named = job.verbs[0].create(worker.session, 0, -1, spec, (1,), None)
+    assert not job.verbs[1].create(worker.session, 0, named.id, spec, (1,), None).initialized
+    given = job.verbs[1].create(worker.session, 0, named.id, spec, (1,), Payload.pack([np.array(3)]))
+    assert given.initialized
+    assert job.verbs[1].create(worker.session, 0, named.id, spec, (1,), None).initialized
+
+
+def test_server_0_takes_a_value_with_the_name(job, worker):
+    """One call is enough where the variable lives on server 0."""
+    payload = Payload.pack([np.array(4)])
+    named = job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", NUMBER), (0,), payload)
+    assert named.initialized
+    reply = job.verbs[0].pull(worker.session, [named.id], -1).result(SOON)
+    assert int(reply.payload.tensors([NUMBER])[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("ordinal", "spec"),
+    [
+        (0, VariableSpec("v0", TensorSpec("float64", (3,)))),
+        (0, VariableSpec("v0", TensorSpec("float32", (2,)))),
+        (0, VariableSpec("other", TensorSpec("float64", (2,)))),
+        (1, VariableSpec("v0", TensorSpec("float64", (2,)))),
+    ],
+)
+def test_two_that_disagree_are_told(job, worker, ordinal, spec):
+    """A mismatch of shape, dtype, name or order names both sides and both processes."""
+    job.variable(worker, np.zeros(2))
+    other = job.open(B).session
+    with pytest.raises(VariableMismatch) as told:
+        job.verbs[0].create(other, ordinal, -1, spec, (), None)
+    message = str(told.value)
+    assert all(word in message for word in (str(A), str(B), str(spec), "'v0' float64[2]"))
+
+
+def test_a_gap_in_the_order_is_a_divergence(job, worker):
+    """A process that creates its third variable where the job has one runs another program."""
+    job.variable(worker, np.zeros(2))
+    with pytest.raises(Diverged, match="number 2, and the job has 1"):
+        job.verbs[0].create(worker.session, 2, -1, VariableSpec("w", NUMBER), (), None)
+
+
+@pytest.mark.parametrize("servers", [(2,), (0, 7)])
+def test_a_server_that_is_not_there_is_refused(job, worker, servers):
+    """Nothing is placed where nobody could find it."""
+    with pytest.raises(InvalidRequest, match="of 2"):
+        job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", NUMBER), servers, None)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        VariableSpec("", NUMBER),
+        VariableSpec("x" * 600, NUMBER),
+        VariableSpec("a\nb", NUMBER),
+        VariableSpec("w", TensorSpec("object", ())),
+        VariableSpec("w", TensorSpec("float32", (1 << 50,))),
+    ],
+)
+def test_what_cannot_be_is_refused(job, worker, spec):
+    """Names that nobody can read, dtypes that do not travel, sizes that nothing can hold."""
+    with pytest.raises(InvalidRequest):
+        job.verbs[0].create(worker.session, 0, -1, spec, (), None)
+    assert job.verbs[0].status().variables == 0
+
+
+@pytest.mark.parametrize("value", [np.zeros(3), np.zeros(1), np.zeros((2, 2))])
+def test_a_value_of_another_size_is_refused(job, worker, value):
+    """And is not kept: the right one is taken afterwards."""
+    spec = VariableSpec("w", TensorSpec("float64", (2,)))
+    with pytest.raises(InvalidRequest):
+        job.verbs[0].create(worker.session, 0, -1, spec, (0,), Payload.pack([value]))
+    variable = job.variable(worker, np.array([1.0, 2.0]), (0,), "w")
+    assert job.value(worker, variable).tolist() == [1.0, 2.0]
+
+
+def test_a_server_that_does_not_hold_it_takes_no_value(job, worker):
+    """It knows the variable, and says that it has no value of it."""
+    variable = job.variable(worker, np.array(1), (1,))
+    reply = job.verbs[0].create(worker.session, 0, 0, variable.spec, (1,), Payload.pack([np.array(2)]))
+    assert not reply.initialized
+    with pytest.raises(InvalidRequest, match="'v0' has no value") as told:
+        job.verbs[0].pull(worker.session, [0], -1).result(SOON)
+    assert told.value.task == "/job:ps/task:0"
+
+
+def test_a_number_stands_for_one_variable(job, worker):
+    """A holder that is told otherwise refuses."""
+    job.variable(worker, np.array(1), (1,))
+    with pytest.raises(VariableMismatch, match="variable 0 is 'v0'"):
+        job.verbs[1].create(worker.session, 0, 0, VariableSpec("other", NUMBER), (1,), None)
+
+
+def test_before_a_job_nothing_is_created(serve):
+    """Without a chief nobody knows how many servers there are."""
+    (server,) = serve(1).verbs
+    session = server.open(A, 1, 0, False).session
+    with pytest.raises(InvalidRequest, match="no chief has begun a job"):
+        server.create(session, 0, -1, VariableSpec("w", NUMBER), (), None)
+
+
+def test_a_server_holds_no_more_than_its_limit(serve):
+    """Told with the server's name; what fits afterwards is taken."""
+    job = Job(serve(2, memory_limit=1000))
+    (worker,) = job.join(A)
+    job.variable(worker, np.zeros(100), (1,))
+    status = job.verbs[1].status()
+    assert (status.nbytes, status.memory_limit) == (800, 1000)
+    spec = VariableSpec("large", TensorSpec("float64", (100,)))
+    with pytest.raises(MemoryLimit, match="large.*800 bytes.*limit of 1000 bytes") as told:
+        job.verbs[1].create(worker.session, 1, 1, spec, (1,), None)
+    assert told.value.task == "/job:ps/task:1"
+    assert job.verbs[1].status().nbytes == 800
+    job.variable(worker, np.zeros(25), (1,))
+
+
+def test_a_name_that_does_not_fit_is_not_taken(serve):
+    """Server 0 refuses before it writes anything into the log."""
+    job = Job(serve(1, memory_limit=1000))
+    (worker,) = job.join(A)
+    length = job.verbs[0].status().log
+    with pytest.raises(MemoryLimit):
+        job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", TensorSpec("int8", (1001,))), (), None)
+    assert job.verbs[0].status().log == length
+    assert job.variable(worker, np.array(1)).id == 0
+
+
+def test_a_read_waits_for_its_round(job, worker):
+    """One that has been in a round sees its effect on every server."""
+    variable = job.variable(worker, np.array(10))
+    plan = job.approve(sum_into(variable), worker)
+    reading = job.verbs[0].pull(worker.session, [variable.id], 0)
+    eventually(lambda: job.servers.cores[0]._readers)
+    assert not reading.done()
+    together(worker.push(plan, [5]))
+    reply = reading.result(SOON)
+    assert (reply.round, int(reply.payload.tensors([NUMBER])[0])) == (0, 15)
+
+
+def test_several_variables_are_read_at_once(job, worker):
+    """In the order asked for, and as often."""
+    values = [np.array(1.5, "float32"), np.arange(3), np.zeros((0,), "int8")]
+    variables = [job.variable(worker, value) for value in values]
+    order = [2, 1, 0, 1]
+    reply = job.verbs[0].pull(worker.session, order, -1).result(SOON)
+    back = reply.payload.tensors([variables[index].spec.tensor for index in order])
+    assert reply.round == -1
+    for index, array in zip(order, back, strict=True):
+        assert array.tolist() == values[index].tolist()
+    nothing = job.verbs[0].pull(worker.session, [], -1).result(SOON)
+    assert nothing.payload.size == 0
+
+
+def test_an_unknown_variable_is_not_read(job, worker):
+    """At once, and not when a round that may never come has come."""
+    with pytest.raises(InvalidRequest, match="variable 5 has no value"):
+        job.verbs[0].pull(worker.session, [5], 3).result(SOON)
+
+
+def test_a_read_value_does_not_change(job, worker):
+    """Updates make new arrays: whoever reads keeps what it read."""
+    variable = job.variable(worker, np.array([1, 2]))
+    before = job.value(worker, variable)
+    plan = job.approve(sum_into(variable), worker)
+    together(worker.push(plan, [[10, 10]]))
+    assert before.tolist() == [1, 2]
+    assert job.value(worker, variable).tolist() == [11, 12]
+
+
+def test_a_given_value_may_be_changed_afterwards(job, worker):
+    """The servers keep their own copy."""
+    value = np.array([1, 2])
+    variable = job.variable(worker, value)
+    value += 5
+    assert job.value(worker, variable).tolist() == [1, 2]
+
+
+def test_a_read_ends_with_its_server(job, worker):
+    """Nobody waits for what is gone."""
+    variable = job.variable(worker, np.array(1))
+    reading = job.verbs[0].pull(worker.session, [variable.id], 9)
+    eventually(lambda: job.servers.cores[0]._readers)
+    job.servers.cores[0].close()
+    with pytest.raises(ServerLost, match="server ends"):
+        reading.result(SOON)
+
+
+def test_a_reduction_alone_needs_no_variable(job, worker):
+    """A job without variables makes rounds all the same."""
+    plan = job.approve(reduce_only(NUMBER), worker)
+    (reply,) = together(worker.push(plan, [5]))
+    assert int(reply.payload.tensors([NUMBER])[0]) == 5

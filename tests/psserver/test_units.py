@@ -1,0 +1,31 @@
+"""Numbers of bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from psserver.units import human, parse_bytes
+from pswire.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("17", 17), ("1KiB", 1024), ("1.5 GiB", 3 << 29), ("2GB", 2 * 10**9), ("3mib", 3 << 20)],
+)
+def test_sizes(text: str, size: int) -> None:
+    """Binary and decimal units mean what they say."""
+    assert parse_bytes(text, "--memory-limit") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "4 Gi", "1,5GiB"])
+def test_what_is_no_size(text: str) -> None:
+    """Nothing is guessed."""
+    with pytest.raises(ConfigError, match="--memory-limit"):
+        parse_bytes(text, "--memory-limit")
+
+
+@pytest.mark.parametrize("text", ["0 bytes", "1023 bytes", "1 KiB", "1.5 MiB", "7 GiB", "2048 TiB"])
+def test_sizes_are_read_as_they_are_written(text: str) -> None:
+    """What people are shown means the same on a command line."""
+    size = parse_bytes(text.removesuffix("bytes"), "here")
+    assert human(size) == text
