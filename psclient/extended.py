@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from psclient import context, nest
-from psclient.arrays import to_device
+from psclient.arrays import Device, to_device
 from psclient.exchange import Exchange
 from psclient.reduce_op import ReduceOp
 from psclient.section import LocalValue, Located, Section, contribution
@@ -45,7 +46,9 @@ class StrategyExtended:
         self._exchange = exchange
         self._parameter_devices = parameter_devices
         self._worker_devices = worker_devices
+        self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
+        self._closed = False
         self._names: dict[str, int] = {}
         self._owned: set[int] = set()
         self._colocated: ContextVar[Colocation] = ContextVar("colocated", default=())
@@ -94,19 +97,24 @@ class StrategyExtended:
 
     def create_variable(self, value: Array, trainable: bool, name: str | None) -> Handle:
         """Gets or creates a variable on the servers; called by `Variable`."""
-        spec = VariableSpec(self._unique(name or "Variable"), spec_of(value), trainable)
-        handle = self._exchange.create(spec, self._colocated.get(), value)
+        self.check_open()
+        name = name or "Variable"
+        unique = self._unique(name)
+        handle = self._exchange.create(VariableSpec(unique, spec_of(value), trainable), self._colocated.get(), value)
+        for taken in {name, unique}:
+            self._names[taken] = self._names.get(taken, 0) + 1
         self._owned.add(handle.id)
         return handle
 
     def _unique(self, name: str) -> str:
         count = self._names.get(name, 0)
-        self._names[name] = count + 1
         return self._unique(f"{name}_{count}") if count else name
 
     def read(self, handle: Handle) -> Array:
-        """A variable's value on the host; if the open section assigns it, that is flushed first."""
-        if self._section is not None and self._section.writes(handle.id):
+        """A variable's value on the host; if this thread's open section assigns it, that is flushed first."""
+        self.check_open()
+        section = self._mine()
+        if section is not None and section.writes(handle.id):
             self.flush()
         return self._exchange.read(handle)
 
@@ -138,15 +146,23 @@ class StrategyExtended:
 
         Returns:
             Devices, for `colocate_vars_with` and `update_non_slot`.
+
+        Raises:
+            TypeError: one of them is no variable.
+            ValueError: one was created in the scope of another strategy.
         """
+        for variable in var_list:
+            if not isinstance(variable, Variable):
+                raise TypeError(f"non_slot_devices takes a list of variables, and not a {type(variable).__name__}")
+            variable.check_strategy(self._strategy)
         servers = sorted({server for variable in var_list for server in variable.handle.servers})
         return tuple(self._parameter_devices[server] for server in servers)
 
     def _servers(self, place: Variable | Sequence[str]) -> tuple[int, ...]:
         if isinstance(place, Variable):
-            self._check_owned(place)
+            place.check_strategy(self._strategy)
             return place.handle.servers
-        devices = [place] if isinstance(place, str) else list(place)
+        devices = [place] if isinstance(place, str) else list(place or ())
         unknown = [device for device in devices if device not in self._parameter_devices]
         if unknown or not devices:
             raise ValueError(
@@ -154,38 +170,31 @@ class StrategyExtended:
             )
         return tuple(sorted(self._parameter_devices.index(device) for device in devices))
 
-    def _check_owned(self, variable: Variable) -> None:
-        if variable.strategy is not self._strategy:
-            raise ValueError(f"{variable!r} was created in the scope of another strategy")
-
     # ---- Reductions ----
 
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, experimental_hints: Any = None
     ) -> Any:
-        """Combines a value across all replicas of all workers. In cross-replica context.
+        """Combines a value across all replicas of all workers. In cross-replica context, or outside of every scope.
 
         Args:
             reduce_op: SUM or MEAN, also as a string in any case.
             value: a per-replica value with an array from each local replica; with one local replica a plain
                 array is this worker's contribution.
-            destinations: a variable: the value lives where it does, for `update`; a worker device, or a
-                per-replica value (also `value` itself): the value comes to that device, or to each replica's.
+            destinations: a variable: the value lives where it does, for `update`; a worker device, a list of
+                them, or a per-replica value (also `value` itself): the value comes to these, or to each replica's.
             experimental_hints: ignored.
 
         Returns:
             A lazy value with the variable's locality, or an array, or a mirrored value.
 
         Raises:
-            ValueError: SUM of a plain value with several local replicas; shapes that differ.
+            ValueError: SUM of a plain value with several local replicas; shapes that differ; a variable of another
+                strategy, or a device of another process.
+            TypeError: the value is no array of numbers; the destination is none.
         """
-        context.require_cross_replica(self._strategy, "reduce_to")
-        op = ReduceOp.parse(reduce_op)
-        if isinstance(destinations, Variable):
-            self._check_owned(destinations)
-            target = repr(destinations.name)
-            return self.section.reduce(op.wire, self._local(op, value, None), destinations.handle.servers, target)
-        return self._bring(self.section.reduce(op.wire, self._local(op, value, None), None), destinations)
+        (reduced,) = self._reduce_to("reduce_to", reduce_op, [(value, destinations)])
+        return reduced
 
     def batch_reduce_to(
         self,
@@ -193,7 +202,7 @@ class StrategyExtended:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         experimental_hints: Any = None,
     ) -> list[Any]:
-        """Combines several values at once, as several `reduce_to`. In cross-replica context.
+        """Combines several values at once, as several `reduce_to`. In the same contexts.
 
         Args:
             reduce_op: as in `reduce_to`.
@@ -203,21 +212,26 @@ class StrategyExtended:
         Returns:
             A list of what `reduce_to` returns.
         """
-        context.require_cross_replica(self._strategy, "batch_reduce_to")
-        op = ReduceOp.parse(reduce_op)
-        pending = [
-            (
-                self.section.reduce(
-                    op.wire,
-                    self._local(op, value, None),
-                    place.handle.servers if isinstance(place, Variable) else None,
-                    repr(place.name) if isinstance(place, Variable) else "",
-                ),
-                place,
-            )
-            for value, place in value_destination_pairs
-        ]
-        return [v if isinstance(place, Variable) else self._bring(v, place) for v, place in pending]
+        return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
+
+    def _reduce_to(self, what: str, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        with self._cross_replica(what):
+            op = ReduceOp.parse(reduce_op)
+            # A look at a value ends the section: all are looked at before the first reduction is recorded.
+            places = [self._place(place, value) for value, place in pairs]
+            local = [self._local(op, value, None) for value, _ in pairs]
+            reduced = [
+                self.section.reduce(op.wire, mine, place.handle.servers, repr(place.name))
+                if isinstance(place, Variable)
+                else self.section.reduce(op.wire, mine, None)
+                for mine, place in zip(local, places, strict=True)
+            ]
+            if not all(isinstance(place, Variable) for place in places):
+                self.section.give_back(reduced)  # The first that is brought here ends the section for all.
+            return [
+                value if isinstance(place, Variable) else self._bring(value, place)
+                for value, place in zip(reduced, places, strict=True)
+            ]
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
         """One reduction whose value comes back to every process, at once; see `Strategy.reduce`."""
@@ -239,16 +253,31 @@ class StrategyExtended:
         values = tuple(v.numpy() if isinstance(v, Variable | Located) else v for v in values)
         return contribution(op.wire, values, self._exchange.group.empty, axis)
 
-    def _bring(self, value: Located, destinations: Any) -> Any:
-        """A reduced value on worker devices: an array for one, else mirrored on the replicas' devices."""
+    def _place(self, destinations: Any, value: Any) -> Variable | tuple[Device, ...]:
+        """Where a reduced value shall be: with a variable, or on devices of this process."""
+        if isinstance(destinations, Variable):
+            destinations.check_strategy(self._strategy)
+            return destinations
+        if destinations is value or isinstance(destinations, DistributedValues):
+            return self._exchange.group.devices
+        names = [destinations] if isinstance(destinations, str) else destinations
+        if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
+            return tuple(self._worker_device(name) for name in names)
+        raise TypeError(
+            f"{destinations!r} is no destination; give a variable, a worker device such as "
+            f"{self._worker_devices[0]!r}, or the value itself"
+        )
+
+    def _worker_device(self, name: str) -> Device:
+        full = name if name.startswith("/job:") else Device.parse(name).full_name(self._strategy.task)
+        if full not in self._worker_devices:
+            raise ValueError(f"{name!r} is no device of this process; it has {', '.join(self._worker_devices)}")
+        return self._exchange.group.devices[self._worker_devices.index(full)]
+
+    @staticmethod
+    def _bring(value: Located, devices: Sequence[Device]) -> Any:
+        """A reduced value on worker devices: an array for one, else mirrored."""
         array = value.numpy()
-        devices = self._exchange.group.devices
-        if isinstance(destinations, str):
-            if destinations not in self._worker_devices:
-                raise ValueError(
-                    f"{destinations!r} is no device of this process; it has {', '.join(self._worker_devices)}"
-                )
-            return to_device(array, devices[self._worker_devices.index(destinations)])
         copies = [to_device(array, device) for device in devices]
         return copies[0] if len(copies) == 1 else Mirrored(copies)
 
@@ -262,10 +291,11 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(var, *args, **kwargs)` beside a variable, on its server. In cross-replica context.
+        """Runs `fn(var, *args, **kwargs)` beside a variable, on its server.
 
-        The function is traced, not called on the server: see `docs/`. It may assign `var` and the other
-        variables that it is given.
+        In cross-replica context, or outside of every scope, where this makes a section of its own. The function is
+        traced, not called on the server: see `docs/architecture.md`. It may assign `var` and the other variables
+        that it is given.
 
         Args:
             var: the variable.
@@ -279,12 +309,11 @@ class StrategyExtended:
 
         Raises:
             ProgramError: `fn` cannot be traced.
-            ValueError: a per-replica value is among the arguments.
+            ValueError: a per-replica value, or a variable of another strategy, is among the arguments.
             LocalityError: an argument lives on another server.
         """
-        context.require_cross_replica(self._strategy, "update")
-        self._check_owned(var)
-        return self._apply(var.handle.servers, fn, (var, *args), kwargs, group)
+        with self._cross_replica("update"):
+            return self._apply(self._servers(var), fn, (var, *args), kwargs, group)
 
     def update_non_slot(
         self,
@@ -294,7 +323,7 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(*args, **kwargs)` on the non-slot devices. In cross-replica context.
+        """Runs `fn(*args, **kwargs)` on the non-slot devices. In the same contexts as `update`.
 
         Args:
             colocate_with: what `non_slot_devices` returned.
@@ -304,8 +333,8 @@ class StrategyExtended:
         Returns:
             What `fn` returns, lazily.
         """
-        context.require_cross_replica(self._strategy, "update_non_slot")
-        return self._apply(self._servers(colocate_with), fn, args, kwargs, group)
+        with self._cross_replica("update_non_slot"):
+            return self._apply(self._servers(colocate_with), fn, args, kwargs, group)
 
     def _apply(
         self,
@@ -331,21 +360,40 @@ class StrategyExtended:
 
     # ---- Sections ----
 
+    @contextlib.contextmanager
+    def _cross_replica(self, what: str) -> Iterator[None]:
+        with self._strategy.scope():
+            context.require_cross_replica(self._strategy, what)
+            yield
+
     @property
     def section(self) -> Section:
-        """The section being recorded; a new one if none is."""
-        if self._section is None or self._section.flushed:
-            self._section = Section(len(self._parameter_devices), self._send)
-        return self._section
+        """The section being recorded; a new one if none is.
+
+        Raises:
+            RuntimeError: another thread records one, or the strategy is closed.
+        """
+        self.check_open()
+        with self._opening:
+            if self._section is None:
+                self._section = Section(len(self._parameter_devices), self._send)
+            section = self._section
+        section.check_thread()
+        return section
+
+    def _mine(self) -> Section | None:
+        """The section that the calling thread records."""
+        section = self._section
+        return section if section is not None and section.mine else None
 
     def flush(self, returned: Any = None) -> None:
-        """Ends the open section, if there is one: sends what it recorded, and waits for it.
+        """Ends the calling thread's open section, if there is one: sends what it recorded, and waits for it.
 
         Args:
             returned: a nest; located values in it are wanted after the end.
         """
-        section = self._section
-        if section is not None and not section.flushed:
+        section = self._mine()
+        if section is not None:
             section.give_back(returned)
             self._send(section)
 
@@ -357,12 +405,30 @@ class StrategyExtended:
         return self._exchange.snapshot(plan)
 
     def drop(self) -> None:
-        """Forgets the open section: what recorded it failed."""
+        """Forgets the calling thread's open section: what recorded it failed."""
+        if self._mine() is not None:
+            self._section = None
+
+    def close(self) -> None:
+        """From now on nothing is read, created or recorded."""
+        self._closed = True
         self._section = None
 
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once the strategy is closed."""
+        if self._closed:
+            raise RuntimeError("this strategy is closed; do what needs its servers before close(), or make another one")
+
     def _send(self, section: Section) -> Plan:
-        if self._section is section:
+        self.check_open()
+        if section is not self._section:
+            raise RuntimeError("this value was never computed: its section was given up when its code failed")
+        if not context.in_merge_call():
+            section.give_back_unused()
+        try:
+            outgoing = section.outgoing()
+            section.arrived(self._exchange.flush(outgoing) if outgoing.plan.servers else {})
+        finally:
+            # Only now: a section of another thread would be a second round at the same time.
             self._section = None
-        outgoing = section.outgoing()
-        section.arrived(self._exchange.flush(outgoing) if outgoing.plan.servers else {})
         return outgoing.plan

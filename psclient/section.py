@@ -6,6 +6,8 @@ when the program looks at one of its values.
 
 from __future__ import annotations
 
+import operator
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from psclient import context, nest
-from psclient.arrays import add, to_numpy
+from psclient.arrays import AnyArray, add, as_array, device_of, device_scope, is_array, to_numpy
 from psclient.exchange import Outgoing
+from psclient.readable import Readable
 from psclient.recording import AssignedLeaf, OutputLeaf, Recording, trace
 from psclient.tracer import Tracer
 from psclient.values import Mirrored, PerReplica
@@ -23,7 +26,7 @@ from psclient.variables import Variable
 from pswire.errors import LocalityError
 from pswire.program import Program
 from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, SnapshotOrder
-from pswire.tensor import DTYPES, Array, TensorSpec, spec_of
+from pswire.tensor import Array, TensorSpec, spec_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class LocalValue:
     array: Array | None
 
 
-class Located(np.lib.mixins.NDArrayOperatorsMixin):
+class Located(Readable):
     """A value that lives on the servers: reduced, or returned by an update function.
 
     Pass it to `update` of a variable that lives there, or use it as an array: that ends the section, so
@@ -53,33 +56,11 @@ class Located(np.lib.mixins.NDArrayOperatorsMixin):
         self.ref = ref
         self.spec = spec
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the dimensions."""
-        return self.spec.shape
-
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        """NumPy's dtype."""
-        return DTYPES[self.spec.dtype]
-
-    def numpy(self) -> Array:
-        """The value on the host; flushes the section if it has not been."""
+    def _fetch(self) -> Array:
         return self.section.value(self.ref)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(self.numpy(), dtype=dtype, copy=copy)
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        taken = [item.numpy() if isinstance(item, Located) else item for item in inputs]
-        return getattr(ufunc, method)(*taken, **kwargs)
-
-    def __float__(self) -> float:
-        return float(self.numpy())
-
     def __repr__(self) -> str:
-        state = f"value={self.numpy()}" if self.section.flushed else "not flushed yet"
-        return f"Located({self.spec}, {state})"
+        return f"Located({self.spec}, {self.section.state(self.ref)})"
 
 
 @dataclass
@@ -92,7 +73,7 @@ class _Reduction:
 
 
 class Section:
-    """Records one stretch of cross-replica code. Used by one thread.
+    """Records one stretch of cross-replica code. Used by the thread that made it; others may ask for its values.
 
     Args:
         servers: how many there are.
@@ -108,10 +89,24 @@ class Section:
         self._programs: dict[Program, int] = {}
         self._applies: list[Apply] = []
         self._results = 0
-        self._returned: list[Ref] = []
+        self._returned: set[Ref] = set()
         self._snapshot: SnapshotOrder | None = None
         self._written: set[int] = set()
         self._values: dict[Ref, Array] | None = None
+        self._thread = threading.get_ident()
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread made it."""
+        return self._thread == threading.get_ident()
+
+    def check_thread(self) -> None:
+        """Raises `RuntimeError` in any thread but the one that made it."""
+        if not self.mine:
+            raise RuntimeError(
+                "another thread has opened a section of this strategy, and has not ended it; reductions, updates and "
+                "their values are for one thread at a time, all threads may read variables"
+            )
 
     @property
     def flushed(self) -> bool:
@@ -159,15 +154,22 @@ class Section:
 
         Raises:
             ProgramError: it cannot be traced.
-            ValueError: an argument is a per-replica value.
+            ValueError: an argument is a per-replica value, or a variable of another strategy.
+            RuntimeError: the function ends the section.
         """
-        inputs = _Inputs(self, servers)
-        with context.enter_update(context.get_strategy(), inputs.lift):
+        strategy = context.get_strategy()
+        inputs = _Inputs(self, servers, strategy)
+        with context.enter_update(strategy, inputs.lift):
             traced = trace(
                 inputs.recording,
                 fn,
                 nest.map_structure(inputs.argument, tuple(args)),
                 nest.map_structure(inputs.argument, dict(kwargs)),
+            )
+        if self.flushed:
+            raise RuntimeError(
+                "an update function has ended the section that it is part of; let it only compute with what it is "
+                "given, and with variables"
             )
         refs = [o if isinstance(o, Ref) else self._operand(np.asarray(o), servers) for o in traced.origins]
         program = self._programs.setdefault(traced.program, len(self._programs))
@@ -209,8 +211,15 @@ class Section:
     def give_back(self, value: Any) -> None:
         """Notes which of the section's values the program will look at: the leaves of a nest."""
         for leaf in nest.flatten(value):
-            if isinstance(leaf, Located) and leaf.section is self and leaf.ref not in self._returned:
-                self._returned.append(leaf.ref)
+            if isinstance(leaf, Located) and leaf.section is self:
+                self._returned.add(leaf.ref)
+
+    def give_back_unused(self) -> None:
+        """Notes all values that no program of the section takes: the program may look at any of them."""
+        used = {ref for apply in self._applies for ref in apply.args}
+        reductions = {Ref("reduction", index) for index in range(len(self._reductions))}
+        results = {Ref("result", index) for index in range(self._results)}
+        self._returned |= (reductions | results) - used
 
     # ---- Sending ----
 
@@ -248,7 +257,8 @@ class Section:
     def value(self, ref: Ref) -> Array:
         """A value of the section; sends it first if need be."""
         if self._values is None:
-            self._returned.append(ref)
+            self.check_thread()
+            self._returned.add(ref)
             self._flush(self)
         values = self._values or {}
         if ref not in values:
@@ -258,12 +268,19 @@ class Section:
             )
         return values[ref]
 
+    def state(self, ref: Ref) -> str:
+        """What is known of a value, in words; never ends the section."""
+        if self._values is None:
+            return "not flushed yet"
+        return f"value={self._values[ref]}" if ref in self._values else "stayed on the servers"
+
 
 class _Inputs:
     """The inputs of one program: turns what an update function takes into tracers."""
 
-    def __init__(self, section: Section, servers: tuple[int, ...]) -> None:
+    def __init__(self, section: Section, servers: tuple[int, ...], strategy: Any) -> None:
         self.section = section
+        self.strategy = strategy
         self.servers = servers
         self.variables: dict[int, Variable] = {}
         self.recording = Recording(self.lift)
@@ -271,6 +288,7 @@ class _Inputs:
     def lift(self, value: Any) -> Tracer | None:
         """The tracer of a variable or of a located or mirrored value; None for all else."""
         if isinstance(value, Variable):
+            value.check_strategy(self.strategy)
             handle = value.handle
             self.variables[handle.id] = value
             return self.recording.variable(handle.spec.tensor, handle.spec.name, Ref("variable", handle.id))
@@ -292,31 +310,33 @@ class _Inputs:
         tracer = self.lift(value)
         if tracer is not None:
             return tracer
-        if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__cuda_array_interface__"):
-            return self.recording.operand(value)
-        return value
+        return self.recording.operand(value) if is_array(value) else value
 
 
 def contribution(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axis: int | None) -> LocalValue:
     """Combines the local replicas' values into what this process contributes.
 
     Args:
-        op: "sum" or "mean"; integers become float64 in a mean.
+        op: "sum" or "mean"; in a mean integers become float64, float16 and bfloat16 float32.
         values: an array or a Python number from each local replica, in order.
         empty: replicas without examples, whose value does not count.
         axis: reduced within each replica's array, or None.
 
     Raises:
-        ValueError: the shapes differ; where batches may be ragged, reduce over their axis.
+        ValueError: the shapes differ; where batches may be ragged, reduce over their axis. Or there is no such axis.
+        TypeError: a value is no array of numbers, or the axis is no number.
     """
-    taken = [value if hasattr(value, "dtype") else np.asarray(value) for value in values]
+    axis = None if axis is None else _checked_axis(axis)
+    taken = [_checked_value(value, axis) for value in values]
+    sum_dtype, dtype = _sum_dtypes(op, np.result_type(*(array.dtype for array in taken)), axis)
     weight = 0.0
     total: Any = None
     for replica, value in enumerate(taken):
-        if axis is not None:
-            count, value = float(value.shape[axis]), value.sum(axis=axis, dtype=_sum_dtype(op, value.dtype))
-        else:
-            count, value = float(replica not in empty), value.astype(_sum_dtype(op, value.dtype), copy=False)
+        with device_scope(device_of(value)):
+            if axis is not None:
+                count, value = float(value.shape[axis]), value.sum(axis=axis, dtype=sum_dtype)
+            else:
+                count, value = float(replica not in empty), value.astype(sum_dtype, copy=False)
         if total is None:
             total = value
         elif total.shape != value.shape:
@@ -327,11 +347,43 @@ def contribution(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axi
         elif count:
             total = value if not weight else add(total, value)
         weight += count
-    spec = TensorSpec(total.dtype.name, tuple(total.shape)).check()
-    return LocalValue(weight, spec, np.ascontiguousarray(to_numpy(total)).reshape(spec.shape) if weight else None)
+    spec = TensorSpec(dtype.name, tuple(total.shape)).check()
+    if not weight:
+        return LocalValue(weight, spec, None)
+    return LocalValue(weight, spec, np.ascontiguousarray(to_numpy(total), dtype).reshape(spec.shape))
 
 
-def _sum_dtype(op: ReduceOp, dtype: Any) -> Any:
+def _checked_axis(axis: Any) -> int:
+    try:
+        return operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis is {axis!r}; give one number, usually 0 for the batch's axis, or None") from None
+
+
+def _checked_value(value: Any, axis: int | None) -> AnyArray:
+    array = as_array(value)
+    if array.dtype.kind in "OUSMm":
+        raise TypeError(
+            f"a {type(value).__name__} cannot be reduced; give an array or a number from each replica, and of a nest "
+            "one leaf after another, or the whole nest to get_replica_context().all_reduce"
+        )
+    if axis is not None and not -array.ndim <= axis < array.ndim:
+        raise ValueError(f"an array of shape {tuple(array.shape)} has no axis {axis}; give axis=None for a scalar")
+    return array
+
+
+def _sum_dtypes(op: ReduceOp, dtype: np.dtype[Any], axis: int | None) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """In which dtype this process adds up, and in which its sum travels.
+
+    Half precision cannot count a batch: there means are float32, and sums over an axis are rounded once.
+    """
     if dtype.kind == "b":
         dtype = np.dtype(np.int64)
-    return np.dtype(np.float64) if op == "mean" and dtype.kind in "iu" else dtype
+    if op == "mean" and dtype.kind in "iu":
+        dtype = np.dtype(np.float64)
+    if dtype.name not in ("float16", "bfloat16"):
+        return dtype, dtype
+    single = np.dtype(np.float32)
+    if op == "mean":
+        return single, single
+    return (dtype if axis is None else single), dtype

@@ -112,9 +112,10 @@ class Core:
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         with self._lock:
-            if self.server == 0:
-                self._members.beat(session, (round, plan_id), self._clock(), self._log.describe)
             error = self._ended(session)
+            if error is None and self.server == 0:
+                self._members.beat(session, (round, plan_id), self._clock(), self._log.describe)
+                error = self._ended(session)
             answers = self._progress()
         do(answers)
         if error is not None:

@@ -76,8 +76,7 @@ class Membership:
         return self._sessions[number].member.task
 
     def beat(self, number: int, waits: tuple[int, bytes], now: float, describe: Callable[[bytes], str]) -> None:
-        """Renews a lease; finds out two sessions that wait in one round for different plans."""
-        self.check(number)
+        """Renews a lease; ends all if two sessions wait in one round for different plans. `check` it before and after."""
         session = self._sessions[number]
         session.seen, session.waits = now, waits
         if waits[0] < 0:
@@ -85,7 +84,6 @@ class Membership:
         for other in self._open():
             if other.waits[0] == waits[0] and other.waits[1] != waits[1]:
                 self.fail_all(diverged(waits[0], [(s.member.task, describe(s.waits[1])) for s in (other, session)]))
-        self.check(number)
 
     def leave(self, number: int, error: str) -> None:
         """Ends a session, cleanly or not; a divergence ends all."""

@@ -17,12 +17,8 @@ from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 
-OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else two servers would share a port, and each get half of the calls
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
+KEEPALIVE_MS = 10_000
+"""Pause after which a silent client is asked for a sign of life, and how long it may take to give it."""
 
 
 class Server:
@@ -52,7 +48,7 @@ class Server:
             ConfigError: the port is in use, or the address is not this machine's.
         """
         await asyncio.get_running_loop().run_in_executor(None, _probe, self._host, self._port)
-        server = grpc.aio.server(handlers=(self._service,), options=OPTIONS)
+        server = grpc.aio.server(handlers=(self._service,), options=_options())
         try:
             port = server.add_insecure_port(join_address(self._host, self._port))
         except RuntimeError:
@@ -155,6 +151,19 @@ class ServerThread:
     def _listening(self, port: int) -> None:
         self.port = port
         self._ready.set()
+
+
+def _options() -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # else two servers would share a port, and each get half of the calls
+        # A host that loses its power says nothing: without pings what it has half sent would be kept for ever.
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),  # no limit
+        # Clients ping, too, and as often as they like: else they would be refused with too_many_pings.
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
 
 
 def join_address(host: str, port: int) -> str:

@@ -194,6 +194,10 @@ def join(pieces: Sequence[Array], spec: TensorSpec) -> Array:
     return np.concatenate([np.empty(0, DTYPES[spec.dtype]), *pieces]).reshape(spec.shape)
 
 
+EMPTY = Payload((), 0)
+"""A payload without tensors."""
+
+
 # Frames: protobuf's wire format of `{ bytes header = 1; Part part = 2; }` by hand, since the generated
 # class copies the data twice more each way. A test holds that both write and read the same bytes.
 

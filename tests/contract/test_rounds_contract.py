@@ -51,7 +51,7 @@ def test_a_resend_is_answered_and_not_applied(job):
     plan = job.approve(sum_into(v), a)
     early = [a.push(plan, [5]), a.push(plan, [5])]
     replies = together(*early, b.push(plan, [7]), a.push(plan, [5], want=(v.id,)))
-    assert [int(given(r, plan)[0]) for r in replies] == [12] * 4
+    assert [int(given(r, plan)[0]) for r in replies[:3]] == [12] * 3
     assert given(replies[3], plan, want=[v])[1] == 12
     a.round = b.round = 1
     together(a.push(plan, [1]), b.push(plan, [1]))
@@ -152,7 +152,7 @@ def test_different_plans_in_one_round_are_told_to_all(job):
             future.result(SOON)
     with pytest.raises(Diverged):
         job.verbs[0].beat(a.session, -1, b"")
-    assert job.verbs[0].status().round == -1
+    assert (job.value(job.join(WORKERS[2])[0], v), job.verbs[0].status().waiting) == (0, ())
 
 
 def test_operands_must_be_equal(job):

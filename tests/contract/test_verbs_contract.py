@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, reduce_only, serving, sum_into, together
 
+from pswire.api import RestoreReply
 from pswire.errors import (
     CheckpointError,
     Diverged,
@@ -44,11 +45,10 @@ def test_a_task_that_opens_again_ends_its_session(job):
 def test_a_silent_session_is_lost(job):
     """After its lease, and not before; a sign of life renews it."""
     a, b = job.join(*WORKERS[:2])
-    job.servers.clock.now += 9
-    job.verbs[0].beat(a.session, -1, b"")
-    job.servers.clock.now += 2
-    job.servers.tick()
-    job.verbs[0].beat(a.session, -1, b"")
+    for _ in range(5):
+        job.servers.clock.now += 2.1
+        job.verbs[0].beat(a.session, -1, b"")
+        job.servers.tick()
     with pytest.raises(Fenced, match="lease"):
         job.verbs[0].beat(b.session, -1, b"")
     states = job.verbs[0].watch(a.session, 0, 0).result(SOON).sessions
@@ -298,31 +298,32 @@ def test_a_checkpoint_holds_one_round_and_comes_back(job):
     plan = job.approve(sum_into(v, u), a)
     together(*[a.push(plan, [10, 10], server=s) for s in (0, 1)])
     found = [server.restore(a.session, "run").result(SOON) for server in job.verbs]
-    assert found == [(Position(0, 1, 2),)] * 2
+    assert found == [RestoreReply("run/ckpt-1", (Position(0, 1, 2),))] * 2
     assert (job.value(a, v), job.value(a, u)) == (1, 2)
     assert [server.restore(a.session, "run").result(SOON) for server in job.verbs] == found
 
 
-def test_without_a_manifest_there_is_no_checkpoint(job, tmp_path):
+def test_without_a_manifest_there_is_no_checkpoint(job):
     """And none outside of the root, whatever the path says."""
     (a,) = job.join(WORKERS[0])
     job.variable(a, np.int64(1))
     save(job, a)
-    (tmp_path / "out").symlink_to("/tmp")
+    root = job.servers.root
+    (root / "out").symlink_to("/tmp")
     for path in ("../run", "/etc", "out/x", "", "a\0b"):
         with pytest.raises(CheckpointError):
             job.verbs[0].restore(a.session, path).result(SOON)
-    (tmp_path / "run/ckpt-1/manifest.json").unlink()
+    (root / "run/ckpt-1/manifest.json").unlink()
     with pytest.raises(NoCheckpoint):
         job.verbs[0].restore(a.session, "run").result(SOON)
 
 
-def test_a_broken_checkpoint_names_its_file(job, tmp_path):
+def test_a_broken_checkpoint_names_its_file(job):
     """A shard that is gone, and one that is cut; the variables keep what they had."""
     (a,) = job.join(WORKERS[0])
     v = job.variable(a, np.arange(3.0))
     _, shards = save(job, a)
-    file = tmp_path / "run/ckpt-1" / shards[0].file
+    file = job.servers.root / "run/ckpt-1" / shards[0].file
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=shards[0].file):
@@ -337,7 +338,7 @@ def test_a_snapshot_waits_for_its_round(job):
     """The chief may ask before the workers have come to it."""
     (a,) = job.join(WORKERS[0])
     job.variable(a, np.int64(1))
-    plan = job.approve(checkpoint("run/c", (0,)), a)
+    plan = job.approve(checkpoint("run/c", (0, 1)), a)
     waiting = job.verbs[0].snapshot(job.token, plan.id, "")
     assert not waiting.done()
     a.push(plan).result(SOON)

@@ -58,6 +58,7 @@ S64 = st.integers(-(1 << 63), (1 << 63) - 1)
 REAL = st.floats(allow_nan=False)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 BYTES = st.binary(max_size=32)
+EMPTY = Payload((), 0)
 
 
 def tuples(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:

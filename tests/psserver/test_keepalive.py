@@ -1,0 +1,109 @@
+"""Silent clients, and clients that ping: HTTP/2 by hand, since a client of gRPC's answers by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from rig import core
+
+from psserver import server
+from pswire.cluster import Task
+from pswire.wire import VERBS
+
+SECONDS = 20.0
+"""How long a test waits for what takes a fraction of a second."""
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
+ACK, END_HEADERS = 1, 4
+PINGS = 50
+
+
+def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def half_a_push() -> bytes:
+    """A call that announces a message of 1000 bytes, and ten of them."""
+    headers = {":method": "POST", ":scheme": "http", ":path": VERBS["Push"].path, ":authority": "x"}
+    headers |= {"te": "trailers", "content-type": "application/grpc"}
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    block = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in pairs)
+    message = b"\0" + (1000).to_bytes(4, "big") + bytes(10)
+    return frame(HEADERS, END_HEADERS, 1, block) + frame(DATA, 0, 1, message)
+
+
+class Peer:
+    """A connection that does what the test says, and nothing by itself."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def hear(self) -> tuple[int, int]:
+        """Reads one frame; returns its kind and its flags."""
+        head = await self.reader.readexactly(9)
+        await self.reader.readexactly(int.from_bytes(head[:3], "big"))
+        return head[3], head[4]
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[Peer]:
+    """A server on this event loop, and a peer that has agreed on the settings."""
+    one = server.Server(core(), Task("ps", 0), "127.0.0.1", 0, 1 << 30)
+    reader, writer = await asyncio.open_connection("127.0.0.1", await one.start())
+    peer = Peer(reader, writer)
+    writer.write(PREFACE + frame(SETTINGS))
+    while await peer.hear() != (SETTINGS, 0):
+        pass
+    writer.write(frame(SETTINGS, ACK))
+    try:
+        yield peer
+    finally:
+        writer.close()
+        await one.stop(0.0)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(0.01)
+
+
+def run(scenario: Callable[[], object]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(SECONDS):
+            await scenario()  # type: ignore[misc]
+
+    asyncio.run(main())
+
+
+def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a push, then silence: the connection is closed, and nothing waits for the other half any more."""
+    monkeypatch.setattr(server, "KEEPALIVE_MS", 300)
+
+    async def scenario() -> None:
+        async with connected() as peer:
+            before = len(asyncio.all_tasks())
+            peer.writer.write(half_a_push())
+            await until(lambda: len(asyncio.all_tasks()) > before)
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+                while True:
+                    await peer.hear()
+            await until(lambda: len(asyncio.all_tasks()) == before)
+
+    run(scenario)
+
+
+def test_a_client_may_ping_as_often_as_it_likes() -> None:
+    """Clients look after lost servers in the same way; none is told that it pings too often."""
+
+    async def scenario() -> None:
+        async with connected() as peer:
+            peer.writer.write(PINGS * frame(PING, payload=bytes(8)))
+            heard = 0
+            while heard < PINGS:
+                heard += await peer.hear() == (PING, ACK)
+
+    run(scenario)
