@@ -44,8 +44,8 @@ check: .venv/dev  ## style, types, generated code, snippets of the documents
 proto: .venv/dev  ## generates pswire/pb anew
 	$(BIN)/python tools/check_proto.py --write
 
-bench: .venv/dev  ## times of a synchronous round
-	$(BIN)/python benchmarks/round.py
+bench: .venv/dev  ## times of a synchronous round; ARGS=--quick for a first look
+	$(BIN)/python benchmarks/round.py $(ARGS)
 
 soak: .venv/dev  ## the tests of faults, many times
 	for turn in 1 2 3 4 5 6 7 8 9 10; do $(BIN)/python -m pytest -q -x tests/faults tests/integration || exit 1; done

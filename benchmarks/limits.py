@@ -1,6 +1,6 @@
 """The limits of this machine that a wire is measured against: memory, and plain TCP on loopback.
 
-    python benchmarks/limits.py            prints them
+As a command it prints them.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Limits:
             np.copyto(target, source)
             self.memcpy.append(NBYTES / (time.perf_counter() - start))
         with _sink() as peer:
-            _send(peer, source)  # the connection's window grows
-            self.tcp += [NBYTES / _send(peer, source) for _ in range(turns)]
-            self.ping += [_send(peer, source[:1]) for _ in range(PINGS)]
+            _send(peer, source.data)  # the connection's window grows
+            self.tcp += [NBYTES / _send(peer, source.data) for _ in range(turns)]
+            self.ping += [_send(peer, source[:1].data) for _ in range(PINGS)]
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -75,7 +75,7 @@ def _sink() -> Iterator[socket.socket]:
         process.wait()
 
 
-def _send(peer: socket.socket, data: np.typing.NDArray[np.uint8]) -> float:
+def _send(peer: socket.socket, data: memoryview) -> float:
     """Sends a message, its size first; returns the seconds until the other has it whole."""
     start = time.perf_counter()
     peer.sendall(len(data).to_bytes(8, "little"))

@@ -8,18 +8,16 @@ Each cluster is one of real processes on this machine. The clusters take turns w
 and of plain TCP on loopback, several times over, so that all sides see the same machine. A round begins
 when a worker has its gradients and ends when it has the values of all variables.
 
-`--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md names the fields.
+`--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md says what is in it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -27,18 +25,20 @@ from typing import Any
 
 import click
 import numpy as np
-from limits import Limits, quantile
+from figures import draw, machine, spread, tables
+from limits import Limits
 from rich.console import Console
-from rich.table import Table
 
 import psclient as ps
 from psclient.launch import Cluster
 from psclient.relay import Line
 from pswire.cluster import Task
-from pswire.errors import PSError
 
 FORMAT = 1
 SECONDS = 600
+"""How long the rounds of one cluster may take."""
+
+PLOT = Path(__file__).resolve().parent.parent / "docs" / "round.png"
 CHIEFS = {"own": "driver", "worker": "none"}
 """Who is chief, a task of its own or worker 0, and what a launch calls that."""
 
@@ -163,7 +163,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
     """Starts a cluster, has it make rounds of each model, and ends it.
 
     Raises:
-        PSError: a task failed.
+        ClickException: a task failed.
     """
     found: dict[str, Measured] = {}
 
@@ -183,7 +183,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
     with cluster:
         outcome = cluster.wait(SECONDS)
     if outcome.code:
-        raise PSError(f"{setting}: {outcome.report}")
+        raise click.ClickException(f"{setting}: {outcome.report}")
     return found
 
 
@@ -217,9 +217,7 @@ def laps(
 # ---- Results ----
 
 
-def report(
-    limits: Limits, total: dict[tuple[str, Setting], Measured], options: Options
-) -> dict[str, Any]:
+def report(limits: Limits, total: dict[tuple[str, Setting], Measured], options: Options) -> dict[str, Any]:
     """Everything as it is written with `--json`."""
     tcp, memcpy = statistics.median(limits.tcp), statistics.median(limits.memcpy)
     return {
@@ -238,9 +236,7 @@ def report(
     }
 
 
-def row(
-    size: str, setting: Setting, measured: Measured, optimizer: str, tcp: float, memcpy: float
-) -> dict[str, Any]:
+def row(size: str, setting: Setting, measured: Measured, optimizer: str, tcp: float, memcpy: float) -> dict[str, Any]:
     """One line of the table."""
     model = MODELS[size]
     moved = 2 * model.nbytes * setting.workers
@@ -261,48 +257,6 @@ def row(
         "to_memcpy": rate / memcpy,
         "server_rss_mb": max(measured.rss) / 1e6,
     }
-
-
-def spread(values: Sequence[float], scale: float) -> dict[str, float]:
-    """Least, median and 90th percentile."""
-    return {
-        "min": scale * min(values),
-        "median": scale * statistics.median(values),
-        "p90": scale * quantile(values, 0.9),
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    system = platform.freedesktop_os_release().get("PRETTY_NAME", "") if sys.platform == "linux" else ""
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
-        "system": system or platform.system(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
-def tables(found: dict[str, Any]) -> Iterator[Table]:
-    """The report for people."""
-    limits = Table("limit", "median", title="Limits of this machine", title_justify="left")
-    for name, of, unit in (
-        ("memcpy", "memcpy_gb_per_s", "GB/s"),
-        ("TCP one way", "tcp_gb_per_s", "GB/s"),
-        ("TCP round trip", "tcp_round_trip_us", "us"),
-    ):
-        limits.add_row(name, f"{found['limits'][of]['median']:.3g} {unit}")
-    yield limits
-    title = "Synchronous rounds; bytes moved are pushes and pulls of all workers"
-    rounds = Table(title=title, title_justify="left")
-    for heading in ("size", "workers", "servers", "chief", "min ms", "median ms", "p90 ms", "GB/s", "/ TCP", "/ memcpy"):
-        rounds.add_column(heading, justify="left" if heading in ("size", "chief") else "right")
-    for r in found["rounds"]:
-        times = [f"{r['ms'][key]:.2f}" for key in ("min", "median", "p90")]
-        rates = [f"{r[key]:.3f}" for key in ("gb_per_s", "to_tcp", "to_memcpy")]
-        rounds.add_row(r["size"], str(r["workers"]), str(r["servers"]), r["chief"], *times, *rates)
-    yield rounds
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
@@ -341,6 +295,11 @@ def main(
         console.print(table)
     if json_file:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if plot:
+        try:
+            draw(found, PLOT)
+        except ImportError:
+            console.print("not drawn: matplotlib is not installed; pip install 'paramserver[bench]'")
 
 
 if __name__ == "__main__":

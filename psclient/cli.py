@@ -25,7 +25,7 @@ from psclient.config import (
 from psclient.launch import Cluster
 from psclient.relay import Printer
 from psclient.runner import die_with, end_on_sigterm, run_script, say
-from pswire.cluster import Task
+from pswire.cluster import TaskConfig
 from pswire.errors import ConfigError, PSError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -115,24 +115,27 @@ def _launch_config(
     return config
 
 
-def run_task(invocation: Invocation) -> int:
+def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     """Runs one task; returns the exit code.
 
+    Args:
+        invocation: what the command line says.
+        config: what TF_CONFIG says.
+
     Raises:
-        ConfigError: TF_CONFIG is malformed, or names a task that this command cannot be.
+        ConfigError: the task is one that this command cannot be.
         PSError: a chief that only drives could not go on.
     """
     end_on_sigterm()
     if invocation.parent:
         die_with(invocation.parent)
-    config = task_config()
     task = config.task if config else None
     if task and task.job == "ps":
         raise ConfigError(f"TF_CONFIG says that this process is {task}; start it with psserver")
     if invocation.script:
         return run_script(invocation.script, invocation.args, task, invocation.debug)
     if config is None or config.task.job != "chief":
-        who = f"{task} needs a script" if task else "there is no TF_CONFIG and no script"
+        who = f"a {task.job} needs a script" if task else "there is no TF_CONFIG and no script"
         raise ConfigError(f"{who}; write psworker SCRIPT [ARGS], or see psworker --help")
     drive(config, timeouts_from())
     return 0
@@ -164,15 +167,16 @@ def run(invocation: Invocation) -> int:
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
         datefmt="%H:%M:%S",
     )
-    task: Task | None = None
+    config: TaskConfig | None = None
     try:
         if invocation.launch:
             return run_cluster(invocation.launch)
-        return run_task(invocation)
+        config = task_config()
+        return run_task(invocation, config)
     except PSError as error:
         if invocation.debug:
             raise
-        say(task, f"error: {' '.join(str(error).split())}")
+        say(config.task if config else None, f"error: {' '.join(str(error).split())}")
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from psclient import context, nest
-from psclient.arrays import Device, to_device
+from psclient.arrays import Device, is_array, to_device
 from psclient.exchange import Exchange
 from psclient.reduce_op import ReduceOp
 from psclient.section import LocalValue, Located, Section, contribution
@@ -120,7 +120,7 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Whether a variable was created in this strategy's scope."""
-        return v.strategy is self._strategy and v.handle.id in self._owned
+        return isinstance(v, Variable) and v.strategy is self._strategy and v.handle.id in self._owned
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable | Sequence[str]) -> Iterator[None]:
@@ -258,7 +258,7 @@ class StrategyExtended:
         if isinstance(destinations, Variable):
             destinations.check_strategy(self._strategy)
             return destinations
-        if destinations is value or isinstance(destinations, DistributedValues):
+        if destinations is value or isinstance(destinations, DistributedValues | Located) or is_array(destinations):
             return self._exchange.group.devices
         names = [destinations] if isinstance(destinations, str) else destinations
         if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):

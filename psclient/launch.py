@@ -8,8 +8,10 @@ the kernel when their parent dies.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +32,10 @@ from psclient.processes import (
     start_server,
 )
 from psclient.relay import Line, Relay
+from psclient.rpc import RemoteServer
 from pswire.cluster import Task
+from pswire.errors import PSError
+from pswire.limits import Timeouts
 
 __all__ = ["Cluster", "Outcome", "start_server"]
 
@@ -48,13 +53,18 @@ SETTLE_SECONDS = 0.5
 
 POLL_SECONDS = 0.05
 
+_TRACEBACK = "Traceback (most recent call last)"
+_VERDICTS = ("psworker: ", "psserver: ", _TRACEBACK)
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d [DIWEC] ")
+
 
 @dataclass(frozen=True)
 class Outcome:
     """How a cluster ended.
 
     Attributes:
-        code: exit code for the launcher: 0, the failing task's, 128 + signal where one killed it.
+        code: exit code for the launcher: 0, the failing task's, 128 + signal where one killed it, 1 where the
+            job did not end with its workers.
         task: the task that failed, None where none did.
         report: what failed, with the last traceback or line that it printed; "" where nothing did.
     """
@@ -180,14 +190,7 @@ class Cluster:
                 self.stop()
                 raise TimeoutError(f"after {timeout:g} s these still ran: {', '.join(running)}")
             time.sleep(POLL_SECONDS)
-        self._await(list(self.processes), LEAVE_SECONDS)
-        for task, process in self.processes.items():
-            if process.poll() is None:
-                self._tell(task, f"psworker: {task} did not end by itself after the last worker")
-        if self._failed():
-            return self._failure()
-        self.stop()
-        return Outcome(0)
+        return self._end()
 
     def stop(self, grace: float = TERM_SECONDS, number: int = signal.SIGTERM) -> None:
         """Ends every process that still runs: clients first, so that they can take leave of servers.
@@ -257,6 +260,31 @@ class Cluster:
         if self._sink:
             self._sink(Line(task, error, text))
 
+    def _end(self) -> Outcome:
+        """After the last worker the others end by themselves; if they do not, a job has not come to its end."""
+        self._await(list(self.processes), LEAVE_SECONDS)
+        running = [task for task, process in self.processes.items() if process.poll() is None]
+        for task in running:
+            self._tell(task, f"psworker: {task} did not end by itself after the last worker")
+        if self._failed():
+            return self._failure()
+        if running and self._signals:
+            return self._interrupted()
+        unfinished = bool(running) and self._job_began()
+        self.stop()
+        return Outcome(1, None, _unfinished(running)) if unfinished else Outcome(0)
+
+    def _job_began(self) -> bool:
+        """Whether workers ever took part in a job: a script may do without one, which leaves servers waiting."""
+        task = Task("ps", 0)
+        server = RemoteServer(self.addresses[task], task, Timeouts(call=TERM_SECONDS))
+        try:
+            return server.status().epoch is not None
+        except PSError:
+            return True  # it ends only after a job
+        finally:
+            server.close()
+
     def _failure(self) -> Outcome:
         """Ends the cluster; who failed by itself is blamed before those that failed because it did."""
         self._await(list(self.processes), SETTLE_SECONDS)
@@ -265,15 +293,11 @@ class Cluster:
         task = min(failed, key=self._blame)
         code = self.processes[task].returncode
         heading = f"psworker: {task} failed ({describe_exit(code)}):"
-        return Outcome(exit_code(code), task, "\n".join([heading, *self._last_words(task)]))
+        return Outcome(exit_code(code), task, "\n".join([heading, *_last_words(self.output(task, error=True))]))
 
     def _blame(self, task: Task) -> tuple[bool, bool]:
         killed = self.processes[task].returncode < 0
-        return (not killed, not _traceback(self.output(task, error=True)))
-
-    def _last_words(self, task: Task) -> list[str]:
-        lines = [line for line in self.output(task, error=True) if line.strip()]
-        return _traceback(lines) or lines[-1:] or ["it printed nothing on stderr"]
+        return (not killed, not any(line.startswith(_TRACEBACK) for line in self.output(task, error=True)))
 
     def _interrupted(self) -> Outcome:
         number = self._signals[0]
@@ -294,6 +318,19 @@ class Cluster:
             time.sleep(POLL_SECONDS)
 
 
-def _traceback(lines: list[str]) -> list[str]:
-    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    return lines[starts[-1] :] if starts else []
+def _last_words(lines: list[str]) -> list[str]:
+    """Why a process ended: its last traceback, or line of ours; the log goes on while it takes its leave."""
+    said = [line for line in lines if line.strip()]
+    starts = [i for i, line in enumerate(said) if line.startswith(_VERDICTS)]
+    if not starts:
+        return said[-1:] or ["it printed nothing on stderr"]
+    if not said[starts[-1]].startswith(_TRACEBACK):
+        return [said[starts[-1]]]
+    return list(itertools.takewhile(lambda line: not _LOGGED.match(line), said[starts[-1] :]))
+
+
+def _unfinished(running: list[Task]) -> str:
+    return (
+        f"psworker: {', '.join(map(str, running))} still waited for the end of the job {LEAVE_SECONDS:g} s after "
+        "the last worker: a worker did not leave cleanly"
+    )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from psclient import context
+from psclient import context, values
 from psclient.reduce_op import ReduceOp
 from psclient.variables import Variable
 
@@ -34,7 +34,8 @@ class Optimizer:
     def __init__(self, learning_rate: float, name: str | None = None) -> None:
         self.learning_rate = learning_rate
         self.name = name or type(self).__name__.lower()
-        self._slots: dict[str, tuple[Variable, ...]] = {}
+        self._strategy: Any = None
+        self._slots: dict[int, tuple[Variable, ...]] = {}
         self._iterations: list[Variable] = []
 
     def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
@@ -49,25 +50,60 @@ class Optimizer:
         raise NotImplementedError
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Creates the optimizer's state for these variables; `apply_gradients` does it if need be."""
-        strategy = variables[0].strategy
-        with strategy.scope():
-            # Variables that came later may live where the count is not: there it gets another copy.
-            uncounted = [v for v in variables if self._count_beside(v) is None]
-            if uncounted:
-                count = self._iterations[0].numpy() if self._iterations else np.int64(0)
-                with strategy.extended.colocate_vars_with(strategy.extended.non_slot_devices(uncounted)):
-                    self._iterations.append(Variable(count, False, f"{self.name}/iterations"))
-            for v in [v for v in variables if v.name not in self._slots]:
-                with strategy.extended.colocate_vars_with(v):
-                    self._slots[v.name] = tuple(
-                        Variable(np.zeros(v.shape, v.dtype), False, f"{self.name}/{v.name}/{slot}")
-                        for slot in self.slots
-                    )
+        """Creates the optimizer's state for variables; `apply_gradients` does it if need be.
+
+        In any context but an update function, by all replicas of all workers alike.
+
+        Args:
+            variables: trainable variables of one strategy.
+
+        Raises:
+            ValueError: there are none, or one is not trainable, or they are not of the optimizer's strategy.
+            TypeError: one of them is no variable.
+        """
+        self._check_variables(variables)
+        with variables[0].strategy.scope():
+            if context.in_cross_replica_context():
+                self._build(variables[0].strategy, list(variables))
+            else:
+                context.require_replica("build").merge_call(self._build, args=(list(variables),))
+
+    def _build(self, strategy: Any, variables: Sequence[Variable]) -> None:
+        self._check_variables(variables)
+        self._strategy = strategy
+        # Variables that came later may live where the count is not: there it gets another copy.
+        uncounted = [v for v in variables if self._count_beside(v) is None]
+        if uncounted:
+            count = self._iterations[0].numpy() if self._iterations else np.int64(0)
+            with strategy.extended.colocate_vars_with(strategy.extended.non_slot_devices(uncounted)):
+                self._iterations.append(Variable(count, False, f"{self.name}/iterations"))
+        for v in [v for v in variables if v.handle.id not in self._slots]:
+            with strategy.extended.colocate_vars_with(v):
+                self._slots[v.handle.id] = tuple(
+                    Variable(np.zeros(v.shape, v.dtype), False, f"{self.name}/{v.name}/{slot}") for slot in self.slots
+                )
+
+    def _check_variables(self, variables: Sequence[Any]) -> None:
+        if not variables:
+            raise ValueError("the optimizer is given no variables; give at least one, with its gradient")
+        for v in variables:
+            if not isinstance(v, Variable):
+                raise TypeError(
+                    f"a {type(v).__name__} stands where a variable should; give (gradient, variable) pairs, with the "
+                    "same variables in all replicas"
+                )
+            if not v.trainable:
+                raise ValueError(f"{v!r} is not trainable; create it with trainable=True, or leave it out")
+            v.check_strategy(variables[0].strategy)
+        if self._strategy not in (None, variables[0].strategy):
+            raise ValueError(
+                f"this {type(self).__name__} keeps state in another strategy than that of {variables[0]!r}; create one "
+                "optimizer for each strategy"
+            )
 
     @property
     def iterations(self) -> Variable:
-        """Steps applied; there is none before `build` or the first step."""
+        """Steps applied; raises `RuntimeError` before `build` or the first step."""
         if not self._iterations:
             raise RuntimeError("the optimizer has no state yet; apply gradients first, or call build(variables)")
         return self._iterations[0]
@@ -78,27 +114,51 @@ class Optimizer:
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
         """Sums gradients over all replicas of all workers, and updates the variables.
 
-        In replica context, where all replicas of all workers call it; or in cross-replica context with
-        per-replica gradients.
+        In replica context, where all replicas of all workers call it; or in cross-replica context, or outside of
+        every scope, with per-replica gradients.
 
         Args:
             grads_and_vars: (gradient, variable) pairs; each gradient of its variable's shape.
+
+        Raises:
+            ValueError: there are no pairs, a gradient is None or of another shape than its variable, a variable is
+                not trainable, or not of the optimizer's strategy.
+            TypeError: there is no variable in a pair.
         """
-        grads, variables = zip(*grads_and_vars, strict=True)
-        if context.in_cross_replica_context():
-            self._apply(context.get_strategy(), list(grads), list(variables))
-        else:
-            replica = context.require_replica("apply_gradients")
-            replica.merge_call(self._apply, args=(list(grads), list(variables)))
+        pairs = list(grads_and_vars)
+        grads, variables = [gradient for gradient, _ in pairs], [v for _, v in pairs]
+        self._check_variables(variables)
+        with variables[0].strategy.scope():
+            if context.in_cross_replica_context():
+                self._apply(variables[0].strategy, grads, variables)
+            else:
+                replica = context.require_replica("apply_gradients")
+                # Replicas that were given one gradient object have a gradient each: it counts once for each.
+                replica.merge_call(self._apply_boxes, args=(context.Box(tuple(grads)), variables))
+
+    def _apply_boxes(self, strategy: Any, boxes: Any, variables: list[Variable]) -> None:
+        self._apply(strategy, context.unbox(boxes), variables)
 
     def _apply(self, strategy: Any, grads: list[Any], variables: list[Variable]) -> None:
-        self.build(variables)
+        self._check_variables(variables)
+        for gradient, v in zip(grads, variables, strict=True):
+            _check_gradient(gradient, v)
+        self._build(strategy, variables)
         extended = strategy.extended
         reduced = extended.batch_reduce_to(ReduceOp.SUM, list(zip(grads, variables, strict=True)))
         for count in self._iterations:
             extended.update_non_slot(count.devices, count.assign_add, (1,))
         for gradient, v in zip(reduced, variables, strict=True):
-            extended.update(v, self.update, (gradient, self._count_beside(v), *self._slots[v.name]))
+            extended.update(v, self.update, (gradient, self._count_beside(v), *self._slots[v.handle.id]))
+
+
+def _check_gradient(gradient: Any, v: Variable) -> None:
+    for own in values.local_results(gradient):
+        if own is None:
+            raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")
+        shape = tuple(own.shape) if hasattr(own, "shape") else np.shape(own)
+        if shape != v.shape:
+            raise ValueError(f"the gradient of variable {v.name!r} has shape {shape}, and the variable {v.shape}")
 
 
 class SGD(Optimizer):

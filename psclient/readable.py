@@ -82,7 +82,7 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(isinstance(out, Readable) for out in kwargs.get("out", ())):
-            _refuse_in_place(f"np.{ufunc.__name__}(..., out={self!r})")
+            _refuse_in_place(self, f"np.{ufunc.__name__}")
         return getattr(ufunc, method)(*map(read, inputs), **kwargs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -126,21 +126,22 @@ def read(value: Any) -> Any:
     return value.read_value() if isinstance(value, Readable) else value
 
 
-def _refuse_in_place(what: str) -> NoReturn:
+def _refuse_in_place(value: Readable, op: str) -> NoReturn:
     raise TypeError(
-        f"{what}: what lives on the servers is not changed in place; of a variable w write w.assign_add(1.0), or "
+        f"{value!r} lives on the servers, {op} cannot change it in place; of a variable write w.assign_add(1.0), or "
         "w.assign(w * 2.0)"
     )
 
 
 def _operators() -> None:
     """Python's operators on values: the mixin would ask NumPy's ufuncs, which do not take CuPy arrays and variables."""
-    for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le eq ne gt ge".split():
+    names = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le eq ne gt ge"
+    for name in names.split():
         apply = getattr(operator, f"__{name}__")
         setattr(Readable, f"__{name}__", lambda self, other, apply=apply: apply(read(self), read(other)))
         setattr(Readable, f"__r{name}__", lambda self, other, apply=apply: apply(read(other), read(self)))
         if hasattr(Readable, f"__i{name}__"):
-            setattr(Readable, f"__i{name}__", lambda self, other, what=name: _refuse_in_place(f"{what} on {self!r}"))
+            setattr(Readable, f"__i{name}__", lambda self, other, name=name: _refuse_in_place(self, f"i{name}"))
     Readable.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 

@@ -296,7 +296,7 @@ class _Inputs:
             if value.section is self.section and not value.section.flushed:
                 self.section.pin(value.ref, self.servers)
                 return self.recording.value(value.spec, value.ref)
-            return self.recording.operand(value.numpy())
+            return self.recording.operand(value.section.value(value.ref))
         if isinstance(value, Mirrored):
             return self.recording.operand(to_numpy(value.values[0]))
         if isinstance(value, PerReplica):

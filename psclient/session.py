@@ -136,7 +136,8 @@ class Session:
             try:
                 self.keeper.leave(self.number, error)
             except PSError as failure:
-                log.warning("could not say goodbye: %s", failure)
+                gone = isinstance(failure, ServerLost | Unreachable)
+                log.log(logging.DEBUG if gone else logging.WARNING, "could not say goodbye: %s", failure)
 
     def close(self) -> None:
         """Waits for the beats to end, after `leave`."""

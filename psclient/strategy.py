@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,10 @@ class ParameterServerStrategy:
 
     Every process of the job runs the same script. Without a cluster, one local server is started for it.
 
+    One thread at a time runs replicas, reduces, updates, creates variables and saves; it is refused to another as
+    long as what the first has recorded is not sent, at the end of its scope at the latest. All threads may read
+    variables. A fork of the process has no part in the job: it may only compute with what was read before.
+
     Args:
         devices: the local replicas' devices, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs,
             or one CPU.
@@ -70,6 +75,7 @@ class ParameterServerStrategy:
         self._config = config or _embedded_config(self._embedded)
         self._servers: list[RemoteServer] = []
         self._chief: Chief | None = None
+        self._owner = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
         self._failed = False
@@ -132,14 +138,15 @@ class ParameterServerStrategy:
             options: ignored.
 
         Returns:
-            The merged results: what is the same object from every replica comes back itself, all else as
-            a per-replica value; with one local replica what `fn` returned.
+            The merged results: what is the same object from every replica comes back itself, all else, and Python
+            numbers always, as a per-replica value; with one local replica what `fn` returned.
 
         Raises:
-            RuntimeError: called inside a run.
+            RuntimeError: called inside a run, or after `close`.
         """
         with self.scope():
             context.require_cross_replica(self, "run")
+            self.extended.check_open()
             self.extended.flush()
             return self._runner.run(fn, args, kwargs)
 
@@ -281,8 +288,10 @@ class ParameterServerStrategy:
     def close(self) -> None:
         """Leaves the job; called at the end of the process if it is not called before.
 
-        A clean end tells the others that this process has done its part.
+        A clean end tells the others that this process has done its part. Does nothing in a fork of the process.
         """
+        if os.getpid() != self._owner:
+            return
         with self._closing:
             if self._closed:
                 return
@@ -294,6 +303,7 @@ class ParameterServerStrategy:
         if not error and hasattr(self, "extended"):
             error = self._flush_last()
         if hasattr(self, "_runner"):
+            self.extended.close()
             self._runner.close()
         if hasattr(self, "_session"):
             self._session.leave(error)
@@ -323,28 +333,29 @@ class ParameterServerStrategy:
 
 
 class _Scope:
-    """`with strategy.scope()`: leaving the outermost one ends the open section."""
+    """`with strategy.scope()`: leaving the outermost one ends the open section. It may be entered again."""
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         self._strategy = strategy
-        self._entered: list[AbstractContextManager[None]] = []
+        self._entered: list[tuple[AbstractContextManager[None], bool]] = []
 
     def __enter__(self) -> None:
-        self._outermost = not context.has_strategy()
+        outermost = not context.has_strategy()
         entered = context.enter_strategy_scope(self._strategy)
         entered.__enter__()
-        self._entered.append(entered)
+        self._entered.append((entered, outermost))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        entered, outermost = self._entered.pop()
         try:
-            if self._outermost and kind is None:
+            if outermost and kind is None:
                 self._strategy.extended.flush()
-            elif kind is not None and context.in_cross_replica_context():
+            elif outermost:
                 self._strategy.extended.drop()
         finally:
-            self._entered.pop().__exit__(kind, error, trace)
+            entered.__exit__(kind, error, trace)
 
 
 def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:

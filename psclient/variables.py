@@ -38,7 +38,7 @@ class _Once(type):
         return cls(*args, **kwargs)
 
 
-class Variable(Readable, metaclass=_Once):
+class Variable(Readable, metaclass=_Once):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
     """A variable on the parameter servers. Create it inside `strategy.scope()`, on every process alike.
 
     Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as

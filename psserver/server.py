@@ -160,6 +160,7 @@ def _options() -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
         ("grpc.http2.max_pings_without_data", 0),  # no limit
         # Clients ping, too, and as often as they like: else they would be refused with too_many_pings.
         ("grpc.http2.max_ping_strikes", 0),

@@ -45,9 +45,11 @@ class Store:
         """Makes a variable known; reserves its memory if it lives here. Declaring it again changes nothing.
 
         Raises:
+            InvalidRequest: there can be no such variable.
             MemoryLimit: it does not fit.
             VariableMismatch: its number is another variable's.
         """
+        variable.spec.check()
         known = self.variables.get(variable.id)
         if known is not None:
             if known != variable:

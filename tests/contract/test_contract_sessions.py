@@ -61,9 +61,10 @@ def test_a_process_may_be_worker_and_chief(job):
     assert chief.token > job.token
 
 
+@pytest.mark.parametrize("server", [0, 1])
 @pytest.mark.parametrize("verb", ["beat", "create", "pull", "propose", "watch", "push", "restore"])
-def test_an_unknown_session_is_refused(job, verb):
-    """Server 0 knows all sessions."""
+def test_an_unknown_session_is_refused(job, verb, server):
+    """By every server and verb."""
     (worker,) = job.join(A)
     variable = job.variable(worker, 1)
     plan = job.approve(reduce_only(NUMBER), worker)
@@ -74,11 +75,11 @@ def test_an_unknown_session_is_refused(job, verb):
         "pull": lambda server: server.pull(77, [0], -1).result(SOON),
         "propose": lambda server: server.propose(77, plan, "", None),
         "watch": lambda server: server.watch(77, 0, -1).result(SOON),
-        "push": lambda server: worker.push(plan, [1]).result(SOON),
+        "push": lambda _: worker.push(plan, [1], server=server).result(SOON),
         "restore": lambda server: server.restore(77, "x").result(SOON),
     }
     with pytest.raises(Fenced, match="restart the process"):
-        calls[verb](job.verbs[0])
+        calls[verb](job.verbs[server])
 
 
 def test_leaving_twice_is_leaving_once(job):
@@ -108,11 +109,7 @@ def test_an_unknown_session_may_leave(job):
 def test_a_silent_session_is_lost(job):
     """Its lease ends; whoever beats stays."""
     silent, loud = job.open(A).session, job.open(B).session
-    for _ in range(3):
-        job.servers.clock.now += 6.0
-        job.verbs[0].beat(loud, -1, b"")
-        job.verbs[0].beat(job.opened.session, -1, b"")
-        job.servers.tick()
+    job.servers.spend(12, loud, job.opened.session)
     assert states(job) == {silent: "lost", loud: "open"}
     with pytest.raises(Fenced, match="lease ended") as told:
         job.verbs[0].beat(silent, -1, b"")
@@ -123,10 +120,8 @@ def test_any_call_is_a_sign_of_life(job):
     """Not only beats renew a lease."""
     session = job.open(A).session
     for _ in range(3):
-        job.servers.clock.now += 6.0
+        job.servers.spend(6, job.opened.session)
         job.verbs[0].propose(session, None, "dataset:0", None)
-        job.verbs[0].beat(job.opened.session, -1, b"")
-        job.servers.tick()
     assert states(job) == {session: "open"}
 
 
@@ -136,11 +131,7 @@ def test_who_waits_does_not_live_by_that(job):
     plan = job.approve(reduce_only(NUMBER), dead)
     waiting = dead.push(plan, [1])
     job.arrived(dead)
-    for _ in range(6):
-        job.servers.clock.now += 3.0
-        for session in (late.session, job.opened.session):
-            job.verbs[0].beat(session, -1, b"")
-        job.servers.tick()
+    job.servers.spend(12, late.session, job.opened.session)
     assert states(job) == {dead.session: "lost", late.session: "open"}
     with pytest.raises(Fenced, match="lease ended"):
         waiting.result(SOON)
@@ -149,12 +140,21 @@ def test_who_waits_does_not_live_by_that(job):
 def test_a_late_goodbye_counts(job):
     """Who was thought dead and then leaves cleanly has done its part."""
     session = job.open(A).session
-    job.servers.clock.now += 11.0
-    job.servers.tick()
+    job.servers.spend(12, job.opened.session)
+    assert states(job) == {session: "lost"}
     job.verbs[0].leave(session, "")
-    chief = job.open(CHIEF, 0, True)
-    watched = job.verbs[0].watch(chief.session, 0, -1).result(SOON)
-    assert [state.state for state in watched.sessions] == ["left"]
+    assert states(job) == {session: "left"}
+
+
+def test_time_in_which_a_server_stood_still_counts_for_no_lease(job):
+    """It could hear nobody."""
+    session = job.open(A).session
+    job.servers.spend(8, job.opened.session)
+    job.servers.clock.now += 1000.0
+    job.servers.spend(1, job.opened.session)
+    assert states(job) == {session: "open"}
+    job.servers.spend(3, job.opened.session)
+    assert states(job) == {session: "lost"}
 
 
 def test_an_epoch_fences_whom_it_leaves_out(job):

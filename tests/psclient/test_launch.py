@@ -28,7 +28,7 @@ ME = "import json, os, sys, time, signal\nme = json.loads(os.environ['TF_CONFIG'
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    """Scripts that open no session leave servers waiting for a job; nobody shall wait for these."""
+    """Scripts that take part in no job leave servers waiting for one; nobody shall wait for these."""
     monkeypatch.setattr(launch, "LEAVE_SECONDS", 0.1)
 
 
@@ -99,6 +99,23 @@ def test_the_code_is_the_failing_task_s(script, text, code, said):
     assert said in outcome.report
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("from pswire.errors import PSError\nraise PSError('odd')", "psworker: /job:worker/task:0: error: odd (script.py"),
+        ("raise KeyError('mine')", "KeyError: 'mine'"),
+        ("sys.exit('no data here')", "12:00:00 W psclient: could not say goodbye"),
+    ],
+    ids=["ours", "the user's", "neither"],
+)
+def test_what_is_logged_in_the_end_does_not_hide_the_error(script, text, said):
+    """The report is our last line or the last traceback, whatever follows while the process takes its leave."""
+    late = "import atexit\natexit.register(print, '12:00:00 W psclient: could not say goodbye', file=sys.stderr)\n"
+    outcome, _ = run(script(late + text), workers=1)
+    last = outcome.report.splitlines()[-1]
+    assert last.startswith(said)
+
+
 def test_the_one_to_blame_is_shown(script):
     """A process that fails because another did may end first; the report is about the other."""
     text = (
@@ -129,18 +146,32 @@ def test_restarts_are_counted_over_all(script):
     assert cluster.output(Task("worker", 0)) == ["0", "0", "0"]
 
 
-def test_a_lost_server_is_replaced_at_its_address(script):
+def test_a_lost_server_is_replaced_at_its_address(script, tmp_path):
     """Clients find the new server where the old one was."""
     said: list[str] = []
-    server = Task("ps", 0)
+    server, killed = Task("ps", 0), tmp_path / "killed"
+    text = (
+        f"import socket\nwhile not os.path.exists({str(killed)!r}): time.sleep(0.02)\n"
+        "host, port = json.loads(os.environ['TF_CONFIG'])['cluster']['ps'][0].split(':')\n"
+        "while socket.socket().connect_ex((host, int(port))): time.sleep(0.02)\n"
+    )
     with launch.Cluster(
-        script=script("time.sleep(600)"), chief="none", restarts=1, sink=lambda line: said.append(line.text)
+        script=script(text), chief="none", restarts=1, sink=lambda line: said.append(line.text)
     ) as cluster:
         cluster.kill(server)
-        with pytest.raises(TimeoutError, match="still ran: /job:ps/task:0, /job:worker/task:0"):
-            cluster.wait(3.0)
-        assert cluster.addresses[server] in " ".join(cluster.output(server))
+        killed.touch()
+        assert cluster.wait(SECONDS).code == 0
+    assert cluster.addresses[server] in " ".join(cluster.output(server))
     assert "psworker: /job:ps/task:0 failed (killed by SIGKILL); replaced, 0 restarts left" in said
+
+
+def test_who_still_runs_in_the_end_is_named(script):
+    """What does not end in time is ended, and the error says what it was."""
+    with (
+        launch.Cluster(script=script("time.sleep(600)"), chief="none") as cluster,
+        pytest.raises(TimeoutError, match="still ran: /job:ps/task:0, /job:worker/task:0"),
+    ):
+        cluster.wait(0.5)
 
 
 def test_a_lost_server_is_a_failure(script):
@@ -165,6 +196,22 @@ def test_a_job_ends_by_itself(script, monkeypatch, chief):
     assert outcome == launch.Outcome(0)
     assert {process.returncode for process in cluster.processes.values()} == {0}
     assert not [line for line in said if "did not end by itself" in line]
+
+
+@pytest.mark.parametrize("chief", ["driver", "none"])
+def test_a_job_that_does_not_come_to_its_end_is_a_failure(script, chief):
+    """A script may swallow its error and end with 0: the launcher, which has to end the servers, does not."""
+    text = (
+        "import numpy as np, psclient as ps\nstrategy = ps.ParameterServerStrategy()\n"
+        "try:\n    with strategy.scope():\n        v = ps.Variable(np.zeros(3), name='v')\n"
+        "        v.assign_add(np.full(3, me))\nexcept ps.errors.Diverged:\n    pass\n"
+    )
+    outcome, cluster = run(script(text), chief=chief)
+    assert [cluster.processes[task].returncode for task in WORKERS[:2]] == [0, 0]
+    assert (outcome.code, outcome.task) == (1, None)
+    assert outcome.report.startswith("psworker: /job:ps/task:0")
+    assert outcome.report.endswith("after the last worker: a worker did not leave cleanly")
+    assert "\n" not in outcome.report
 
 
 def test_a_server_that_cannot_start_is_an_error():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,9 +71,9 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
     ("args", "tf_config", "said"),
     [
         (["missing.py"], WORKER, "/job:worker/task:0: error: there is no script 'missing.py'"),
-        ([], WORKER, "/job:worker/task:0 needs a script"),
+        ([], WORKER, "/job:worker/task:0: error: a worker needs a script"),
         ([], "", "there is no TF_CONFIG and no script"),
-        ([], PS, "start it with psserver"),
+        ([], PS, "/job:ps/task:0: error: TF_CONFIG says that this process is /job:ps/task:0; start it with psserver"),
         ([], "{", "TF_CONFIG is not JSON"),
         (["--standalne"], "", "--standalne"),
         (["--ps", "2", "x.py"], "", "--ps describes a local cluster; add --standalone"),
@@ -87,6 +89,20 @@ def test_bad_input_is_one_line(tmp_path, args, tf_config, said):
     assert done.stderr.startswith("psworker: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
+
+
+def test_a_chief_without_servers_says_who_it_is(tmp_path, monkeypatch):
+    """The errors of a task that only drives are headed by its name, as those of scripts are."""
+    monkeypatch.setenv("PS_TIMEOUT_START", "1")
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        cluster = {"ps": [address], "worker": ["h:2"], "chief": ["h:3"]}
+        tf_config = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
+        done = psworker(cwd=tmp_path, tf_config=tf_config)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"psworker: /job:chief/task:0: error: /job:ps/task:0: no answer at {address}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_script_sees_that_it_failed_at_exit(tmp_path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from rig import core
 
 from psserver import server
+from psserver.service import Context, Service
 from pswire.cluster import Task
 from pswire.wire import VERBS
 
@@ -49,7 +50,7 @@ class Peer:
         return head[3], head[4]
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def connected() -> AsyncIterator[Peer]:
     """A server on this event loop, and a peer that has agreed on the settings."""
     one = server.Server(core(), Task("ps", 0), "127.0.0.1", 0, 1 << 30)
@@ -71,28 +72,37 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def run(scenario: Callable[[], object]) -> None:
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(SECONDS):
-            await scenario()  # type: ignore[misc]
+            await scenario()
 
     asyncio.run(main())
 
 
 def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a push, then silence: the connection is closed, and nothing waits for the other half any more."""
-    monkeypatch.setattr(server, "KEEPALIVE_MS", 300)
+    calls: list[str] = []
+
+    class Observed(Service):
+        async def _push(self, messages: object, context: Context) -> None:
+            calls.append("begun")
+            try:
+                await super()._push(messages, context)
+            finally:
+                calls.append("ended")
 
     async def scenario() -> None:
         async with connected() as peer:
-            before = len(asyncio.all_tasks())
             peer.writer.write(half_a_push())
-            await until(lambda: len(asyncio.all_tasks()) > before)
-            with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await until(lambda: calls == ["begun"])
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
                 while True:
                     await peer.hear()
-            await until(lambda: len(asyncio.all_tasks()) == before)
+            await until(lambda: calls == ["begun", "ended"])
 
+    monkeypatch.setattr(server, "KEEPALIVE_MS", 300)
+    monkeypatch.setattr(server, "Service", Observed)
     run(scenario)
 
 

@@ -1,0 +1,335 @@
+"""Snapshot and Restore: one round's state on disk, and back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, sum_into, together
+from safetensors.numpy import load_file
+
+from pswire.api import RestoreReply
+from pswire.errors import CheckpointError, Fenced, NoCheckpoint, ServerLost, VariableMismatch
+from pswire.spec import JobStarted, Position, SnapshotOrder, Snapshotted, VariableSpec
+from pswire.tensor import Payload, TensorSpec
+
+A, B = WORKERS[:2]
+BOTH = (0, 1)
+PLACES = (Position(0, 1, 7), Position(2, 0, 3))
+
+
+@pytest.fixture
+def worker(job: Job):
+    """A member of the job."""
+    return job.join(A)[0]
+
+
+def order(job, worker, path):
+    """A round that orders a checkpoint; returns its plan."""
+    plan = job.approve(checkpoint(path, BOTH), worker)
+    for server in BOTH:
+        together(worker.push(plan, server=server, positions=PLACES))
+    worker.round += 1
+    return plan
+
+
+def save(job, worker, path="run/ckpt-1"):
+    """What a chief does with an ordered checkpoint: shards, then the manifest, then the log."""
+    plan = order(job, worker, path)
+    shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
+    manifest = {
+        "format": 1,
+        "round": shards[0].round,
+        "positions": [vars(position) for position in shards[0].positions],
+        "tensors": {name: {"file": shard.file} for shard in shards for name, _ in shard.tensors},
+    }
+    job.verbs[0].snapshot(job.token, plan.id, json.dumps(manifest)).result(SOON)
+    job.append(Snapshotted(plan.id, shards[0].round, path))
+    return job.servers.root / path
+
+
+def restore(job, worker, path):
+    """What every process does; all servers say the same."""
+    found = [server.restore(worker.session, path).result(SOON) for server in job.verbs]
+    assert found[0] == found[1]
+    return found[0]
+
+
+def add(job, worker, variable, value):
+    """A round that adds a value to a variable."""
+    plan = sum_into(variable)
+    if plan.id not in job.servers.cores[0]._rounds.plans:
+        job.approve(plan, worker)
+    together(worker.push(plan, [value], server=variable.servers[0]))
+    worker.round += 1
+
+
+def test_what_was_saved_comes_back(job, worker):
+    """Bit for bit, on every server, whatever happened since; with the datasets' positions."""
+    values = [
+        np.array(-3),
+        np.array([[1.5, np.nan], [np.inf, -0.0]], "float32"),
+        np.array([1.5, 3e38], ml_dtypes.bfloat16),
+        np.zeros((0, 2), "float16"),
+        np.array([True, False]),
+        np.array([1 + 2j]),
+    ]
+    variables = [job.variable(worker, value, ()) for value in values]
+    assert {variable.servers for variable in variables} == {(0,), (1,)}
+    save(job, worker)
+    add(job, worker, variables[0], 100)
+    assert int(job.value(worker, variables[0])) == 97
+    assert restore(job, worker, "run/ckpt-1") == RestoreReply("run/ckpt-1", PLACES)
+    for variable, value in zip(variables, values, strict=True):
+        back = job.value(worker, variable)
+        assert (back.dtype, back.shape, back.tobytes()) == (value.dtype, value.shape, value.tobytes())
+
+
+def test_a_checkpoint_is_of_its_round(job, worker):
+    """However late it is written: the values are frozen when the round has run."""
+    variable = job.variable(worker, np.array([1, 2]), (1,))
+    plan = order(job, worker, "late")
+    add(job, worker, variable, [10, 10])
+    shard = job.verbs[1].snapshot(job.token, plan.id, "").result(SOON)
+    assert (shard.round, shard.positions) == (0, PLACES)
+    assert shard.tensors == (("v0", variable.spec.tensor),)
+    assert shard.path == str(job.servers.root.resolve() / "late")
+    assert load_file(f"{shard.path}/{shard.file}")["v0"].tolist() == [1, 2]
+
+
+def test_a_snapshot_waits_for_its_round(job, worker):
+    """The chief may ask before the workers have come to it."""
+    job.variable(worker, np.array(1))
+    plan = job.approve(checkpoint("early", BOTH), worker)
+    waiting = job.verbs[0].snapshot(job.token, plan.id, "")
+    eventually(lambda: job.servers.cores[0]._snapshots._waiting)
+    assert not waiting.done()
+    together(worker.push(plan))
+    assert waiting.result(SOON).round == 0
+
+
+def test_a_resent_snapshot_is_written_again(job, worker):
+    """To the same place, with the same answer; an abandoned one harms nobody."""
+    job.variable(worker, np.array(1))
+    plan = job.approve(checkpoint("twice", BOTH), worker)
+    gone = job.verbs[0].snapshot(job.token, plan.id, "")
+    eventually(lambda: job.servers.cores[0]._snapshots._waiting)
+    gone.cancel()
+    together(worker.push(plan))
+    first, second = (job.verbs[0].snapshot(job.token, plan.id, "").result(SOON) for _ in range(2))
+    assert first == second
+
+
+def test_servers_have_different_files(job, worker):
+    """Each variable is in one of them; of one with several copies the first is saved."""
+    for servers in ((0,), (1,), (0, 1)):
+        job.variable(worker, np.array(1), servers)
+    plan = order(job, worker, "x")
+    shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
+    assert [[name for name, _ in shard.tensors] for shard in shards] == [["v0", "v2"], ["v1"]]
+    assert len({shard.file for shard in shards}) == 2
+
+
+def test_only_the_newest_chief_takes_snapshots(job, worker):
+    """An older one is told so."""
+    job.variable(worker, np.array(1))
+    plan = order(job, worker, "x")
+    job.open(CHIEF, 0, True)
+    with pytest.raises(Fenced, match="newer chief"):
+        job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
+
+
+@pytest.mark.parametrize("path", ["../up", "/etc/x", "a/../../b", "", "link/x"])
+def test_a_checkpoint_stays_below_its_root(job, worker, path):
+    """Nothing is written or read elsewhere, whatever the path and the links below the root say."""
+    job.variable(worker, np.array(1))
+    root = job.servers.root
+    root.mkdir()
+    outside = root.parent / "outside"
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    plan = order(job, worker, path)
+    for manifest in ("", "{}"):
+        with pytest.raises(CheckpointError, match="checkpoint root"):
+            job.verbs[0].snapshot(job.token, plan.id, manifest).result(SOON)
+    with pytest.raises(CheckpointError, match="checkpoint root"):
+        job.verbs[0].restore(worker.session, path).result(SOON)
+    assert list(outside.iterdir()) == []
+    assert list(root.iterdir()) == [root / "link"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error(job, worker):
+    """The chief is told what the file system says; the server goes on."""
+    variable = job.variable(worker, np.array(1))
+    job.servers.root.write_text("a file where a directory should be")
+    plan = order(job, worker, "x")
+    with pytest.raises(CheckpointError, match="cannot write x") as told:
+        job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
+    assert told.value.task == "/job:ps/task:0"
+    assert int(job.value(worker, variable)) == 1
+
+
+def test_a_variable_created_later_gets_the_restored_value(job, worker):
+    """Whatever first value its creators bring; one that the checkpoint does not have keeps theirs."""
+    job.variable(worker, np.array([1.0, 2.0]), (1,), "w")
+    save(job, worker)
+    chief = job.open(CHIEF, 0, True)
+    job.opened, job.token, job.variables = chief, chief.token, []
+    for server in job.verbs:
+        server.approve(chief.token, 0, [JobStarted(chief.token, (100, 101))])
+    (again,) = job.join(A)
+    assert restore(job, again, "run/ckpt-1").positions == PLACES
+    restored = job.variable(again, np.array([8.0, 9.0]), (1,), "w")
+    fresh = job.variable(again, np.array([8.0, 9.0]), (1,), "new")
+    assert job.value(again, restored).tolist() == [1.0, 2.0]
+    assert job.value(again, fresh).tolist() == [8.0, 9.0]
+
+
+def test_a_variable_created_later_must_fit(job, worker):
+    """Its creator is told, with both shapes."""
+    job.variable(worker, np.zeros(3), (0,), "w")
+    save(job, worker)
+    chief = job.open(CHIEF, 0, True)
+    job.opened, job.token, job.variables = chief, chief.token, []
+    for server in job.verbs:
+        server.approve(chief.token, 0, [JobStarted(chief.token, (100, 101))])
+    (again,) = job.join(A)
+    restore(job, again, "run")
+    spec = VariableSpec("w", TensorSpec("float64", (2,)))
+    with pytest.raises(VariableMismatch, match=r"float64\[3\], not float64\[2\]"):
+        job.verbs[0].create(again.session, 0, -1, spec, (0,), Payload.pack([np.zeros(2)]))
+
+
+def test_everyone_restores_once(job, worker):
+    """All processes ask in the same round; what has happened since is not undone by the last of them."""
+    variable = job.variable(worker, np.array(1))
+    save(job, worker)
+    other = job.open(B)
+    first = job.verbs[0].restore(worker.session, "run").result(SOON)
+    assert first == job.verbs[0].restore(other.session, "run").result(SOON)
+    add(job, worker, variable, 5)
+    assert int(job.value(worker, variable)) == 6
+    again = job.verbs[0].restore(other.session, "run").result(SOON)
+    assert again == first
+    assert int(job.value(worker, variable)) == 1
+
+
+def test_a_directory_of_checkpoints_means_its_newest(job, worker):
+    """The one whose manifest was written last; those without one do not count."""
+    variable = job.variable(worker, np.array(1))
+    save(job, worker, "run/ckpt-2")
+    add(job, worker, variable, 1)
+    save(job, worker, "run/ckpt-1")
+    add(job, worker, variable, 1)
+    order(job, worker, "run/ckpt-3")
+    (job.servers.root / "run/ckpt-3").mkdir()
+    assert restore(job, worker, "run").path == "run/ckpt-1"
+    assert int(job.value(worker, variable)) == 2
+
+
+def test_where_there_is_none_nothing_is_restored(job, worker):
+    """Said by a class of its own, so that a job can begin anew; the values stay."""
+    variable = job.variable(worker, np.array(1))
+    for path in ("nowhere", "run"):
+        with pytest.raises(NoCheckpoint, match="no complete checkpoint"):
+            job.verbs[0].restore(worker.session, path).result(SOON)
+        (job.servers.root / "run/ckpt-1").mkdir(parents=True, exist_ok=True)
+    assert int(job.value(worker, variable)) == 1
+
+
+MANIFESTS = {
+    "no JSON": "{",
+    "no object": "[1]",
+    "another format": '{"format": 2}',
+    "no tensors": '{"format": 1, "positions": []}',
+    "a path": '{"format": 1, "positions": [], "tensors": {"v0": {"file": "../x"}}}',
+    "odd positions": '{"format": 1, "positions": [{"place": 1}], "tensors": {}}',
+    "nothing": "",
+    "no text": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_broken_manifest_is_told(job, worker, name):
+    """It is no reason to begin anew, and changes nothing."""
+    variable = job.variable(worker, np.array(1))
+    directory = save(job, worker)
+    add(job, worker, variable, 1)
+    text = MANIFESTS[name]
+    (directory / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(CheckpointError) as told:
+        job.verbs[0].restore(worker.session, "run").result(SOON)
+    assert not isinstance(told.value, NoCheckpoint)
+    assert "manifest" in str(told.value) or "format" in str(told.value)
+    assert int(job.value(worker, variable)) == 2
+
+
+def damage_cut(file):
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def damage_header(file):
+    file.write_bytes(b"\xff" * 64)
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), damage_cut, damage_header], ids=["gone", "cut", "noise"])
+def test_a_broken_shard_is_told(job, worker, damage):
+    """With the file's name; the variables keep what they have, all of them, and a repaired one is read."""
+    v, w = job.variable(worker, np.array(1)), job.variable(worker, np.array(1))
+    directory = save(job, worker)
+    (shard,) = [file for file in directory.iterdir() if file.name.startswith("shard-00000")]
+    whole = shard.read_bytes()
+    for variable in (v, w):
+        add(job, worker, variable, 1)
+    damage(shard)
+    with pytest.raises(CheckpointError, match="shard-00000"):
+        job.verbs[0].restore(worker.session, "run").result(SOON)
+    assert [int(job.value(worker, variable)) for variable in (v, w)] == [2, 2]
+    shard.write_bytes(whole)
+    job.verbs[0].restore(worker.session, "run").result(SOON)
+    assert [int(job.value(worker, variable)) for variable in (v, w)] == [1, 1]
+
+
+def test_a_variable_that_the_checkpoint_lacks_is_told(job, worker):
+    """And nothing is restored, not even what is there."""
+    old = job.variable(worker, np.array(1))
+    save(job, worker)
+    job.variable(worker, np.array(5), (0,), "new")
+    add(job, worker, old, 1)
+    with pytest.raises(CheckpointError, match="has no variable 'new'"):
+        job.verbs[0].restore(worker.session, "run").result(SOON)
+    assert int(job.value(worker, old)) == 2
+
+
+def test_a_checkpoint_may_be_moved(job, worker):
+    """It does not say where it was written."""
+    variable = job.variable(worker, np.array(1))
+    directory = save(job, worker)
+    shutil.move(directory, job.servers.root / "elsewhere")
+    add(job, worker, variable, 1)
+    restore(job, worker, "elsewhere")
+    assert int(job.value(worker, variable)) == 1
+
+
+def test_a_snapshot_ends_with_its_server(job, worker):
+    """Nobody waits for what is gone."""
+    plan = job.approve(checkpoint("x", BOTH), worker)
+    waiting = job.verbs[0].snapshot(job.token, plan.id, "")
+    eventually(lambda: job.servers.cores[0]._snapshots._waiting)
+    job.servers.cores[0].close()
+    with pytest.raises(ServerLost, match="server ends"):
+        waiting.result(SOON)
+
+
+def test_a_plan_may_update_and_save(job, worker):
+    """The checkpoint holds the section's own updates."""
+    variable = job.variable(worker, np.array(1))
+    plan = job.approve(replace(sum_into(variable), snapshot=SnapshotOrder("x", BOTH)), worker)
+    (reply, _) = together(worker.push(plan, [4]), worker.push(plan, [4], server=1))
+    assert int(given(reply, plan)[0]) == 4
+    shard = job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
+    assert int(load_file(f"{shard.path}/{shard.file}")["v0"]) == 5

@@ -1,0 +1,164 @@
+"""What the network adds: errors travel by class, a server has one life, and calls that are cut come again."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from rig import SOON, WORKERS, Clock, Job, Servers, core, eventually, given, remote, sum_into
+
+from psclient.rpc import RemoteServer
+from psserver.server import ServerThread
+from pswire.api import Contribution, ServerStatus
+from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerLost
+from pswire.limits import Timeouts
+from pswire.spec import VariableSpec
+from pswire.tensor import EMPTY, Payload, TensorSpec
+
+A, B = WORKERS[:2]
+NUMBER = TensorSpec("int64", ())
+
+
+class Refusing:
+    """A server that answers every verb with one error: the waiting ones at once, or by their future."""
+
+    def __init__(self, error: Exception, later: bool = False) -> None:
+        self.error = error
+        self.later = later
+        self.task = "/job:ps/task:0"
+
+    def status(self) -> ServerStatus:
+        return ServerStatus(0, 7, 0, None, -1, (), (), 0, 0, 0, 0.0)
+
+    def __getattr__(self, verb):
+        def refuse(*args):
+            if self.later and verb in ("watch", "push", "pull", "snapshot", "restore"):
+                future = Future()
+                future.set_exception(self.error)
+                return future
+            raise self.error
+
+        return refuse
+
+
+CALLS = {
+    "open": lambda server: server.open(A, 1, 0, False),
+    "beat": lambda server: server.beat(1, -1, b""),
+    "leave": lambda server: server.leave(1, ""),
+    "create": lambda server: server.create(1, 0, -1, VariableSpec("w", NUMBER), (), Payload.pack([np.array(1)])),
+    "propose": lambda server: server.propose(1, None, "x", None),
+    "watch": lambda server: server.watch(1, 0, 0).result(SOON),
+    "approve": lambda server: server.approve(1, 0, []),
+    "push": lambda server: server.push(Contribution(1, 0, 0, b""), EMPTY).result(SOON),
+    "pull": lambda server: server.pull(1, [0], -1).result(SOON),
+    "snapshot": lambda server: server.snapshot(1, b"", "").result(SOON),
+    "restore": lambda server: server.restore(1, "x").result(SOON),
+}
+
+
+@pytest.fixture
+def connect():
+    """Connects to whatever answers the verbs: `connect(behind)`."""
+    with ExitStack() as stack:
+
+        def connected(behind):
+            thread = stack.enter_context(ServerThread(behind, WORKERS[0].__class__("ps", 0), grace=0.0))
+            server = RemoteServer(thread.address, WORKERS[0].__class__("ps", 0), Timeouts(lease=2.0, call=5.0))
+            stack.callback(server.close)
+            return server
+
+        yield connected
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_every_verb_passes_errors_on(connect, verb):
+    """Class, message and task, as they were raised; whether at once or by the future."""
+    for later in (False, True):
+        error = BY_NAME["ProgramError"]("what is wrong, where, and \u00fcberhaupt", "/job:worker/task:3")
+        with pytest.raises(PSError) as told:
+            CALLS[verb](connect(Refusing(error, later)))
+        assert (type(told.value), told.value.message, told.value.task) == (type(error), error.message, error.task)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_error_travels(connect, name):
+    """By its name; a client catches what the server raised."""
+    error = BY_NAME[name](f"about {name}", "/job:ps/task:1")
+    server = connect(Refusing(error))
+    for verb in ("beat", "push"):
+        with pytest.raises(PSError) as told:
+            CALLS[verb](server)
+        assert (type(told.value), told.value.message, told.value.task) == (type(error), error.message, error.task)
+
+
+def test_a_long_message_is_cut(connect):
+    """And arrives, whatever characters it has."""
+    server = connect(Refusing(ConfigError("\u00e4\u4e2d" * 20_000)))
+    with pytest.raises(ConfigError) as told:
+        server.beat(1, -1, b"")
+    assert 100 < len(told.value.message) < 20_000
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_bug_of_the_server_is_no_silence(connect, later):
+    """It arrives as an error that names the server, and is not tried again."""
+    server = connect(Refusing(KeyError("a bug"), later))
+    for verb in ("create", "push", "watch"):
+        with pytest.raises(PSError, match="internal error") as told:
+            CALLS[verb](server)
+        assert told.value.task == "/job:ps/task:0"
+
+
+@pytest.mark.parametrize("verb", [verb for verb in CALLS if verb != "open"])
+def test_a_server_has_one_life(verb):
+    """Its successor at the same address does not answer for it, in any verb but `open`."""
+    with ExitStack() as stack:
+        first = stack.enter_context(ServerThread(core(0, 100), core(0).task, grace=0.0))
+        server = RemoteServer(first.address, core(0).task, Timeouts(lease=20.0, call=SOON, start=SOON))
+        stack.callback(server.close)
+        assert server.open(A, 1, 0, False).incarnation == 100
+        first.stop()
+        stack.enter_context(ServerThread(core(0, 200), core(0).task, port=first.port, grace=0.0))
+        with pytest.raises(ServerLost, match="replaced") as told:
+            CALLS[verb](server)
+        assert told.value.task == "/job:ps/task:0"
+        assert server.open(A, 1, 0, False).incarnation == 200
+        server.leave(1, "")
+
+
+def test_a_cut_connection_leaves_the_contribution(tmp_path):
+    """A worker that loses its connection in a round comes back to its answer: it has contributed once."""
+    with ExitStack() as stack:
+        one = core(0)
+        first, second = (stack.enter_context(remote(one)) for _ in range(2))
+        job = Job(Servers([first], [one], Clock(), tmp_path, True))
+        here, other = job.join(A, B)
+        variable = job.variable(here, np.array(0))
+        plan = job.approve(sum_into(variable), here)
+        cut = here.push(plan, [5])
+        job.arrived(here)
+        first.fail(PSError("cut"))
+        with pytest.raises(PSError, match="cut"):
+            cut.result(SOON)
+        second.open(B, 1, other.session, False)
+        job.verbs[0] = second
+        (new,) = [state for state in job.verbs[0].watch(_again(job, second, here), 0, -1).result(SOON).sessions][-1:]
+        assert new.state == "open"
+        assert int(given(here.push(plan, [5]).result(SOON), plan)[0]) in (5, 7)
+
+
+def _again(job, server, worker):
+    return worker.session
+
+
+def test_nonsense_is_refused(connect):
+    """What a message cannot say is an error of its sender, not of the server."""
+    server = connect(core(0))
+    session = server.open(A, 1, 0, False).session
+    with pytest.raises(InvalidRequest):
+        server.create(session, 0, -1, VariableSpec("w", TensorSpec("float32", (1 << 50,))), (), None)
+    with pytest.raises(PSError):
+        server.open(A.__class__("baker", 0), 1, 0, False)
+    assert eventually(lambda: server.status()).server == 0

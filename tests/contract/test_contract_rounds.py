@@ -1,0 +1,556 @@
+"""Push: contributions in, one answer out, the same for everyone; each counted once, whatever is resent."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import ml_dtypes
+import numpy as np
+import pytest
+from rig import SOON, WORKERS, Job, given, reduce_only, sgd, sum_into, together
+
+from pswire.api import Contribution, RoundReply
+from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError, RoundTimeout
+from pswire.limits import PART_BYTES
+from pswire.program import Input, Node, Program
+from pswire.spec import Apply, Approved, Epoch, EpochClosed, Member, Plan, Position, Reduction, Ref, Start
+from pswire.tensor import DTYPES, EMPTY, Payload, TensorSpec, spec_of
+
+A, B, C = WORKERS[:3]
+NUMBER = TensorSpec("int64", ())
+
+
+@pytest.fixture
+def two(job: Job):
+    """Two members of the job."""
+    return job.join(A, B)
+
+
+def turn(*workers):
+    """The next round."""
+    for worker in workers:
+        worker.round += 1
+
+
+def refused(future_of):
+    """The error that a push ends with, however it is told."""
+    with pytest.raises(PSError) as told:
+        future_of().result(SOON)
+    return told.value
+
+
+# ---- What a round does ----
+
+
+def test_a_round_waits_for_everyone(job, two):
+    """And then all get the same answer, and the variable has everyone's share."""
+    one, other = two
+    variable = job.variable(one, np.array([1, 2]))
+    plan = job.approve(sum_into(variable), one)
+    first = one.push(plan, [[10, 20]])
+    job.arrived(one)
+    assert not first.done()
+    replies = together(first, other.push(plan, [[100, 200]]))
+    for reply in replies:
+        assert (reply.round, reply.epoch, reply.more, reply.left_out) == (0, job.epoch, False, ())
+        assert given(reply, plan)[0].tolist() == [110, 220]
+    assert job.value(one, variable, 0).tolist() == [111, 222]
+
+
+def test_rounds_follow_each_other(job, two):
+    """Fifty of them, integer-valued: exactly the sum, and the status says how far it is."""
+    variable = job.variable(two[0], np.array(0))
+    plan = job.approve(sum_into(variable), two[0])
+    total = 0
+    for number in range(50):
+        together(*(worker.push(plan, [number * 7 + place]) for place, worker in enumerate(two)))
+        total += 14 * number + 1
+        turn(*two)
+    assert int(job.value(two[0], variable)) == total
+    assert job.verbs[0].status().round == 49
+
+
+def test_a_mean_is_over_the_weights(job, two):
+    """Of replicas, or of elements."""
+    variable = job.variable(two[0], np.zeros(2))
+    plan = job.approve(sum_into(variable, op="mean"), two[0])
+    replies = together(
+        two[0].push(plan, [[6.0, 9.0]], weights=(3.0,)),
+        two[1].push(plan, [[2.0, 1.0]], weights=(1.0,)),
+    )
+    assert given(replies[1], plan)[0].tolist() == [2.0, 2.5]
+
+
+def test_a_weight_of_nothing_sends_nothing(job, two):
+    """It counts as zeros in a sum, and not at all in a mean; where nobody has anything the mean is NaN."""
+    spec = TensorSpec("float32", (2,))
+    reductions = (Reduction("sum", spec, (0,)), Reduction("mean", spec, (0,)), Reduction("mean", spec, (0,)))
+    plan = job.approve(Plan(reductions, returned=tuple(Ref("reduction", index) for index in range(3))), two[0])
+    values = [[1.0, 2.0]] * 3
+    replies = together(
+        two[0].push(plan, values, weights=(0.0, 2.0, 0.0)),
+        two[1].push(plan, values, weights=(0.0, 0.0, 0.0)),
+    )
+    total, mean, nothing = given(replies[0], plan)
+    assert (total.tolist(), mean.tolist()) == ([0.0, 0.0], [0.5, 1.0])
+    assert np.isnan(nothing).all()
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if name != "bool"])
+def test_every_dtype_is_summed(job, two, name):
+    """In its own arithmetic, in task order."""
+    values = [np.array([1, 2, 3]).astype(DTYPES[name]), np.array([4, 5, 6]).astype(DTYPES[name])]
+    plan = job.approve(reduce_only(spec_of(values[0])), two[0])
+    reply = together(two[1].push(plan, [values[1]]), two[0].push(plan, [values[0]]))[0]
+    (total,) = given(reply, plan)
+    assert total.dtype == DTYPES[name]
+    assert total.tobytes() == (values[0] + values[1]).tobytes()
+
+
+PAYLOADS = {
+    "a number": np.array(2.5),
+    "nothing": np.zeros((2, 0, 3), "float32"),
+    "many parts": np.arange(3 * PART_BYTES // 8 + 3, dtype="float64"),
+    "more than a message": np.ones((5, 1 << 20), "uint8"),
+    "bfloat16": np.array([[1.5, -2.0]], ml_dtypes.bfloat16),
+    "columns first": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "an odd number of bytes": np.arange(7, dtype="int8"),
+}
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_every_shape_travels(job, two, name):
+    """There in a contribution, and back in the answer, among others of another size."""
+    value = PAYLOADS[name]
+    spec, small = spec_of(value), TensorSpec("int8", (3,))
+    reductions = (Reduction("sum", small, (0,)), Reduction("sum", spec, (0,)), Reduction("sum", small, (0,)))
+    plan = job.approve(Plan(reductions, returned=tuple(Ref("reduction", index) for index in range(3))), two[0])
+    replies = together(*(worker.push(plan, [[1, 2, 3], value, [4, 5, 6]]) for worker in two))
+    for reply in replies:
+        first, middle, last = given(reply, plan)
+        assert (first.tolist(), last.tolist()) == ([2, 4, 6], [8, 10, 12])
+        assert middle.shape == value.shape
+        assert middle.tobytes() == np.ascontiguousarray(value + value).tobytes()
+
+
+def test_what_is_pushed_is_only_read(job, two):
+    """The members' own arrays stay as they are, and may change once the round is over."""
+    value = np.array([2.0, 4.0])
+    plan = job.approve(reduce_only(spec_of(value), "mean"), two[0])
+    replies = together(two[0].push(plan, [value], weights=(4.0,)), two[1].push(plan, [value], weights=(0.0,)))
+    assert value.tolist() == [2.0, 4.0]
+    value += 1
+    assert [given(reply, plan)[0].tolist() for reply in replies] == [[0.5, 1.0]] * 2
+    again = two[0].push(plan, [value], weights=(4.0,)).result(SOON)
+    assert given(again, plan)[0].tolist() == [0.5, 1.0]
+
+
+def test_operands_reach_the_program(job, two):
+    """A learning rate is data, and so may change from round to round."""
+    variable = job.variable(two[0], np.array([10.0, 20.0]))
+    plan = job.approve(sgd(variable), two[0])
+    for rate in (0.5, 0.25):
+        replies = together(*(worker.push(plan, [[2.0, 4.0]], operands=[rate]) for worker in two))
+        turn(*two)
+    assert given(replies[0], plan)[0].tolist() == [8.5, 17.0]
+    assert job.value(two[1], variable).tolist() == [8.5, 17.0]
+
+
+def test_wanted_variables_come_with_the_answer(job, two):
+    """As they are after the round; each member what it asked for."""
+    v, w = job.variable(two[0], np.array(1)), job.variable(two[0], np.array([5, 6]))
+    plan = job.approve(sum_into(v), two[0])
+    plain, full = together(two[0].push(plan, [1]), two[1].push(plan, [1], want=(w.id, v.id)))
+    assert len(given(plain, plan)) == 1
+    total, second, first = given(full, plan, 0, (w, v))
+    assert (int(total), second.tolist(), int(first)) == (2, [5, 6], 3)
+
+
+def test_programs_run_in_order(job, two):
+    """The second sees what the first has assigned; results pass from one to the other."""
+    v, w = job.variable(two[0], np.array(1.0)), job.variable(two[0], np.array(0.0))
+    spec = v.spec.tensor
+    double = Program((Input("variable", spec),), (Node("add", (0, 0)),), ((0, 1),), (1,))
+    copy = Program((Input("variable", spec), Input("variable", spec)), (), ((0, 1),), ())
+    keep = Program((Input("variable", spec), Input("value", spec)), (Node("add", (0, 1)),), ((0, 2),), ())
+    refs = [Ref("variable", v.id), Ref("variable", w.id)]
+    plan = Plan(
+        programs=(double, copy, keep),
+        applies=(
+            Apply(0, (0,), (refs[0],)),
+            Apply(1, (0,), (refs[1], refs[0])),
+            Apply(2, (0,), (refs[1], Ref("result", 0))),
+        ),
+        returned=(Ref("result", 0),),
+    )
+    job.approve(plan, two[0])
+    reply = together(*(worker.push(plan) for worker in two))[0]
+    assert float(given(reply, plan)[0]) == 2.0
+    assert [float(job.value(two[0], variable)) for variable in (v, w)] == [2.0, 4.0]
+
+
+def test_servers_do_their_own_part(job, two):
+    """A plan over two servers sends each what it needs, and gets each value from one."""
+    v, w = job.variable(two[0], np.array(0), (0,)), job.variable(two[0], np.array([0, 0]), (1,))
+    plan = job.approve(sum_into(v, w), two[0])
+    values = [[3, [4, 5]], [30, [40, 50]]]
+    for server, expected in ((0, 33), (1, [44, 55])):
+        replies = together(*(m.push(plan, value, server=server) for m, value in zip(two, values, strict=True)))
+        assert [array.tolist() for array in given(replies[0], plan, server)] == [expected]
+    assert [job.value(two[0], variable).tolist() for variable in (v, w)] == [33, [44, 55]]
+
+
+def test_servers_that_a_plan_does_not_touch_take_no_part(job, two):
+    """Their rounds have gaps."""
+    here, there = reduce_only(NUMBER, server=0), reduce_only(NUMBER, server=1)
+    job.append(Approved(here), Approved(there))
+    for plan, server in ((here, 0), (there, 1), (there, 1), (here, 0)):
+        together(*(worker.push(plan, [1], server=server) for worker in two))
+        turn(*two)
+    assert [server.status().round for server in job.verbs] == [3, 2]
+
+
+def test_more_and_positions_are_everyones(job, two):
+    """One that has a further batch is enough; the datasets' positions are kept for who comes later."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    places = (Position(0, 1, 5), Position(1, 0, 2))
+    replies = together(*(w.push(plan, [1], more=w is two[1], positions=places) for w in two))
+    assert [reply.more for reply in replies] == [True, True]
+    assert job.verbs[0].status().positions == places
+    turn(*two)
+    assert not together(*(worker.push(plan, [1]) for worker in two))[0].more
+    assert job.verbs[0].status().positions == places
+
+
+def test_a_round_waits_for_its_approval(job, two):
+    """Contributions are kept meanwhile."""
+    plan = reduce_only(NUMBER)
+    job.verbs[0].propose(two[0].session, plan, "", None)
+    futures = [worker.push(plan, [2]) for worker in two]
+    for worker in two:
+        job.arrived(worker)
+    assert not any(future.done() for future in futures)
+    job.append(Approved(plan))
+    assert int(given(together(*futures)[0], plan)[0]) == 4
+
+
+def test_a_round_waits_for_its_epoch(job, two):
+    """A server that has not heard of an epoch keeps what is pushed for it."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    two[0].epoch = two[1].epoch = 2
+    futures = [worker.push(plan, [2]) for worker in two]
+    assert not any(future.done() for future in futures)
+    job.append(EpochClosed(Epoch(2, job.epoch.members)))
+    assert [reply.epoch.number for reply in together(*futures)] == [2, 2]
+
+
+# ---- Resends ----
+
+
+def test_a_push_resent_while_it_waits_counts_once(job, two):
+    """Both calls get the answer."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    futures = [two[0].push(plan, [5]) for _ in range(3)]
+    job.arrived(two[0])
+    futures.append(two[1].push(plan, [2]))
+    assert [int(given(reply, plan)[0]) for reply in together(*futures)] == [7, 7, 7, 7]
+
+
+def test_a_push_resent_after_completion_gets_the_recorded_answer(job, two):
+    """However often, and even after the round that follows has begun."""
+    variable = job.variable(two[0], np.array(0))
+    plan = job.approve(sum_into(variable), two[0])
+    first = together(*(w.push(plan, [5], more=True, want=(0,)) for w in two))[0]
+    for _ in range(2):
+        again = two[0].push(plan, [5], more=True, want=(0,)).result(SOON)
+        assert (again.round, again.epoch, again.more, again.left_out) == (0, first.epoch, True, ())
+        assert [int(x) for x in given(again, plan, 0, (variable,))] == [10, 10]
+    turn(two[1])
+    two[1].push(plan, [1])
+    job.arrived(two[1])
+    assert int(given(two[0].push(plan, [5]).result(SOON), plan)[0]) == 10
+    assert int(job.value(two[0], variable)) == 10
+
+
+def test_a_resend_says_what_was_said(job, two):
+    """Other contents under a name that is taken change nothing: the first stands."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    futures = [two[0].push(plan, [5])]
+    job.arrived(two[0])
+    futures += [two[0].push(plan, [999]), two[1].push(plan, [2])]
+    assert [int(given(reply, plan)[0]) for reply in together(*futures)] == [7, 7, 7]
+
+
+def test_an_old_round_is_over(job, two):
+    """A server remembers the last answers only: a worker never has two rounds under way."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    for _ in range(4):
+        together(*(worker.push(plan, [1]) for worker in two))
+        turn(*two)
+    two[0].round = 0
+    assert "round 0 is over" in str(refused(lambda: two[0].push(plan, [1])))
+    assert job.verbs[0].status().waiting == ()
+
+
+def test_a_round_has_one_plan(job, two):
+    """Who comes back to a round that is over with another plan is wrong."""
+    one, other = reduce_only(NUMBER, target="1"), reduce_only(NUMBER, target="2")
+    job.append(Approved(one), Approved(other))
+    together(*(worker.push(one, [1]) for worker in two))
+    error = refused(lambda: two[0].push(other, [1]))
+    assert isinstance(error, InvalidRequest)
+    assert "another plan" in str(error)
+
+
+def test_a_successor_is_not_answered_for_its_predecessor(job, two):
+    """A round that was made without a session does not answer it, though its number and its plan are the same."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    together(*(worker.push(plan, [1]) for worker in two))
+    new = job.open(A).session
+    job.close([Member(A, new, 1), two[1].member])
+    two[0].session, two[0].epoch = new, job.epoch.number
+    assert isinstance(refused(lambda: two[0].push(plan, [1])), Fenced)
+
+
+def test_an_abandoned_push_counts(job, two):
+    """The caller that goes away has contributed all the same; nobody else is harmed."""
+    variable = job.variable(two[0], np.array(0))
+    plan = job.approve(sum_into(variable), two[0])
+    gone = two[0].push(plan, [5])
+    job.arrived(two[0])
+    gone.cancel()
+    assert int(given(two[1].push(plan, [2]).result(SOON), plan)[0]) == 7
+    assert int(given(two[0].push(plan, [5]).result(SOON), plan)[0]) == 7
+    assert int(job.value(two[0], variable)) == 7
+
+
+# ---- Members that go ----
+
+
+def test_a_round_is_completed_without_who_is_gone(job, two):
+    """The answer names whom it lacks; the mean is over those who are there."""
+    plan = job.approve(reduce_only(TensorSpec("float64", ()), "mean"), two[0])
+    waiting = two[0].push(plan, [6.0])
+    job.arrived(two[0])
+    job.close([two[0].member])
+    reply = waiting.result(SOON)
+    assert (reply.left_out, reply.epoch.number) == ((B,), 2)
+    assert float(given(reply, plan)[0]) == 6.0
+    assert isinstance(refused(lambda: two[1].push(plan, [3.0])), Fenced)
+
+
+def test_what_a_lost_member_gave_whole_counts(job, two):
+    """It is in the round, and nobody is left out."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    lost = two[1].push(plan, [3])
+    job.arrived(two[1])
+    job.close([two[0].member])
+    reply = two[0].push(plan, [5]).result(SOON)
+    assert (reply.left_out, int(given(reply, plan)[0])) == ((), 8)
+    assert isinstance(refused(lambda: lost), Fenced)
+
+
+def test_a_round_that_nobody_holds_is_forgotten(job, two):
+    """It does not stand in the way of those after it."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    assert isinstance(refused(lambda: _wrong(job, two[0], plan)), InvalidRequest)
+    job.close([])
+    (new,) = job.join(C)
+    new.round = 1
+    assert int(given(new.push(plan, [4]).result(SOON), plan)[0]) == 4
+
+
+def _wrong(job, worker, plan) -> Future[RoundReply]:
+    """A push whose payload does not fit its plan."""
+    said = Contribution(worker.session, worker.epoch, worker.round, plan.id, (1.0,))
+    return job.verbs[0].push(said, Payload.pack([np.zeros(5)]))
+
+
+def test_who_is_no_member_has_no_say(job, two):
+    """A session that its epoch does not name takes no part."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    stranger = job.open(C).session
+    two[0].session = stranger
+    assert isinstance(refused(lambda: two[0].push(plan, [1])), Fenced)
+    assert job.verbs[0].status().waiting == ()
+
+
+def test_who_is_not_named_by_the_epoch_it_awaits_has_no_say(job, two):
+    """It is told once the epoch is there; the round is its members'."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    session = job.open(C).session
+    stranger = Contribution(session, 2, 0, plan.id, (1.0,))
+    waiting = job.verbs[0].push(stranger, Payload.pack([np.array(100)]))
+    two[0].epoch = two[1].epoch = 2
+    job.append(EpochClosed(Epoch(2, job.epoch.members)))
+    assert isinstance(refused(lambda: waiting), Fenced)
+    assert int(given(together(*(worker.push(plan, [1]) for worker in two))[0], plan)[0]) == 2
+
+
+def test_new_members_come_with_their_epoch(job, two):
+    """A round expects the members of the epoch that its pushes name."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    session = job.open(C).session
+    third = Member(C, session, 1)
+    job.append(EpochClosed(Epoch(2, (*job.epoch.members, third), "dataset:0")))
+    replies = together(*(worker.push(plan, [1]) for worker in two))
+    assert (replies[0].epoch.number, replies[0].left_out) == (2, ())
+    turn(*two)
+    futures = []
+    for worker in two:
+        worker.epoch = 2
+        futures.append(worker.push(plan, [1]))
+        job.arrived(worker)
+    assert not any(future.done() for future in futures)
+    futures.append(job.verbs[0].push(Contribution(session, 2, 1, plan.id, (1.0,)), Payload.pack([np.array(5)])))
+    assert [int(given(reply, plan)[0]) for reply in together(*futures)] == [7, 7, 7]
+
+
+# ---- Errors ----
+
+
+@pytest.mark.parametrize(
+    ("weights", "size"), [((1.0,), 4), ((1.0,), 16), ((0.0,), 8), ((), 8), ((1.0, 1.0), 8), ((-1.0,), 8), ((np.nan,), 8)]
+)
+def test_a_push_that_does_not_fit_is_refused(job, two, weights, size):
+    """Its sender alone is told; it may send what fits, and the round is made."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    other = two[1].push(plan, [2])
+    job.arrived(two[1])
+    said = Contribution(two[0].session, 1, 0, plan.id, weights)
+    error = refused(lambda: job.verbs[0].push(said, Payload.pack([np.zeros(size, "int8")])))
+    assert isinstance(error, InvalidRequest)
+    assert not other.done()
+    assert int(given(together(other, two[0].push(plan, [3]))[0], plan)[0]) == 5
+
+
+def test_a_push_that_does_not_fit_is_refused_late(job, two):
+    """Where the plan is approved only after the push has come."""
+    plan = reduce_only(NUMBER)
+    job.verbs[0].propose(two[0].session, plan, "", None)
+    waiting = _wrong(job, two[0], plan)
+    job.arrived(two[0])
+    job.append(Approved(plan))
+    assert isinstance(refused(lambda: waiting), InvalidRequest)
+    assert int(given(together(*(worker.push(plan, [1]) for worker in two))[0], plan)[0]) == 2
+
+
+def test_different_plans_in_a_round_are_a_divergence(job, two):
+    """All are told, with both positions; nothing is applied."""
+    v = job.variable(two[0], np.array(0))
+    one = job.approve(sum_into(v), two[0])
+    other = job.approve(reduce_only(NUMBER, target="'loss'"), two[0])
+    waiting = two[0].push(one, [5])
+    job.arrived(two[0])
+    for error in (refused(lambda: two[1].push(other, [5])), refused(lambda: waiting)):
+        assert isinstance(error, Diverged)
+        assert all(word in str(error) for word in ("round 0", str(A), str(B), "'v0'", "'loss'"))
+    for worker in two:
+        with pytest.raises(Diverged):
+            job.verbs[0].beat(worker.session, -1, b"")
+    job.close([])
+    (new,) = job.join(C)
+    new.round = 1
+    assert int(given(new.push(one, [4]).result(SOON), one)[0]) == 4
+    assert int(job.value(new, v)) == 4
+
+
+def test_different_operands_are_a_divergence(job, two):
+    """Both values and both processes are named; nothing is applied."""
+    variable = job.variable(two[0], np.array([1.0]))
+    plan = job.approve(sgd(variable), two[0])
+    futures = [two[0].push(plan, [[2.0]], operands=[0.5]), two[1].push(plan, [[2.0]], operands=[0.25])]
+    for future in futures:
+        error = refused(lambda future=future: future)
+        assert isinstance(error, Diverged)
+        assert all(word in str(error) for word in (str(A), str(B), "0.5", "0.25", "operand 0"))
+
+
+def test_operands_are_compared_bit_by_bit(job, two):
+    """Equal NaNs are equal; a zero and its negative are not."""
+    variable = job.variable(two[0], np.array([1.0]))
+    plan = job.approve(sgd(variable), two[0])
+    together(*(worker.push(plan, [[2.0]], operands=[np.nan]) for worker in two))
+    turn(*two)
+    futures = [worker.push(plan, [[2.0]], operands=[zero]) for worker, zero in zip(two, (0.0, -0.0), strict=True)]
+    assert isinstance(refused(lambda: futures[0]), Diverged)
+
+
+def negative_power(variable):
+    """A plan whose program nobody can run, which the verifier cannot know; before it, one that can be run."""
+    spec = variable.spec.tensor
+    inputs = (Input("variable", spec), Input("value", spec))
+    add = Program(inputs, (Node("add", (0, 1)),), ((0, 2),), (2,))
+    power = Program(inputs, (Node("pow", (0, 1)),), ((0, 2),), ())
+    refs = (Ref("variable", variable.id), Ref("reduction", 0))
+    return Plan(
+        (Reduction("sum", spec, variable.servers),),
+        (),
+        (add, power),
+        (Apply(0, variable.servers, refs), Apply(1, variable.servers, refs)),
+        (Ref("result", 0),),
+    )
+
+
+def test_an_error_in_a_program_reaches_everyone(job, two):
+    """All get the same error, the variables stay as they were, and the next round is made."""
+    variable = job.variable(two[0], np.array(3))
+    bad, good = job.approve(negative_power(variable), two[0]), job.approve(sum_into(variable), two[0])
+    errors = [refused(lambda f=f: f) for f in [worker.push(bad, [-1]) for worker in two]]
+    assert [type(error) for error in errors] == [ProgramError, ProgramError]
+    assert str(errors[0]) == str(errors[1])
+    assert str(refused(lambda: two[0].push(bad, [-1]))) == str(errors[0])
+    turn(*two)
+    together(*(worker.push(good, [1]) for worker in two))
+    assert int(job.value(two[0], variable)) == 5
+
+
+def test_a_worker_has_one_round_under_way(job, two):
+    """It cannot begin the next one before."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    first = two[0].push(plan, [1])
+    job.arrived(two[0])
+    turn(two[0])
+    assert isinstance(refused(lambda: two[0].push(plan, [1])), InvalidRequest)
+    assert int(given(together(two[1].push(plan, [1]), first)[0], plan)[0]) == 2
+
+
+def test_who_observes_sends_nothing(job, two):
+    """It is waited for and answered, and neither its contribution nor its operands count."""
+    variable = job.variable(two[0], np.array([1.0]))
+    plan = job.approve(sgd(variable), two[0])
+    said = Contribution(two[1].session, 1, 0, plan.id, (0.0,), observes=True)
+    observing = job.verbs[0].push(said, EMPTY)
+    job.arrived(two[1])
+    assert not observing.done()
+    replies = together(two[0].push(plan, [[2.0]], operands=[0.25]), observing)
+    assert [given(reply, plan)[0].tolist() for reply in replies] == [[0.5], [0.5]]
+
+
+def test_a_round_that_takes_too_long_says_whom_it_waits_for(job, two):
+    """Over the network: the client's deadline names the missing member."""
+    if not job.servers.remote:
+        pytest.skip("a core has no deadlines")
+    job.verbs[0]._timeouts = job.verbs[0]._timeouts.__class__(round=0.2, call=5.0, beat=5.0)
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    with pytest.raises(RoundTimeout, match=str(B)):
+        two[0].push(plan, [1]).result(SOON)
+
+
+def test_waiting_rounds_end_with_their_server(job, two):
+    """Nobody waits for what is gone."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    waiting = two[0].push(plan, [1])
+    job.arrived(two[0])
+    job.servers.cores[0].close()
+    assert "server ends" in str(refused(lambda: waiting))
+
+
+def test_a_start_is_where_rounds_begin(job, two):
+    """Members that come later begin after what was there; gaps in the numbers do not matter."""
+    plan = job.approve(reduce_only(NUMBER), two[0])
+    epoch = Epoch(2, job.epoch.members, "", Start(2, 40))
+    job.append(EpochClosed(epoch))
+    for worker in two:
+        worker.epoch, worker.round = 2, 40
+    assert together(*(worker.push(plan, [1]) for worker in two))[0].round == 40
