@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
 from pswire.api import SessionState, Watched
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, PSError
+from pswire.errors import CheckpointError, Fenced, PSError
 from pswire.limits import Timeouts
 from pswire.spec import (
     Approved,
@@ -77,6 +77,7 @@ class Chief:
         cluster: who begins a job together.
         timeouts: how long everything may take.
         runs_script: whether the chief task itself is a replica, so that the first epoch waits for it.
+        failed: told why a chief that drives in a thread cannot go on.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class Chief:
         cluster: ClusterSpec,
         timeouts: Timeouts,
         runs_script: bool = False,
+        failed: Callable[[PSError], object] = lambda error: None,
     ) -> None:
+        self._failed = failed
         self._task = task
         self._servers = servers
         self._timeouts = timeouts
@@ -120,8 +123,11 @@ class Chief:
     def _drive_quietly(self) -> None:
         try:
             self._drive()
-        except PSError as error:
-            log.error("the chief in %s ends: %s", self._task, error)
+        except Fenced as error:
+            log.warning("the chief in %s ends: %s", self._task, error)
+        except Exception as error:  # whatever it is, this process would wait in vain for what needs its chief
+            log.exception("the chief in %s failed", self._task)
+            self._failed(error if isinstance(error, PSError) else PSError(f"the chief failed: {error!r}"))
 
     def drive(self) -> None:
         """Drives in the calling thread until the job is done; raises `PSError` if that is impossible."""
@@ -236,8 +242,8 @@ class Chief:
         here = {s.member.session: s for s in sessions if s.state == "open"}
         current = self._state.epoch
         if current is None:
-            opened = {s.member.task for s in sessions}
-            if not here or not self._expected <= opened:
+            came = {s.member.task for s in sessions if s.state in ("open", "left")}
+            if not here or not self._expected <= came:
                 return None
             return self._cold(1, [s.member for s in here.values()])
         stay = [m for m in current.members if m.session in here]

@@ -8,7 +8,6 @@ the kernel when their parent dies.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -321,12 +320,12 @@ class Cluster:
 def _last_words(lines: list[str]) -> list[str]:
     """Why a process ended: its last traceback, or line of ours; the log goes on while it takes its leave."""
     said = [line for line in lines if line.strip()]
+    said = [line for line in said if not _LOGGED.match(line)] or said
     starts = [i for i, line in enumerate(said) if line.startswith(_VERDICTS)]
     if not starts:
         return said[-1:] or ["it printed nothing on stderr"]
-    if not said[starts[-1]].startswith(_TRACEBACK):
-        return [said[starts[-1]]]
-    return list(itertools.takewhile(lambda line: not _LOGGED.match(line), said[starts[-1] :]))
+    verdict = said[starts[-1] :]
+    return verdict if verdict[0].startswith(_TRACEBACK) else verdict[:1]
 
 
 def _unfinished(running: list[Task]) -> str:

@@ -93,11 +93,12 @@ class ParameterServerStrategy:
         if task.job not in ("worker", "chief"):
             raise ConfigError(f"a {task.job} task runs no training script; start it with psserver", str(task))
         self._servers = connect(cluster, self._timeouts)
+        self._session = Session(task, self._servers, len(self._devices), timeouts=self._timeouts)
         runs_script = task.job == "chief"
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
-            self._chief = Chief(task, connect(cluster, self._timeouts), cluster, self._timeouts, runs_script)
+            servers = connect(cluster, self._timeouts)
+            self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end)
             self._chief.start()
-        self._session = Session(task, self._servers, len(self._devices), timeouts=self._timeouts)
         self._session.open()
         self._session.await_job()
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]

@@ -69,9 +69,16 @@ def write(root: Path, frozen: Frozen, manifest: str, get: Callable[[Array], Arra
         # What may be overwritten is no checkpoint any more: a crash must not leave a manifest of mixed shards.
         (directory / MANIFEST).unlink(missing_ok=True)
         _sync(directory)
-        _replace(directory / file, lambda path: save_file(arrays, path))
+        _replace(directory / file, lambda path: _save(arrays, path))
     tensors = tuple((name, spec_of(array)) for name, array in arrays.items())
     return Shard(str(directory), file, frozen.round, frozen.positions, tensors)
+
+
+def _save(arrays: dict[str, Array], path: Path) -> None:
+    # The format knows no complex128: its parts lie in one more dimension, and the metadata says so.
+    parted = {name: array for name, array in arrays.items() if array.dtype == np.complex128}
+    parts = {name: array.reshape(-1).view(np.float64).reshape(*array.shape, 2) for name, array in parted.items()}
+    save_file(arrays | parts, path, dict.fromkeys(parted, "complex128"))
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
@@ -162,9 +169,10 @@ class Restored:
         try:
             with safetensors.safe_open(self.directory / file, framework="np") as shard:
                 value: Array = shard.get_tensor(spec.name)
+                parted = (shard.metadata() or {}).get(spec.name) == "complex128"
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{self.directory / file} cannot be read: {error}") from error
-        value = np.asarray(value)
+        value = np.asarray(value).view(np.complex128)[..., 0] if parted else np.asarray(value)
         found = spec_of(value)
         if found != spec.tensor:
             raise VariableMismatch(f"the checkpoint {self.directory} has {spec.name!r} as {found}, not {spec.tensor}")

@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import Message
 
 from pswire import codec
-from pswire.api import Contribution, ParameterServer, Watched
+from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, PSError, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
@@ -264,14 +264,11 @@ class Service(grpc.GenericRpcHandler):
         return message.SerializeToString()
 
     async def _push(self, messages: object, context: Context) -> None:
-        # The contribution is held by the core alone: it is gone when the answer is sent.
-        reply = await self._wait(self._core.push(*await self._contribution(context)))
-        await _send(context, codec.round_to_pb(reply), reply.payload)
-
-    async def _contribution(self, context: Context) -> tuple[Contribution, Payload]:
         first = await _first(context)
         header = parse(pb.PushHeader, first.header)
-        return codec.contribution_from_pb(header), await self._payload(first, context, header.size)
+        payload = await self._payload(first, context, header.size)
+        reply = await self._wait(self._core.push(codec.contribution_from_pb(header), payload))
+        await _send(context, codec.round_to_pb(reply), reply.payload)
 
     async def _pull(self, data: bytes, context: Context) -> None:
         m = parse(pb.PullRequest, data)

@@ -276,7 +276,9 @@ def damage_header(file):
     file.write_bytes(b"\xff" * 64)
 
 
-@pytest.mark.parametrize("damage", [lambda file: file.unlink(), damage_cut, damage_header], ids=["gone", "cut", "noise"])
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.unlink(), damage_cut, damage_header], ids=["gone", "cut", "noise"]
+)
 def test_a_broken_shard_is_told(job, worker, damage):
     """With the file's name; the variables keep what they have, all of them, and a repaired one is read."""
     v, w = job.variable(worker, np.array(1)), job.variable(worker, np.array(1))

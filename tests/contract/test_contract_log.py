@@ -32,7 +32,7 @@ from pswire.spec import (
 )
 from pswire.tensor import TensorSpec
 
-A, B = WORKERS[:2]
+A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))
 
@@ -112,15 +112,20 @@ def test_an_older_chief_is_refused(job, worker, server):
 
 
 def test_a_new_job_drops_everything(job, worker):
-    """Variables, plans and epochs are gone; who was in the old one is told; names and numbers begin anew."""
+    """Variables, plans and epochs are gone; who was in the old one is told; who came for the new one goes on."""
     variable = job.variable(worker, np.array(1))
     plan = job.approve(reduce_only(NUMBER), worker)
+    (absent,) = job.join(C)
+    worker.epoch = absent.epoch
     other = job.open(B)
+    core = job.servers.cores[0]
     waiting = [
         job.verbs[0].pull(worker.session, [variable.id], 5),
         job.verbs[0].watch(worker.session, len(log(job)), -1),
+        worker.push(plan, [1]),
     ]
-    eventually(lambda: job.servers.cores[0]._readers and job.servers.cores[0]._watchers)
+    news = job.verbs[0].watch(other.session, len(log(job)), -1)
+    eventually(lambda: core._readers and len(core._watchers) == 2 and core._rounds.sessions())
     chief = job.open(CHIEF, 0, True)
     begin = JobStarted(chief.token, (100, 101))
     for server in job.verbs:
@@ -128,6 +133,7 @@ def test_a_new_job_drops_everything(job, worker):
     for future in waiting:
         with pytest.raises(ServerLost, match="started anew"):
             future.result(SOON)
+    assert news.result(SOON).entries == (begin,)
     with pytest.raises(Fenced):
         job.verbs[0].beat(worker.session, -1, b"")
     status = job.verbs[0].status()
@@ -149,8 +155,8 @@ def test_a_done_job_ends_its_servers(job, worker):
     """When the job is done and its chief has left: server 0 waits for that, so that the chief gets its answers."""
     job.append(Done())
     cores = job.servers.cores
+    eventually(cores[1].done.done)
     assert not cores[0].done.done()
-    assert cores[1].done.done()
     job.verbs[0].leave(job.opened.session, "")
     assert cores[0].done.result(SOON) is None
 
@@ -225,7 +231,9 @@ def test_a_plan_needs_no_more_memory_than_there_is(serve):
         ((0, 4),),
         (),
     )
-    large = Plan((Reduction("sum", row, (0,)),), (), (outer,), (Apply(0, (0,), (Ref("variable", 0), Ref("reduction", 0))),))
+    large = Plan(
+        (Reduction("sum", row, (0,)),), (), (outer,), (Apply(0, (0,), (Ref("variable", 0), Ref("reduction", 0))),)
+    )
     with pytest.raises(MemoryLimit, match="limit is 4 KiB") as told:
         job.verbs[0].propose(worker.session, large, "", None)
     assert told.value.task == "/job:ps/task:0"

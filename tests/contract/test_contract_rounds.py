@@ -410,7 +410,8 @@ def test_new_members_come_with_their_epoch(job, two):
 
 
 @pytest.mark.parametrize(
-    ("weights", "size"), [((1.0,), 4), ((1.0,), 16), ((0.0,), 8), ((), 8), ((1.0, 1.0), 8), ((-1.0,), 8), ((np.nan,), 8)]
+    ("weights", "size"),
+    [((1.0,), 4), ((1.0,), 16), ((0.0,), 8), ((), 8), ((1.0, 1.0), 8), ((-1.0,), 8), ((np.nan,), 8)],
 )
 def test_a_push_that_does_not_fit_is_refused(job, two, weights, size):
     """Its sender alone is told; it may send what fits, and the round is made."""

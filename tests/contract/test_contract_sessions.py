@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rig import CHIEF, SOON, WORKERS, Clock, Job, reduce_only, together
+from rig import CHIEF, SOON, WORKERS, reduce_only, together
 
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced
@@ -186,9 +186,9 @@ def test_processes_that_wait_for_each_other_are_found_out(job):
     job.verbs[0].beat(one.session, 0, here.id)
     with pytest.raises(Diverged, match=r"round 0.*worker/task:0.*'loss'.*worker/task:1.*'accuracy'"):
         job.verbs[0].beat(two.session, 0, there.id)
-    with pytest.raises(Diverged, match="'loss'.*'accuracy'"):
+    with pytest.raises(Diverged, match=r"'loss'.*'accuracy'"):
         waiting.result(SOON)
-    with pytest.raises(Diverged, match="'loss'.*'accuracy'"):
+    with pytest.raises(Diverged, match=r"'loss'.*'accuracy'"):
         job.verbs[0].beat(one.session, -1, b"")
     assert set(states(job).values()) == {"failed"}
 
@@ -206,11 +206,9 @@ def test_a_divergence_is_told_to_everyone(job):
     one, two, three = job.join(A, B, C)
     job.verbs[0].leave(one.session, "Diverged: operand 0 differs")
     for other in (two, three):
-        with pytest.raises(Diverged, match="^operand 0 differs$"):
+        with pytest.raises(Diverged, match=r"^operand 0 differs$"):
             job.verbs[0].beat(other.session, -1, b"")
     job.verbs[0].beat(job.opened.session, -1, b"")
-
-
 
 
 def test_status_tells_of_the_chief(job):

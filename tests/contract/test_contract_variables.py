@@ -156,6 +156,13 @@ def test_a_server_that_does_not_hold_it_takes_no_value(job, worker):
     assert told.value.task == "/job:ps/task:0"
 
 
+def test_what_has_no_value_yet_is_not_read(job, worker):
+    """Named by one process that has not given it one."""
+    job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", NUMBER), (0,), None)
+    with pytest.raises(InvalidRequest, match="'w' has no value"):
+        job.verbs[0].pull(worker.session, [0], -1).result(SOON)
+
+
 def test_a_number_stands_for_one_variable(job, worker):
     """A holder that is told otherwise refuses."""
     job.variable(worker, np.array(1), (1,))
@@ -179,7 +186,7 @@ def test_a_server_holds_no_more_than_its_limit(serve):
     status = job.verbs[1].status()
     assert (status.nbytes, status.memory_limit) == (800, 1000)
     spec = VariableSpec("large", TensorSpec("float64", (100,)))
-    with pytest.raises(MemoryLimit, match="large.*800 bytes.*limit of 1000 bytes") as told:
+    with pytest.raises(MemoryLimit, match=r"large.*800 bytes.*limit of 1000 bytes.*--memory-limit") as told:
         job.verbs[1].create(worker.session, 1, 1, spec, (1,), None)
     assert told.value.task == "/job:ps/task:1"
     assert job.verbs[1].status().nbytes == 800

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import pytest
 
 from psserver.config import server_config
-from pswire.errors import ConfigError
 from pswire.limits import Timeouts
 
 SECONDS = 30

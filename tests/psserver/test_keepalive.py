@@ -43,11 +43,17 @@ class Peer:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    async def hear(self) -> tuple[int, int]:
-        """Reads one frame; returns its kind and its flags."""
+    async def hear(self) -> tuple[int, int, bytes]:
+        """Reads one frame; returns its kind, its flags and its payload."""
         head = await self.reader.readexactly(9)
-        await self.reader.readexactly(int.from_bytes(head[:3], "big"))
-        return head[3], head[4]
+        return head[3], head[4], await self.reader.readexactly(int.from_bytes(head[:3], "big"))
+
+    async def next_ping(self) -> bytes:
+        """The payload of the next ping."""
+        while True:
+            kind, flags, payload = await self.hear()
+            if (kind, flags) == (PING, 0):
+                return payload
 
 
 @contextlib.asynccontextmanager
@@ -57,7 +63,7 @@ async def connected() -> AsyncIterator[Peer]:
     reader, writer = await asyncio.open_connection("127.0.0.1", await one.start())
     peer = Peer(reader, writer)
     writer.write(PREFACE + frame(SETTINGS))
-    while await peer.hear() != (SETTINGS, 0):
+    while (await peer.hear())[:2] != (SETTINGS, 0):
         pass
     writer.write(frame(SETTINGS, ACK))
     try:
@@ -80,8 +86,9 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a push, then silence: the connection is closed, and nothing waits for the other half any more."""
+@pytest.mark.parametrize("answered", [0, 1, 5])
+def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.MonkeyPatch, answered: int) -> None:
+    """Half a push, some signs of life, then silence: the connection is closed, and nothing waits for the other half."""
     calls: list[str] = []
 
     class Observed(Service):
@@ -96,6 +103,8 @@ def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.Monke
         async with connected() as peer:
             peer.writer.write(half_a_push())
             await until(lambda: calls == ["begun"])
+            for _ in range(answered):
+                peer.writer.write(frame(PING, ACK, payload=await peer.next_ping()))
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
                 while True:
                     await peer.hear()
@@ -111,9 +120,9 @@ def test_a_client_may_ping_as_often_as_it_likes() -> None:
 
     async def scenario() -> None:
         async with connected() as peer:
-            peer.writer.write(PINGS * frame(PING, payload=bytes(8)))
-            heard = 0
-            while heard < PINGS:
-                heard += await peer.hear() == (PING, ACK)
+            for count in range(PINGS):
+                ping = count.to_bytes(8, "big")
+                peer.writer.write(frame(PING, payload=ping))
+                assert await peer.hear() == (PING, ACK, ping)
 
     run(scenario)

@@ -160,7 +160,9 @@ class Worker:
         """It gets an error: the only one that this job has is that its session was ended."""
         self.state = "ended"
         if not isinstance(error, Fenced) or self.model.is_open(self.session.number):
-            raise AssertionError(f"{self.task}, session {self.session.number}, is told {error!r} {self.model._describe()} {[e for e in self.model.cores[0]._log.entries if isinstance(e, EpochClosed|Started)]}") from error
+            raise AssertionError(
+                f"{self.task}, session {self.session.number}, is told {error!r} {self.model._describe()} {[e for e in self.model.cores[0]._log.entries if isinstance(e, EpochClosed | Started)]}"
+            ) from error
 
     def beat(self) -> None:
         """Says that it lives, and what it waits for."""
@@ -490,7 +492,9 @@ class Model(RuleBasedStateMachine):
         counted = frozenset(member.session for member in members if member.task not in record.left_out)
         assert counted == set(arrived), "what arrived is not what was counted"
         for member in members:
-            assert member.session in counted or not self.is_open(member.session), f"{member} lives and is left out {self.cores[server]._rounds.fenced} {number} {self._describe()} {self.cores[0]._log.entries}"
+            assert member.session in counted or not self.is_open(member.session), (
+                f"{member} lives and is left out {self.cores[server]._rounds.fenced} {number} {self._describe()} {self.cores[0]._log.entries}"
+            )
         total = sum(self.contents[server, round, session] for session in counted)
         assert [int(value) for value in record.given] == [total]
         self.records[server, round] = counted
@@ -549,7 +553,28 @@ class Model(RuleBasedStateMachine):
             raise AssertionError(f"the job does not end:\n{self._describe()}")
         for message in self.messages:
             assert all(answer.done() for answer in message.answers), "an answer hangs"
-        STATS.append((len(self.records), len(self.epochs), sum(1 for e in self.epochs.values() if e.start), sum(1 for (s,r),c in self.records.items() if len(c) < len(self.epochs[next(iter(self.arrived[s,r].values())).epoch].members)), len(self.drivers), sum(p.servers != tuple(s for s in range(3) if (s,r) in self.records) for p in self.plans for r in {r for (s,r) in self.records} if next(x for x in [v for (s2,r2),d in self.arrived.items() if r2==r for v in d.values()]).plan_id==p.id)))
+        STATS.append(
+            (
+                len(self.records),
+                len(self.epochs),
+                sum(1 for e in self.epochs.values() if e.start),
+                sum(
+                    1
+                    for (s, r), c in self.records.items()
+                    if len(c) < len(self.epochs[next(iter(self.arrived[s, r].values())).epoch].members)
+                ),
+                len(self.drivers),
+                sum(
+                    p.servers != tuple(s for s in range(3) if (s, r) in self.records)
+                    for p in self.plans
+                    for r in {r for (s, r) in self.records}
+                    if next(
+                        x for x in [v for (s2, r2), d in self.arrived.items() if r2 == r for v in d.values()]
+                    ).plan_id
+                    == p.id
+                ),
+            )
+        )
 
     def _describe(self) -> str:
         lines = [f"{w.task} {w.state} session {w.session.number} round {w.group.round}" for w in self.workers]
@@ -557,10 +582,12 @@ class Model(RuleBasedStateMachine):
         lines += [str(state) for state in self.cores[0]._members.states(self.clock())[-5:]]
         return "\n".join(lines)
 
+
 STATS = []
 import atexit
 
-atexit.register(lambda: open("/tmp/stats","w").write("\n".join(map(str,STATS))))
+atexit.register(lambda: open("/tmp/stats", "w").write("\n".join(map(str, STATS))))
+
 
 class TestModel(Model.TestCase):
     """Runs the model."""
@@ -572,10 +599,12 @@ class TestModel(Model.TestCase):
 
 
 if settings.get_current_profile_name() != "soak":
-    TestModel.settings = settings(max_examples=int(__import__("os").environ.get("N","60")), stateful_step_count=40)
+    TestModel.settings = settings(max_examples=int(__import__("os").environ.get("N", "60")), stateful_step_count=40)
 import os
 
 from hypothesis import Phase
 
 if os.environ.get("NOSHRINK"):
-    TestModel.settings = settings(TestModel.settings, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
+    TestModel.settings = settings(
+        TestModel.settings, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False
+    )
