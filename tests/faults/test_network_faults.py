@@ -41,7 +41,7 @@ ALL = {"drop": 0.1, "cut": 0.05, "repeat": 0.05, "twice": 0.05, "late": 0.05, "l
 @pytest.mark.parametrize(
     "rates",
     [
-        pytest.param({}, id="no fault"),
+        pytest.param({}, id="no fault", marks=pytest.mark.soak),
         pytest.param(ALL, id="all of it"),
         pytest.param({"drop": 0.1}, id="dropped", marks=pytest.mark.soak),
         pytest.param({"repeat": 0.05, "twice": 0.05}, id="repeated", marks=pytest.mark.soak),
