@@ -6,6 +6,7 @@ One thread per server beats; any thread may wait. Whatever ends the session ends
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -80,8 +81,9 @@ class Session:
             Unreachable: a server does not answer.
         """
         opened: list[Opened] = []
+        key = secrets.randbits(62) | 1
         for index, server in enumerate(self.servers):
-            answer = server.open(self.task, self.replicas, self.number, self._drives)
+            answer = server.open(self.task, self.replicas, self.number or key, self._drives)
             if index == 0:
                 self.number, self.token = answer.session, answer.token
             opened.append(answer)

@@ -100,11 +100,11 @@ class Core:
 
     def open(self, task: Task, replicas: int, session: int, drives: bool) -> Opened:
         with self._lock:
+            token = 0
             if self.server == 0:
-                session = self._members.open(task, replicas, drives, self._clock())
+                session, token = self._members.open(task, replicas, drives, session, self._clock())
             self._sessions.add(session)
             answers = self._progress()
-            token = self._members.token if drives else 0
             begun = self._rounds.epoch is not None
             opened = Opened(session, self.incarnation, token, self.server, begun, str(self.device))
         do(answers)

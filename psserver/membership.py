@@ -27,6 +27,8 @@ class _Session:
     member: Member
     drives: bool
     seen: float
+    key: int
+    token: int
     state: str = "open"
     entry: str = ""
     error: PSError | None = None
@@ -48,17 +50,24 @@ class Membership:
         self._last = first
         self._sessions: dict[int, _Session] = {}
 
-    def open(self, task: Task, replicas: int, drives: bool, now: float) -> int:
-        """Begins a session and ends the one that the task had; returns its number."""
+    def open(self, task: Task, replicas: int, drives: bool, key: int, now: float) -> tuple[int, int]:
+        """Begins a session and ends the one that the task had; one with the same key is the same session.
+
+        Returns:
+            Its number and its fencing token, 0 for those that do not drive.
+        """
+        for number, session in self._sessions.items():
+            if key and session.key == key:
+                return number, session.token
         for other in self._sessions.values():
             if other.member.task == task and other.drives == drives:
                 self._end(other, "replaced")
         self._last += 1
-        self._sessions[self._last] = _Session(Member(task, self._last, replicas), drives, now)
-        if drives:
-            self.token += 1
+        self.token += drives
+        token = self.token if drives else 0
+        self._sessions[self._last] = _Session(Member(task, self._last, replicas), drives, now, key, token)
         self.version += 1
-        return self._last
+        return self._last, token
 
     def check(self, number: int) -> None:
         """Raises the reason if a session has ended, `Fenced` if there never was one."""
@@ -76,7 +85,7 @@ class Membership:
         return self._sessions[number].member.task
 
     def beat(self, number: int, waits: tuple[int, bytes], now: float, describe: Callable[[bytes], str]) -> None:
-        """Renews a lease; ends all if two sessions wait in one round for different plans. `check` it before and after."""
+        """Renews an open session's lease; ends all sessions if two wait in one round for different plans."""
         session = self._sessions[number]
         session.seen, session.waits = now, waits
         if waits[0] < 0:

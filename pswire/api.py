@@ -235,12 +235,13 @@ class ParameterServer(Protocol):
     """One server, as its clients see it. All methods may be called from any thread."""
 
     def open(self, task: Task, replicas: int, session: int, drives: bool) -> Opened:
-        """Begins a session.
+        """Begins a session. Key: at server 0 what `session` is there.
 
         Args:
             task: who opens it; a session that the task had before ends.
             replicas: local replicas, 0 for a process that runs no script.
-            session: 0 at server 0, which gives the number; at the others that number.
+            session: at server 0, which gives the number, what this process has drawn by lot for its resends
+                to be known by, or 0; at the others the number.
             drives: whether this session is a chief's, which gets a new fencing token.
         """
         ...

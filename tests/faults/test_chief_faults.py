@@ -79,7 +79,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
             job.hear(task, "known")
         older.send_signal(signal.SIGCONT)
         assert older.wait(20) == 1
-        assert "this session was ended: the task was started again" in job.errors(CHIEF)
+        assert "this session was ended: " in job.errors(CHIEF)
         for task in (W0, W1):
             assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
         job.finish()

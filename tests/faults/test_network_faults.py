@@ -6,8 +6,8 @@ import faulty
 import numpy as np
 import pytest
 from faulty import Faults
-from inside import ME, add_all, say
-from jobs import W0, W1, W2, Job
+from inside import ME, add_all, gate, say
+from jobs import PS0, W0, W1, W2, Job
 
 import psclient as ps
 
@@ -59,3 +59,27 @@ def test_the_variable_is_the_exact_sum(tmp_path, rates):
             counts.append(job.hear(task, "faults"))
         job.finish()
     assert all(sum(count[fault] for count in counts) for fault in rates), counts
+
+
+def begin(rounds):
+    """Worker 1 does not hear the answer to its first call until the others have begun."""
+    lost = faulty.LoseOnce("Open", lambda: (say("lost"), gate("begun")))
+    if ME == 1:
+        faulty.use(lost, only=0)
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(2), name="v")
+    for _ in range(rounds):
+        strategy.run(lambda: add_all([(v, np.full(2, 100.0**ME))]))
+    say("sums", float(v[0]))
+
+
+def test_a_lost_answer_at_the_beginning(tmp_path):
+    """Who asks again for its session gets the same one: the job that has begun with it does not lose it."""
+    with Job(begin, tmp_path, (10,), workers=3, gates=["begun"]) as job, job.server(PS0) as server:
+        job.hear(W1, "lost")
+        job.until(lambda: server.status().epoch is not None)
+        job.open("begun")
+        for task in (W0, W1, W2):
+            assert job.hear(task, "sums") == 10 * 10101.0
+        job.finish()

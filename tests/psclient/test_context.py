@@ -27,7 +27,7 @@ def state() -> tuple[Any, bool, bool, bool, bool]:
         context.has_strategy(),
         context.get_replica_context() is not None,
         context.in_cross_replica_context(),
-        context.in_update_context(),
+        context.in_merge_call(),
     )
 
 
@@ -43,9 +43,11 @@ def test_each_context_says_what_it_is() -> None:
         with context.enter_replica(replica_of(s)):
             assert state() == (s, True, True, False, False)
             with context.enter_cross_replica(s):
-                assert state() == (s, True, False, True, False)
+                assert state() == (s, True, False, True, True)
+                with context.enter_strategy_scope(s):
+                    assert state() == (s, True, False, True, True)
                 with context.enter_update(s):
-                    assert state() == (s, True, False, False, True)
+                    assert state() == (s, True, False, False, False)
             assert state() == (s, True, True, False, False)
     assert state() == DEFAULT
 

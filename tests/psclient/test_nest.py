@@ -70,8 +70,7 @@ def test_a_dataclass_may_be_a_leaf() -> None:
     """`nest_leaf = True` on the class keeps its objects whole."""
     atom = Atom(3)
     assert nest.flatten((atom,)) == [atom]
-    assert not nest.is_nested(atom)
-    assert nest.is_nested(Batch(1, 2))
+    assert nest.flatten(Batch(1, 2)) == [1, 2]
 
 
 def test_containers_may_be_taken_as_leaves() -> None:
@@ -98,8 +97,6 @@ def test_structures_that_differ_are_told_with_the_path(first: object, second: ob
     """The message says where, and what is there."""
     with pytest.raises(ValueError, match=message):
         nest.map_structure(lambda a, b: None, first, second)
-    with pytest.raises(ValueError, match=message):
-        nest.assert_same_structure(first, second)
 
 
 def test_a_wrong_number_of_leaves_is_refused() -> None:

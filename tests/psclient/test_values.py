@@ -88,6 +88,16 @@ def test_select_gives_a_replica_its_component(kind: type[DistributedValues]) -> 
         values.select(nested, 2)
 
 
+def test_python_numbers_that_replicas_return_are_never_merged() -> None:
+    """Python shares small numbers, so that identity says nothing of them; a single replica's comes back bare."""
+    for number in (7, True, 0.5, 1j):
+        merged = values.regroup_results([(number,), (number,)])
+        assert values.local_results(merged) == ((number,), (number,))
+    shared = object()
+    assert values.regroup_results([(shared, None), (shared, None)]) == (shared, None)
+    assert values.regroup_results([7]) == 7
+
+
 def test_select_undoes_regroup() -> None:
     """Each replica finds again what it returned."""
     own = [(np.arange(3) + i, {"k": i * 1000}) for i in range(3)]

@@ -32,7 +32,7 @@ from psclient.session import Session
 from psserver.core import Core
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import ClusterSpec, Task
-from pswire.errors import Fenced, PSError
+from pswire.errors import Fenced, InvalidRequest, PSError
 from pswire.limits import Timeouts
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Epoch, EpochClosed, Operand, Plan, Reduction, Ref, Started, VariableSpec
@@ -161,7 +161,7 @@ class Worker:
         self.state = "ended"
         if not isinstance(error, Fenced) or self.model.is_open(self.session.number):
             raise AssertionError(
-                f"{self.task}, session {self.session.number}, is told {error!r} {self.model._describe()} {[e for e in self.model.cores[0]._log.entries if isinstance(e, EpochClosed | Started)]}"
+                f"{self.task}, session {self.session.number}, is told {error!r}\n{self.model._describe()}"
             ) from error
 
     def beat(self) -> None:
@@ -195,8 +195,8 @@ class Driver:
     def _run(self) -> None:
         try:
             self.chief.drive()
-        except PSError as error:
-            assert isinstance(error, Fenced), f"a chief is told {error!r}"
+        except Fenced:
+            pass  # there is a newer one
 
     def resume(self, times: int) -> None:
         """Goes on for some calls; if there is a newer chief, it decides nothing."""
@@ -395,8 +395,8 @@ class Model(RuleBasedStateMachine):
     @rule(silent=st.sets(st.integers(0, 3), max_size=3))
     def time_passes(self, silent: set[int]) -> None:
         """Longer than a lease; who is silent in it loses its session, even if it lives."""
-        for _ in range(2):
-            self._pass(0.6 * LEASE, silent)
+        for _ in range(6):
+            self._pass(0.2 * LEASE, silent)
 
     # ---- How it happens ----
 
@@ -493,7 +493,7 @@ class Model(RuleBasedStateMachine):
         assert counted == set(arrived), "what arrived is not what was counted"
         for member in members:
             assert member.session in counted or not self.is_open(member.session), (
-                f"{member} lives and is left out {self.cores[server]._rounds.fenced} {number} {self._describe()} {self.cores[0]._log.entries}"
+                f"{member} lives and is left out\n{self._describe()}"
             )
         total = sum(self.contents[server, round, session] for session in counted)
         assert [int(value) for value in record.given] == [total]
@@ -506,6 +506,8 @@ class Model(RuleBasedStateMachine):
         for answer in [answer for answer in message.answers if answer.done()]:
             error = answer.exception()
             if error is not None:
+                if isinstance(error, InvalidRequest) and message.reply.done():
+                    continue  # a repeat that came when its round was over for long, and its sender knew
                 assert isinstance(error, Fenced), repr(error)
                 assert not self.is_open(message.said.session), "a living session is told that it is not"
             else:
@@ -547,46 +549,18 @@ class Model(RuleBasedStateMachine):
             for index, worker in enumerate(self.workers):
                 if worker.state not in ("runs", "left") and not self.over:
                     self.workers[index] = self._start(worker.task)
-            self._pass(0.3 * LEASE, set())
+            self._pass(0.2 * LEASE, set())
             self._turn()
         else:
             raise AssertionError(f"the job does not end:\n{self._describe()}")
         for message in self.messages:
             assert all(answer.done() for answer in message.answers), "an answer hangs"
-        STATS.append(
-            (
-                len(self.records),
-                len(self.epochs),
-                sum(1 for e in self.epochs.values() if e.start),
-                sum(
-                    1
-                    for (s, r), c in self.records.items()
-                    if len(c) < len(self.epochs[next(iter(self.arrived[s, r].values())).epoch].members)
-                ),
-                len(self.drivers),
-                sum(
-                    p.servers != tuple(s for s in range(3) if (s, r) in self.records)
-                    for p in self.plans
-                    for r in {r for (s, r) in self.records}
-                    if next(
-                        x for x in [v for (s2, r2), d in self.arrived.items() if r2 == r for v in d.values()]
-                    ).plan_id
-                    == p.id
-                ),
-            )
-        )
 
     def _describe(self) -> str:
         lines = [f"{w.task} {w.state} session {w.session.number} round {w.group.round}" for w in self.workers]
         lines += [str(one.status()) for one in self.cores]
         lines += [str(state) for state in self.cores[0]._members.states(self.clock())[-5:]]
         return "\n".join(lines)
-
-
-STATS = []
-import atexit
-
-atexit.register(lambda: open("/tmp/stats", "w").write("\n".join(map(str, STATS))))
 
 
 class TestModel(Model.TestCase):
@@ -599,12 +573,4 @@ class TestModel(Model.TestCase):
 
 
 if settings.get_current_profile_name() != "soak":
-    TestModel.settings = settings(max_examples=int(__import__("os").environ.get("N", "60")), stateful_step_count=40)
-import os
-
-from hypothesis import Phase
-
-if os.environ.get("NOSHRINK"):
-    TestModel.settings = settings(
-        TestModel.settings, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False
-    )
+    TestModel.settings = settings(max_examples=150, stateful_step_count=40)

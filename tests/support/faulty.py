@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from psclient.rpc import RemoteServer
-from pswire.cluster import ClusterSpec, Task
+from pswire.cluster import ClusterSpec
 from pswire.limits import Timeouts
 
 Continuation = Callable[[Any, Any], Any]
@@ -126,6 +126,29 @@ def _torn(frames: list[bytes]) -> Iterator[bytes]:
     raise ConnectionError("a fault of the test")
 
 
+class LoseOnce(grpc.UnaryUnaryClientInterceptor):
+    """Loses the answer to the first call of a verb, after the server has done what it asked.
+
+    Args:
+        verb: its name.
+        then: called before the caller is told.
+    """
+
+    def __init__(self, verb: str, then: Callable[[], object]) -> None:
+        self._verb = verb
+        self._then = then
+        self._lost = False
+
+    def intercept_unary_unary(self, continuation: Continuation, details: Any, request: bytes) -> Any:
+        call = continuation(details, request)
+        if self._lost or not details.method.endswith(f"/{self._verb}"):
+            return call
+        self._lost = True
+        call.result()
+        self._then()
+        raise Dropped
+
+
 class Stall(grpc.StreamStreamClientInterceptor):
     """Lets a push stop in its middle.
 
@@ -169,6 +192,3 @@ def use(*interceptors: Any, only: int | None = None) -> None:
     from psclient import strategy
 
     strategy.connect = connect(*interceptors, only=only)  # type: ignore[assignment]
-
-
-__all__ = ["Dropped", "Faults", "Stall", "Task", "connect", "use"]

@@ -1,0 +1,481 @@
+"""The rules of the programming interface, with an embedded server: what is refused, and what it says instead."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient.values import PerReplica, local_results
+
+here = ps.get_replica_context
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one replica", "two replicas"])
+def strategy(request):
+    with ps.ParameterServerStrategy(devices=[f"cpu:{i}" for i in range(request.param)]) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module")
+def single():
+    with ps.ParameterServerStrategy(devices=["cpu:0"]) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module")
+def two():
+    with ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+        yield strategy
+
+
+def variable(strategy, value=(0.0, 0.0, 0.0), **options):
+    with strategy.scope():
+        return ps.Variable(np.array(value, "float32"), **options)
+
+
+def replicas(strategy):
+    return len(strategy.extended.worker_devices)
+
+
+def ones(strategy):
+    """A per-replica array of ones; with one replica the bare array."""
+    return strategy.run(lambda: np.ones(3, "float32"))
+
+
+def merged(strategy, fn):
+    return strategy.run(lambda: here().merge_call(fn))
+
+
+def in_thread(fn):
+    """Runs a function in another thread; returns what it returned, or raised."""
+    found = []
+
+    def body():
+        try:
+            found.append(fn())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# ---- Update functions ----
+
+
+@pytest.mark.parametrize("look", [np.asarray, float, int, bool, list, lambda w: w.numpy(), lambda w: w[0]])
+def test_an_update_function_cannot_look_at_a_variable(single, look):
+    """The error is the tracer's, at the user's line, and what was recorded before is not lost."""
+    w = variable(single)
+    with single.scope():
+        single.extended.update(w, lambda v: v.assign_add(1.0))
+        with pytest.raises(ps.errors.ProgramError, match=r"test_api_rules\.py"):
+            single.extended.update(w, lambda v: v.assign_add(look(w)))
+    assert w.numpy().tolist() == [1.0] * 3
+
+
+def test_an_update_function_cannot_look_at_a_pending_value(single):
+    """It is told what to write; given as an argument or by a closure the value is recorded."""
+    w = variable(single)
+    with single.scope():
+        reduced = single.extended.reduce_to("sum", np.ones(3, "float32"), w)
+        with pytest.raises(ps.errors.ProgramError, match="is not known while"):
+            single.extended.update(w, lambda v: v.assign(reduced.numpy()))
+        single.extended.update(w, lambda v: v.assign(v + reduced))
+    assert w.numpy().tolist() == [1.0] * 3
+
+
+def test_an_update_function_cannot_end_its_section(single):
+    """Half of the section would be lost in silence."""
+    w = variable(single)
+    with single.scope():
+        single.extended.update(w, lambda v: v.assign_add(1.0))
+        with pytest.raises(RuntimeError, match="ended the section"):
+            single.extended.update(w, lambda v: single.extended.flush() or v.assign_add(1.0))
+
+
+def test_an_update_function_cannot_create_variables(single):
+    """They would come to be once for each trace."""
+    w = variable(single)
+    with single.scope(), pytest.raises(RuntimeError, match="cannot create variables"):
+        single.extended.update(w, lambda v: ps.Variable(1.0))
+
+
+def test_a_variable_of_another_strategy_is_refused(single, two):
+    """Numbers of variables are a strategy's own: another's would be taken for one of ours."""
+    w, foreign, extended = variable(single), variable(two), single.extended
+    with single.scope():
+        for attempt in (
+            lambda: extended.update(w, lambda v, x: v.assign(x), (foreign,)),
+            lambda: extended.update(w, lambda v: v.assign(v + foreign)),
+            lambda: extended.update(foreign, lambda v: v.assign_add(1.0)),
+            lambda: extended.non_slot_devices([foreign]),
+            lambda: extended.reduce_to("sum", 1.0, foreign),
+            lambda: extended.batch_reduce_to("sum", [(1.0, foreign)]),
+        ):
+            with pytest.raises(ValueError, match=f"{foreign.name}.*another strategy"):
+                attempt()
+    with pytest.raises(TypeError, match="list of variables"):
+        extended.non_slot_devices([np.ones(3)])
+
+
+# ---- Scopes, threads, the end ----
+
+
+def test_only_the_outermost_scope_drops_its_section(single):
+    """An error that is caught around an inner one leaves what was recorded before."""
+    w = variable(single)
+    with single.scope():
+        w.assign_add(np.ones(3))
+        with pytest.raises(ZeroDivisionError), single.scope():
+            raise ZeroDivisionError
+        with pytest.raises(TypeError):
+            single.reduce("sum", {"a": 1}, None)
+    assert w.numpy().tolist() == [1.0] * 3
+    kept = []
+
+    def fail():
+        with single.scope():
+            kept.append(single.extended.update(w, lambda v: v.assign_add(1.0) + 1.0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert w.numpy().tolist() == [1.0] * 3
+    with pytest.raises(RuntimeError, match="given up"):
+        kept[0].numpy()
+
+
+def test_a_scope_may_be_entered_again(single):
+    """Within itself too; the outermost exit ends the section."""
+    w, scope = variable(single), single.scope()
+    with scope:
+        with scope:
+            pass
+        w.assign_add(np.ones(3))
+    assert in_thread(lambda: w.numpy().tolist()) == [1.0] * 3
+    with scope:
+        w.assign_add(np.ones(3))
+    assert in_thread(lambda: w.numpy().tolist()) == [2.0] * 3
+
+
+def test_an_open_section_belongs_to_one_thread(single):
+    """Another may read variables, as of the last round; it is told so if it updates, and disturbs nothing."""
+    w = variable(single)
+    with single.scope():
+        result = single.extended.update(w, lambda v: v.assign_add(1.0) + 1.0)
+        assert in_thread(lambda: w.numpy().tolist()) == [0.0] * 3
+        for attempt in (lambda: w.assign_add(1.0), lambda: single.reduce("sum", 1.0, None), result.numpy):
+            error = in_thread(attempt)
+            assert isinstance(error, RuntimeError)
+            assert "another thread" in str(error)
+        assert in_thread(lambda: single.run(lambda: None)) is None
+    assert w.numpy().tolist() == [1.0] * 3
+    assert in_thread(lambda: w.assign_add(1.0)) is w
+    assert w.numpy().tolist() == [2.0] * 3
+
+
+def test_threads_that_meet_lose_no_update(single):
+    """Each update is applied once, or its thread is told that it was not."""
+    w, applied = variable(single), []
+
+    def go():
+        for _ in range(20):
+            try:
+                with single.scope():
+                    single.extended.update(w, lambda v: v.assign_add(1.0))
+                applied.append(1)
+            except RuntimeError:
+                pass
+
+    threads = [threading.Thread(target=go) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert w.numpy().tolist() == [len(applied)] * 3
+
+
+def test_after_the_end_all_says_so_at_once():
+    """Read before or not; an open scope may still be left."""
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
+    w, u = variable(strategy), variable(strategy)
+    w.numpy()
+    with strategy.scope():
+        w.assign_add(np.ones(3))
+        strategy.close()
+        for attempt in (w.numpy, u.numpy, lambda: ps.Variable(1.0), lambda: u.assign(np.ones(3))):
+            with pytest.raises(RuntimeError, match="this strategy is closed"):
+                attempt()
+    for attempt in (lambda: strategy.run(lambda: 1), lambda: strategy.reduce("sum", 1.0, None)):
+        with pytest.raises(RuntimeError, match="this strategy is closed"):
+            attempt()
+    strategy.close()
+
+
+def test_a_fork_does_not_end_the_job(single):
+    """`close` in it does nothing, and the parent goes on."""
+    child = os.fork()
+    if not child:
+        single.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert single.reduce("sum", 1.0, None) == 1.0
+
+
+def test_outside_of_every_scope_one_is_entered(strategy):
+    """By assignments, updates, reductions and optimizers: each is a section of its own."""
+    w, extended, n = variable(strategy), strategy.extended, replicas(strategy)
+    gradient = ones(strategy)
+    assert w.assign(np.ones(3)) is w
+    assert w.numpy().tolist() == [1.0] * 3
+    reduced = extended.reduce_to("sum", gradient, w)
+    extended.update(w, lambda v, x: v.assign_add(x), (reduced,))
+    extended.update_non_slot(extended.non_slot_devices([w]), lambda: w.assign_add(1.0))
+    ps.optimizers.SGD(1.0).apply_gradients([(gradient, w)])
+    assert np.asarray(reduced).tolist() == [n] * 3
+    assert w.numpy().tolist() == [2.0] * 3
+
+
+# ---- Values ----
+
+
+def test_values_outlive_their_section(single):
+    """Outside of merge_call what no program took comes here; what one took does not, and says so."""
+    w, extended = variable(single), single.extended
+    with single.scope():
+        free = extended.reduce_to("sum", np.ones(3), w)
+        taken = extended.reduce_to("sum", np.ones(3), w)
+        result = extended.update(w, lambda v, x: v.assign_add(x) * 2, (taken,))
+    assert [np.asarray(v).tolist() for v in (free, result)] == [[1.0] * 3, [2.0] * 3]
+    extended.update(w, lambda v, x: v.assign(x), (free,))
+    assert repr(taken) == "Located(float64[3], stayed on the servers)"
+    with pytest.raises(RuntimeError, match="stayed on the servers"):
+        taken.numpy()
+
+
+def test_bringing_one_value_keeps_the_others(strategy):
+    """Also in merge_call, where only what is looked at comes back."""
+    w, n = variable(strategy), replicas(strategy)
+
+    def merge(strategy, x):
+        first, second, third = strategy.extended.batch_reduce_to(
+            "sum", [(x, w), (x, x), (x, strategy.extended.worker_devices[0])]
+        )
+        strategy.extended.update(w, lambda v, y: v.assign(y), (first,))
+        return [np.asarray(second).tolist(), third.tolist()]
+
+    found = strategy.run(lambda: here().merge_call(merge, (np.ones(3, "float32"),)))
+    assert [v for row in local_results(found)[0] for v in row] == [n] * 6
+    assert w.numpy().tolist() == [n] * 3
+
+
+def test_a_value_comes_back_once(single):
+    """`reduce` receives the value and nothing else."""
+    before = single.traffic[1]
+    single.reduce("sum", np.ones(1024), None)
+    assert single.traffic[1] - before == 8 * 1024
+
+
+def test_what_lives_on_the_servers_is_used_as_an_array(single):
+    """A variable, and a reduced value."""
+    w, k = variable(single, [1.0, 2.0, 3.0]), variable(single, 2.0)
+    count = variable(single, 0)
+    with single.scope():
+        index = ps.Variable(1)
+        reduced = single.extended.reduce_to("sum", np.array([1.0, 2.0, 3.0], "float32"), w)
+    for vector in (w, reduced):
+        assert vector[1] == 2.0
+        assert (len(vector), vector.size, vector.ndim, vector.shape) == (3, 3, 1, (3,))
+        assert vector.astype("float64").dtype == np.float64
+        assert list(vector) == [1.0, 2.0, 3.0]
+        assert (vector * 2 + vector).tolist() == np.concatenate([3 * np.asarray(vector)]).tolist()
+        assert np.concatenate([vector, w]).shape == (6,)
+        with pytest.raises(ValueError, match="ambiguous"):
+            bool(vector)
+    assert (float(k), int(k), complex(k), f"{k:.2f}", bool(k), bool(count)) == (2.0, 2, 2 + 0j, "2.00", True, False)
+    assert "abc"[index] == "b"
+    assert f"{w}" == repr(w)
+    with pytest.raises(TypeError, match="no dimensions"):
+        len(k)
+
+
+def test_nothing_is_changed_in_place(single):
+    """The error names the variable and what to write."""
+    w, array = variable(single), np.ones(3, "float32")
+    for attempt in (lambda v: v.__iadd__(1.0), lambda v: v.__imul__(2.0), lambda v: np.add(v, 1, out=v)):
+        with pytest.raises(TypeError, match=rf"{w.name}.*w\.assign_add\(1\.0\)"):
+            attempt(w)
+    array += w
+    assert array.tolist() == [1.0] * 3
+    assert w.numpy().tolist() == [0.0] * 3
+
+
+# ---- Reductions ----
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_half_precision_is_averaged_in_single(strategy, dtype):
+    """The mean over a batch is that of float32; a sum over an axis is rounded once."""
+    rows = np.full((3000, 1), 100, dtype)
+    assert strategy.reduce("mean", strategy.run(lambda: rows + 0), axis=0).tolist() == [100.0]
+    assert strategy.reduce("mean", strategy.run(lambda: np.ones(70000, dtype)), axis=0) == 1.0
+    n = replicas(strategy)
+    total = strategy.reduce("sum", strategy.run(lambda: np.ones(3000, dtype)), axis=0)
+    assert total.dtype == dtype
+    assert total == np.asarray(3000.0 * n, dtype)
+
+
+def test_numbers_of_replicas_are_never_merged(two):
+    """Whether Python shares a number must not decide what a reduction gives."""
+    for counts in ((5, 6), (5, 5), (300, 300)):
+        found = two.run(lambda counts=counts: counts[here().replica_id_in_sync_group])
+        assert isinstance(found, PerReplica)
+        assert two.reduce("sum", found, None) == sum(counts)
+
+
+@pytest.mark.parametrize("value", [{"a": 1.0}, None, "abc", object()], ids=["dict", "None", "str", "object"])
+def test_what_is_no_array_cannot_be_reduced(single, value):
+    """It is told what can."""
+    with pytest.raises(TypeError, match="cannot be reduced; give an array"):
+        single.reduce("sum", value, None)
+
+
+def test_an_axis_is_a_number_within_the_shape(single):
+    """A list, one too large, and any of a scalar are refused."""
+    for axis in ((0, 1), 1.5, "0"):
+        with pytest.raises(TypeError, match="axis is"):
+            single.reduce("sum", np.ones((2, 3)), axis)
+    with pytest.raises(ValueError, match=r"shape \(2, 3\) has no axis 5"):
+        single.reduce("mean", np.ones((2, 3)), 5)
+    with pytest.raises(ValueError, match="axis=None for a scalar"):
+        single.reduce("mean", 1.0, 0)
+    assert single.reduce("sum", np.ones((2, 3)), -1).tolist() == [3.0, 3.0]
+
+
+def test_destinations(strategy):
+    """Devices by their long or short names, a list of them, values; nothing else."""
+    extended, x, n = strategy.extended, ones(strategy), replicas(strategy)
+    for place in ("cpu:0", "/cpu:0", extended.worker_devices[0], x, list(extended.worker_devices)):
+        assert np.asarray(extended.reduce_to("sum", x, place)).tolist() == [n] * 3
+    for place in (None, 5, [], [3]):
+        with pytest.raises(TypeError, match="is no destination; give a variable"):
+            extended.reduce_to("sum", x, place)
+    for place in ("gpu:7", extended.parameter_devices[0], "nowhere"):
+        with pytest.raises(ValueError, match="is no device"):
+            extended.reduce_to("sum", x, place)
+
+
+def test_devices_are_a_list():
+    """A single name is no list of one."""
+    with pytest.raises(ps.errors.ConfigError, match=r"write devices=\['cpu:0'\]"):
+        ps.ParameterServerStrategy(devices="cpu:0")
+
+
+class Foreign:
+    """An array of another library: its dtype is its own, and NumPy can take it."""
+
+    dtype, shape = object(), (3,)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.ones(3, "float32")
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+
+def test_arrays_of_other_libraries_are_taken(single):
+    """In reductions, and as arguments of updates."""
+    w = variable(single)
+    assert single.reduce("sum", Foreign(), None).tolist() == [1.0] * 3
+    assert single.reduce("mean", Foreign(), 0) == 1.0
+    single.extended.update(w, lambda v, x: v.assign(x), (Foreign(),))
+    assert w.numpy().tolist() == [1.0] * 3
+
+
+# ---- Variables and optimizers in replica context ----
+
+
+def test_replicas_create_one_variable_together(strategy):
+    """All get the same object, also on a second call; it keeps its name."""
+    box = {}
+
+    def step():
+        mine = here().replica_id_in_sync_group
+        return ps.Variable(lambda: np.float32(mine + 7), name="together") if not box else box["v"]
+
+    box["v"] = strategy.run(step)
+    assert isinstance(box["v"], ps.Variable)
+    assert (box["v"].name, box["v"].numpy()) == ("together", 7.0)
+    assert strategy.run(step) is box["v"]
+
+
+def test_a_name_is_used_up_by_success_only(single):
+    """What could not be created leaves its name."""
+    with single.scope():
+        with pytest.raises(ps.errors.InvalidRequest):
+            ps.Variable(np.array(["x"]), name="wanted")
+        with pytest.raises(ps.errors.PSError):
+            single.extended.create_variable(np.ones((1,) * 40), True, "wanted")
+        assert [ps.Variable(1.0, name="wanted").name for _ in range(2)] == ["wanted", "wanted_1"]
+
+
+def test_a_gradient_that_replicas_share_counts_for_each(strategy):
+    """As in all_reduce: one object from all replicas is a gradient of each."""
+    w, shared = variable(strategy), np.ones(3, "float32")
+    optimizer = ps.optimizers.SGD(1.0)
+    strategy.run(lambda: optimizer.apply_gradients([(shared, w)]))
+    strategy.run(lambda g: optimizer.apply_gradients([(g, w)]), (shared,))
+    strategy.run(lambda: optimizer.apply_gradients([([1.0, 1.0, 1.0], w)]))
+    assert w.numpy().tolist() == [-3.0 * replicas(strategy)] * 3
+    assert int(optimizer.iterations) == 3
+
+
+def test_optimizers_check_what_they_are_given(strategy):
+    """The message has the variable's name; the state is as it was."""
+    w = variable(strategy, name="weights")
+    frozen = variable(strategy, trainable=False)
+    optimizer = ps.optimizers.Adam()
+    good = np.ones(3, "float32")
+    for pairs, kind, says in (
+        ([(None, w)], ValueError, "'weights.*' is None"),
+        ([(np.ones(4), w)], ValueError, r"'weights.*' has shape \(4,\), and the variable \(3,\)"),
+        ([(1.0, w)], ValueError, r"'weights.*' has shape \(\)"),
+        ([(np.ones((1, 3)), w)], ValueError, "'weights.*' has shape"),
+        ([], ValueError, "no variables"),
+        ([(good, frozen)], ValueError, "not trainable"),
+        ([(w, good)], TypeError, "ndarray stands where a variable should"),
+    ):
+        with pytest.raises(kind, match=says):
+            strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
+    with pytest.raises(ValueError, match="no variables"):
+        optimizer.build([])
+    with pytest.raises(RuntimeError, match="no state yet"):
+        _ = optimizer.iterations
+    assert w.numpy().tolist() == [0.0] * 3
+
+
+def test_an_optimizer_serves_one_strategy(single, two):
+    """Variables of two strategies may have the same names and numbers: the slots of one are not the other's."""
+    optimizer = ps.optimizers.Adam()
+    w, foreign = variable(single), variable(two)
+    optimizer.build([w])
+    optimizer.build([w])
+    for attempt in (lambda: optimizer.build([foreign]), lambda: optimizer.build([w, foreign])):
+        with pytest.raises(ValueError, match="another strategy"):
+            attempt()
+
+
+def test_replicas_build_an_optimizer_together(two):
+    """One count and one set of slots, whoever comes first."""
+    w, optimizer = variable(two), ps.optimizers.Adam()
+    two.run(lambda: optimizer.build([w]))
+    two.run(lambda: optimizer.apply_gradients([(np.ones(3), w)]))
+    assert int(optimizer.iterations) == 1
