@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
 from psclient.threads import Threads
-from pswire import codec
+from pswire import codec, replies
 from pswire.api import (
     Contribution,
     CreateReply,
@@ -185,7 +185,7 @@ class RemoteServer:
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         """As `ParameterServer.watch`; of long news it may give the first part, the next call the rest."""
         request = pb.WatchRequest(session=session, after=after, version=version)
-        return self._threads.submit(lambda: codec.watched_from_pb(parse(pb.WatchReply, self._ask("Watch", request))))
+        return self._threads.submit(lambda: replies.watched_from_pb(parse(pb.WatchReply, self._ask("Watch", request))))
 
     def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
         """As `ParameterServer.approve`; a long list travels in several calls."""
@@ -200,7 +200,7 @@ class RemoteServer:
 
     def push(self, contribution: Contribution, payload: Payload) -> Future[RoundReply]:
         """As `ParameterServer.push`; a broken stream is sent again, whole."""
-        header = codec.contribution_to_pb(contribution, payload.size).SerializeToString()
+        header = replies.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:
             whole = payload.size <= PART_BYTES
@@ -208,7 +208,7 @@ class RemoteServer:
             start, request = (self._push_whole, next(messages)) if whole else (self._stubs["Push"], messages)
             call = self._start(start, request, seconds)
             m, reply = self._receive(call, pb.RoundHeader)
-            return codec.round_from_pb(m, reply)
+            return replies.round_from_pb(m, reply)
 
         return self._threads.submit(lambda: self._until_answered(VERBS["Push"], once))
 
@@ -218,7 +218,7 @@ class RemoteServer:
 
         def once(seconds: float) -> PullReply:
             m, reply = self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader)
-            return codec.pull_from_pb(m, reply)
+            return replies.pull_from_pb(m, reply)
 
         return self._threads.submit(lambda: self._until_answered(VERBS["Pull"], once))
 
@@ -226,19 +226,19 @@ class RemoteServer:
         """As `ParameterServer.snapshot`."""
         request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
         return self._threads.submit(
-            lambda: codec.shard_from_pb(parse(pb.SnapshotReply, self._ask("Snapshot", request)))
+            lambda: replies.shard_from_pb(parse(pb.SnapshotReply, self._ask("Snapshot", request)))
         )
 
     def restore(self, session: int, path: str) -> Future[RestoreReply]:
         """As `ParameterServer.restore`."""
         request = pb.RestoreRequest(session=session, path=path)
         return self._threads.submit(
-            lambda: codec.restored_from_pb(parse(pb.RestoreReply, self._ask("Restore", request)))
+            lambda: replies.restored_from_pb(parse(pb.RestoreReply, self._ask("Restore", request)))
         )
 
     def status(self) -> ServerStatus:
         """As `ParameterServer.status`."""
-        return codec.status_from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
+        return replies.status_from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
 
     # ---- The end ----
 
@@ -397,7 +397,7 @@ class RemoteServer:
         """Whom the server waits for, in words, if it can still say it."""
         try:
             call = self._start(self._stubs["Status"].future, b"", self._timeouts.beat)
-            status = codec.status_from_pb(parse(pb.StatusReply, call.result()))
+            status = replies.status_from_pb(parse(pb.StatusReply, call.result()))
         except (grpc.RpcError, grpc.FutureCancelledError, PSError):
             return "; the server does not answer"
         tasks = sorted({task for waiting in status.waiting for task in waiting.missing})

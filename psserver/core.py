@@ -22,6 +22,7 @@ from psserver.rounds import Job, Record, Rounds
 from psserver.snapshots import Snapshots
 from psserver.store import Store, owned
 from psserver.units import human
+from psserver.waiting import Readers, Watchers
 from pswire.api import (
     Contribution,
     CreateReply,
@@ -93,8 +94,8 @@ class Core:
         self._job = 0
         self._sessions: set[int] = set()
         self._ticked = clock()
-        self._watchers: list[tuple[int, int, int, Future[Watched]]] = []
-        self._readers: list[tuple[int, tuple[int, ...], int, Future[PullReply]]] = []
+        self._watchers = Watchers(self._log, self._members)
+        self._readers = Readers(self._store, self._rounds, submit)
 
     # ---- Sessions ----
 
@@ -205,9 +206,7 @@ class Core:
             self._check(session)
             if len(set(variables)) != len(variables):
                 raise InvalidRequest("a variable is asked for twice")
-            for id in variables:
-                self._store.value(id)
-            self._readers.append((session, tuple(variables), after, future))
+            self._readers.add(session, tuple(variables), after, future)
             answers = self._progress()
         do(answers)
         return future
@@ -238,7 +237,7 @@ class Core:
         future: Future[Watched] = Future()
         with self._lock:
             self._check(session)
-            self._watchers.append((session, after, version, future))
+            self._watchers.add(session, after, version, future)
             answers = self._progress()
         do(answers)
         return future
@@ -409,14 +408,11 @@ class Core:
 
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Answer]:
         """Fails all that waits; of the watchers those for whose session `watches` holds."""
-        watchers = [w for w in self._watchers if watches(w[0])]
         self._rounds.abandon(error)
         waiting: list[Future[Any]] = [future for future, _ in self._rounds.take_failed()]
-        waiting += [future for *_, future in watchers]
-        waiting += [future for *_, future in self._readers]
+        waiting += self._watchers.drop(watches)
+        waiting += self._readers.drop()
         waiting += self._snapshots.clear()
-        self._watchers = [w for w in self._watchers if w not in watchers]
-        self._readers.clear()
         return [failing(future, error) for future in waiting]
 
     def _progress(self) -> list[Answer]:
@@ -434,46 +430,9 @@ class Core:
         if job is not None:
             number = self._job
             answers.append(lambda: self._submit(lambda: self._execute(job, number)))
-        answers += self._answer_readers()
-        answers += self._answer_watchers()
+        answers += self._readers.answers(self._ended)
+        answers += self._watchers.answers(self._clock())
         answers += self._snapshots.answers()
         if self._log.over and (self.server != 0 or self._members.chief_left()):
             answers.append(answering(self.done, None))
-        return answers
-
-    def _answer_readers(self) -> list[Answer]:
-        answers: list[Answer] = []
-        waiting = []
-        for session, ids, after, future in self._readers:
-            error = self._ended(session)
-            if error is not None:
-                answers.append(failing(future, error))
-            elif after <= self._rounds.last:
-                answers.append(self._answer_reader(ids, future))
-            else:
-                waiting.append((session, ids, after, future))
-        self._readers = waiting
-        return answers
-
-    def _answer_reader(self, ids: tuple[int, ...], future: Future[PullReply]) -> Answer:
-        arrays, last = [self._store.value(id) for id in ids], self._rounds.last
-
-        def read() -> PullReply:
-            return PullReply(last, Payload.pack([self.device.get(array) for array in arrays]))
-
-        return lambda: self._submit(working(future, read))
-
-    def _answer_watchers(self) -> list[Answer]:
-        version, length = self._members.version, len(self._log.entries)
-        # A version of -1 follows the log alone. A log shorter than what the caller knows is another job's.
-        ready = [w for w in self._watchers if length != w[1] or (w[2] >= 0 and w[2] != version)]
-        if not ready:
-            return []
-        self._watchers = [w for w in self._watchers if w not in ready]
-        plans, sessions = tuple(self._log.proposed.values()), self._members.states(self._clock())
-        answers = []
-        for _, after, _, future in ready:
-            start = after if after <= length else 0
-            entries = tuple(self._log.entries[start:])
-            answers.append(answering(future, Watched(version, start, entries, plans, sessions)))
         return answers

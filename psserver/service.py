@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from pswire import codec
+from pswire import codec, replies
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, PSError, ServerLost
@@ -78,7 +78,7 @@ def _approve(core: ParameterServer, data: bytes) -> Message:
 
 def _status(core: ParameterServer, data: bytes) -> Message:
     parse(pb.Empty, data)
-    return codec.status_to_pb(core.status())
+    return replies.status_to_pb(core.status())
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _watch(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
 
 def _watched(known: int, watched: Watched) -> Message:
     """News, cut to one message. The rest comes with the next call, at once: its version is still the old."""
-    reply = codec.watched_to_pb(watched)
+    reply = replies.watched_to_pb(watched)
     if reply.ByteSize() > MAX_BATCH_BYTES:
         del reply.entries[len(next(batches(reply.entries))) :]
         del reply.plans[0 if reply.entries else len(next(batches(reply.plans))) :]
@@ -128,12 +128,12 @@ def _watched(known: int, watched: Watched) -> Message:
 
 def _snapshot(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
     m = parse(pb.SnapshotRequest, data)
-    return core.snapshot(m.token, m.plan_id, m.manifest), codec.shard_to_pb
+    return core.snapshot(m.token, m.plan_id, m.manifest), replies.shard_to_pb
 
 
 def _restore(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
     m = parse(pb.RestoreRequest, data)
-    return core.restore(m.session, m.path), codec.restored_to_pb
+    return core.restore(m.session, m.path), replies.restored_to_pb
 
 
 Ask = Callable[[ParameterServer, bytes], tuple[Future[Any], Encode]]
@@ -267,13 +267,13 @@ class Service(grpc.GenericRpcHandler):
         first = await _first(context)
         header = parse(pb.PushHeader, first.header)
         payload = await self._payload(first, context, header.size)
-        reply = await self._wait(self._core.push(codec.contribution_from_pb(header), payload))
-        await _send(context, codec.round_to_pb(reply), reply.payload)
+        reply = await self._wait(self._core.push(replies.contribution_from_pb(header), payload))
+        await _send(context, replies.round_to_pb(reply), reply.payload)
 
     async def _pull(self, data: bytes, context: Context) -> None:
         m = parse(pb.PullRequest, data)
         reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
-        await _send(context, codec.pull_to_pb(reply), reply.payload)
+        await _send(context, replies.pull_to_pb(reply), reply.payload)
 
     async def _payload(self, first: Frame, context: Context, size: int) -> Payload:
         """The payload of a stream, whose first frame is there already."""

@@ -158,7 +158,7 @@ def test_public_names_say_what_they_are(module):
     silent = []
     for node in public(tree):
         # The codec's pairs say the same sixty times; its module says what they do.
-        pair = module == "pswire.codec" and node.name.endswith(("_to_pb", "_from_pb"))
+        pair = module in ("pswire.codec", "pswire.replies") and node.name.endswith(("_to_pb", "_from_pb"))
         silent += [] if pair or ast.get_docstring(node) else [node.name]
         if isinstance(node, ast.ClassDef) and not node.bases and not is_implementation(module, node):
             silent += [f"{node.name}.{m.name}" for m in public(node) if not ast.get_docstring(m)]

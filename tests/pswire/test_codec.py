@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire import codec
+from pswire import codec, replies
 from pswire.api import (
     Contribution,
     OpenRound,
@@ -134,12 +134,12 @@ PAIRS: dict[str, tuple[st.SearchStrategy[Any], To, From]] = {
     "plan": (PLANS, codec.plan_to_pb, codec.plan_from_pb),
     "epoch": (EPOCHS, codec.epoch_to_pb, codec.epoch_from_pb),
     "entry": (ENTRIES, codec.entry_to_pb, codec.entry_from_pb),
-    "watched": (WATCHED, codec.watched_to_pb, codec.watched_from_pb),
-    "status": (STATUSES, codec.status_to_pb, codec.status_from_pb),
-    "shard": (SHARDS, codec.shard_to_pb, codec.shard_from_pb),
-    "contribution": (CONTRIBUTIONS, lambda c: codec.contribution_to_pb(c, 8), codec.contribution_from_pb),
-    "round": (REPLIES, codec.round_to_pb, lambda m: codec.round_from_pb(m, EMPTY)),
-    "pull": (PULLED, codec.pull_to_pb, lambda m: codec.pull_from_pb(m, EMPTY)),
+    "watched": (WATCHED, replies.watched_to_pb, replies.watched_from_pb),
+    "status": (STATUSES, replies.status_to_pb, replies.status_from_pb),
+    "shard": (SHARDS, replies.shard_to_pb, replies.shard_from_pb),
+    "contribution": (CONTRIBUTIONS, lambda c: replies.contribution_to_pb(c, 8), replies.contribution_from_pb),
+    "round": (REPLIES, replies.round_to_pb, lambda m: replies.round_from_pb(m, EMPTY)),
+    "pull": (PULLED, replies.pull_to_pb, lambda m: replies.pull_from_pb(m, EMPTY)),
 }
 
 
@@ -202,8 +202,8 @@ def test_any_bytes_are_read_or_refused(kind: type[Message], data: bytes) -> None
     readers: dict[Any, From] = {
         pb.Plan: codec.plan_from_pb,
         pb.Entry: codec.entry_from_pb,
-        pb.WatchReply: codec.watched_from_pb,
-        pb.StatusReply: codec.status_from_pb,
+        pb.WatchReply: replies.watched_from_pb,
+        pb.StatusReply: replies.status_from_pb,
     }
     try:
         readers[kind](parse(kind, data))

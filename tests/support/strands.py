@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable
+
+SECONDS = 20.0
+"""How long a strand may go on without a pause; it does so for a few milliseconds."""
 
 
 class Crashed(BaseException):
@@ -35,7 +40,9 @@ class Strand:
             if self.over:
                 return
             self._turn.release()
-            self._done.acquire()
+            if not self._done.acquire(timeout=SECONDS):
+                self.over = True  # it is lost, and must not hold up the end of the test
+                raise AssertionError(f"a strand blocks:\n{self._where()}")
             if self._error:
                 raise self._error
 
@@ -44,8 +51,12 @@ class Strand:
         self._killed = True
         if not self.over:
             self._turn.release()
-            self._thread.join()
+            self._thread.join(SECONDS)
             self.over = True
+
+    def _where(self) -> str:
+        """Where it stands."""
+        return "".join(traceback.format_stack(sys._current_frames()[self._thread.ident or 0]))
 
     def pause(self) -> None:
         """Within the work: something else may happen now."""

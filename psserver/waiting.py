@@ -1,0 +1,104 @@
+"""Callers that wait for news of the log, and for a round before they read. Guarded by the core's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from psserver.answers import Answer, Submit, answering, failing, working
+from psserver.log import Log
+from psserver.membership import Membership
+from psserver.rounds import Rounds
+from psserver.store import Store
+from pswire.api import PullReply, Watched
+from pswire.errors import PSError
+from pswire.tensor import Payload
+
+
+class Watchers:
+    """Who waits until the log is longer, or until there is something for a chief to act on.
+
+    Args:
+        log, members: what is watched.
+    """
+
+    def __init__(self, log: Log, members: Membership) -> None:
+        self._log = log
+        self._members = members
+        self._waiting: list[tuple[int, int, int, Future[Watched]]] = []
+
+    def add(self, session: int, after: int, version: int, future: Future[Watched]) -> None:
+        """Somebody waits who knows the log up to `after`; a version of -1 follows the log alone."""
+        self._waiting.append((session, after, version, future))
+
+    def drop(self, gone: Callable[[int], bool]) -> list[Future[Watched]]:
+        """Forgets those for whose session `gone` holds; returns their futures."""
+        dropped = [waiter for waiter in self._waiting if gone(waiter[0])]
+        self._waiting = [waiter for waiter in self._waiting if not gone(waiter[0])]
+        return [future for *_, future in dropped]
+
+    def answers(self, now: float) -> list[Answer]:
+        """News for those who do not know it."""
+        version, length = self._members.version, len(self._log.entries)
+        # A log that is shorter than what the caller knows is another job's.
+        ready = [w for w in self._waiting if length != w[1] or (w[2] >= 0 and w[2] != version)]
+        if not ready:
+            return []
+        self._waiting = [waiter for waiter in self._waiting if waiter not in ready]
+        plans, sessions = tuple(self._log.proposed.values()), self._members.states(now)
+        answers = []
+        for _, after, _, future in ready:
+            start = after if after <= length else 0
+            entries = tuple(self._log.entries[start:])
+            answers.append(answering(future, Watched(version, start, entries, plans, sessions)))
+        return answers
+
+
+class Readers:
+    """Who waits until a round is complete, to read variables as of then.
+
+    Args:
+        store, rounds: what is read, and what is waited for.
+        submit: brings values to the host.
+    """
+
+    def __init__(self, store: Store, rounds: Rounds, submit: Submit) -> None:
+        self._store = store
+        self._rounds = rounds
+        self._submit = submit
+        self._waiting: list[tuple[int, tuple[int, ...], int, Future[PullReply]]] = []
+
+    def add(self, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]) -> None:
+        """Somebody reads variables, once round `after` is complete; raises `InvalidRequest` if one has no value."""
+        for id in variables:
+            self._store.value(id)
+        self._waiting.append((session, variables, after, future))
+
+    def drop(self) -> list[Future[PullReply]]:
+        """Forgets all; returns their futures."""
+        dropped, self._waiting = self._waiting, []
+        return [future for *_, future in dropped]
+
+    def answers(self, ended: Callable[[int], PSError | None]) -> list[Answer]:
+        """Values for those whose round is complete, and the reason for those whose session has ended."""
+        answers: list[Answer] = []
+        waiting = []
+        for waiter in self._waiting:
+            session, ids, after, future = waiter
+            error = ended(session)
+            if error is not None:
+                answers.append(failing(future, error))
+            elif after <= self._rounds.last:
+                answers.append(self._read(ids, future))
+            else:
+                waiting.append(waiter)
+        self._waiting = waiting
+        return answers
+
+    def _read(self, ids: tuple[int, ...], future: Future[PullReply]) -> Answer:
+        arrays, last, device = [self._store.value(id) for id in ids], self._rounds.last, self._store.device
+
+        def read() -> PullReply:
+            return PullReply(last, Payload.pack([device.get(array) for array in arrays]))
+
+        return lambda: self._submit(working(future, read))

@@ -1,0 +1,184 @@
+"""Between the verbs' requests and replies and the generated protobuf classes, as `codec` does for values."""
+
+from __future__ import annotations
+
+from pswire.api import (
+    Contribution,
+    OpenRound,
+    PullReply,
+    RestoreReply,
+    RoundReply,
+    ServerStatus,
+    SessionState,
+    Shard,
+    Watched,
+)
+from pswire.codec import (
+    entry_from_pb,
+    entry_to_pb,
+    epoch_from_pb,
+    epoch_to_pb,
+    member_from_pb,
+    member_to_pb,
+    plan_from_pb,
+    plan_to_pb,
+    position_to_pb,
+    positions_from_pb,
+    task_from_pb,
+    task_to_pb,
+    tensor_from_pb,
+    tensor_to_pb,
+)
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.tensor import Payload
+
+
+def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
+    return pb.PushHeader(
+        session=contribution.session,
+        epoch=contribution.epoch,
+        round=contribution.round,
+        plan_id=contribution.plan_id,
+        weights=contribution.weights,
+        more=contribution.more,
+        positions=[position_to_pb(p) for p in contribution.positions],
+        want=contribution.want,
+        observes=contribution.observes,
+        size=size,
+    )
+
+
+def contribution_from_pb(message: pb.PushHeader) -> Contribution:
+    return Contribution(
+        message.session,
+        message.epoch,
+        message.round,
+        message.plan_id,
+        tuple(message.weights),
+        message.more,
+        positions_from_pb(message.positions),
+        tuple(message.want),
+        message.observes,
+    )
+
+
+def round_to_pb(reply: RoundReply) -> pb.RoundHeader:
+    return pb.RoundHeader(
+        round=reply.round,
+        epoch=epoch_to_pb(reply.epoch),
+        more=reply.more,
+        left_out=[task_to_pb(task) for task in reply.left_out],
+        size=reply.payload.size,
+    )
+
+
+def round_from_pb(message: pb.RoundHeader, payload: Payload) -> RoundReply:
+    return RoundReply(
+        message.round,
+        epoch_from_pb(message.epoch),
+        message.more,
+        tuple(task_from_pb(task) for task in message.left_out),
+        payload,
+    )
+
+
+def pull_to_pb(reply: PullReply) -> pb.PullHeader:
+    return pb.PullHeader(round=reply.round, size=reply.payload.size)
+
+
+def pull_from_pb(message: pb.PullHeader, payload: Payload) -> PullReply:
+    return PullReply(message.round, payload)
+
+
+def watched_to_pb(watched: Watched) -> pb.WatchReply:
+    return pb.WatchReply(
+        version=watched.version,
+        start=watched.start,
+        entries=[entry_to_pb(entry) for entry in watched.entries],
+        plans=[plan_to_pb(plan) for plan in watched.plans],
+        sessions=[
+            pb.SessionState(member=member_to_pb(s.member), state=s.state, entry=s.entry, silent=s.silent)
+            for s in watched.sessions
+        ],
+    )
+
+
+def watched_from_pb(message: pb.WatchReply) -> Watched:
+    return Watched(
+        message.version,
+        message.start,
+        tuple(entry_from_pb(entry) for entry in message.entries),
+        tuple(plan_from_pb(plan) for plan in message.plans),
+        tuple(SessionState(member_from_pb(s.member), s.state, s.entry, s.silent) for s in message.sessions),
+    )
+
+
+def shard_to_pb(shard: Shard) -> pb.SnapshotReply:
+    return pb.SnapshotReply(
+        path=shard.path,
+        file=shard.file,
+        round=shard.round,
+        positions=[position_to_pb(p) for p in shard.positions],
+        tensors=[pb.NamedTensor(name=name, spec=tensor_to_pb(spec)) for name, spec in shard.tensors],
+    )
+
+
+def shard_from_pb(message: pb.SnapshotReply) -> Shard:
+    return Shard(
+        message.path,
+        message.file,
+        message.round,
+        positions_from_pb(message.positions),
+        tuple((t.name, tensor_from_pb(t.spec)) for t in message.tensors),
+    )
+
+
+def restored_to_pb(reply: RestoreReply) -> pb.RestoreReply:
+    return pb.RestoreReply(path=reply.path, positions=[position_to_pb(p) for p in reply.positions])
+
+
+def restored_from_pb(message: pb.RestoreReply) -> RestoreReply:
+    return RestoreReply(message.path, positions_from_pb(message.positions))
+
+
+def status_to_pb(status: ServerStatus) -> pb.StatusReply:
+    return pb.StatusReply(
+        server=status.server,
+        incarnation=status.incarnation,
+        log=status.log,
+        epoch=epoch_to_pb(status.epoch) if status.epoch else None,
+        round=status.round,
+        positions=[position_to_pb(p) for p in status.positions],
+        waiting=[
+            pb.OpenRound(
+                round=w.round,
+                section=w.section,
+                missing=[task_to_pb(task) for task in w.missing],
+                approved=w.approved,
+            )
+            for w in status.waiting
+        ],
+        variables=status.variables,
+        nbytes=status.nbytes,
+        memory_limit=status.memory_limit,
+        chief=status.chief,
+    )
+
+
+def status_from_pb(message: pb.StatusReply) -> ServerStatus:
+    return ServerStatus(
+        server=message.server,
+        incarnation=message.incarnation,
+        log=message.log,
+        epoch=epoch_from_pb(message.epoch) if message.HasField("epoch") else None,
+        round=message.round,
+        positions=positions_from_pb(message.positions),
+        waiting=tuple(
+            OpenRound(w.round, w.section, tuple(task_from_pb(t) for t in w.missing), w.approved)
+            for w in message.waiting
+        ),
+        variables=message.variables,
+        nbytes=message.nbytes,
+        memory_limit=message.memory_limit,
+        chief=message.chief,
+    )
