@@ -27,6 +27,9 @@ class Watchers:
         self._members = members
         self._waiting: list[tuple[int, int, int, Future[Watched]]] = []
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def add(self, session: int, after: int, version: int, future: Future[Watched]) -> None:
         """Somebody waits who knows the log up to `after`; a version of -1 follows the log alone."""
         self._waiting.append((session, after, version, future))
@@ -67,6 +70,9 @@ class Readers:
         self._rounds = rounds
         self._submit = submit
         self._waiting: list[tuple[int, tuple[int, ...], int, Future[PullReply]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(self, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]) -> None:
         """Somebody reads variables, once round `after` is complete; raises `InvalidRequest` if one has no value."""
