@@ -165,10 +165,10 @@ class Worker:
             ) from error
 
     def beat(self) -> None:
-        """Says that it lives, and what it waits for."""
-        if self.state != "runs" or not self.session.number:
+        """Says that it lives, and what it waits for, to the servers on which its session is open."""
+        if self.state != "runs":
             return
-        for server in self.model.cores:
+        for server in self.model.cores[: len(self.session._beats)]:
             try:
                 server.beat(self.session.number, *self.session.waits)
             except PSError as error:

@@ -50,7 +50,7 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
-from pswire.tensor import DTYPES, Payload, TensorSpec
+from pswire.tensor import DTYPES, EMPTY, TensorSpec
 from pswire.wire import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, parse, refusal, refused
 
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
@@ -58,7 +58,6 @@ S64 = st.integers(-(1 << 63), (1 << 63) - 1)
 REAL = st.floats(allow_nan=False)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 BYTES = st.binary(max_size=32)
-EMPTY = Payload((), 0)
 
 
 def tuples(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:

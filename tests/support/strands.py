@@ -59,7 +59,9 @@ class Strand:
         return "".join(traceback.format_stack(sys._current_frames()[self._thread.ident or 0]))
 
     def pause(self) -> None:
-        """Within the work: something else may happen now."""
+        """Within the work: something else may happen now. Of another thread's calls it knows nothing."""
+        if threading.current_thread() is not self._thread:
+            return
         if self._killed:
             raise Crashed
         self._done.release()
