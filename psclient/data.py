@@ -327,6 +327,10 @@ class DistributedDataset(_Distributed):
 
     def __init__(self, dataset: GlobalBatches, group: Group, number: int, passes: Passes | None = None) -> None:
         super().__init__(group, number, passes)
+        if not hasattr(dataset, "batch_size"):
+            raise TypeError(
+                f"a {type(dataset).__name__} is no dataset; write ps.ArrayDataset(arrays).batch(global_batch_size)"
+            )
         if dataset.batch_size is None:
             raise ValueError("a dataset is distributed by batches; call dataset.batch(global_batch_size) first")
         self._dataset = dataset

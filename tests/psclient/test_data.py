@@ -420,3 +420,9 @@ def test_endless_datasets_are_no_trouble() -> None:
         assert worker.more
         if step == 10:
             break
+
+
+def test_arrays_are_no_dataset() -> None:
+    """The error says how to make one of them."""
+    with pytest.raises(TypeError, match="ArrayDataset"):
+        distributed(np.ones((4, 2)), Worker())  # type: ignore[arg-type]
