@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from pswire.api import RestoreReply
 from pswire.errors import CheckpointError, Fenced, NoCheckpoint, ServerLost, VariableMismatch
-from pswire.spec import JobStarted, Position, SnapshotOrder, Snapshotted, VariableSpec
+from pswire.spec import Position, SnapshotOrder, Snapshotted, VariableSpec
 from pswire.tensor import Payload, TensorSpec
 
 A, B = WORKERS[:2]
@@ -177,10 +177,7 @@ def test_a_variable_created_later_gets_the_restored_value(job, worker):
     """Whatever first value its creators bring; one that the checkpoint does not have keeps theirs."""
     job.variable(worker, np.array([1.0, 2.0]), (1,), "w")
     save(job, worker)
-    chief = job.open(CHIEF, 0, True)
-    job.opened, job.token, job.variables = chief, chief.token, []
-    for server in job.verbs:
-        server.approve(chief.token, 0, [JobStarted(chief.token, (100, 101))])
+    job.begin()
     (again,) = job.join(A)
     assert restore(job, again, "run/ckpt-1").positions == PLACES
     restored = job.variable(again, np.array([8.0, 9.0]), (1,), "w")
@@ -193,10 +190,7 @@ def test_a_variable_created_later_must_fit(job, worker):
     """Its creator is told, with both shapes."""
     job.variable(worker, np.zeros(3), (0,), "w")
     save(job, worker)
-    chief = job.open(CHIEF, 0, True)
-    job.opened, job.token, job.variables = chief, chief.token, []
-    for server in job.verbs:
-        server.approve(chief.token, 0, [JobStarted(chief.token, (100, 101))])
+    job.begin()
     (again,) = job.join(A)
     restore(job, again, "run")
     spec = VariableSpec("w", TensorSpec("float64", (2,)))

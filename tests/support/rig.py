@@ -160,11 +160,18 @@ class Job:
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
         self.verbs = servers.verbs
+        self.begin()
+
+    def begin(self) -> JobStarted:
+        """Opens a chief's session and begins a job, whatever was there before."""
         self.opened = self.open(CHIEF, 0, True)
         self.token = self.opened.token
         self.epoch = Epoch(0, ())
         self.variables: list[Variable] = []
-        self.append(JobStarted(self.token, tuple(one.incarnation for one in servers.cores)))
+        entry = JobStarted(self.token, tuple(one.incarnation for one in self.servers.cores))
+        for server in self.verbs:
+            assert server.approve(self.token, 0, [entry]) == 1
+        return entry
 
     def open(self, task: Task, replicas: int = 1, drives: bool = False) -> Opened:
         """Opens a session on every server."""

@@ -1,0 +1,261 @@
+"""The state machine of rounds, by itself: which round runs when, with whom, and what is kept."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from rig import WORKERS, payload, reduce_only
+
+from psserver.rounds import RECORDS, Rounds
+from pswire.api import Contribution
+from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError
+from pswire.spec import Epoch, Member
+from pswire.tensor import EMPTY, Payload, TensorSpec
+
+NUMBER = TensorSpec("int64", ())
+PLAN, OTHER = reduce_only(NUMBER, target="this"), reduce_only(NUMBER, target="that")
+MEMBERS = tuple(Member(task, place + 1, 1) for place, task in enumerate(WORKERS[:3]))
+
+
+@pytest.fixture
+def rounds():
+    """Two plans approved, two members."""
+    found = Rounds(0, lambda plan_id: {PLAN.id: "this", OTHER.id: "that"}.get(plan_id, "unknown"))
+    found.approve(PLAN)
+    found.approve(OTHER)
+    found.close_epoch(Epoch(1, MEMBERS[:2]))
+    return found
+
+
+def push(rounds, session, round=0, plan=PLAN, epoch=1, value=None):
+    """Pushes its own number; returns the future."""
+    future = Future()
+    said = Contribution(session, epoch, round, plan.id, (1.0,))
+    rounds.push(said, payload(plan, 0, [value or session], (1.0,), ()), future)
+    return future
+
+
+def sessions(job):
+    return [part.said.session for part in job.parts]
+
+
+def finish(rounds, job):
+    """Runs a job; returns which sessions are to be answered."""
+    return [said.session for said, _ in rounds.complete(job, [np.array(0)])]
+
+
+def failed(rounds):
+    """What is to be failed: the errors, by future."""
+    return dict(rounds.take_failed())
+
+
+def test_a_job_is_given_once(rounds):
+    """When everyone is there, in task order, however they came."""
+    push(rounds, 2)
+    assert rounds.next_job() is None
+    push(rounds, 1)
+    job = rounds.next_job()
+    assert (job.round, job.plan, sessions(job), job.left_out) == (0, PLAN, [1, 2], ())
+    assert job.section() == "this"
+    assert rounds.next_job() is None
+    assert finish(rounds, job) == [2, 1]
+    assert rounds.last == 0
+    assert rounds.next_job() is None
+
+
+def test_rounds_run_one_after_the_other(rounds):
+    """The next one waits, though it is whole, until the first has run."""
+    rounds.close_epoch(Epoch(2, MEMBERS[2:]))
+    third = [push(rounds, 3, 4, epoch=2)]
+    first = rounds.next_job()
+    push(rounds, 3, 4, epoch=2)
+    assert rounds.next_job() is None
+    rounds.fail(first, PSError("a failed round is over as well"))
+    assert rounds.last == 4
+    third.append(push(rounds, 3, 7, epoch=2))
+    assert rounds.next_job().round == 7
+
+
+def test_the_last_answers_are_kept(rounds):
+    """For resends; older rounds are only known to be over."""
+    for number in range(4):
+        for session in (1, 2):
+            push(rounds, session, number)
+        finish(rounds, rounds.next_job())
+    assert sorted(rounds.records) == [4 - RECORDS + index for index in range(RECORDS)]
+    said = Contribution(1, 1, 3, PLAN.id, (1.0,))
+    assert rounds.recorded(said) is rounds.records[3]
+    assert rounds.recorded(Contribution(1, 1, 4, PLAN.id)) is None
+    with pytest.raises(InvalidRequest, match="round 0 is over"):
+        push(rounds, 1, 0)
+
+
+def test_a_record_is_for_those_who_are_in_it(rounds):
+    """And for its plan; an error is for everyone who asks."""
+    for session in (1, 2):
+        push(rounds, session)
+    finish(rounds, rounds.next_job())
+    with pytest.raises(Fenced, match="made without this session"):
+        rounds.recorded(Contribution(3, 1, 0, PLAN.id, (1.0,)))
+    with pytest.raises(InvalidRequest, match="another plan"):
+        rounds.recorded(Contribution(1, 1, 0, OTHER.id, (1.0,)))
+    for session in (1, 2):
+        push(rounds, session, 1)
+    rounds.fail(rounds.next_job(), PSError("no"))
+    assert rounds.recorded(Contribution(3, 1, 1, OTHER.id)).error.message == "no"
+
+
+def test_an_epoch_completes_what_is_open(rounds):
+    """Without those whom it leaves out, if they gave nothing; with them if they did."""
+    push(rounds, 1)
+    rounds.close_epoch(Epoch(2, MEMBERS[:1]))
+    job = rounds.next_job()
+    assert (sessions(job), job.left_out) == ([1], (WORKERS[1],))
+    finish(rounds, job)
+    assert rounds.records[0].epoch.number == 2
+    push(rounds, 1, 1, epoch=2)
+    rounds.close_epoch(Epoch(3, MEMBERS[1:2]))
+    job = rounds.next_job()
+    assert (sessions(job), job.left_out) == ([1], ())
+    with pytest.raises(Fenced):
+        rounds.check(1)
+
+
+def test_who_comes_back_is_fenced_no_more():
+    """A session that an epoch left out stays out, whatever later epochs say of its task."""
+    found = Rounds(0, lambda _: "")
+    found.close_epoch(Epoch(1, MEMBERS[:2]))
+    found.close_epoch(Epoch(2, MEMBERS[:1]))
+    found.close_epoch(Epoch(3, (MEMBERS[0], Member(WORKERS[1], 9, 1))))
+    found.check(9)
+    with pytest.raises(Fenced):
+        found.check(2)
+
+
+def test_a_round_that_nobody_holds_is_dropped(rounds):
+    """Those after it go on."""
+    push(rounds, 1)
+    rounds.take_failed()
+    rounds._open[0].parts.clear()
+    rounds.close_epoch(Epoch(2, MEMBERS[2:]))
+    push(rounds, 3, 1, epoch=2)
+    assert rounds.next_job().round == 1
+
+
+def test_a_divergence_closes_its_round(rounds):
+    """All who wait are told both positions, nothing runs, and the rounds after it do."""
+    one = push(rounds, 1)
+    two = push(rounds, 2, plan=OTHER)
+    errors = failed(rounds)
+    assert set(errors) == {one, two}
+    for error in errors.values():
+        assert isinstance(error, Diverged)
+        assert "worker/task:0 is at: this" in str(error)
+        assert "worker/task:1 is at: that" in str(error)
+    assert rounds.next_job() is None
+    assert (rounds.last, rounds.records[0].error) == (0, errors[one])
+    for session in (1, 2):
+        push(rounds, session, 1)
+    assert sessions(rounds.next_job()) == [1, 2]
+
+
+def test_a_left_out_round_is_a_divergence(rounds):
+    """A member that goes on to a later one of this server has made another sequence."""
+    one = push(rounds, 1)
+    with pytest.raises(Diverged, match=r"round 0.*worker/task:1 is at: a later section"):
+        push(rounds, 2, 1)
+    assert isinstance(failed(rounds)[one], Diverged)
+
+
+def test_a_second_round_of_its_own_is_refused(rounds):
+    """The first one goes on."""
+    push(rounds, 1)
+    with pytest.raises(InvalidRequest, match="round 0 of this session is under way"):
+        push(rounds, 1, 1)
+    push(rounds, 2)
+    assert sessions(rounds.next_job()) == [1, 2]
+
+
+def test_what_is_pushed_too_soon_is_kept(rounds):
+    """Until its epoch is here; strangers are told then."""
+    early = [push(rounds, session, epoch=2) for session in (1, 2, 3)]
+    assert rounds.next_job() is None
+    assert rounds.sessions() == {1, 2, 3}
+    assert [waiting.approved for waiting in rounds.waiting()] == [False] * 3
+    rounds.close_epoch(Epoch(2, MEMBERS[:2]))
+    assert isinstance(failed(rounds)[early[2]], Fenced)
+    assert sessions(rounds.next_job()) == [1, 2]
+
+
+def test_what_is_pushed_too_soon_is_bounded(rounds):
+    """One round of each session."""
+    push(rounds, 1, 3, epoch=9)
+    push(rounds, 1, 3, epoch=9)
+    with pytest.raises(InvalidRequest, match="round 3 of this session waits"):
+        push(rounds, 1, 4, epoch=9)
+
+
+def test_a_plan_that_was_refused_runs_nowhere(rounds):
+    """Whoever has pushed for it, and whoever does, is told why."""
+    large = reduce_only(NUMBER, target="large")
+    early = push(rounds, 1, plan=large)
+    error = MemoryLimit("too large")
+    rounds.refuse(large, error)
+    assert failed(rounds) == {early: error}
+    with pytest.raises(MemoryLimit, match="too large"):
+        push(rounds, 2, plan=large)
+
+
+def test_what_does_not_fit_is_told_to_its_sender(rounds):
+    """Its place in the round is free again; what was approved too late is looked at then."""
+    strange = reduce_only(TensorSpec("int64", (3,)), target="strange")
+    future = push(rounds, 1, plan=strange)
+    assert rounds.take_failed() == []
+    wrong = Future()
+    rounds.push(Contribution(2, 1, 0, strange.id, (1.0,)), Payload.pack([np.zeros(2)]), wrong)
+    rounds.approve(strange)
+    assert set(failed(rounds)) == {future, wrong}
+    assert [waiting.missing for waiting in rounds.waiting()] == [(WORKERS[0], WORKERS[1])]
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weights_are_counts(rounds, weight):
+    """Nothing else is divided by."""
+    with pytest.raises(InvalidRequest, match="no counts"):
+        rounds.push(Contribution(1, 1, 0, PLAN.id, (weight,)), EMPTY, Future())
+
+
+def test_who_observes_has_no_weight(rounds):
+    """It sends nothing."""
+    with pytest.raises(InvalidRequest):
+        rounds.push(Contribution(1, 1, 0, PLAN.id, (1.0,), observes=True), EMPTY, Future())
+
+
+def test_a_session_that_ends_waits_no_more(rounds):
+    """What it gave stays in the round."""
+    gone = push(rounds, 1)
+    rounds.fail_session(1, Fenced("gone"))
+    assert isinstance(failed(rounds)[gone], Fenced)
+    assert rounds.sessions() == set()
+    push(rounds, 2)
+    job = rounds.next_job()
+    assert sessions(job) == [1, 2]
+    assert finish(rounds, job) == [2]
+
+
+def test_everything_ends_at_once(rounds):
+    """Parked or open, all futures get the error."""
+    futures = {push(rounds, 1), push(rounds, 1), push(rounds, 2, epoch=5)}
+    rounds.abandon(PSError("the server ends"))
+    assert set(failed(rounds)) == futures
+
+
+def test_status_tells_who_is_missing(rounds):
+    """Members that were not fenced, in task order."""
+    rounds.close_epoch(Epoch(2, MEMBERS))
+    push(rounds, 2, epoch=2)
+    (waiting,) = rounds.waiting()
+    assert (waiting.round, waiting.section, waiting.approved) == (0, "this", True)
+    assert waiting.missing == (WORKERS[0], WORKERS[2])
