@@ -119,9 +119,10 @@ def test_what_is_logged_in_the_end_does_not_hide_the_error(script, text, said):
 def test_the_one_to_blame_is_shown(script):
     """A process that fails because another did may end first; the report is about the other."""
     text = (
-        "from pswire.errors import PSError\n"
-        "if me == 0:\n    raise PSError('worker 1 has failed')\n"
-        "try:\n    raise KeyError('cause')\nfinally:\n    time.sleep(0.2)\n"
+        "import pathlib\nfrom pswire.errors import PSError\nfailing = pathlib.Path(__file__).with_suffix('.failing')\n"
+        "if me == 0:\n    while not failing.exists():\n        time.sleep(0.01)\n"
+        "    raise PSError('worker 1 has failed')\n"
+        "try:\n    failing.touch()\n    raise KeyError('cause')\nfinally:\n    time.sleep(0.2)\n"
     )
     outcome, _ = run(script(text))
     assert outcome.task == Task("worker", 1)
