@@ -1,4 +1,4 @@
-"""What a client is told: `TF_CONFIG`, `PS_TIMEOUT_*`, and the files in `configs/` for a local cluster.
+"""What a client is told: `TF_CONFIG`, `PS_TIMEOUT_*`, Slurm's variables, and the files in `configs/`.
 
 The only module of this package that reads the environment for configuration.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,10 @@ from pswire.limits import Timeouts, parse_seconds, refuse_unknown
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 """Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
 
+# gRPC's handlers of fork() abort the child where a call is under way, as one is nearly always. A fork has no part in
+# the job and makes no calls, so that it needs no handlers: a data loader may fork at any time.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 CHIEFS = ("driver", "script", "none")
 """Ways to have a chief: a process that only drives, one that runs the script too, or worker 0."""
 
@@ -33,11 +37,13 @@ class ServerOptions:
         device: "cpu" or "gpu:N".
         memory_limit: bytes that variables may take on one server, with a unit; "0" for no limit.
         checkpoint_root: the directory below which checkpoints are.
+        threads: that run one update program, a number.
     """
 
     device: str = "cpu"
     memory_limit: str = "0"
     checkpoint_root: str = "checkpoints"
+    threads: str = "1"
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,30 @@ def task_config(environ: Mapping[str, str] = os.environ) -> TaskConfig | None:
     Raises:
         ConfigError: TF_CONFIG is malformed.
     """
-    return parse_tf_config(environ.get("TF_CONFIG", ""))
+    return parse_tf_config(tf_config_text(environ))
+
+
+def tf_config_text(environ: Mapping[str, str] = os.environ) -> str:
+    """The value of `TF_CONFIG`, "" where it is not set."""
+    return environ.get("TF_CONFIG", "")
+
+
+def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A variable that Slurm sets for each process of a step; raises `RuntimeError` where it is not set."""
+    if name not in environ:
+        raise RuntimeError(f"{name} is not set: this process is in no Slurm step; start it with srun")
+    return environ[name]
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str] | None:
+    """The names of the GPUs that `CUDA_VISIBLE_DEVICES` lets this process use; None where it is not set."""
+    names = environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else [name for name in names.split(",") if name]
+
+
+def set_visible_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `CUDA_VISIBLE_DEVICES` for this process and its children; of no effect once CUDA has been used."""
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:

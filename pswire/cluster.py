@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pswire.errors import ConfigError
 
@@ -43,31 +43,118 @@ def _rank(job: str) -> int:
     return JOBS.index(job) if job in JOBS else len(JOBS)
 
 
-@dataclass(frozen=True)
-class ClusterSpec:
-    """The addresses of all tasks.
+Addresses = Sequence[str] | Mapping[int, str] | Mapping[str, str]
+"""The tasks of one job: addresses in task order, or task index to address, where indices may be missing."""
 
-    Attributes:
-        jobs: job name to the `host:port` of each of its tasks. Only `ps` tasks listen; the other
-            addresses are names.
+
+class ClusterSpec:
+    """The addresses of all tasks, with the names of `tf.train.ClusterSpec`.
+
+    It may have any jobs; what a parameter-server cluster needs is checked where one is built, by `check_cluster`.
+    Only `ps` tasks listen, the other addresses are names. There is no protobuf form, hence no `as_cluster_def`.
+
+    Args:
+        cluster: job name to the addresses of its tasks: a list, or a mapping from task index to address, in which
+            indices may be missing; or another `ClusterSpec`, to copy.
+
+    Raises:
+        TypeError: the cluster is no mapping, a job name or an address no text, or a job neither a list nor a mapping.
+        ValueError: a task index is no whole number from 0, or comes twice.
     """
 
-    jobs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    def __init__(self, cluster: Mapping[str, Addresses] | ClusterSpec) -> None:
+        jobs = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
+        if not isinstance(jobs, Mapping):
+            raise TypeError(f"a cluster must be a dict of job names and addresses, not {type(cluster).__name__}")
+        self._jobs = {job: _addresses(job, tasks) for job, tasks in jobs.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        return self._jobs == other._jobs if isinstance(other, ClusterSpec) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({dict(sorted(self.as_dict().items()))})"
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs, in the order in which they were given."""
+        return list(self._jobs)
+
+    def num_tasks(self, job_name: str) -> int:
+        """How many tasks a job has; raises `ValueError` if there is no such job."""
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """The indices of a job's tasks, ascending; raises `ValueError` if there is no such job."""
+        return list(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """The address of one task; raises `ValueError` if there is no such job or no such task in it."""
+        tasks = self._job(job_name)
+        if task_index not in tasks:
+            raise ValueError(f"job {job_name!r} has no task {task_index!r}; the cluster has {self.describe()}")
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """The addresses of a job by task index, None where an index is missing.
+
+        Raises:
+            ValueError: there is no such job.
+        """
+        tasks = self._job(job_name)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Job names to lists of addresses, or to a dict by task index where indices are missing or there is no task."""
+        return {job: list(tasks.values()) if _dense(tasks) else dict(tasks) for job, tasks in self._jobs.items()}
 
     def tasks(self, job: str) -> list[Task]:
-        """The tasks of one job, in order."""
-        return [Task(job, index) for index in range(len(self.jobs.get(job, ())))]
+        """The tasks of one job, in order; none if there is no such job."""
+        return [Task(job, index) for index in self._jobs.get(job, ())]
 
     def address(self, task: Task) -> str:
         """The `host:port` of a task; raises `ConfigError` if the cluster has no such task."""
-        addresses = self.jobs.get(task.job, ())
-        if task.index >= len(addresses):
+        address = self._jobs.get(task.job, {}).get(task.index)
+        if address is None:
             raise ConfigError(f"the cluster has no {task}: it has {self.describe()}; correct the task or the cluster")
-        return addresses[task.index]
+        return address
 
     def describe(self) -> str:
         """One line for people: `2 ps, 2 worker, 1 chief`."""
-        return ", ".join(f"{len(a)} {job}" for job, a in sorted(self.jobs.items())) or "no task at all"
+        return ", ".join(f"{len(tasks)} {job}" for job, tasks in sorted(self._jobs.items())) or "no task at all"
+
+    def _job(self, name: str) -> dict[int, str]:
+        if name not in self._jobs:
+            raise ValueError(f"the cluster has no job {name!r}; it has {self.describe()}")
+        return self._jobs[name]
+
+
+def _addresses(job: Any, tasks: Any) -> dict[int, str]:
+    """The addresses of one job by task index, ascending."""
+    if not isinstance(job, str):
+        raise TypeError(f"a job name must be a text, not {job!r}")
+    by_index = dict(enumerate(tasks)) if isinstance(tasks, list | tuple) else tasks
+    if not isinstance(by_index, Mapping) or not all(isinstance(address, str) for address in by_index.values()):
+        raise TypeError(f'cluster[{job!r}] must be a list of "host:port" strings, or a dict from task index to them')
+    found = {parse_index(index, f"cluster[{job!r}]"): address for index, address in by_index.items()}
+    if len(found) < len(by_index):
+        raise ValueError(f"cluster[{job!r}] has a task index twice: {', '.join(map(repr, by_index))}")
+    return dict(sorted(found.items()))
+
+
+def _dense(tasks: Mapping[int, str]) -> bool:
+    return bool(tasks) and max(tasks) + 1 == len(tasks)
+
+
+def parse_index(index: Any, where: str) -> int:
+    """A task index, as a number or as its text; raises `ConfigError` naming `where` for anything else."""
+    if isinstance(index, str) and _NUMBER.fullmatch(index):
+        index = int(index)
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise ConfigError(f"{where}: task index {index!r} must be a whole number from 0")
+    return index
 
 
 @dataclass(frozen=True)
@@ -76,6 +163,84 @@ class TaskConfig:
 
     cluster: ClusterSpec
     task: Task
+
+
+class TaskSource(Protocol):
+    """Where a process learns its cluster and its task: TF_CONFIG, or a cluster resolver."""
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster; an empty one where there is none."""
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process."""
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job."""
+
+
+class TFConfig:
+    """What the value of the environment variable `TF_CONFIG` says; each part is checked when it is asked for.
+
+    Args:
+        text: the JSON text; empty means that there is no cluster.
+
+    Raises:
+        ConfigError: the text is no JSON object.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._data = _json_object(text)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster, an empty one where none is named; raises `ConfigError` for what cannot be one."""
+        data = self._data.get("cluster") or {}
+        if not isinstance(data, dict):
+            raise ConfigError(f"TF_CONFIG: 'cluster' must be an object of jobs, not {type(data).__name__}")
+        try:
+            return ClusterSpec(data)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"TF_CONFIG: {error}") from None
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process; None where it is not said."""
+        return str(self._task["type"]) if "type" in self._task else None
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job, None where it is not said; raises `ConfigError` for what is none."""
+        return parse_index(self._task["index"], "TF_CONFIG") if "index" in self._task else None
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol of addresses, such as "grpc"; None where it is not said."""
+        return self._data.get("rpc_layer")
+
+    @property
+    def session_master(self) -> str | None:
+        """An address that stands for that of this task; None where it is not said."""
+        return self._data.get("session_master")
+
+    @property
+    def _task(self) -> dict[str, Any]:
+        task = self._data.get("task")
+        return task if isinstance(task, dict) else {}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:  # not only JSONDecodeError: numbers and depth have limits
+        raise ConfigError(
+            f"TF_CONFIG is not JSON ({' '.join(str(error).split())}); "
+            'write {"cluster": {"ps": ["host:port"], "worker": ["host:port"]}, '
+            '"task": {"type": "worker", "index": 0}}'
+        ) from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"TF_CONFIG must be a JSON object, not {type(data).__name__}")
+    return data
 
 
 def parse_tf_config(text: str) -> TaskConfig | None:
@@ -90,65 +255,56 @@ def parse_tf_config(text: str) -> TaskConfig | None:
     Raises:
         ConfigError: with the key that is wrong and what to write instead.
     """
-    if not text.strip():
+    return task_config_of(TFConfig(text), "TF_CONFIG")
+
+
+def task_config_of(source: TaskSource, where: str) -> TaskConfig | None:
+    """The cluster and the task that a source names, checked to be those of a parameter-server cluster.
+
+    Args:
+        source: a source; one that names a job but no index means its task 0.
+        where: what to call the source in errors.
+
+    Returns:
+        The cluster and the task, or None where the cluster is empty.
+
+    Raises:
+        ConfigError: `check_cluster` refuses the cluster, the task is not said, or the cluster has no such task.
+    """
+    cluster = source.cluster_spec()
+    if not cluster:
         return None
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # not only JSONDecodeError: numbers and depth have limits
+    check_cluster(cluster, where)
+    job = source.task_type
+    if job is None:
         raise ConfigError(
-            f"TF_CONFIG is not JSON ({' '.join(str(error).split())}); "
-            'write {"cluster": {"ps": ["host:port"], "worker": ["host:port"]}, '
-            '"task": {"type": "worker", "index": 0}}'
-        ) from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"TF_CONFIG must be a JSON object, not {type(data).__name__}")
-    if not data.get("cluster"):
-        return None
-    cluster = parse_cluster(data["cluster"])
-    task = _parse_task(data.get("task"))
+            f"{where} has a cluster but no task type: say which task this process is, "
+            '"task": {"type": "worker", "index": 0} in TF_CONFIG, or task_type="worker", task_id=0 of a resolver'
+        )
+    if job not in JOBS:
+        raise ConfigError(f"{where}: unknown task type {job!r}; known are {', '.join(JOBS)}")
+    index = source.task_id
+    task = Task(job, 0 if index is None else parse_index(index, where))
     cluster.address(task)
     return TaskConfig(cluster, task)
 
 
-def parse_cluster(data: Any) -> ClusterSpec:
-    """Reads the `cluster` part of TF_CONFIG: job names to lists (or index-keyed objects) of addresses."""
-    if not isinstance(data, dict):
-        raise ConfigError(f"TF_CONFIG: 'cluster' must be an object of jobs, not {type(data).__name__}")
-    jobs: dict[str, tuple[str, ...]] = {}
-    for job, addresses in data.items():
+def check_cluster(cluster: ClusterSpec, where: str) -> None:
+    """Raises `ConfigError` naming `where` if variables could not be held, or nobody would train."""
+    counts = {job: len(cluster.tasks(job)) for job in cluster.jobs}
+    for job in cluster.jobs:
         if job not in JOBS:
-            raise ConfigError(f"TF_CONFIG: unknown job {job!r} in 'cluster'; known are {', '.join(JOBS)}")
-        if isinstance(addresses, dict):
-            if set(addresses) != set(map(str, range(len(addresses)))):
-                raise ConfigError(f"TF_CONFIG: cluster[{job!r}] must have the indices 0, 1, ... without gaps")
-            addresses = [addresses[str(index)] for index in range(len(addresses))]
-        if not isinstance(addresses, list) or not all(isinstance(a, str) for a in addresses):
-            raise ConfigError(f'TF_CONFIG: cluster[{job!r}] must be a list of "host:port" strings')
-        for address in addresses:
-            check_address(address, f"TF_CONFIG: cluster[{job!r}]")
-        jobs[job] = tuple(addresses)
-    if not jobs.get("ps"):
-        raise ConfigError("TF_CONFIG: the cluster has no 'ps' task; variables need at least one server")
-    if len(jobs.get("chief", ())) > 1:
-        raise ConfigError(f"TF_CONFIG: the cluster has {len(jobs['chief'])} chiefs; it can have one")
-    if not jobs.get("worker") and not jobs.get("chief"):
-        raise ConfigError("TF_CONFIG: the cluster has no 'worker' and no 'chief'; nobody would train")
-    return ClusterSpec(jobs)
-
-
-def _parse_task(data: Any) -> Task:
-    if not isinstance(data, dict):
-        raise ConfigError(
-            'TF_CONFIG has a cluster but no \'task\': say which task this process is, {"type": "worker", "index": 0}'
-        )
-    job, index = data.get("type"), data.get("index", 0)
-    if job not in JOBS:
-        raise ConfigError(f"TF_CONFIG: unknown task type {job!r}; known are {', '.join(JOBS)}")
-    if isinstance(index, str) and _NUMBER.fullmatch(index):
-        index = int(index)
-    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise ConfigError(f"TF_CONFIG: task index {index!r} must be a whole number from 0")
-    return Task(job, index)
+            raise ConfigError(f"{where}: unknown job {job!r} in the cluster; known are {', '.join(JOBS)}")
+        if cluster.task_indices(job) != list(range(counts[job])):
+            raise ConfigError(f"{where}: cluster[{job!r}] must have the indices 0, 1, ... without gaps")
+        for task in cluster.tasks(job):
+            check_address(cluster.address(task), f"{where}: cluster[{job!r}]")
+    if not counts.get("ps"):
+        raise ConfigError(f"{where}: the cluster has no 'ps' task; variables need at least one server")
+    if counts.get("chief", 0) > 1:
+        raise ConfigError(f"{where}: the cluster has {counts['chief']} chiefs; it can have one")
+    if not counts.get("worker") and not counts.get("chief"):
+        raise ConfigError(f"{where}: the cluster has no 'worker' and no 'chief'; nobody would train")
 
 
 def check_address(address: str, where: str) -> tuple[str, int]:

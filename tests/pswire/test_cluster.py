@@ -1,4 +1,4 @@
-"""TF_CONFIG."""
+"""Clusters, and TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.cluster import JOBS, Task, check_address, parse_cluster, parse_tf_config
+from pswire.cluster import JOBS, ClusterSpec, Task, TFConfig, check_address, check_cluster, parse_tf_config
 from pswire.errors import ConfigError
 
 CLUSTER = {"ps": ["a:1", "b:2"], "worker": ["c:3"], "chief": ["d:4"]}
@@ -50,8 +50,7 @@ def test_variants_that_tensorflow_takes(case: str) -> None:
 def test_addresses_by_index_are_in_numeric_order() -> None:
     """The keys of an object of addresses are numbers: 10 comes after 9."""
     keys = {str(index): f"h:{index}" for index in reversed(range(12))}
-    jobs = parse_cluster({"ps": ["s:1"], "worker": keys}).jobs
-    assert jobs["worker"] == tuple(f"h:{index}" for index in range(12))
+    assert ClusterSpec({"worker": keys}).job_tasks("worker") == [f"h:{index}" for index in range(12)]
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "{}", '{"cluster": {}}', '{"task": {"type": "worker"}}'])
@@ -71,7 +70,11 @@ BAD: dict[str, tuple[str, str]] = {
     "an unknown job": (config({**CLUSTER, "master": ["a:1"]}), "unknown job 'master'.*known are chief"),
     "a job of another kind": (config({**CLUSTER, "ps": "a:1"}), r"cluster\['ps'\] must be a list"),
     "an address of another kind": (config({**CLUSTER, "ps": [1]}), r"cluster\['ps'\] must be a list"),
-    "indices that are no numbers": (config({**CLUSTER, "ps": {"a": "a:1"}}), r"cluster\['ps'\].*indices"),
+    "indices that are no numbers": (config({**CLUSTER, "ps": {"a": "a:1"}}), r"cluster\['ps'\]: task index 'a'"),
+    "an index written twice": (
+        config({**CLUSTER, "ps": {"0": "a:1", "00": "b:1"}}),
+        r"cluster\['ps'\].*twice: '0', '00'",
+    ),
     "indices with a gap": (
         config({**CLUSTER, "ps": {"0": "a:1", "2": "b:2"}}),
         r"cluster\['ps'\].*without gaps",
@@ -91,9 +94,9 @@ BAD: dict[str, tuple[str, str]] = {
     "an empty list of servers": (config({"worker": ["a:1"], "ps": []}), "no 'ps' task"),
     "two chiefs": (config({**CLUSTER, "chief": ["a:1", "b:2"]}), "has 2 chiefs; it can have one"),
     "nobody who trains": (config({"ps": ["a:1"]}, {"type": "ps"}), "nobody would train"),
-    "no task": (json.dumps({"cluster": CLUSTER}), "no 'task': say which"),
-    "a task of another kind": (config(task="worker"), "no 'task': say which"),
-    "a task without type": (config(task={"index": 0}), "unknown task type None"),
+    "no task": (json.dumps({"cluster": CLUSTER}), "no task type: say which task"),
+    "a task of another kind": (config(task="worker"), "no task type: say which task"),
+    "a task without type": (config(task={"index": 0}), "no task type: say which task"),
     "an unknown type": (config(task={"type": "boss"}), "unknown task type 'boss'; known are chief"),
     "a type of another kind": (config(task={"type": ["worker"]}), "unknown task type"),
     "an index without end": (config(task={"type": "worker", "index": "9" * 5000}), "must be a whole number"),
@@ -171,3 +174,116 @@ def test_addresses() -> None:
     assert check_address("[::1]:0", "here") == ("[::1]", 0)
     with pytest.raises(ConfigError, match=r"^here: 'x' is no address"):
         check_address("x", "here")
+
+
+def test_a_cluster_spec_answers_as_tensorflow_s() -> None:
+    """The names of `tf.train.ClusterSpec` give what they give there, for lists and for indices with gaps."""
+    spec = ClusterSpec({"worker": {"3": "w3:1", 1: "w1:1"}, "ps": ("p:1",), "evaluator": []})
+    assert spec.jobs == ["worker", "ps", "evaluator"]
+    assert [spec.num_tasks(job) for job in spec.jobs] == [2, 1, 0]
+    assert [spec.task_indices(job) for job in spec.jobs] == [[1, 3], [0], []]
+    assert [spec.job_tasks(job) for job in spec.jobs] == [[None, "w1:1", None, "w3:1"], ["p:1"], []]
+    assert spec.task_address("worker", 3) == "w3:1"
+    assert spec.as_dict() == {"worker": {1: "w1:1", 3: "w3:1"}, "ps": ["p:1"], "evaluator": {}}
+    assert repr(spec) == "ClusterSpec({'evaluator': {}, 'ps': ['p:1'], 'worker': {1: 'w1:1', 3: 'w3:1'}})"
+    assert spec.tasks("worker") == [Task("worker", 1), Task("worker", 3)]
+    assert spec.address(Task("worker", 3)) == "w3:1"
+
+
+def test_a_cluster_without_jobs_is_false() -> None:
+    """A cluster is true as soon as it has a job, even one without tasks."""
+    assert not ClusterSpec({})
+    assert ClusterSpec({"worker": []})
+    assert repr(ClusterSpec({})) == "ClusterSpec({})"
+    assert ClusterSpec({}).describe() == "no task at all"
+
+
+def test_clusters_are_equal_by_their_tasks() -> None:
+    """It does not matter how the tasks were written; a dict is no cluster, and clusters cannot be keys."""
+    spec = ClusterSpec({"ps": ["a:1", "b:1"]})
+    assert spec == ClusterSpec({"ps": {1: "b:1", 0: "a:1"}})
+    assert spec != ClusterSpec({"ps": ["b:1", "a:1"]})
+    assert spec != {"ps": ["a:1", "b:1"]}
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(spec)
+
+
+JOB = st.lists(st.text(), max_size=4) | st.dictionaries(st.integers(0, 9), st.text(), max_size=4)
+
+
+@given(st.dictionaries(st.text(), JOB, max_size=4))
+def test_a_cluster_spec_is_made_from_what_it_gives(jobs: dict[str, Any]) -> None:
+    """`as_dict` loses nothing, a copy is equal, and changing what was given changes no cluster."""
+    spec = ClusterSpec(jobs)
+    assert ClusterSpec(spec.as_dict()) == spec
+    assert ClusterSpec(spec) == spec
+    for job, tasks in jobs.items():
+        assert spec.num_tasks(job) == len(tasks)
+        assert len([task for task in spec.job_tasks(job) if task is not None]) == len(tasks)
+        tasks.clear()
+    assert spec.jobs == list(jobs)
+    assert ClusterSpec(spec.as_dict()) == spec
+
+
+NO_CLUSTERS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a list": ([1], TypeError, "a cluster must be a dict .* not list"),
+    "nothing": (None, TypeError, "not NoneType"),
+    "an address as a job": ({"ps": "a:1"}, TypeError, r"cluster\['ps'\] must be a list"),
+    "a number as a job": ({"ps": 3}, TypeError, r"cluster\['ps'\] must be a list"),
+    "a number as an address": ({"ps": [1]}, TypeError, r"cluster\['ps'\] must be a list of \"host:port\" strings"),
+    "a number as a job's name": ({1: ["a:1"]}, TypeError, "a job name must be a text, not 1"),
+    "an index in words": ({"ps": {"a": "a:1"}}, ValueError, r"cluster\['ps'\]: task index 'a' must be a whole number"),
+    "an index below zero": ({"ps": {-1: "a:1"}}, ValueError, "task index -1 must"),
+    "a broken index": ({"ps": {1.5: "a:1"}}, ValueError, "task index 1.5 must"),
+    "an index twice": ({"ps": {"1": "a:1", 1: "b:1"}}, ValueError, "a task index twice: '1', 1"),
+}
+
+
+@pytest.mark.parametrize("case", NO_CLUSTERS)
+def test_what_is_no_cluster_is_told(case: str) -> None:
+    """The error names the job, and what to write instead."""
+    given, error, said = NO_CLUSTERS[case]
+    with pytest.raises(error, match=said):
+        ClusterSpec(given)
+
+
+@pytest.mark.parametrize("name", ["num_tasks", "task_indices", "job_tasks"])
+def test_a_job_that_is_not_there_is_told(name: str) -> None:
+    """Asking for an unknown job is a ValueError that says what there is."""
+    spec = ClusterSpec({"ps": ["a:1"], "worker": ["b:1", "c:1"]})
+    with pytest.raises(ValueError, match="no job 'boss'; it has 1 ps, 2 worker"):
+        getattr(spec, name)("boss")
+
+
+def test_a_task_that_is_not_there_is_told() -> None:
+    """Asking for the address of an unknown task is a ValueError that says what there is."""
+    spec = ClusterSpec({"ps": ["a:1"], "worker": {1: "c:1"}})
+    for index in (0, -1, 2):
+        with pytest.raises(ValueError, match=f"job 'worker' has no task {index}; the cluster has 1 ps, 1 worker"):
+            spec.task_address("worker", index)
+    with pytest.raises(ValueError, match="no job 'boss'"):
+        spec.task_address("boss", 0)
+
+
+def test_any_jobs_make_a_cluster_but_not_one_of_ours() -> None:
+    """Only the check for a strategy knows which jobs there are, and it says who has named them."""
+    spec = ClusterSpec({"boss": ["a:1"]})
+    assert spec.task_address("boss", 0) == "a:1"
+    with pytest.raises(ConfigError, match=r"^the file: unknown job 'boss' in the cluster; known are chief"):
+        check_cluster(spec, "the file")
+
+
+def test_each_part_of_tf_config_is_checked_when_it_is_read() -> None:
+    """A bad task does not hide the cluster, nor a bad cluster the task."""
+    bad_task = TFConfig(json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": "x"}}))
+    assert bad_task.cluster_spec() == ClusterSpec(CLUSTER)
+    assert bad_task.task_type == "worker"
+    with pytest.raises(ConfigError, match="task index 'x'"):
+        _ = bad_task.task_id
+    bad_cluster = TFConfig(
+        json.dumps({"cluster": {"ps": 1}, "task": WORKER, "rpc_layer": "grpc", "session_master": "m"})
+    )
+    assert (bad_cluster.task_type, bad_cluster.task_id) == ("worker", 0)
+    assert (bad_cluster.rpc_layer, bad_cluster.session_master) == ("grpc", "m")
+    with pytest.raises(ConfigError, match=r"^TF_CONFIG: cluster\['ps'\] must be a list"):
+        bad_cluster.cluster_spec()

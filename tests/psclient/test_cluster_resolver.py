@@ -1,0 +1,381 @@
+"""Cluster resolvers. What is expected was observed on TensorFlow 2, where a test does not say otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from psclient import cluster_resolver
+from psclient.arrays import available_gpus
+from psclient.cluster_resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+    task_of,
+)
+from psclient.config import task_config
+from pswire.cluster import JOBS, ClusterSpec, Task, TaskConfig
+from pswire.errors import ConfigError
+
+JOBS_GIVEN = {"worker": ["w0:1", "w1:1"], "ps": ["p:1"]}
+SPEC = ClusterSpec(JOBS_GIVEN)
+OWN_GPUS = {"GPU": available_gpus()} if available_gpus() else {}
+
+SetConfig = Callable[..., None]
+
+
+def test_the_face_is_a_table_of_contents() -> None:
+    """`__all__` is sorted and names what is there."""
+    assert cluster_resolver.__all__ == sorted(cluster_resolver.__all__)
+    assert all(hasattr(cluster_resolver, name) for name in cluster_resolver.__all__)
+
+
+@pytest.fixture
+def tf_config(monkeypatch: pytest.MonkeyPatch) -> SetConfig:
+    """Sets TF_CONFIG, from a text or from the parts of the object."""
+
+    def set_to(text: str | None = None, **parts: Any) -> None:
+        monkeypatch.setenv("TF_CONFIG", json.dumps(parts) if text is None else text)
+
+    monkeypatch.setenv("TF_CONFIG", "")
+    monkeypatch.delenv("TF_CONFIG")
+    return set_to
+
+
+# ---- TF_CONFIG ----
+
+
+def test_without_tf_config_nothing_is_known(tf_config: SetConfig) -> None:
+    """No TF_CONFIG, an empty one, and one without a cluster are the same: no cluster, no task, no error."""
+    resolver = TFConfigClusterResolver()
+    for text in (None, "", "{}", '{"cluster": {}}'):
+        if text is not None:
+            tf_config(text)
+        assert resolver.cluster_spec() == ClusterSpec({})
+        assert (resolver.task_type, resolver.task_id) == (None, None)
+        assert (resolver.rpc_layer, resolver.environment) == (None, None)
+        assert resolver.master() == resolver.master("ps", 0, "grpc") == ""
+        assert resolver.num_accelerators() == OWN_GPUS
+        assert resolver.num_accelerators("worker", 0) == {}
+
+
+def test_tf_config_is_told(tf_config: SetConfig) -> None:
+    """Cluster, task and layer are those of TF_CONFIG; its environment is not."""
+    tf_config(cluster=JOBS_GIVEN, task={"type": "worker", "index": "1"}, rpc_layer="grpc", environment="cloud")
+    resolver = TFConfigClusterResolver()
+    assert resolver.cluster_spec() == SPEC
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert (resolver.rpc_layer, resolver.environment) == ("grpc", None)
+    assert resolver.master() == "grpc://w1:1"
+    assert resolver.master("ps", 0, "tcp") == "tcp://p:1"
+    assert resolver.master(task_id=0) == "grpc://w0:1"
+
+
+def test_tf_config_is_read_at_each_call(tf_config: SetConfig) -> None:
+    """A resolver follows TF_CONFIG as it changes."""
+    resolver = TFConfigClusterResolver()
+    tf_config(cluster=JOBS_GIVEN, task={"type": "worker", "index": 1})
+    assert (resolver.task_id, resolver.master()) == (1, "w1:1")
+    tf_config(cluster={"ps": ["z:1"]}, task={"type": "ps", "index": 0})
+    assert resolver.cluster_spec() == ClusterSpec({"ps": ["z:1"]})
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == ("ps", 0, "")
+
+
+def test_what_is_given_goes_before_tf_config(tf_config: SetConfig) -> None:
+    """Constructor arguments and setters win, until they are set to None."""
+    tf_config(cluster=JOBS_GIVEN, task={"type": "ps", "index": 0}, rpc_layer="there")
+    resolver = TFConfigClusterResolver("worker", 1, "given", "env")
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "given")
+    assert (resolver.environment, resolver.master()) == ("env", "given://w1:1")
+    resolver.task_id, resolver.rpc_layer = 0, "set"
+    assert resolver.master() == "set://w0:1"
+    resolver.task_type = resolver.task_id = resolver.rpc_layer = None
+    assert resolver.master() == "there://p:1"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "master"),
+    [
+        ({"worker": ["a:1"]}, ""),
+        ({"worker": {"0": "a:1"}}, ""),
+        ({"worker": ["a:1"], "ps": ["p:1"]}, "a:1"),
+        ({"worker": ["a:1", "b:1"]}, "a:1"),
+    ],
+)
+def test_a_single_task_has_no_master(tf_config: SetConfig, cluster: Any, master: str) -> None:
+    """Only the master of a cluster of one task is empty."""
+    tf_config(cluster=cluster, task={"type": "worker", "index": 0})
+    assert TFConfigClusterResolver().master() == master
+
+
+def test_a_session_master_stands_for_all(tf_config: SetConfig) -> None:
+    """`session_master` of TF_CONFIG is the master, whichever task is asked for."""
+    tf_config(cluster=JOBS_GIVEN, session_master="m:1", rpc_layer="grpc")
+    assert TFConfigClusterResolver().master() == TFConfigClusterResolver().master("ps", 0) == "m:1"
+
+
+def test_accelerators_are_those_of_this_process(tf_config: SetConfig) -> None:
+    """Of its own task a process knows the GPUs, of another that is there none; one that is not there is an error."""
+    tf_config(cluster=JOBS_GIVEN, task={"type": "worker", "index": 1})
+    resolver = TFConfigClusterResolver()
+    assert resolver.num_accelerators() == resolver.num_accelerators("worker", 1) == OWN_GPUS
+    assert resolver.num_accelerators(config_proto=object()) == OWN_GPUS
+    assert resolver.num_accelerators("worker", 0) == resolver.num_accelerators(task_id=0) == {}
+    with pytest.raises(ValueError, match="job 'worker' has no task 9"):
+        resolver.num_accelerators("worker", 9)
+
+
+def test_a_master_that_is_not_there_is_told(tf_config: SetConfig) -> None:
+    """No task, no such job and no such index are told with what there is."""
+    tf_config(cluster=JOBS_GIVEN)
+    resolver = TFConfigClusterResolver()
+    for asked, said in (((None, None), "no job None"), (("boss", 0), "no job 'boss'"), (("ps", 1), "has no task 1")):
+        with pytest.raises(ValueError, match=f"{said}; .* 1 ps, 2 worker"):
+            resolver.master(*asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "said"),
+    [
+        ("{", "task_type", "TF_CONFIG is not JSON"),
+        ("[1]", "task_id", "TF_CONFIG must be a JSON object, not list"),
+        ('{"task": {"index": "x"}}', "task_id", "TF_CONFIG: task index 'x' must be a whole number"),
+        ('{"task": {"index": -1}}', "task_id", "task index -1"),
+    ],
+)
+def test_a_bad_tf_config_is_told_when_it_is_read(tf_config: SetConfig, text: str, read: str, said: str) -> None:
+    """The resolver can be made; the property that needs what is malformed raises."""
+    tf_config(text)
+    with pytest.raises(ConfigError, match=said):
+        getattr(TFConfigClusterResolver(), read)
+
+
+# ---- What is given ----
+
+
+def test_a_simple_resolver_tells_what_it_was_given() -> None:
+    """Nothing is detected; a task asked for by job and index has its own address."""
+    resolver = SimpleClusterResolver(SPEC, "m:1", "worker", 0, "env", {"GPU": 8}, "grpc")
+    assert resolver.cluster_spec() is SPEC
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 0, "grpc")
+    assert resolver.environment == "env"
+    assert resolver.num_accelerators() == resolver.num_accelerators("ps", 0) == {"GPU": 8}
+    assert resolver.master() == resolver.master("ps") == "grpc://m:1"
+    assert resolver.master("ps", 0) == "grpc://p:1"
+    assert resolver.master("ps", 0, "tcp") == "tcp://p:1"
+    with pytest.raises(ValueError, match="no job 'boss'"):
+        resolver.master("boss", 0)
+
+
+def test_a_simple_resolver_of_a_cluster_alone() -> None:
+    """What was not given is None or empty, and can be set."""
+    resolver = SimpleClusterResolver(SPEC)
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
+    assert (resolver.environment, resolver.master(), resolver.num_accelerators()) == ("", "", {})
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "ps", 3, "k"
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("ps", 3, "k")
+
+
+def test_a_simple_resolver_refuses_other_types() -> None:
+    """A dict is no ClusterSpec, a number no master."""
+    with pytest.raises(TypeError, match="cluster_spec must be a ClusterSpec, not dict; write ClusterSpec"):
+        SimpleClusterResolver(JOBS_GIVEN)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="master must be a text such as host:port, not 3"):
+        SimpleClusterResolver(SPEC, 3)  # type: ignore[arg-type]
+
+
+def test_a_resolver_of_ones_own_needs_two_methods() -> None:
+    """Cluster and master are enough; task and layer may be set, and are None until then."""
+
+    class Own(ClusterResolver):
+        def cluster_spec(self) -> ClusterSpec:
+            return SPEC
+
+        def master(self, task_type: Any = None, task_id: Any = None, rpc_layer: Any = None) -> str:
+            return ""
+
+    resolver = Own()
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
+    assert (resolver.environment, resolver.num_accelerators()) == ("", OWN_GPUS)
+    resolver.task_type, resolver.task_id = "worker", 1
+    assert task_of(resolver) == TaskConfig(SPEC, Task("worker", 1))
+    with pytest.raises(TypeError, match="abstract"):
+        ClusterResolver()  # type: ignore[abstract]
+
+
+# ---- Unions ----
+
+
+def union(*clusters: dict[str, Any], **given: Any) -> UnionResolver:
+    return UnionResolver(*(SimpleClusterResolver(ClusterSpec(cluster)) for cluster in clusters), **given)
+
+
+@pytest.mark.parametrize(
+    ("clusters", "expected"),
+    [
+        ([{"ps": ["a:1"]}], {"ps": ["a:1"]}),
+        ([{"worker": ["a:1"]}, {"worker": ["b:1"], "ps": ["p:1"]}], {"worker": ["a:1", "b:1"], "ps": ["p:1"]}),
+        ([{"worker": ["a:1"]}, {"worker": ["a:1"]}], {"worker": ["a:1", "a:1"]}),
+        ([{"worker": {0: "a:1"}}, {"worker": {0: "b:1"}}], {"worker": ["a:1", "b:1"]}),
+        ([{"worker": ["a:1"]}, {"worker": {2: "b:1"}}], {"worker": {0: "a:1", 2: "b:1"}}),
+        ([{"worker": {2: "b:1"}}, {"worker": ["a:1"]}], {"worker": {0: "a:1", 2: "b:1"}}),
+        ([{"worker": {1: "a:1"}}, {"worker": {3: "b:1"}}], {"worker": {1: "a:1", 3: "b:1"}}),
+        ([{"worker": []}, {"worker": ["a:1"]}], {"worker": ["a:1"]}),
+    ],
+)
+def test_unions(clusters: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Lists of a job are put one after another; where one has gaps, all tasks keep their indices."""
+    assert union(*clusters).cluster_spec().as_dict() == expected
+
+
+@pytest.mark.parametrize(
+    "clusters",
+    [
+        [{"worker": ["a:1"]}, {"worker": {0: "b:1", 2: "c:1"}}],
+        [{"worker": ["a:1"]}, {"worker": ["b:1"]}, {"worker": {5: "c:1"}}],
+    ],
+)
+def test_a_conflict_in_a_union_is_told(clusters: list[dict[str, Any]]) -> None:
+    """Two tasks with one index, in a job with gaps, are a KeyError that names them."""
+    with pytest.raises(KeyError, match="several resolvers have a task 0 of job 'worker'"):
+        union(*clusters).cluster_spec()
+
+
+def two_resolvers() -> tuple[SimpleClusterResolver, SimpleClusterResolver]:
+    return (
+        SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}), "m:1", "worker", 1, "e", {"GPU": 2}, "grpc"),
+        SimpleClusterResolver(ClusterSpec({"ps": ["p:1"]}), "n:1", "ps", 3, "f", {"GPU": 4}, "other"),
+    )
+
+
+def test_a_union_speaks_for_its_first_resolver() -> None:
+    """All but the cluster is the first resolver's; as in TensorFlow, but for the layer of a task's address."""
+    resolver = UnionResolver(*two_resolvers())
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "grpc")
+    assert (resolver.environment, resolver.num_accelerators()) == ("e", {"GPU": 2})
+    assert (resolver.master(), resolver.master(rpc_layer="z")) == ("grpc://m:1", "z://m:1")
+    assert (resolver.master("ps", 0), resolver.master("ps", 0, "q")) == ("grpc://p:1", "q://p:1")
+
+
+def test_what_is_given_to_a_union_goes_before_its_resolvers() -> None:
+    """Given values win, a 0 as well (which TensorFlow takes for none), and can be set later."""
+    resolver = UnionResolver(*two_resolvers(), task_type="ps", task_id=0, rpc_layer="L")
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("ps", 0, "L")
+    assert (resolver.master(), resolver.master("ps", 0)) == ("L://m:1", "L://p:1")
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "chief", 5, None
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("chief", 5, "grpc")
+
+
+def test_a_union_follows_its_resolvers(tf_config: SetConfig) -> None:
+    """A union holds no copy: the GPUs of one resolver, the changing cluster of another."""
+    first = SimpleClusterResolver(ClusterSpec({}), num_accelerators={"GPU": 1})
+    resolver = UnionResolver(first, TFConfigClusterResolver())
+    assert not resolver.cluster_spec()
+    tf_config(cluster=JOBS_GIVEN)
+    assert resolver.cluster_spec() == SPEC
+    assert resolver.num_accelerators() == {"GPU": 1}
+
+
+def test_a_union_refuses_what_it_cannot_unite() -> None:
+    """At least one resolver, resolvers only, and no other arguments."""
+    with pytest.raises(ValueError, match="at least one ClusterResolver"):
+        UnionResolver()
+    with pytest.raises(TypeError, match="ClusterResolvers, not of ClusterSpec"):
+        UnionResolver(SPEC)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="foo"):
+        union({}, foo=1)
+
+
+# ---- The task of a strategy ----
+
+
+def test_the_task_of_a_strategy() -> None:
+    """Cluster and task are the resolver's; a job without an index is its task 0; no cluster is no task."""
+    assert task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=1)) == TaskConfig(SPEC, Task("worker", 1))
+    assert task_of(SimpleClusterResolver(SPEC, task_type="worker")) == TaskConfig(SPEC, Task("worker", 0))
+    assert task_of(SimpleClusterResolver(ClusterSpec({}), task_type="boss")) is None
+
+
+P, W = ["p:1"], ["w:1"]
+NO_TASKS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
+    "no task": (JOBS_GIVEN, None, None, 'a cluster but no task type: .* task_type="worker", task_id=0 of a resolver'),
+    "an unknown task": (JOBS_GIVEN, "boss", 0, "unknown task type 'boss'; known are chief"),
+    "a broken index": (JOBS_GIVEN, "worker", -1, "task index -1 must be a whole number"),
+    "no server": ({"worker": W}, "worker", 0, "no 'ps' task; variables need at least one server"),
+    "two chiefs": ({"worker": W, "ps": P, "chief": ["a:1", "b:1"]}, "worker", 0, "2 chiefs; it can have one"),
+    "nobody who trains": ({"ps": P}, "ps", 0, "nobody would train"),
+    "an unknown job": ({**JOBS_GIVEN, "boss": W}, "worker", 0, "unknown job 'boss'"),
+    "a gap": ({"worker": {1: "w:1"}, "ps": P}, "worker", 1, r"cluster\['worker'\] must have the indices 0, 1"),
+    "no address": ({"worker": ["w"], "ps": P}, "worker", 0, r"cluster\['worker'\]: 'w' is no address"),
+}
+
+
+@pytest.mark.parametrize("case", NO_TASKS)
+def test_what_is_no_task_of_a_strategy_is_told(case: str) -> None:
+    """The checks are those of TF_CONFIG; the error names the resolver."""
+    cluster, job, index, said = NO_TASKS[case]
+    with pytest.raises(ConfigError, match=f"^SimpleClusterResolver.* {said}"):
+        task_of(SimpleClusterResolver(ClusterSpec(cluster), task_type=job, task_id=index))
+
+
+def test_a_task_that_the_cluster_does_not_have_is_told() -> None:
+    """The error says which tasks there are."""
+    with pytest.raises(ConfigError, match="the cluster has no /job:worker/task:2: it has 1 ps, 2 worker; correct"):
+        task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=2))
+
+
+@pytest.mark.parametrize("job", ["ps", "evaluator"])
+def test_a_task_that_does_not_train_is_told(job: str) -> None:
+    """A strategy is for workers and the chief; a server is told how to start."""
+    cluster = ClusterSpec({**JOBS_GIVEN, "evaluator": ["e:1"]})
+    said = f"^/job:{job}/task:0: a {job} task runs no training script; start a ps task with psserver"
+    with pytest.raises(ConfigError, match=said):
+        task_of(SimpleClusterResolver(cluster, task_type=job, task_id=0))
+
+
+def test_only_a_resolver_has_a_task() -> None:
+    """A cluster in place of a resolver is told."""
+    with pytest.raises(TypeError, match="cluster_resolver must be a ClusterResolver, not ClusterSpec"):
+        task_of(SPEC)  # type: ignore[arg-type]
+
+
+ADDRESSES = st.lists(st.sampled_from(["a:1", "b:2", "c"]), max_size=2)
+TASKS = st.fixed_dictionaries({}, optional={"type": st.sampled_from([*JOBS, "boss"]), "index": st.integers(-1, 2)})
+
+
+@example({"ps": ["a:1"], "worker": ["b:2"]}, {"type": "worker", "index": 0})
+@example({"ps": ["a:1"], "chief": ["b:2"]}, {"type": "ps"})
+@given(st.dictionaries(st.sampled_from([*JOBS, "boss"]), ADDRESSES), TASKS | st.none())
+def test_tf_config_is_one_resolver_among_others(cluster: dict[str, list[str]], task: dict[str, Any] | None) -> None:
+    """The same cluster and task, told by TF_CONFIG or by the program, give the same task or the same error."""
+    text = json.dumps({"cluster": cluster, "task": task})
+    task = task or {}
+    told = SimpleClusterResolver(ClusterSpec(cluster), task_type=task.get("type"), task_id=task.get("index"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TF_CONFIG", text)
+        by_text = outcome(task_config)
+        assert outcome(lambda: checked(TFConfigClusterResolver())) == by_text
+    assert outcome(lambda: checked(told)).replace("SimpleClusterResolver", "TF_CONFIG") == by_text
+
+
+def checked(resolver: ClusterResolver) -> TaskConfig | None:
+    """`task_of`, but for tasks that run no training script, which only a strategy refuses."""
+    try:
+        return task_of(resolver)
+    except ConfigError as error:
+        if not error.task:
+            raise
+        return TaskConfig(resolver.cluster_spec(), Task.parse(error.task))
+
+
+def outcome(make: Callable[[], Any]) -> str:
+    try:
+        return repr(make())
+    except ConfigError as error:
+        return str(error)
