@@ -1,4 +1,4 @@
-"""Datasets, and how their batches are shared among all replicas of all workers.
+"""How the batches of datasets are shared among all replicas of all workers.
 
 A global batch is a function of (seed, data epoch, index): every worker works out the same order and
 reads its own slice of it, so that nothing has to be sent. A pass over a dataset is a *data epoch*.
@@ -6,180 +6,24 @@ reads its own slice of it, so that nothing has to be sent. A pass over a dataset
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from psclient import nest
-from psclient.arrays import Device, to_device, to_numpy
+from psclient.arrays import CPU, Device, to_device
+from psclient.input import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient.nest import Nest
+from psclient.sources import Batch, Source, source_of
 from psclient.values import PerReplica
 from pswire.spec import Position
-from pswire.tensor import Array
 
-
-class GlobalBatches(Protocol):
-    """A dataset whose global batches every worker can read in slices."""
-
-    @property
-    def batch_size(self) -> int | None:
-        """Examples of a whole global batch; None if the dataset is not batched."""
-        ...
-
-    def batches(self, epoch: int) -> int:
-        """How many global batches a data epoch has."""
-        ...
-
-    def rows(self, epoch: int, index: int, start: int, stop: int) -> Nest:
-        """Examples `start` to `stop` of a global batch; fewer, or none, at its end."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class ArrayDataset:
-    """Examples in NumPy arrays. Each method returns a new dataset.
-
-    Args:
-        arrays: a nest of arrays whose first dimension counts the examples. A list is stacked into
-            one array; put several arrays into a tuple or a dict.
-
-    Raises:
-        ValueError: the arrays do not have the same number of examples.
-    """
-
-    nest_leaf: ClassVar[bool] = True
-
-    arrays: Nest
-    seed: int | None = None
-    batch_size: int | None = None
-    drop_remainder: bool = False
-    _order: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "arrays", nest.map_structure(_stacked, self.arrays, is_leaf=lambda v: isinstance(v, list))
-        )
-        sizes = {array.shape[:1] for array in nest.flatten(self.arrays)}
-        if len(sizes) != 1 or sizes == {()}:
-            shapes = [array.shape for array in nest.flatten(self.arrays)]
-            raise ValueError(f"the arrays of a dataset need one and the same first dimension; theirs: {shapes}")
-
-    @property
-    def size(self) -> int:
-        """Number of examples."""
-        return int(nest.flatten(self.arrays)[0].shape[0])
-
-    def shuffle(self, seed: int = 0) -> ArrayDataset:
-        """Examples in an order of their own in each data epoch, the same for the same seed everywhere.
-
-        Args:
-            seed: not negative; the same on every worker.
-
-        Raises:
-            ValueError: the dataset is batched already.
-        """
-        self._require_unbatched("shuffle")
-        return replace(self, seed=seed)
-
-    def shard(self, num_shards: int, index: int) -> ArrayDataset:
-        """Every `num_shards`-th example, from `index` on: one worker's part, for datasets from functions.
-
-        Raises:
-            ValueError: the dataset is batched or shuffled already.
-        """
-        self._require_unbatched("shard")
-        if self.seed is not None:
-            raise ValueError("shard comes before shuffle: dataset.shard(n, i).shuffle(seed).batch(size)")
-        return replace(self, arrays=nest.map_structure(lambda array: array[index::num_shards], self.arrays))
-
-    def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
-        """Examples in batches.
-
-        Args:
-            batch_size: examples of a batch over all replicas; of one replica's where a function makes
-                the dataset.
-            drop_remainder: leave out a last batch that is smaller.
-
-        Raises:
-            ValueError: the dataset is batched already.
-        """
-        self._require_unbatched("batch")
-        if batch_size < 1:
-            raise ValueError(f"a batch of {batch_size} examples is none")
-        return replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
-
-    def batches(self, epoch: int) -> int:
-        """How many batches a data epoch has."""
-        size = self._batched()
-        return self.size // size if self.drop_remainder else -(-self.size // size)
-
-    def rows(self, epoch: int, index: int, start: int, stop: int) -> Nest:
-        """Copies of examples `start` to `stop` of a batch; fewer, or none, at its end."""
-        size = self._batched()
-        end = min((index + 1) * size, self.size)
-        chosen: Any = slice(min(index * size + start, end), min(index * size + stop, end))
-        if self.seed is not None:
-            chosen = self._permutation(epoch, self.seed)[chosen]
-        return nest.map_structure(lambda array: np.array(array[chosen]), self.arrays)
-
-    def epoch(self, number: int) -> Iterator[Nest]:
-        """The batches of one data epoch, whole."""
-        for index in range(self.batches(number)):
-            yield self.rows(number, index, 0, self._batched())
-
-    def _permutation(self, epoch: int, seed: int) -> Array:
-        order = self._order.get(epoch)
-        if order is None:
-            # Sorted raw bits: NumPy keeps these streams, but not its permutations, from version to version.
-            bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(self.size)
-            order = np.argsort(bits, kind="stable")
-            self._order.clear()  # one data epoch at a time
-            self._order[epoch] = order
-        return order
-
-    def _batched(self) -> int:
-        if self.batch_size is None:
-            raise ValueError("the dataset has no batches; call dataset.batch(batch_size) first")
-        return self.batch_size
-
-    def _require_unbatched(self, what: str) -> None:
-        if self.batch_size is not None:
-            raise ValueError(f"{what} comes before batch, and batch comes once")
-
-
-def _stacked(leaf: Any) -> Array:
-    return np.asarray([to_numpy(item) for item in leaf]) if isinstance(leaf, list) else to_numpy(leaf)
-
-
-@dataclass(frozen=True)
-class InputContext:
-    """What a function that makes one worker's dataset is told.
-
-    Attributes:
-        num_input_pipelines: how many workers make one.
-        input_pipeline_id: which of them this is, from 0.
-        num_replicas_in_sync: R, the replicas of all workers.
-    """
-
-    nest_leaf: ClassVar[bool] = True
-
-    num_input_pipelines: int = 1
-    input_pipeline_id: int = 0
-    num_replicas_in_sync: int = 1
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Examples for each replica; raises `ValueError` if they cannot be shared out equally."""
-        if global_batch_size % self.num_replicas_in_sync:
-            raise ValueError(
-                f"a global batch of {global_batch_size} examples cannot be shared equally by "
-                f"{self.num_replicas_in_sync} replicas"
-            )
-        return global_batch_size // self.num_replicas_in_sync
+log = logging.getLogger("psclient")
 
 
 class Group(Protocol):
@@ -199,7 +43,11 @@ class Group(Protocol):
         ...
 
     def slice(self) -> tuple[int, int]:
-        """The number of this process's first replica, and R, as of now."""
+        """The number of this process's first replica, and how many make rounds together, as of now."""
+        ...
+
+    def share(self) -> tuple[int, int]:
+        """The number of this process's first replica among those that share the data, and how many share it."""
         ...
 
     def position(self, dataset: int) -> Position | None:
@@ -214,8 +62,8 @@ class Group(Protocol):
         """Told that a pass has ended; what was being iterated around it is in use again."""
         ...
 
-    def any_more(self, dataset: int) -> bool:
-        """Whether any worker had a further batch, as of the last round since `advance`; else False."""
+    def any_more(self, dataset: int) -> bool | None:
+        """Whether any worker had a further batch, as of the last round since `advance`; None if there was no round."""
         ...
 
 
@@ -226,28 +74,84 @@ class Passes:
     Attributes:
         from_group: whether this process counts its passes from where the group stands; else it counts
             from 0, and the passes that the group has behind it give nothing.
+        make_round: makes a round with the other members, whatever it carries. Called by every member after a step in
+            which none was made, where the workers' data may end in different steps: no member can tell otherwise
+            whether another goes on. None if no process shares rounds with this one.
     """
 
     from_group: bool = False
+    make_round: Callable[[], object] | None = None
+
+
+class DistributedIterator:
+    """One pass over a distributed dataset. Used by one thread at a time.
+
+    Args:
+        batches: gives the pass.
+        spec: gives `element_spec`.
+    """
+
+    def __init__(self, batches: Iterator[Nest], spec: Callable[[], Nest]) -> None:
+        self._batches = batches
+        self._spec = spec
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Nest:
+        return next(self._batches)
+
+    def next(self) -> Nest:
+        """The next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
+        return next(self._batches)
+
+    def get_next(self) -> Nest:
+        """The next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
+        return next(self._batches)
+
+    @property
+    def element_spec(self) -> Nest:
+        """As the dataset's."""
+        return self._spec()
 
 
 class _Distributed:
     """Counts passes, and keeps the group informed. Used by one thread at a time."""
 
-    def __init__(self, group: Group, number: int, passes: Passes | None) -> None:
+    def __init__(
+        self, source: Source, group: Group, number: int, passes: Passes | None, options: InputOptions | None
+    ) -> None:
+        self._source = source
         self._group = group
         self._number = number
         self._passes = passes or Passes()
+        self._options = options or InputOptions()
         self._next = 0
+        self._under_way = -1
         self._seen: Position | None = None
         self._told: Position | None = None
 
-    def __iter__(self) -> Iterator[Nest]:
+    def __iter__(self) -> DistributedIterator:
         """Begins the next data epoch; the iterator joins the group at its first batch."""
         if self._passes.from_group:
             self._position()
         epoch, self._next = self._next, self._next + 1
-        return self._pass(epoch)
+        return DistributedIterator(self._pass(epoch), lambda: self.element_spec)
+
+    @property
+    def element_spec(self) -> Nest:
+        """What a batch is like: a nest of `ArraySpec`, with several local replicas of `PerReplicaSpec`.
+
+        From the first batch, which may have to be read for it; a pass that is under way is not disturbed. May be
+        asked for in any context.
+
+        Raises:
+            ValueError: the dataset has no batches.
+        """
+        count = len(self._group.devices)
+        if count == 1:
+            return self._source.spec()
+        return nest.map_structure(lambda spec: PerReplicaSpec((spec,) * count), self._source.spec())
 
     def epochs(self, count: int) -> Iterator[int]:
         """The data epochs that are still to be done, so that a script that resumes or joins skips the others.
@@ -266,6 +170,19 @@ class _Distributed:
             yield epoch
 
     def _pass(self, epoch: int) -> Iterator[Nest]:
+        index = self._enter(epoch)
+        if index is None:
+            return
+        self._under_way = epoch
+        try:
+            yield from self._batches(epoch, index)
+        except GeneratorExit:
+            # It is broken off: which replicas have no examples in its last batch is of no account from here on.
+            if self._under_way == epoch:
+                self._group.finish(self._number)
+            raise
+
+    def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
         raise NotImplementedError
 
     def _position(self) -> Position:
@@ -290,17 +207,59 @@ class _Distributed:
 
     def _tell(self, epoch: int, index: int, more: bool, parts: Sequence[Nest] = ()) -> None:
         self._told = Position(self._number, epoch, index)
-        empty = frozenset(i for i, part in enumerate(parts) if not len(nest.flatten(part)[0]))
+        # Where no batch is taken yet, nobody has examples.
+        sizes = [len(nest.flatten(part)[0]) for part in parts] or [0] * len(self._group.devices)
+        empty = frozenset(i for i, size in enumerate(sizes) if not size)
         self._group.advance(self._number, epoch, index, more, empty)
 
     def _end(self, epoch: int) -> None:
         self._tell(epoch + 1, 0, False)
         self._group.finish(self._number)
 
+    def _uneven(self, epoch: int, index: int, steps: Iterator[Sequence[Nest]]) -> Iterator[Nest]:
+        """A pass of steps that the workers have different numbers of: all go on as long as any of them has one.
+
+        Args:
+            epoch: the data epoch.
+            index: the number of the first step.
+            steps: of this worker, from there on: a batch for each local replica, or for the first of them.
+        """
+        last: Nest | None = None
+        # One step is read ahead, since each tells whether another follows.
+        ahead = next(steps, ())
+        while ahead or self._group.any_more(self._number):
+            self._group.boundary(self._number)
+            if ahead:
+                last = ahead[-1]
+            elif last is None:
+                last = self._blank()
+            spare = nest.map_structure(lambda array: array[:0], last)
+            parts = [*ahead, *[spare] * (len(self._group.devices) - len(ahead))]
+            ahead = next(steps, ())
+            index += 1
+            self._tell(epoch, index, bool(ahead), parts)
+            yield self._place(parts)
+            if self._passes.make_round and self._untold():
+                # A pass that was broken off within this step would take the answer for its own.
+                self._tell(epoch, index, bool(ahead), parts)
+                self._passes.make_round()
+        self._end(epoch)
+
+    def _untold(self) -> bool:
+        alone = self._group.slice()[1] == len(self._group.devices)
+        return not alone and self._group.any_more(self._number) is None
+
+    def _blank(self) -> Nest:
+        def empty(spec: ArraySpec) -> Any:
+            return np.empty([size or 0 for size in spec.shape], spec.dtype)
+
+        return nest.map_structure(empty, self._source.spec())
+
     def _place(self, parts: Sequence[Nest]) -> Nest:
-        """One nest for each local replica as one nest, on the replicas' devices."""
+        """One nest for each local replica as one nest, on the replicas' devices or on the host."""
+        on_host = not self._options.experimental_prefetch_to_device
         moved = [
-            nest.map_structure(partial(to_device, device=device), part)
+            nest.map_structure(partial(to_device, device=CPU if on_host else device), part)
             for part, device in zip(parts, self._group.devices, strict=True)
         ]
         if len(moved) == 1:
@@ -312,47 +271,80 @@ class DistributedDataset(_Distributed):
     """A dataset whose global batches are shared among all replicas of all workers.
 
     A batch of B examples is cut into slices of ceil(B / R), handed out in the order of the replicas; at
-    the end of the data the last replicas get fewer examples, or empty arrays. Iterating gives nests of
-    `PerReplica`, with one local replica of arrays: CuPy on a GPU, NumPy on a CPU.
+    the end of the data the last replicas get fewer examples, or empty arrays. B is the batch size of an
+    `ArrayDataset`, of other datasets the size of a data epoch's first batch. Iterating gives nests of `PerReplica`,
+    with one local replica of arrays: CuPy on a GPU, NumPy on a CPU.
+
+    With the policy OFF every worker goes through all of the data, in steps of L * ceil(B / R) examples of a batch.
 
     Args:
-        dataset: batched by the global batch size.
+        dataset: of global batches; see `source_of` for what it may be. It gives the same on every worker.
         group: the workers.
         number: the dataset's number, in the order in which the script distributes its datasets.
         passes: shared by all datasets of a strategy.
+        options: where batches go, and how they are shared.
 
     Raises:
-        ValueError: the dataset is not batched.
+        TypeError: it is no dataset, or one that can be gone through only once.
+        ValueError: the dataset is not batched; the policy is FILE or HINT. Batches of datasets other than
+            `ArrayDataset` are looked at when they are read.
     """
 
-    def __init__(self, dataset: GlobalBatches, group: Group, number: int, passes: Passes | None = None) -> None:
-        super().__init__(group, number, passes)
-        if not hasattr(dataset, "batch_size"):
-            raise TypeError(
-                f"a {type(dataset).__name__} is no dataset; write ps.ArrayDataset(arrays).batch(global_batch_size)"
+    def __init__(
+        self,
+        dataset: Any,
+        group: Group,
+        number: int,
+        passes: Passes | None = None,
+        options: InputOptions | None = None,
+    ) -> None:
+        super().__init__(source_of(dataset), group, number, passes, options)
+        policy = self._options.auto_shard_policy
+        if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+            raise ValueError(
+                f"a dataset knows no files here, so AutoShardPolicy.{policy.name} cannot share it out; use AUTO, or "
+                "experimental_distribute_datasets_from_function, and choose the files by input_pipeline_id"
             )
-        if dataset.batch_size is None:
-            raise ValueError("a dataset is distributed by batches; call dataset.batch(global_batch_size) first")
-        self._dataset = dataset
-        self._batch_size = dataset.batch_size
+        self._warned = False
 
-    def _pass(self, epoch: int) -> Iterator[Nest]:
-        index, end = self._enter(epoch), self._dataset.batches(epoch)
-        if index is None:
-            return
-        while index < end:
+    def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
+        self._warn()
+        if self._options.auto_shard_policy is AutoShardPolicy.OFF:
+            return self._uneven(epoch, index, islice(self._pieces(epoch), index, None))
+        return self._even(epoch, index)
+
+    def _even(self, epoch: int, index: int) -> Iterator[Nest]:
+        batches = self._source.batches(epoch, index)
+        # One batch is read ahead, since each tells whether another follows.
+        ahead = next(batches, None)
+        while ahead:
             self._group.boundary(self._number)
-            parts = self._read(epoch, index)
+            parts = self._slices(ahead)
+            ahead = next(batches, None)
             index += 1
-            self._tell(*((epoch, index, True) if index < end else (epoch + 1, 0, False)), parts)
+            self._tell(*((epoch, index, True) if ahead else (epoch + 1, 0, False)), parts)
             yield self._place(parts)
         self._end(epoch)
 
-    def _read(self, epoch: int, index: int) -> list[Nest]:
-        first, replicas = self._group.slice()
-        size = -(-self._batch_size // replicas)
-        mine = range(first, first + len(self._group.devices))
-        return [self._dataset.rows(epoch, index, i * size, (i + 1) * size) for i in mine]
+    def _slices(self, batch: Batch) -> list[Nest]:
+        first, replicas = self._group.share()
+        return _cut(batch, first, len(self._group.devices), -(-batch.size // replicas))
+
+    def _pieces(self, epoch: int) -> Iterator[list[Nest]]:
+        local = len(self._group.devices)
+        for batch in self._source.batches(epoch, 0):
+            size = -(-batch.size // self._group.share()[1])
+            for first in range(0, -(-batch.examples // size), local):
+                yield _cut(batch, first, local, size)
+
+    def _warn(self) -> None:
+        if self._source.order_is_own and not self._warned and self._group.share()[1] > len(self._group.devices):
+            self._warned = True
+            log.warning(
+                "dataset %d is shuffled by each process for itself, so that examples are seen twice or not at all; "
+                "give its DataLoader a generator of its own: generator=torch.Generator().manual_seed(0)",
+                self._number,
+            )
 
 
 class DistributedDatasetFromFunction(_Distributed):
@@ -362,52 +354,42 @@ class DistributedDatasetFromFunction(_Distributed):
     for as long as any other worker has data.
 
     Args:
-        dataset_fn: called once, with `input_context`; gives a dataset or another iterable of nests of
-            arrays, which is iterated anew in each pass. Its batches are those of one replica.
+        dataset_fn: called once, with `input_context`; gives a dataset, see `source_of` for what it may be. Its
+            batches are those of one replica.
         input_context: what `dataset_fn` is told.
         group: the workers.
         number: the dataset's number, in the order in which the script distributes its datasets.
         passes: shared by all datasets of a strategy.
+        options: where batches go; the policy has no meaning here.
 
     Raises:
+        TypeError: `dataset_fn` gives no dataset, or one that can be gone through only once.
         ValueError: the dataset is not batched.
     """
 
     def __init__(
         self,
-        dataset_fn: Callable[[InputContext], ArrayDataset | Iterable[Nest]],
+        dataset_fn: Callable[[InputContext], Any],
         input_context: InputContext,
         group: Group,
         number: int,
         passes: Passes | None = None,
+        options: InputOptions | None = None,
     ) -> None:
-        super().__init__(group, number, passes)
+        super().__init__(source_of(dataset_fn(input_context)), group, number, passes, options)
         self._context = input_context
-        self._data = dataset_fn(input_context)
-        if isinstance(self._data, ArrayDataset):
-            self._data.batches(0)  # raises if it is not batched
 
-    def _pass(self, epoch: int) -> Iterator[Nest]:
-        index = self._enter(epoch)
-        if index is None:
-            return
+    def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
+        return self._uneven(epoch, index, self._steps(epoch, index))
+
+    def _steps(self, epoch: int, index: int) -> Iterator[list[Nest]]:
         count = len(self._group.devices)
-        data = self._data.epoch(epoch) if isinstance(self._data, ArrayDataset) else iter(self._data)
-        last = deque(map(_checked, islice(data, index * count)), maxlen=1)  # steps that the group has behind it
-        # One step is read ahead, since each tells whether another follows.
-        ahead = [_checked(batch) for batch in islice(data, count)]
-        if not ahead and not last:
-            raise ValueError(self._nothing(epoch))
-        while ahead or self._group.any_more(self._number):
-            self._group.boundary(self._number)
-            last.extend(ahead)
-            spare = nest.map_structure(lambda array: array[:0], last[0])
-            parts = [*ahead, *[spare] * (count - len(ahead))]
-            ahead = [_checked(batch) for batch in islice(data, count)]
+        batches = self._source.batches(epoch, index * count)
+        while step := [batch.whole for batch in islice(batches, count)]:
             index += 1
-            self._tell(epoch, index, bool(ahead), parts)
-            yield self._place(parts)
-        self._end(epoch)
+            yield step
+        if index == 0:
+            raise ValueError(self._nothing(epoch))
 
     def _nothing(self, epoch: int) -> str:
         worker = f"input pipeline {self._context.input_pipeline_id} of {self._context.num_input_pipelines}"
@@ -417,11 +399,6 @@ class DistributedDatasetFromFunction(_Distributed):
         )
 
 
-def _checked(batch: Nest) -> Nest:
-    for leaf in nest.flatten(batch):
-        if not getattr(leaf, "shape", ()):
-            raise ValueError(
-                f"a batch holds a {type(leaf).__name__} without a batch dimension; give arrays whose first "
-                "dimension counts the examples"
-            )
-    return batch
+def _cut(batch: Batch, first: int, count: int, size: int) -> list[Nest]:
+    """Slices of a batch, `count` of them from number `first` on, each of `size` examples, or what is left."""
+    return [batch.rows(number * size, (number + 1) * size) for number in range(first, first + count)]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from psclient import arrays, context, data
+from psclient.datasets import ArrayDataset
 from psclient.replicas import ReplicaRunner
 from psserver.arrays import Device as ServerDevice
 from pswire.errors import ConfigError
@@ -90,6 +91,9 @@ def test_a_replica_runs_on_its_device() -> None:
         def slice(self) -> tuple[int, int]:
             return 0, 2
 
+        def share(self) -> tuple[int, int]:
+            return 0, 2
+
         def position(self, dataset: int) -> None:
             return None
 
@@ -104,7 +108,7 @@ def test_a_replica_runs_on_its_device() -> None:
         assert arrays.device_of(x) == replica.device
         return (x * x).sum()
 
-    dataset = data.ArrayDataset(np.arange(4.0)).batch(4)
+    dataset = ArrayDataset(np.arange(4.0)).batch(4)
     (batch,) = data.DistributedDataset(dataset, Group(), 0)
     with context.enter_strategy_scope(strategy):
         result = runner.run(fn, (batch,))

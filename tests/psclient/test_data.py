@@ -1,163 +1,25 @@
-"""Datasets, and their distribution over workers and local replicas."""
+"""The distribution of datasets over workers and local replicas."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from workers import Worker, distributed, do_round, rows, team
 
 from psclient import nest, values
 from psclient.arrays import Device
-from psclient.data import (
-    ArrayDataset,
-    DistributedDataset,
-    DistributedDatasetFromFunction,
-    InputContext,
-    Passes,
-)
+from psclient.data import DistributedDataset, DistributedDatasetFromFunction, Passes
+from psclient.datasets import ArrayDataset
+from psclient.input import AutoShardPolicy, InputContext, InputOptions
 from psclient.values import PerReplica
 from pswire.spec import Position
-
-
-class Worker:
-    """One worker of a group in this process; `round` is what a round of all workers does."""
-
-    def __init__(self, first: int = 0, local: int = 1, replicas: int = 1, at: Position | None = None) -> None:
-        self.devices = tuple(Device("cpu", index) for index in range(local))
-        self.where = (first, replicas)
-        self.at = at
-        self.more = self.others_more = False
-        self.empty: frozenset[int] = frozenset()
-        self.next: dict[int, Position] = {}
-        self.events: list[str] = []
-
-    def join(self, dataset: int) -> None:
-        self.events.append(f"join {dataset}")
-
-    def boundary(self, dataset: int) -> None:
-        self.events.append(f"boundary {dataset}")
-
-    def slice(self) -> tuple[int, int]:
-        return self.where
-
-    def position(self, dataset: int) -> Position | None:
-        return self.at if self.at and self.at.dataset == dataset else None
-
-    def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
-        self.next[dataset] = Position(dataset, epoch, index)
-        self.more, self.empty, self.others_more = more, empty, False
-
-    def finish(self, dataset: int) -> None:
-        self.empty = frozenset()
-
-    def any_more(self, dataset: int) -> bool:
-        return self.others_more
-
-
-def do_round(*workers: Worker) -> None:
-    more = any(worker.more for worker in workers)
-    for worker in workers:
-        worker.others_more = more
-
-
-def rows(batch: Any) -> list[list[Any]]:
-    return [part.tolist() for part in values.local_results(batch)]
-
-
-def distributed(dataset: ArrayDataset, worker: Worker, **options: Any) -> DistributedDataset:
-    return DistributedDataset(dataset, worker, 0, **options)
-
-
-# ---- Datasets ----
-
-
-def test_batches_hold_every_example_once() -> None:
-    """In order where nothing is shuffled; the last batch is smaller, or left out."""
-    dataset = ArrayDataset({"x": np.arange(7), "y": (np.arange(14).reshape(7, 2),)}).batch(3)
-    assert [b["x"].tolist() for b in dataset.epoch(0)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert [b["y"][0].shape for b in dataset.epoch(0)] == [(3, 2), (3, 2), (1, 2)]
-    assert ArrayDataset(np.arange(7)).batch(3, drop_remainder=True).batches(0) == 2
-    assert ArrayDataset(np.arange(0)).batch(3).batches(0) == 0
-
-
-@pytest.mark.parametrize("seed", [0, 7])
-def test_a_shuffle_is_a_function_of_seed_and_epoch(seed: int) -> None:
-    """The same everywhere, another one in each data epoch, each example once."""
-
-    def order(dataset: ArrayDataset, epoch: int) -> list[int]:
-        return np.concatenate(list(dataset.epoch(epoch))).tolist()  # type: ignore[no-any-return]
-
-    one, other = (ArrayDataset(np.arange(50)).shuffle(seed).batch(8) for _ in range(2))
-    orders = [order(one, epoch) for epoch in range(4)]
-    assert orders == [order(other, epoch) for epoch in range(4)]
-    assert order(one, 1) == orders[1]
-    assert len({tuple(o) for o in [*orders, list(range(50))]}) == 5
-    assert all(sorted(o) == list(range(50)) for o in orders)
-    assert order(ArrayDataset(np.arange(50)).shuffle(seed + 1).batch(8), 0) != orders[0]
-
-
-def test_rows_of_a_slice_are_the_rows_of_the_whole() -> None:
-    """Slices of a batch are its rows; beyond the end there are none."""
-    dataset = ArrayDataset(np.arange(10)).shuffle(3).batch(4)
-    for index, whole in enumerate(dataset.epoch(2)):
-        cut = [dataset.rows(2, index, start, start + 3) for start in (0, 3, 6)]
-        assert np.concatenate(cut).tolist() == whole.tolist()
-    assert dataset.rows(2, 2, 3, 4).shape == (0,)
-    assert dataset.rows(2, 9, 0, 4).shape == (0,)
-
-
-def test_batches_are_copies() -> None:
-    """A step that changes its batch does not change the data."""
-    array = np.zeros(4)
-    for batch in ArrayDataset(array).batch(2).epoch(0):
-        batch += 1
-    assert array.tolist() == [0] * 4
-
-
-def test_lists_are_stacked() -> None:
-    """As everywhere in the API; tuples and dicts are nests."""
-    dataset = ArrayDataset((np.arange(2), [np.zeros(3), np.ones(3)]))
-    assert dataset.arrays[1].shape == (2, 3)
-    assert ArrayDataset([1, 2, 3]).size == 3
-
-
-def test_datasets_are_immutable() -> None:
-    """Each method makes a new one."""
-    plain = ArrayDataset(np.arange(6))
-    sharded = plain.shard(2, 1)
-    assert sharded.shuffle(1).batch(2).batch_size == 2
-    assert (plain.batch_size, plain.seed, plain.size) == (None, None, 6)
-    assert [b.tolist() for b in sharded.batch(2).epoch(0)] == [[1, 3], [5]]
-
-
-def test_what_makes_no_dataset_is_refused() -> None:
-    """With what to do."""
-    with pytest.raises(ValueError, match="same first dimension"):
-        ArrayDataset((np.zeros(2), np.zeros(3)))
-    for arrays in (np.float32(1), ()):
-        with pytest.raises(ValueError, match="first dimension"):
-            ArrayDataset(arrays)
-    batched = ArrayDataset(np.zeros(4)).batch(2)
-    for wrong in (lambda: batched.batch(2), batched.shuffle, lambda: batched.shard(2, 0)):
-        with pytest.raises(ValueError, match="comes before batch"):
-            wrong()
-    with pytest.raises(ValueError, match="shard comes before shuffle"):
-        ArrayDataset(np.zeros(4)).shuffle().shard(2, 0)
-    with pytest.raises(ValueError, match="0 examples"):
-        ArrayDataset(np.zeros(4)).batch(0)
-    with pytest.raises(ValueError, match=r"call dataset.batch"):
-        ArrayDataset(np.zeros(4)).batches(0)
-
-
-def test_an_input_context_shares_out_a_batch() -> None:
-    """Equally, or not at all."""
-    assert InputContext(2, 1, 4).get_per_replica_batch_size(8) == 2
-    with pytest.raises(ValueError, match="cannot be shared equally by 4 replicas"):
-        InputContext(2, 1, 4).get_per_replica_batch_size(6)
-
 
 # ---- Global batches over workers and replicas ----
 
@@ -179,8 +41,7 @@ def test_each_example_is_visited_once_per_epoch(split: tuple[int, ...], size: in
     """However the replicas lie over the workers, they see the same slices of the same batches."""
     replicas = sum(split)
     dataset = ArrayDataset({"x": np.arange(29), "y": np.arange(29) * 2}).shuffle(5).batch(size)
-    workers = [Worker(sum(split[:i]), local, replicas) for i, local in enumerate(split)]
-    sources = [distributed(dataset, worker) for worker in workers]
+    sources = [distributed(dataset, worker) for worker in team(split)]
     for epoch in range(2):
         for batches, whole in zip(zip(*sources, strict=True), dataset.epoch(epoch), strict=True):
             parts = [part for batch in batches for part in values.local_results(batch)]
@@ -391,20 +252,21 @@ def test_a_late_worker_whose_data_are_used_up_gets_empty_batches() -> None:
 
 
 def test_a_worker_without_any_batch_is_told_so() -> None:
-    """And so is one whose data can be gone through only once."""
+    """And so is one whose data turn out to be there only once."""
+
+    class Once:
+        def __init__(self) -> None:
+            self.left = iter([np.zeros(1)])
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.left
+
     with pytest.raises(ValueError, match="input pipeline 1 of 2 gives no batch in pass 0"):
         next(iter(from_batches([], Worker(), InputContext(2, 1, 2))))
-    once = from_batches(iter([np.zeros(1)]), Worker())
+    once = from_batches(Once(), Worker())
     assert len(list(once)) == 1
     with pytest.raises(ValueError, match=r"no batch in pass 1.*anew"):
         list(once)
-
-
-def test_batches_need_a_batch_dimension() -> None:
-    """Lists of numbers and scalars have none."""
-    for batch in ([1, 2], np.float32(1), (np.zeros(1), np.zeros(()))):
-        with pytest.raises(ValueError, match="without a batch dimension"):
-            next(iter(from_batches([batch], Worker())))
 
 
 def test_endless_datasets_are_no_trouble() -> None:
@@ -422,7 +284,146 @@ def test_endless_datasets_are_no_trouble() -> None:
             break
 
 
-def test_arrays_are_no_dataset() -> None:
-    """The error says how to make one of them."""
-    with pytest.raises(TypeError, match="ArrayDataset"):
-        distributed(np.ones((4, 2)), Worker())  # type: ignore[arg-type]
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("lengths", [(1, 4), (3, 4), (4, 4), (6, 1)])
+def test_workers_end_together_however_seldom_rounds_are(every: int, lengths: tuple[int, int]) -> None:
+    """After a step without a round one is made, so that nobody ends while another has data, and nobody goes on alone.
+
+    `every`: of so many steps one makes a round, as where gradients are accumulated. 100: none does.
+    """
+    workers = team((1, 1))
+    barrier = threading.Barrier(2, lambda: do_round(*workers), timeout=10)
+    made = [0, 0]
+
+    def train(me: int) -> list[list[int]]:
+        def make_round() -> None:
+            made[me] += 1
+            barrier.wait()
+
+        batches = [np.full(2, step) for step in range(lengths[me])]
+        source = DistributedDatasetFromFunction(
+            lambda _: batches, InputContext(2, me, 2), workers[me], 0, Passes(make_round=make_round)
+        )
+        passes = []
+        for _ in range(2):
+            passes.append([])
+            for step, batch in enumerate(source, 1):
+                passes[-1].append(len(batch))
+                if step % every == 0:
+                    barrier.wait()
+        return passes
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(train, range(2)))
+    longest = max(lengths)
+    assert found == [[[2] * length + [0] * (longest - length)] * 2 for length in lengths]
+    assert made == [2 * (longest - longest // every)] * 2
+
+
+def test_a_pass_that_was_broken_off_within_a_step_does_not_speak_for_it() -> None:
+    """The round that is made after the step says whether the outer dataset has more, not the inner one."""
+    workers, said = team((1, 1)), []
+
+    def make_round() -> None:
+        said.append((workers[0].more, workers[0].next[0]))
+        do_round(*workers)
+
+    outer = DistributedDatasetFromFunction(
+        lambda _: [np.zeros(1)], InputContext(2, 0, 2), workers[0], 0, Passes(make_round=make_round)
+    )
+    inner = DistributedDataset([np.zeros(2)] * 3, workers[0], 1)
+    for _ in outer:
+        for _ in inner:
+            assert workers[0].more
+            break
+    assert said == [(False, Position(0, 0, 1))]
+
+
+def test_who_makes_rounds_alone_is_not_asked() -> None:
+    """One process, or an asynchronous one: its own data say when it ends, and no round is made for it."""
+
+    class Asynchronous(Worker):
+        def slice(self) -> tuple[int, int]:
+            return 0, 1
+
+    def refuse() -> None:
+        raise AssertionError("a round was made")
+
+    for worker in (Worker(), Asynchronous(1, 1, 4)):
+        passes = Passes(make_round=refuse)
+        source = DistributedDatasetFromFunction(lambda _: [np.zeros(2)] * 3, InputContext(), worker, 0, passes)
+        assert len(list(source)) == 3
+
+
+# ---- Options ----
+
+
+def test_batches_may_stay_on_the_host() -> None:
+    """Without prefetching they are NumPy arrays, whatever the replica's device is."""
+    worker = Worker()
+    worker.devices = (Device("gpu", 0),)
+    options = InputOptions(experimental_prefetch_to_device=False)
+    (batch,) = distributed(ArrayDataset(np.arange(2)).batch(2), worker, options=options)
+    assert isinstance(batch, np.ndarray)
+
+
+def test_data_share_is_not_the_slice_of_rounds() -> None:
+    """Asynchronous workers make rounds alone, and share the data with all."""
+
+    class Asynchronous(Worker):
+        def slice(self) -> tuple[int, int]:
+            return 0, 1
+
+    (batch,) = distributed(ArrayDataset(np.arange(6)).batch(6), Asynchronous(1, 1, 3))
+    assert batch.tolist() == [2, 3]
+
+
+def test_a_policy_that_needs_files_is_refused() -> None:
+    """With what to use instead; a dataset from a function is not sharded anyway."""
+    for policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+        options = InputOptions(auto_shard_policy=policy)
+        with pytest.raises(ValueError, match=rf"{policy.name}.*datasets_from_function.*input_pipeline_id"):
+            distributed(ArrayDataset(np.arange(2)).batch(2), Worker(), options=options)
+        batches = DistributedDatasetFromFunction(lambda _: [np.zeros(1)], InputContext(), Worker(), 0, options=options)
+        assert len(list(batches)) == 1
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
+def test_auto_shares_by_data(policy: AutoShardPolicy) -> None:
+    """Each replica of all workers gets its slice."""
+    source = distributed(ArrayDataset(np.arange(8)).batch(8), Worker(1, 1, 2), options=InputOptions(True, policy))
+    assert [rows(batch) for batch in source] == [[[4, 5, 6, 7]]]
+
+
+def test_without_sharding_each_worker_sees_all_in_smaller_steps() -> None:
+    """Ten examples in batches of 6 over four replicas, two of them here: slices of two, twice for the first batch."""
+    worker = Worker(2, 2, 4)
+    source = distributed(ArrayDataset(np.arange(10)).batch(6), worker, options=InputOptions(True, AutoShardPolicy.OFF))
+    taken = [(rows(batch), sorted(worker.empty), worker.next[0].index) for batch in source]
+    assert taken == [([[0, 1], [2, 3]], [], 1), ([[4, 5], []], [1], 2), ([[6, 7], [8, 9]], [], 3)]
+    late = Worker(2, 2, 4, at=Position(0, 0, 2))
+    source = distributed(ArrayDataset(np.arange(10)).batch(6), late, options=InputOptions(True, AutoShardPolicy.OFF))
+    assert [rows(batch) for batch in source] == [[[6, 7], [8, 9]]]
+    assert list(distributed(ArrayDataset(np.arange(0)).batch(6), worker, options=InputOptions(True, -1))) == []  # type: ignore[arg-type]
+
+
+# ---- Iterators ----
+
+
+def test_an_iterator_gives_its_batches_by_three_names() -> None:
+    """And raises `StopIteration` at the end, also when it is asked again."""
+    iterator = iter(distributed(ArrayDataset(np.arange(3)).batch(1), Worker()))
+    assert iter(iterator) is iterator
+    assert [int(take()[0]) for take in (iterator.get_next, iterator.next, partial(next, iterator))] == [0, 1, 2]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            iterator.get_next()
+
+
+def test_a_process_joins_at_its_first_batch() -> None:
+    """Not where the iterator is made."""
+    worker = Worker()
+    iterator = iter(distributed(ArrayDataset(np.arange(3)).batch(1), worker))
+    assert worker.events == []
+    iterator.get_next()
+    assert worker.events == ["join 0", "boundary 0"]

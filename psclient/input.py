@@ -1,0 +1,142 @@
+"""What a script says about its input, and what it is told: options, contexts, and the shapes of batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import numpy as np
+
+
+class AutoShardPolicy(IntEnum):
+    """How workers share a dataset; the numbers are those of `tf.data.experimental.AutoShardPolicy`.
+
+    Attributes:
+        OFF: they do not: every worker sees all of the data, and splits it among its local replicas.
+        AUTO: the same as DATA.
+        FILE: by files; refused, since a dataset knows none here.
+        DATA: each global batch is cut into slices, one for each replica of all workers.
+        HINT: by a placeholder in the pipeline; refused, since pipelines have none here.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How a dataset is distributed.
+
+    Attributes:
+        experimental_prefetch_to_device: batches are put on the replicas' devices; False leaves them on the host,
+            as NumPy arrays.
+        auto_shard_policy: for `experimental_distribute_dataset`; a dataset from a function is never sharded.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    experimental_prefetch_to_device: bool = True
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "auto_shard_policy", AutoShardPolicy(self.auto_shard_policy))
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `strategy.run`, so that scripts written for TensorFlow run unchanged. Neither has a meaning here.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: replica functions are plain Python and take arrays of any shape.
+        experimental_bucketizing_dynamic_shape: nothing is compiled for a shape, so shapes are not put into buckets.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a function that makes one worker's dataset is told.
+
+    Attributes:
+        num_input_pipelines: how many workers make one.
+        input_pipeline_id: which of them this is, from 0.
+        num_replicas_in_sync: R, the replicas of all workers.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Examples for each replica; raises `ValueError` if they cannot be shared out equally."""
+        if global_batch_size % self.num_replicas_in_sync:
+            raise ValueError(
+                f"a global batch of {global_batch_size} examples cannot be shared equally by "
+                f"{self.num_replicas_in_sync} replicas"
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+    def __str__(self) -> str:
+        return f"ps.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What a function that makes one replica's value is told; see `experimental_distribute_values_from_function`.
+
+    Attributes:
+        replica_id_in_sync_group: which replica the value is for, from 0.
+        num_replicas_in_sync: R, the replicas of all workers.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"ps.ValueContext(replica id {self.replica_id_in_sync_group}, "
+            f"total replicas in sync: {self.num_replicas_in_sync})"
+        )
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """The shape and dtype of one array of a batch.
+
+    Attributes:
+        shape: its dimensions; None for the first, which counts the examples and may differ.
+        dtype: of its elements.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class PerReplicaSpec:
+    """The shapes and dtypes of one per-replica value of a batch.
+
+    Attributes:
+        specs: of each local replica.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    specs: tuple[ArraySpec, ...]
