@@ -85,6 +85,22 @@ class Device:
         """An array of this device in host memory; on the CPU it is the array itself."""
         return np.asarray(array) if self.gpu is None else np.asarray(_cupy().asnumpy(array))
 
+    def elementwise(self, inputs: str, outputs: str, operation: str, preamble: str) -> Any:
+        """A `cupy.ElementwiseKernel`, compiled, for this GPU.
+
+        Args:
+            inputs, outputs: parameters such as `float32 a0, float32 a1`.
+            operation: CUDA statements for one element.
+            preamble: CUDA functions that they call.
+        """
+        cupy = _cupy()
+        # Without contraction a product is rounded before it is added to something, as the interpreter does.
+        kernel = cupy.ElementwiseKernel(
+            inputs, outputs, operation, "update", preamble=preamble, options=("--fmad=false",)
+        )
+        kernel(*(cupy.zeros(1, parameter.split()[0]) for parameter in inputs.split(", ")))
+        return kernel
+
 
 def _cupy() -> ModuleType:
     try:

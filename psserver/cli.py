@@ -38,6 +38,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--host", help="Where to listen [default: TF_CONFIG's, else 127.0.0.1].")
 @click.option("--port", type=click.IntRange(0, 65535), help="Where to listen; 0 picks [default: TF_CONFIG's, else 0].")
 @click.option("--device", default="cpu", show_default=True, help="Where the variables live: cpu or gpu:N.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of one update program.")
 @click.option("--memory-limit", default="0", help="Bytes for variables, such as 4GiB; 0 for no limit.")
 @click.option(
     "--checkpoint-root",
@@ -55,6 +56,7 @@ def command(
     host: str | None,
     port: int | None,
     device: str,
+    threads: int,
     memory_limit: str,
     checkpoint_root: Path,
     until_done: bool,
@@ -70,7 +72,7 @@ def command(
         datefmt="%H:%M:%S",
     )
     try:
-        config = server_config(task, host, port, device, memory_limit, checkpoint_root)
+        config = server_config(task, host, port, device, memory_limit, checkpoint_root, threads=threads)
         asyncio.run(serve(config, until_done, lifeline))
     except PSError as error:
         if debug:
@@ -101,6 +103,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             timeouts=config.timeouts,
             clock=time.monotonic,
             submit=pool.submit,
+            threads=config.threads,
         )
         server = Server(core, config.task, config.host, config.port, config.max_payload_bytes)
         port = await server.start()

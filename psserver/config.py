@@ -32,6 +32,7 @@ class ServerConfig:
         memory_limit: bytes that variables may take, 0 for no limit.
         checkpoint_root: the directory below which checkpoints are.
         timeouts: of sessions and calls.
+        threads: that run one update program.
     """
 
     task: Task
@@ -41,6 +42,7 @@ class ServerConfig:
     memory_limit: int
     checkpoint_root: Path
     timeouts: Timeouts
+    threads: int = 1
 
     @property
     def max_payload_bytes(self) -> int:
@@ -61,6 +63,7 @@ def server_config(
     memory_limit: str = "0",
     checkpoint_root: Path = Path("checkpoints"),
     environ: Mapping[str, str] = os.environ,
+    threads: int = 1,
 ) -> ServerConfig:
     """Merges flags with the environment.
 
@@ -72,6 +75,7 @@ def server_config(
         memory_limit: bytes with a unit, "0" for no limit.
         checkpoint_root: the directory below which checkpoints are.
         environ: the environment.
+        threads: that run one update program.
 
     Raises:
         ConfigError: what is asked for is malformed, not there, or not a task of the cluster.
@@ -87,6 +91,7 @@ def server_config(
         memory_limit=parse_bytes(memory_limit, "--memory-limit"),
         checkpoint_root=checkpoint_root.absolute(),
         timeouts=Timeouts.from_environ(environ),
+        threads=threads,
     )
 
 

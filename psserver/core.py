@@ -16,13 +16,14 @@ from typing import Any
 from psserver import executor
 from psserver.answers import Answer, Submit, answering, do, failing, working
 from psserver.arrays import Device
+from psserver.kernels.kernels import Kernels
 from psserver.log import Log
 from psserver.membership import Membership
 from psserver.rounds import Job, Record, Rounds
 from psserver.snapshots import Snapshots
 from psserver.store import Store, owned
 from psserver.units import human
-from psserver.waiting import Readers, Watchers
+from psserver.waiting import Readers, Resends, Watchers
 from pswire.api import (
     Contribution,
     CreateReply,
@@ -35,9 +36,9 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
+from pswire.errors import Diverged, Fenced, InvalidRequest, NoCheckpoint, PSError, ServerLost
 from pswire.limits import Timeouts
-from pswire.spec import Approved, Entry, Plan, Snapshotted, Start, Variable, VariableSpec
+from pswire.spec import Approved, Entry, Mode, Plan, Snapshotted, Start, Variable, VariableSpec
 from pswire.tensor import Payload
 
 log = logging.getLogger("psserver")
@@ -59,6 +60,7 @@ class Core:
         timeouts: the lease is what counts here.
         clock: monotonic seconds.
         submit: runs array work, one piece after another.
+        threads: that run one update program.
 
     Attributes:
         done: answered when the job has ended and everybody has left.
@@ -74,6 +76,7 @@ class Core:
         timeouts: Timeouts,
         clock: Callable[[], float],
         submit: Submit,
+        threads: int = 1,
     ) -> None:
         self.server = server
         self.task = Task("ps", server)
@@ -82,6 +85,7 @@ class Core:
         self.done: Future[None] = Future()
         self._clock = clock
         self._submit = submit
+        self._kernels = Kernels(self.device, threads)
         self._lock = threading.Lock()
         # All below is guarded by the lock.
         self._store = Store(server, self.device, memory_limit)
@@ -96,18 +100,18 @@ class Core:
         self._ticked = clock()
         self._watchers = Watchers(self._log, self._members)
         self._readers = Readers(self._store, self._rounds, submit)
+        self._resends = Resends(self._store)
 
     # ---- Sessions ----
 
-    def open(self, task: Task, replicas: int, session: int, drives: bool) -> Opened:
+    def open(self, task: Task, replicas: int, session: int, drives: bool, mode: Mode = "sync") -> Opened:
         with self._lock:
             token = 0
             if self.server == 0:
-                session, token = self._members.open(task, replicas, drives, session, self._clock())
+                session, token = self._members.open(task, replicas, drives, session, self._clock(), mode)
             self._sessions.add(session)
             answers = self._progress()
-            begun = self._rounds.epoch is not None
-            opened = Opened(session, self.incarnation, token, self.server, begun, str(self.device))
+            opened = Opened(session, self.incarnation, token, self.server, str(self.device))
         do(answers)
         return opened
 
@@ -182,18 +186,19 @@ class Core:
             needed, job = here and not self._store.initialized(variable.id), self._job
         if needed:
             # Outside of the lock: this may read a file, copy, or move to a device.
-            array = self._snapshots.first_value(variable)
+            array = saved = self._snapshots.first_value(variable)
             if array is None and value is not None:
                 array = self.device.put(owned(value.tensors([spec.tensor])[0]))
             with self._lock:
                 self._check_job(job)
-                if array is not None:
-                    self._store.initialize(variable.id, array)
+                if array is not None and self._store.initialize(variable.id, array) and saved is not None:
+                    self._snapshots.begun.add(variable.id)
         with self._lock:
             initialized = here and self._store.initialized(variable.id)
+            restored = variable.id in self._snapshots.begun
             answers = self._progress()
         do(answers)
-        return CreateReply(variable.id, variable.servers, initialized)
+        return CreateReply(variable.id, variable.servers, initialized, restored)
 
     def _check_job(self, job: int) -> None:
         """Raises `ServerLost` if what was begun in one job ends in another."""
@@ -287,7 +292,7 @@ class Core:
             self._check(contribution.session)
             record = self._rounds.recorded(contribution)
             if record is not None:
-                answers.append(self._reply(record, contribution, future))
+                self._resends.add((record, contribution, future))
             elif len(set(contribution.want)) != len(contribution.want):
                 raise InvalidRequest("a variable is wanted twice")
             else:
@@ -303,24 +308,25 @@ class Core:
         with self._lock:
             if number != self._job:
                 return  # everyone who waited was told when the job was started anew
+            lent = self._store.lend(job.plan.writes(self.server))
             values = self._store.values()
         error: PSError | None = None
         outcome = executor.Outcome({}, (), {})
         try:
-            outcome = executor.run(job, self.server, self.device, values)
+            outcome = executor.run(job, self.server, self._kernels, values, lent)
         except PSError as caught:
             error = caught
         with self._lock:
             if number != self._job:
                 return
+            self._store.end_loan()
             if error is None:
                 self._store.commit(outcome.assigned)
-                waiters = self._rounds.complete(job, outcome.given)
-                self._snapshots.freeze(job, self._rounds.positions)
+                record, waiters = self._rounds.complete(job, outcome.given)
+                self._snapshots.freeze(job)
             else:
                 log.warning("round %d failed: %s", job.round, error)
-                waiters = self._rounds.fail(job, error)
-            record = self._rounds.records[job.round]
+                record, waiters = self._rounds.fail(job, error)
             answers = [self._reply(record, said, future, outcome) for said, future in waiters]
             answers += self._progress()
         do(answers)
@@ -354,10 +360,10 @@ class Core:
         do(answers)
         return future
 
-    def restore(self, session: int, path: str) -> Future[RestoreReply]:
+    def restore(self, session: int, path: str, ordinal: int) -> Future[RestoreReply]:
         with self._lock:
             self._check(session)
-            future, first = self._snapshots.restoring(path, self._rounds.last)
+            future, first = self._snapshots.restoring(path, ordinal)
             variables = [v for v in self._store.variables.values() if self.server in v.servers]
             job = self._job
         if first:
@@ -370,6 +376,8 @@ class Core:
             with self._lock:
                 self._check_job(job)
                 self._snapshots.restored(restored, values)
+        except NoCheckpoint:
+            raise  # which the others are told, too: the first process goes on without one
         except BaseException:
             with self._lock:
                 self._snapshots.failed(future)
@@ -392,6 +400,7 @@ class Core:
                 self._store.nbytes,
                 self._store.memory_limit,
                 self._members.chief_silent(self._clock()),
+                self._rounds.places,
             )
 
     def summary(self) -> str:
@@ -405,6 +414,7 @@ class Core:
         with self._lock:
             answers = self._abandon(ServerLost("the server ends", str(self.task)), lambda session: True)
         do(answers)
+        self._kernels.close()
 
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Answer]:
         """Fails all that waits; of the watchers those for whose session `watches` holds."""
@@ -413,6 +423,7 @@ class Core:
         waiting += self._watchers.drop(watches)
         waiting += self._readers.drop()
         waiting += self._snapshots.clear()
+        waiting += self._resends.drop()
         return [failing(future, error) for future in waiting]
 
     def _progress(self) -> list[Answer]:
@@ -430,6 +441,7 @@ class Core:
         if job is not None:
             number = self._job
             answers.append(lambda: self._submit(lambda: self._execute(job, number)))
+        answers += [self._reply(*resend) for resend in self._resends.take()]
         answers += self._readers.answers(self._ended)
         answers += self._watchers.answers(self._clock())
         answers += self._snapshots.answers()

@@ -14,8 +14,6 @@ from pswire.errors import ProgramError
 from pswire.program import OPS, Attr, Node, Program
 from pswire.tensor import DTYPES, TensorSpec
 
-_VIEWS = frozenset({"broadcast_to"})  # Ops whose result may share its argument's memory.
-
 
 def run(program: Program, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
     """Runs a program.
@@ -45,7 +43,7 @@ def run(program: Program, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any
     own = {
         number
         for number, node in enumerate(program.nodes, len(program.inputs))
-        if node.op not in _VIEWS and values[number] is not None
+        if not OPS[node.op].view and values[number] is not None
     }
 
     def result(number: int) -> Any:
@@ -68,12 +66,20 @@ def peak_bytes(program: Program) -> int:
     dead = _dead_after(program)
     first = len(program.inputs)
     held = peak = 0
-    for number in range(first, len(sizes)):
+    for number, node in enumerate(program.nodes, first):
         held += sizes[number]
-        peak = max(peak, held)
+        peak = max(peak, held + _cast_bytes(node, program.specs, number))
         held -= sum(sizes[gone] for gone in dead[number] if gone >= first)
     results = [*(value for _, value in program.assigns), *program.outputs]
     return max(peak, held + sum(sizes[value] for value in results))
+
+
+def _cast_bytes(node: Node, specs: Sequence[TensorSpec], number: int) -> int:
+    """Memory for arguments in the result's dtype."""
+    if not OPS[node.op].casts:
+        return 0
+    dtype = specs[number].dtype
+    return sum(specs[arg].size * DTYPES[dtype].itemsize for arg in node.args if specs[arg].dtype != dtype)
 
 
 def _check_inputs(program: Program, inputs: Sequence[Any]) -> None:
@@ -110,11 +116,5 @@ def _step(node: Node, args: Sequence[Any], spec: TensorSpec, xp: Any) -> Any:
 
 
 def _call(op: str, args: Sequence[Any], attrs: Mapping[str, Attr], xp: Any) -> Any:
-    if op == "astype":
-        return args[0].astype(DTYPES[str(attrs["dtype"])])
-    if op == "broadcast_to":
-        return xp.broadcast_to(args[0], attrs["shape"])
-    function = getattr(xp, OPS[op].numpy)
-    if "axis" in OPS[op].attrs:
-        return function(args[0], axis=attrs.get("axis"), keepdims=bool(attrs.get("keepdims", False)))
-    return function(*args)
+    row = OPS[op]
+    return row.call(xp, args, attrs) if row.call else getattr(xp, row.numpy)(*args)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from pswire.api import SessionState
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, PSError
-from pswire.spec import Member
+from pswire.errors import ConfigError, Diverged, Fenced, PSError
+from pswire.spec import Member, Mode
 
 ENDED = {
     "left": "it left",
@@ -50,24 +50,39 @@ class Membership:
         self._last = first
         self._sessions: dict[int, _Session] = {}
 
-    def open(self, task: Task, replicas: int, drives: bool, key: int, now: float) -> tuple[int, int]:
+    def open(
+        self, task: Task, replicas: int, drives: bool, key: int, now: float, mode: Mode = "sync"
+    ) -> tuple[int, int]:
         """Begins a session and ends the one that the task had; one with the same key is the same session.
 
         Returns:
             Its number and its fencing token, 0 for those that do not drive.
+
+        Raises:
+            ConfigError: it takes part in rounds, and others make them in another mode.
         """
         for number, session in self._sessions.items():
             if key and session.key == key:
                 return number, session.token
+        if not drives:
+            self._check_mode(task, mode)
         for other in self._sessions.values():
             if other.member.task == task and other.drives == drives:
                 self._end(other, "replaced")
         self._last += 1
         self.token += drives
         token = self.token if drives else 0
-        self._sessions[self._last] = _Session(Member(task, self._last, replicas), drives, now, key, token)
+        self._sessions[self._last] = _Session(Member(task, self._last, replicas, mode), drives, now, key, token)
         self.version += 1
         return self._last, token
+
+    def _check_mode(self, task: Task, mode: Mode) -> None:
+        for other in (session.member for session in self._open()):
+            if other.task != task and other.mode != mode:
+                raise ConfigError(
+                    f"{task} runs with consistency {mode!r}, and {other.task} with {other.mode!r}; "
+                    "give every process of the job the same: ps.Sync() or ps.Async()"
+                )
 
     def check(self, number: int) -> None:
         """Raises the reason if a session has ended, `Fenced` if there never was one."""

@@ -23,15 +23,15 @@ def reduce(op: ReduceOp, spec: TensorSpec, contributions: Sequence[tuple[float, 
         may be a view of a received part.
     """
     present = [pieces for weight, pieces in contributions if weight]
-    value = _sum(spec, present)
-    if op == "mean":
-        # One contribution is its sender's memory, which is only read; a sum is ours.
-        out = value if len(present) > 1 else np.empty_like(value)
-        # Half precision has no room for many elements' weights.
-        total = np.asarray(sum(weight for weight, _ in contributions), np.result_type(value.dtype, np.float32))
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
+        value = _sum(spec, present)
+        if op == "mean":
+            # One contribution is its sender's memory, which is only read; a sum is ours.
+            out = value if len(present) > 1 else np.empty_like(value)
+            # Half precision has no room for many elements' weights.
+            total = np.asarray(sum(weight for weight, _ in contributions), np.result_type(value.dtype, np.float32))
             np.divide(value, total, out=out, casting="same_kind")
-        value = out
+            value = out
     return value
 
 

@@ -1,25 +1,29 @@
 """Rounds: who has contributed to which, when one is complete, and what was answered.
 
 A plain state machine without clock, network or array work. It says which round can run; the core runs
-it and says how it went.
+it and says how it went. Rounds form strands: in sync mode one, which all members make together; in async mode
+one for each task, whose rounds are of that task alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
 from psserver.membership import diverged
-from pswire.api import Contribution, OpenRound, RoundReply
+from pswire.api import Contribution, OpenRound, Place, RoundReply
 from pswire.cluster import Task
-from pswire.errors import Fenced, InvalidRequest, PSError
+from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
 from pswire.spec import Epoch, Member, Plan, Position
 from pswire.tensor import Array, Payload, TensorSpec, layout
 
 Failure = tuple[Future[RoundReply], PSError]
+Waiter = tuple[Contribution, Future[RoundReply]]
+Key = Task | None
+"""Which strand: a task's own, or None for the one that all make together."""
 _Push = tuple[Contribution, Payload, Future[RoundReply]]
 
 RECORDS = 2
@@ -51,6 +55,7 @@ class Job:
         parts: what it does it with, in task order.
         left_out: members without a whole contribution.
         section: gives the plan in words.
+        strand: whose round it is.
     """
 
     round: int
@@ -58,14 +63,21 @@ class Job:
     parts: tuple[Part, ...]
     left_out: tuple[Task, ...]
     section: Callable[[], str]
+    strand: Key = None
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Where its members' datasets stand after it."""
+        return next((part.said.positions for part in self.parts if part.said.positions), ())
 
 
 @dataclass
 class _Open:
     plan_id: bytes
     epoch: int
+    members: tuple[Member, ...]
     parts: dict[int, Part] = field(default_factory=dict)
-    waiters: list[tuple[Contribution, Future[RoundReply]]] = field(default_factory=list)
+    waiters: list[Waiter] = field(default_factory=list)
     error: PSError | None = None
 
 
@@ -89,12 +101,38 @@ class Record:
     error: PSError | None = None
 
 
+@dataclass
+class Strand:
+    """Rounds that are made one after the other.
+
+    Attributes:
+        last: the last complete one, -1 before the first.
+        positions: where the datasets of who makes it stand, as the newest contribution says.
+        records: answers of the last rounds, for resends.
+        open: rounds that wait.
+    """
+
+    last: int = -1
+    positions: tuple[Position, ...] = ()
+    records: dict[int, Record] = field(default_factory=dict)
+    open: dict[int, _Open] = field(default_factory=dict)
+
+    @property
+    def newest(self) -> int:
+        """The last round that somebody has contributed to, complete or not."""
+        return max([self.last, *self.open])
+
+
 class Rounds:
     """All rounds of one server. Guarded by the core's lock.
 
     Args:
         server: the number of this server.
         describe: a plan in words, approved or not, for messages.
+
+    Attributes:
+        last: the last complete round, -1 before the first; in async mode the number of complete ones, less one.
+        strands: all rounds; the strand whose turn it is comes first.
     """
 
     def __init__(self, server: int, describe: Callable[[bytes], str]) -> None:
@@ -107,21 +145,30 @@ class Rounds:
         self.plans: dict[bytes, Plan] = {}
         self.epoch: Epoch | None = None
         self.last = -1
-        self.positions: tuple[Position, ...] = ()
-        self.records: dict[int, Record] = {}
+        self.strands: dict[Key, Strand] = {None: Strand()}
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
         self._epochs: dict[int, Epoch] = {}
-        self._open: dict[int, _Open] = {}
         # Pushes labelled with an epoch that was not copied here yet, by session: they are no rounds of ours so far.
         self._parked: dict[int, list[_Push]] = {}
         self._failed: list[Failure] = []
         self._running = False
 
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Where the datasets stand of those who make rounds together."""
+        return self.strands[None].positions
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where each task stands that makes rounds of its own, in task order."""
+        own = sorted((key, strand) for key, strand in self.strands.items() if key)
+        return tuple(Place(task, strand.newest, strand.positions) for task, strand in own)
+
     def approve(self, plan: Plan) -> None:
         """A plan may run from now on."""
         self.plans[plan.id] = plan
-        for waiting in self._open.values():
+        for _, waiting in self._open():
             if waiting.plan_id == plan.id:
                 for part in list(waiting.parts.values()):
                     self._admit(waiting, part, plan)
@@ -129,7 +176,7 @@ class Rounds:
     def refuse(self, plan: Plan, error: PSError) -> None:
         """A plan was approved that cannot run here: whoever pushes for it is told why."""
         self.refused[plan.id] = error
-        for waiting in self._open.values():
+        for _, waiting in self._open():
             if waiting.plan_id == plan.id:
                 waiting.error = error
                 self._fail(waiting, error)
@@ -140,15 +187,9 @@ class Rounds:
         return failed
 
     def close_epoch(self, epoch: Epoch) -> None:
-        """A new epoch holds: members of older ones that are not in it are fenced."""
-        before = {member.session for old in self._epochs.values() for member in old.members}
-        members = {member.session for member in epoch.members}
-        for waiting in self._open.values():
-            # Whoever pushed for this epoch before it came, and is no member of it, is none of ours.
-            strangers = waiting.parts.keys() - members if waiting.epoch == epoch.number else set()
-            waiting.parts = {session: part for session, part in waiting.parts.items() if session not in strangers}
-            before |= strangers
-        self.fenced |= before - members
+        """A new epoch holds: members of the one before that are not in it are fenced."""
+        if self.epoch is not None:
+            self.fenced |= {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
         self.epoch = self._epochs[epoch.number] = epoch
         parked, self._parked = self._parked, {}
         for said, payload, future in (push for pushes in parked.values() for push in pushes):
@@ -168,8 +209,6 @@ class Rounds:
         Raises:
             PSError: why this contribution cannot be taken.
         """
-        if said.round <= self.last:
-            raise InvalidRequest(f"round {said.round} is over; this server is at {self.last}")
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
         if any(not (isfinite(weight) and weight >= 0) or (weight and said.observes) for weight in said.weights):
@@ -181,12 +220,13 @@ class Rounds:
         member = epoch.session(said.session)
         if member is None:
             raise Fenced(f"this session is no member of epoch {said.epoch}; restart the process")
-        self._check_order(said, member)
-        waiting = self._open.setdefault(said.round, _Open(said.plan_id, said.epoch))
-        if waiting.error is None and (waiting.plan_id, waiting.epoch) != (said.plan_id, said.epoch):
-            other = next(iter(waiting.parts.values()), None)
-            positions = [(other.member.task, self._describe(waiting.plan_id))] if other else []
-            waiting.error = diverged(said.round, [*positions, (member.task, self._describe(said.plan_id))])
+        strand = self.strands.setdefault(_key(member), Strand())
+        if said.round <= strand.last:
+            raise InvalidRequest(f"round {said.round} is over; this server is at {strand.last}")
+        self._check_order(strand, said, member)
+        members = (member,) if _key(member) else epoch.members
+        waiting = strand.open.setdefault(said.round, _Open(said.plan_id, said.epoch, members))
+        self._check_plan(waiting, said, member)
         waiting.waiters.append((said, future))
         if waiting.error is not None:
             self._fail(waiting, waiting.error)
@@ -198,7 +238,20 @@ class Rounds:
             plan = self.plans.get(said.plan_id)
             if plan is not None:
                 self._admit(waiting, part, plan)
-            self.positions = said.positions or self.positions
+            strand.positions = said.positions or strand.positions
+
+    def _check_plan(self, waiting: _Open, said: Contribution, member: Member) -> None:
+        """All who make a round have one plan for it; one that is alone in it does not disagree with others."""
+        if waiting.error is not None or (waiting.plan_id, waiting.epoch) == (said.plan_id, said.epoch):
+            return
+        if waiting.members == (member,):
+            raise InvalidRequest(f"round {said.round} of this session has another plan, or another epoch")
+        waiting.error = self._diverged(said.round, waiting, member, self._describe(said.plan_id))
+
+    def _diverged(self, round: int, waiting: _Open, member: Member, section: str) -> Diverged:
+        other = next(iter(waiting.parts.values()), None)
+        positions = [(other.member.task, self._describe(waiting.plan_id))] if other else []
+        return diverged(round, [*positions, (member.task, section)])
 
     def _park(self, said: Contribution, payload: Payload, future: Future[RoundReply]) -> None:
         parked = self._parked.setdefault(said.session, [])
@@ -206,15 +259,13 @@ class Rounds:
             raise InvalidRequest(f"round {parked[0][0].round} of this session waits; it cannot begin {said.round}")
         parked.append((said, payload, future))
 
-    def _check_order(self, said: Contribution, member: Member) -> None:
+    def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
         """A worker makes one round after the other: it neither begins a second one nor leaves one out."""
-        for number, waiting in self._open.items():
+        for number, waiting in strand.open.items():
             if number != said.round and said.session in waiting.parts:
                 raise InvalidRequest(f"round {number} of this session is under way; it cannot begin {said.round}")
             if number < said.round and waiting.error is None and member in self._missing(waiting):
-                other = next(iter(waiting.parts.values()), None)
-                positions = [(other.member.task, self._describe(waiting.plan_id))] if other else []
-                waiting.error = diverged(number, [*positions, (member.task, "a later section; it made none here")])
+                waiting.error = self._diverged(number, waiting, member, "a later section; it made none here")
                 self._fail(waiting, waiting.error)
                 raise waiting.error
 
@@ -236,7 +287,10 @@ class Rounds:
 
     def recorded(self, said: Contribution) -> Record | None:
         """The answer to a round that is over; None while it is not."""
-        record = self.records.get(said.round)
+        epoch = self._epochs.get(said.epoch)
+        member = epoch.session(said.session) if epoch else None
+        strand = self.strands.get(_key(member)) if epoch else None
+        record = strand.records.get(said.round) if strand else None
         if record is None or record.error is not None:
             return record
         if record.plan_id != said.plan_id:
@@ -247,60 +301,69 @@ class Rounds:
 
     def next_job(self) -> Job | None:
         """The round that can run now, if any; it counts as running until `complete` or `fail`."""
-        if self._running or not self._open:
+        if self._running:
             return None
-        number = min(self._open)
-        waiting = self._open[number]
-        if waiting.error is not None:
-            # Its members were told already, and nothing of it may be applied.
-            self._close(number, Record(waiting.plan_id, error=waiting.error))
-            return self.next_job()
+        found = (self._first(key, strand) for key, strand in list(self.strands.items()))
+        return next((job for job in found if job), None)
+
+    def _first(self, key: Key, strand: Strand) -> Job | None:
+        """The first round of a strand, if it can run."""
+        while strand.open:
+            number = min(strand.open)
+            waiting = strand.open[number]
+            if waiting.error is not None:
+                # Its members were told already, and nothing of it may be applied.
+                self._close(key, number, Record(waiting.plan_id, error=waiting.error))
+            elif self._missing(waiting):
+                return None
+            elif not waiting.parts:
+                # All who could have been in it are gone, and left nothing; it must not stop those after it.
+                del strand.open[number]
+            else:
+                return self._job(key, number, waiting)
+        return None
+
+    def _job(self, key: Key, number: int, waiting: _Open) -> Job | None:
         plan = self.plans.get(waiting.plan_id)
-        epoch = self._epochs.get(waiting.epoch)
-        if epoch is None or self._missing(waiting):
-            return None
-        if not waiting.parts:
-            # All who could have been in it are gone, and left nothing; it must not stop those after it.
-            del self._open[number]
-            return self.next_job()
         if plan is None:
             return None
         self._running = True
-        by_session = {member.session: member for member in epoch.members}
-        parts = [Part(by_session[session], part.said, part.payload) for session, part in waiting.parts.items()]
         return Job(
             number,
             plan,
-            tuple(sorted(parts, key=lambda part: part.member.task)),
-            tuple(m.task for m in epoch.members if m.session not in waiting.parts),
+            tuple(sorted(waiting.parts.values(), key=lambda part: part.member.task)),
+            tuple(m.task for m in waiting.members if m.session not in waiting.parts),
             partial(self._describe, plan.id),
+            key,
         )
 
-    def complete(self, job: Job, given: Sequence[Array]) -> list[tuple[Contribution, Future[RoundReply]]]:
-        """A round has run; returns who waits for its answer, which is now in `records`."""
-        return self._close(
-            job.round,
-            Record(
-                job.plan.id,
-                frozenset(part.member.session for part in job.parts),
-                self.epoch,
-                any(part.said.more for part in job.parts),
-                job.left_out,
-                tuple(given),
-            ),
+    def complete(self, job: Job, given: Sequence[Array]) -> tuple[Record, list[Waiter]]:
+        """A round has run; returns its answer, which is kept, and who waits for it."""
+        record = Record(
+            job.plan.id,
+            frozenset(part.member.session for part in job.parts),
+            self.epoch,
+            any(part.said.more for part in job.parts),
+            job.left_out,
+            tuple(given),
         )
+        return record, self._close(job.strand, job.round, record)
 
-    def fail(self, job: Job, error: PSError) -> list[tuple[Contribution, Future[RoundReply]]]:
+    def fail(self, job: Job, error: PSError) -> tuple[Record, list[Waiter]]:
         """A round could not run: everyone is told the same, and nothing of it was applied."""
-        return self._close(job.round, Record(job.plan.id, error=error))
+        record = Record(job.plan.id, error=error)
+        return record, self._close(job.strand, job.round, record)
 
-    def _close(self, number: int, record: Record) -> list[tuple[Contribution, Future[RoundReply]]]:
+    def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = False
-        self.last = number
-        self.records[number] = record
-        for old in sorted(self.records)[:-RECORDS]:
-            del self.records[old]
-        return self._open.pop(number).waiters
+        self.last = self.last + 1 if key else number
+        # To the end of the line: who pushes fast must not keep the others from their turn.
+        strand = self.strands[key] = self.strands.pop(key)
+        strand.last = number
+        strand.records[number] = record
+        for old in sorted(strand.records)[:-RECORDS]:
+            del strand.records[old]
+        return strand.open.pop(number).waiters
 
     def abandon(self, error: PSError) -> None:
         """Ends all that waits with one error."""
@@ -309,14 +372,14 @@ class Rounds:
 
     def fail_session(self, session: int, error: PSError) -> None:
         """Ends what a session waits for."""
-        for waiting in self._open.values():
+        for _, waiting in self._open():
             self._failed += [(future, error) for said, future in waiting.waiters if said.session == session]
             waiting.waiters = [w for w in waiting.waiters if w[0].session != session]
         self._failed += [(future, error) for *_, future in self._parked.pop(session, [])]
 
     def sessions(self) -> set[int]:
         """Who waits."""
-        return {said.session for waiting in self._open.values() for said, _ in waiting.waiters} | set(self._parked)
+        return {said.session for _, waiting in self._open() for said, _ in waiting.waiters} | set(self._parked)
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """The open rounds, for people and for the chief."""
@@ -327,22 +390,27 @@ class Rounds:
                 tuple(member.task for member in self._missing(w)),
                 w.plan_id in self.plans,
             )
-            for number, w in sorted(self._open.items())
+            for number, w in sorted(self._open(), key=lambda item: item[0])
         ) + tuple(
             OpenRound(said.round, "a section of an epoch that is not known here yet", (), False)
             for pushes in self._parked.values()
             for said, *_ in pushes[:1]
         )
 
+    def _open(self) -> Iterator[tuple[int, _Open]]:
+        """All rounds that wait."""
+        return (item for strand in self.strands.values() for item in strand.open.items())
+
     def _missing(self, waiting: _Open) -> list[Member]:
-        epoch = self._epochs.get(waiting.epoch)
-        if epoch is None:
-            return []
-        return [m for m in epoch.members if m.session not in waiting.parts and m.session not in self.fenced]
+        return [m for m in waiting.members if m.session not in waiting.parts and m.session not in self.fenced]
 
     def _fail(self, waiting: _Open, error: PSError) -> None:
         self._failed += [(future, error) for _, future in waiting.waiters]
         waiting.waiters.clear()
+
+
+def _key(member: Member | None) -> Key:
+    return member.task if member and member.mode == "async" else None
 
 
 def sent(plan: Plan, server: int, said: Contribution) -> list[TensorSpec]:

@@ -11,8 +11,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import grpc
@@ -24,7 +25,7 @@ from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, PSError, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.tensor import Assembly, Frame, Payload, frames
-from pswire.wire import INCARNATION_KEY, MAX_BATCH_BYTES, VERBS, batches, parse, refusal
+from pswire.wire import INCARNATION_KEY, VERBS, fitting, parse, refusal
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +40,12 @@ Answer = Callable[[ParameterServer, bytes], Message]
 
 def _open(core: ParameterServer, data: bytes) -> Message:
     m = parse(pb.OpenRequest, data)
-    opened = core.open(codec.task_from_pb(m.task), m.replicas, m.session, m.drives)
+    opened = core.open(codec.task_from_pb(m.task), m.replicas, m.session, m.drives, codec.mode_from_pb(m.mode))
     return pb.OpenReply(
         session=opened.session,
         incarnation=opened.incarnation,
         token=opened.token,
         server=opened.server,
-        begun=opened.begun,
         device=opened.device,
     )
 
@@ -118,10 +118,13 @@ def _watch(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
 
 def _watched(known: int, watched: Watched) -> Message:
     """News, cut to one message. The rest comes with the next call, at once: its version is still the old."""
-    reply = replies.watched_to_pb(watched)
-    if reply.ByteSize() > MAX_BATCH_BYTES:
-        del reply.entries[len(next(batches(reply.entries))) :]
-        del reply.plans[0 if reply.entries else len(next(batches(reply.plans))) :]
+    reply = replies.watched_to_pb(replace(watched, entries=(), plans=()))
+    # A log may be long: what does not fit is not encoded.
+    entries, plans = map(codec.entry_to_pb, watched.entries), map(codec.plan_to_pb, watched.plans)
+    found: list[Any] = fitting(chain[Message](entries, plans))
+    reply.entries.extend(found[: len(watched.entries)])
+    reply.plans.extend(found[len(watched.entries) :])
+    if len(found) < len(watched.entries) + len(watched.plans):
         reply.version = known
     return reply
 
@@ -133,7 +136,7 @@ def _snapshot(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
 
 def _restore(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
     m = parse(pb.RestoreRequest, data)
-    return core.restore(m.session, m.path), replies.restored_to_pb
+    return core.restore(m.session, m.path, m.ordinal), replies.restored_to_pb
 
 
 Ask = Callable[[ParameterServer, bytes], tuple[Future[Any], Encode]]
@@ -260,7 +263,9 @@ class Service(grpc.GenericRpcHandler):
         reply = await asyncio.to_thread(
             self._core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
         )
-        message = pb.CreateReply(id=reply.id, servers=reply.servers, initialized=reply.initialized)
+        message = pb.CreateReply(
+            id=reply.id, servers=reply.servers, initialized=reply.initialized, restored=reply.restored
+        )
         return message.SerializeToString()
 
     async def _push(self, messages: object, context: Context) -> None:

@@ -15,10 +15,8 @@ from psserver.store import Store
 from pswire.api import RestoreReply, Shard
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, PSError
-from pswire.spec import Position, Variable
+from pswire.spec import Variable
 from pswire.tensor import Array
-
-Positions = tuple[Position, ...]
 
 
 class Snapshots:
@@ -29,6 +27,9 @@ class Snapshots:
         store: the variables.
         root: the directory below which checkpoints are.
         submit: runs the work on files.
+
+    Attributes:
+        begun: numbers of the variables whose first value here was a restored checkpoint's.
     """
 
     def __init__(self, task: Task, store: Store, root: Path, submit: Submit) -> None:
@@ -40,6 +41,7 @@ class Snapshots:
         self._waiting: list[tuple[bytes, str, Future[Shard]]] = []
         self._restores: dict[tuple[str, int], Future[RestoreReply]] = {}
         self._restored: Restored | None = None
+        self.begun: set[int] = set()
 
     def clear(self) -> list[Future[Shard]]:
         """Forgets all; returns who still waits."""
@@ -48,11 +50,12 @@ class Snapshots:
         self._frozen.clear()
         self._restores.clear()
         self._restored = None
+        self.begun.clear()
         return waiting
 
     # ---- Saving ----
 
-    def freeze(self, job: Job, positions: Positions) -> None:
+    def freeze(self, job: Job) -> None:
         """After a round: keeps its values if its plan orders a checkpoint. Arrays never change: this is free."""
         order, server = job.plan.snapshot, self._store.server
         if order is None or server not in order.servers:
@@ -61,7 +64,7 @@ class Snapshots:
         # One without a value has lost its creator, and whoever creates it next gives it one.
         mine = [v for v in self._store.variables.values() if min(v.servers) == server and self._store.initialized(v.id)]
         values = {v.spec.name: self._store.value(v.id) for v in mine}
-        self._frozen[job.plan.id] = Frozen(order, server, job.round, positions, values)
+        self._frozen[job.plan.id] = Frozen(order, server, job.round, job.positions, values)
 
     def thaw(self, plan_id: bytes) -> None:
         """A checkpoint is complete, or failed: its values are not needed any more."""
@@ -90,12 +93,16 @@ class Snapshots:
 
     # ---- Restoring ----
 
-    def restoring(self, path: str, round: int) -> tuple[Future[RestoreReply], bool]:
-        """The future of a restore, and whether this is the first that asks for it in this round."""
-        known = self._restores.get((path, round))
+    def restoring(self, path: str, ordinal: int) -> tuple[Future[RestoreReply], bool]:
+        """The future of a restore, and whether this process is the first that asks for it.
+
+        All processes run one script, so the n-th restore of each is the same one. The first does it; whoever comes to
+        it later must not undo what has been pushed since.
+        """
+        known = self._restores.get((path, ordinal))
         if known is not None:
             return known, False
-        future = self._restores[path, round] = Future()
+        future = self._restores[path, ordinal] = Future()
         return future, True
 
     def read(self, path: str, variables: list[Variable]) -> tuple[Restored, dict[int, Array]]:

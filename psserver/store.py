@@ -1,12 +1,14 @@
 """The variables of one server.
 
-Values are immutable: an update replaces a variable's array, it never writes into it. So a reader that
-still sends the old array, and a snapshot that is still being written, need no copy and no lock.
+An array that somebody holds never changes: a reader that still sends it, and a snapshot that is still being written,
+need no copy and no lock. A round replaces such an array. An array that nobody but the store holds is lent to the round,
+which may write into it; whoever wants to read it then waits for the end of the round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -25,6 +27,9 @@ class Store:
         server: the number of this server.
         device: where the values live.
         memory_limit: bytes that the values may take, 0 for no limit.
+
+    Attributes:
+        lent: variables whose arrays the round that runs may write into.
     """
 
     def __init__(self, server: int, device: Device, memory_limit: int) -> None:
@@ -34,12 +39,14 @@ class Store:
         self.variables: dict[int, Variable] = {}
         self._values: dict[int, Array] = {}
         self.nbytes = 0
+        self.lent: frozenset[int] = frozenset()
 
     def clear(self) -> None:
         """Drops everything."""
         self.variables.clear()
         self._values.clear()
         self.nbytes = 0
+        self.lent = frozenset()
 
     def declare(self, variable: Variable) -> None:
         """Makes a variable known; reserves its memory if it lives here. Declaring it again changes nothing.
@@ -69,11 +76,11 @@ class Store:
         """Whether the variable has a value here."""
         return id in self._values
 
-    def initialize(self, id: int, value: Array) -> None:
-        """Gives a variable its first value, which must be its own; a later one is ignored."""
+    def initialize(self, id: int, value: Array) -> bool:
+        """Gives a variable its first value, which must be its own; says whether it did: a later one is ignored."""
         if self.server not in self.variables[id].servers:
             raise InvalidRequest(f"variable {self.variables[id].spec.name!r} does not live on this server")
-        self._values.setdefault(id, value)
+        return self._values.setdefault(id, value) is value
 
     def commit(self, values: Mapping[int, Array]) -> None:
         """Replaces the values of several variables, all at once."""
@@ -88,8 +95,33 @@ class Store:
         return value
 
     def values(self) -> dict[int, Array]:
-        """All values, by number: a snapshot, since the arrays never change."""
+        """All values, by number."""
         return dict(self._values)
+
+    def lend(self, ids: Iterable[int]) -> frozenset[int]:
+        """A round that is going to assign these variables begins; returns those that it may write into."""
+        self.lent = frozenset(id for id in ids if self._alone(id))
+        return self.lent
+
+    def end_loan(self) -> None:
+        """The round has ended: all values may be read again."""
+        self.lent = frozenset()
+
+    def _alone(self, id: int) -> bool:
+        """Whether nobody but this store holds a variable's array, or a view of it, which would hold the array."""
+        if self.device.gpu is not None or id not in self._values or _holders(self._values, id) > _ALONE:
+            return False
+        flags = self._values[id].flags
+        return flags.owndata and flags.c_contiguous and flags.writeable
+
+
+def _holders(values: Mapping[int, Array], id: int) -> int:
+    """References to an array, those of the counting included."""
+    return sys.getrefcount(values[id])
+
+
+_ALONE = _holders({0: np.empty(0)}, 0)
+"""What `_holders` counts for an array that only the mapping holds."""
 
 
 def owned(value: Array) -> Array:

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from psserver.answers import Answer, Submit, answering, failing, working
 from psserver.log import Log
 from psserver.membership import Membership
-from psserver.rounds import Rounds
+from psserver.rounds import Record, Rounds
 from psserver.store import Store
-from pswire.api import PullReply, Watched
+from pswire.api import Contribution, PullReply, RoundReply, Watched
 from pswire.errors import PSError
 from pswire.tensor import Payload
 
@@ -57,6 +57,37 @@ class Watchers:
         return answers
 
 
+Resend = tuple[Record, Contribution, Future[RoundReply]]
+
+
+class Resends:
+    """Who contributed again to a round that is over, and is answered with values as they are after some round.
+
+    Args:
+        store: what is read.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: list[Resend] = []
+
+    def add(self, resend: Resend) -> None:
+        """Somebody did."""
+        self._waiting.append(resend)
+
+    def take(self) -> list[Resend]:
+        """Those who can be answered now: nobody, while a round may be writing."""
+        if self._store.lent:
+            return []
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def drop(self) -> list[Future[RoundReply]]:
+        """Forgets all; returns their futures."""
+        dropped, self._waiting = self._waiting, []
+        return [future for *_, future in dropped]
+
+
 class Readers:
     """Who waits until a round is complete, to read variables as of then.
 
@@ -94,7 +125,7 @@ class Readers:
             error = ended(session)
             if error is not None:
                 answers.append(failing(future, error))
-            elif after <= self._rounds.last:
+            elif after <= self._rounds.last and not self._store.lent.intersection(ids):
                 answers.append(self._read(ids, future))
             else:
                 waiting.append(waiter)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pswire.cluster import Task
-from pswire.spec import Entry, Epoch, Member, Plan, Position, Start, VariableSpec
+from pswire.program import PROGRAM_VERSION
+from pswire.spec import Entry, Epoch, Member, Mode, Plan, Position, Start, VariableSpec
 from pswire.tensor import Payload, TensorSpec
 
 
@@ -27,7 +28,6 @@ class Opened:
         incarnation: this server process's life.
         token: the fencing token of a chief, larger than all before; 0 for others.
         server: which server answered.
-        begun: whether the job has closed an epoch already, so that this session has to join.
         device: where the server holds its variables, "cpu" or "gpu:0".
     """
 
@@ -35,7 +35,6 @@ class Opened:
     incarnation: int
     token: int
     server: int
-    begun: bool
     device: str
 
 
@@ -47,11 +46,13 @@ class CreateReply:
         id: the variable's number in creation order.
         servers: who holds it.
         initialized: whether this server has its value; False where it does not hold it.
+        restored: whether its first value was a restored checkpoint's, whatever its creators gave.
     """
 
     id: int
     servers: tuple[int, ...]
     initialized: bool
+    restored: bool
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Contribution:
     Attributes:
         session: who pushes.
         epoch: the newest epoch that the worker has taken in.
-        round: which round.
+        round: which round; of an asynchronous worker its own count.
         plan_id: the plan of the section.
         weights: for each reduction of the plan, by how much this contribution counts: replicas, or
             elements where an axis is reduced. Where it is 0 the payload has no bytes for it.
@@ -182,6 +183,21 @@ class OpenRound:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a task stands that makes rounds of its own.
+
+    Attributes:
+        task: which.
+        round: its last round that this server has heard of, complete or not.
+        positions: the datasets' positions that it told with it.
+    """
+
+    task: Task
+    round: int
+    positions: tuple[Position, ...]
+
+
+@dataclass(frozen=True)
 class ServerStatus:
     """The answer to `status`.
 
@@ -190,13 +206,16 @@ class ServerStatus:
         incarnation: its life.
         log: length of its log.
         epoch: the epoch that it knows, if any.
-        round: the last complete round, -1 before the first.
-        positions: the datasets' positions that that round's members told.
+        round: the last complete round, -1 before the first; where workers are asynchronous how many rounds are
+            complete on this server, less one.
+        positions: the datasets' positions that that round's members told; of asynchronous workers see `places`.
         waiting: rounds that wait.
         variables: how many it holds.
         nbytes: bytes of them.
         memory_limit: bytes that it may hold, 0 for no limit.
         chief: seconds since server 0 heard of the chief; infinite where it never did.
+        places: where each asynchronous worker stands, in task order; of those that died, too.
+        program_version: the version of the update programs that it runs.
     """
 
     server: int
@@ -210,6 +229,8 @@ class ServerStatus:
     nbytes: int
     memory_limit: int
     chief: float
+    places: tuple[Place, ...] = ()
+    program_version: int = PROGRAM_VERSION
 
 
 @dataclass(frozen=True)
@@ -234,7 +255,7 @@ class Shard:
 class ParameterServer(Protocol):
     """One server, as its clients see it. All methods may be called from any thread."""
 
-    def open(self, task: Task, replicas: int, session: int, drives: bool) -> Opened:
+    def open(self, task: Task, replicas: int, session: int, drives: bool, mode: Mode = "sync") -> Opened:
         """Begins a session. Key: at server 0 what `session` is there.
 
         Args:
@@ -243,6 +264,10 @@ class ParameterServer(Protocol):
             session: at server 0, which gives the number, what this process has drawn by lot for its resends
                 to be known by, or 0; at the others the number.
             drives: whether this session is a chief's, which gets a new fencing token.
+            mode: how it makes its rounds; of no meaning where it drives.
+
+        Raises:
+            ConfigError: another process of the job makes them otherwise.
         """
         ...
 
@@ -330,11 +355,14 @@ class ParameterServer(Protocol):
         ...
 
     def push(self, contribution: Contribution, payload: Payload) -> Future[RoundReply]:
-        """Contributes to a round, and waits for its completion. Key: (task, session, round)."""
+        """Contributes to a round, and waits for its completion. Key: (task, session, round).
+
+        In async mode the round is the sender's own: it is complete with this contribution alone.
+        """
         ...
 
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
-        """Reads variables, once this server has completed round `after`."""
+        """Reads variables, once this server has completed round `after`; -1 reads them as they are."""
         ...
 
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
@@ -347,15 +375,18 @@ class ParameterServer(Protocol):
         """
         ...
 
-    def restore(self, session: int, path: str) -> Future[RestoreReply]:
-        """Reads a checkpoint's values into this server's variables. Key: (path, round).
+    def restore(self, session: int, path: str, ordinal: int) -> Future[RestoreReply]:
+        """Reads a checkpoint's values into this server's variables. Key: (path, ordinal).
 
         Args:
-            session: who asks; every process does, the first one's request is done.
+            session: who asks; every process does, the first one's request is done, and what came of it is told
+                to the others, however much later they ask.
             path: a checkpoint directory, below the servers' checkpoint root, or a directory of them.
+            ordinal: how many restores this process asked for before.
 
         Raises:
-            CheckpointError: there is none, or it is broken.
+            NoCheckpoint: there is none, or there was none when the first process asked.
+            CheckpointError: it is broken; who asks again tries again.
             VariableMismatch: it has a variable with another shape or dtype.
         """
         ...

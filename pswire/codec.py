@@ -13,7 +13,7 @@ from pswire.cluster import JOBS, Task
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.program import Attr, Input, InputKind, Node, Program
+from pswire.program import PROGRAM_VERSION, Attr, Input, InputKind, Node, Program
 from pswire.spec import (
     Apply,
     Approved,
@@ -24,6 +24,7 @@ from pswire.spec import (
     EpochClosed,
     JobStarted,
     Member,
+    Mode,
     Operand,
     Plan,
     Position,
@@ -55,9 +56,11 @@ _REF_KINDS: dict[pb.Ref.Kind, RefKind] = {
     pb.Ref.RESULT: "result",
 }
 _REDUCE_OPS: dict[pb.Reduction.Op, ReduceOp] = {pb.Reduction.SUM: "sum", pb.Reduction.MEAN: "mean"}
+_MODES: dict[pb.Mode, Mode] = {pb.SYNC: "sync", pb.ASYNC: "async"}
 _INPUT_KIND_TO_PB = {word: number for number, word in _INPUT_KINDS.items()}
 _REF_KIND_TO_PB = {word: number for number, word in _REF_KINDS.items()}
 _REDUCE_OP_TO_PB = {word: number for number, word in _REDUCE_OPS.items()}
+_MODE_TO_PB = {word: number for number, word in _MODES.items()}
 
 
 def _word(table: Mapping[Number, Word], number: Number, what: str) -> Word:
@@ -106,6 +109,14 @@ def task_from_pb(message: pb.Task) -> Task:
     return Task(message.job, message.index)
 
 
+def mode_to_pb(mode: Mode) -> pb.Mode:
+    return _MODE_TO_PB[mode]
+
+
+def mode_from_pb(number: pb.Mode) -> Mode:
+    return _word(_MODES, number, "mode")
+
+
 def position_to_pb(position: Position) -> pb.Position:
     return pb.Position(dataset=position.dataset, epoch=position.epoch, index=position.index)
 
@@ -123,11 +134,16 @@ def start_from_pb(message: pb.Start) -> Start:
 
 
 def member_to_pb(member: Member) -> pb.Member:
-    return pb.Member(task=task_to_pb(member.task), session=member.session, replicas=member.replicas)
+    return pb.Member(
+        task=task_to_pb(member.task),
+        session=member.session,
+        replicas=member.replicas,
+        mode=mode_to_pb(member.mode),
+    )
 
 
 def member_from_pb(message: pb.Member) -> Member:
-    return Member(task_from_pb(message.task), message.session, message.replicas)
+    return Member(task_from_pb(message.task), message.session, message.replicas, mode_from_pb(message.mode))
 
 
 def epoch_to_pb(epoch: Epoch) -> pb.Epoch:
@@ -189,10 +205,16 @@ def program_to_pb(program: Program) -> pb.Program:
         nodes=[pb.Node(op=n.op, args=n.args, attrs=[_attr_to_pb(k, v) for k, v in n.attrs]) for n in program.nodes],
         assigns=[pb.Assign(target=target, value=value) for target, value in program.assigns],
         outputs=program.outputs,
+        version=PROGRAM_VERSION,
     )
 
 
 def program_from_pb(message: pb.Program) -> Program:
+    if message.version != PROGRAM_VERSION:
+        raise InvalidRequest(
+            f"an update program has version {message.version}, and version {PROGRAM_VERSION} runs here; "
+            "install the same release of paramserver on workers, chief and servers"
+        )
     return Program(
         tuple(Input(_word(_INPUT_KINDS, i.kind, "kind of input"), tensor_from_pb(i.spec)) for i in message.inputs),
         tuple(Node(n.op, tuple(n.args), tuple(_attr_from_pb(a) for a in n.attrs)) for n in message.nodes),

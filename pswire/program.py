@@ -2,9 +2,9 @@
 
 A program is a list of inputs, a list of nodes in order, and what it assigns and returns. Values are
 numbered: first the inputs, then the nodes. Ops are named as in the Python array API standard. The
-table `OPS` gives for each op its arity, its dtype rule and its shape rule; the tracer reads it to know
-what it records, the server to verify what it received. Nothing in a program is a name to look up
-anywhere else.
+table `OPS` gives for each op its arity, its dtype rule, its shape rule and how it runs; the tracer reads it
+to know what it records, the server to verify what it received, to interpret it, and to make kernels of it.
+Nothing in a program is a name to look up anywhere else.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from pswire.errors import ProgramError
 from pswire.limits import MAX_NODES
 from pswire.tensor import DTYPES, TensorSpec
+
+PROGRAM_VERSION = 1
+"""Of the wire form of programs and of the meaning of `OPS`. A server runs programs of its own version only."""
 
 Attr = bool | int | float | str | tuple[int, ...] | None
 InputKind = Literal["variable", "value", "operand"]
@@ -104,25 +107,49 @@ class Program:
 
 
 Rule = Callable[[Sequence[TensorSpec], Mapping[str, Attr]], TensorSpec]
+Loop = Callable[[Sequence[TensorSpec], Mapping[str, Attr]], "tuple[str, ...]"]
+Call = Callable[[Any, Sequence[Any], Mapping[str, Attr]], Any]
+
+
+def _no_loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    return ()
 
 
 @dataclass(frozen=True)
 class Op:
-    """A row of the table of ops.
+    """A row of the table of ops: all that the tracer, the verifier, the interpreter and the kernels know of it.
 
     Attributes:
         name: its name in the Python array API standard.
         arity: how many arguments it takes.
         rule: the spec of the result, from those of the arguments and the attributes.
-        attrs: the names of the attributes that it takes.
         numpy: the NumPy function that means the same, for the tracer and as the oracle of tests.
+        attrs: the names of the attributes that it takes.
+        call: runs it over an array namespace; None calls the namespace's function of the name `numpy`.
+        kernel: one element of the result, as an expression that is both Python for Numba and CUDA C, `{0}` being
+            the first argument; "" where no kernel can have it, or would round differently from NumPy.
+        loop: the dtypes that the arguments have when `kernel` reads them; () where it does not take these.
+        view: whether the result may share its argument's memory.
+        refuses: kinds of dtypes of which it may refuse a value.
+        casts: whether arguments that have not the result's dtype are converted as a whole, and not in small pieces.
     """
 
     name: str
     arity: int
     rule: Rule
+    numpy: str
     attrs: tuple[str, ...] = ()
-    numpy: str = ""
+    call: Call | None = None
+    kernel: str = ""
+    loop: Loop = _no_loop
+    view: bool = False
+    refuses: str = ""
+    casts: bool = False
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of the result comes of the elements in its place."""
+        return self.loop is not _no_loop
 
 
 def _elementwise(function: str) -> Rule:
@@ -135,6 +162,17 @@ def _elementwise(function: str) -> Rule:
     return rule
 
 
+def _ufunc_loop(function: str, kinds: str) -> Loop:
+    """NumPy's own choice, as long as all arguments get one dtype, of one of these kinds."""
+    ufunc: np.ufunc = getattr(np, function)
+
+    def loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+        *dtypes, _ = ufunc.resolve_dtypes((*(DTYPES[s.dtype] for s in specs), None))
+        return tuple(d.name for d in dtypes) if len(set(dtypes)) == 1 and dtypes[0].kind in kinds else ()
+
+    return loop
+
+
 def _where(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
     if specs[0].dtype != "bool":
         raise TypeError(f"the condition is {specs[0].dtype}, not bool")
@@ -142,8 +180,23 @@ def _where(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec
     return TensorSpec(dtype.name, np.broadcast_shapes(*(s.shape for s in specs)))
 
 
+def _where_loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    dtype = _where(specs, attrs).dtype
+    return ("bool", dtype, dtype)
+
+
 def _astype(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
     return TensorSpec(str(attrs["dtype"]), specs[0].shape).check()
+
+
+def _astype_loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    # What a real number beyond the range of integers becomes is up to the machine.
+    unsure = DTYPES[specs[0].dtype].kind == "f" and DTYPES[str(attrs["dtype"])].kind in "iu"
+    return () if unsure else (specs[0].dtype,)
+
+
+def _call_astype(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
+    return args[0].astype(DTYPES[str(attrs["dtype"])])
 
 
 def _broadcast_to(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
@@ -151,6 +204,14 @@ def _broadcast_to(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> Ten
     if not isinstance(shape, tuple) or np.broadcast_shapes(specs[0].shape, shape) != shape:
         raise ValueError(f"{specs[0].shape} does not broadcast to {shape}")
     return TensorSpec(specs[0].dtype, shape).check()
+
+
+def _same_loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    return (specs[0].dtype,)
+
+
+def _call_broadcast_to(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
+    return xp.broadcast_to(args[0], attrs["shape"])
 
 
 def _reduction(function: str) -> Rule:
@@ -172,6 +233,13 @@ def _reduction(function: str) -> Rule:
     return rule
 
 
+def _call_reduction(function: str) -> Call:
+    def call(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
+        return getattr(xp, function)(args[0], axis=attrs.get("axis"), keepdims=bool(attrs.get("keepdims", False)))
+
+    return call
+
+
 def _matmul(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
     left, right = (spec.shape for spec in specs)
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
@@ -180,60 +248,59 @@ def _matmul(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpe
     return TensorSpec(dtypes[-1].name, (left[0], right[1]))
 
 
-_UNARY = {
-    "abs": "absolute",
-    "negative": "negative",
-    "positive": "positive",
-    "sqrt": "sqrt",
-    "square": "square",
-    "exp": "exp",
-    "expm1": "expm1",
-    "log": "log",
-    "log1p": "log1p",
-    "sin": "sin",
-    "cos": "cos",
-    "tanh": "tanh",
-    "sign": "sign",
-    "floor": "floor",
-    "ceil": "ceil",
-    "round": "rint",
-    "isfinite": "isfinite",
-    "isnan": "isnan",
-    "logical_not": "logical_not",
-}
-_BINARY = {
-    "add": "add",
-    "subtract": "subtract",
-    "multiply": "multiply",
-    "divide": "true_divide",
-    "floor_divide": "floor_divide",
-    "remainder": "remainder",
-    "pow": "power",
-    "maximum": "maximum",
-    "minimum": "minimum",
-    "equal": "equal",
-    "not_equal": "not_equal",
-    "less": "less",
-    "less_equal": "less_equal",
-    "greater": "greater",
-    "greater_equal": "greater_equal",
-    "logical_and": "logical_and",
-    "logical_or": "logical_or",
-}
+def _ufunc(name: str, numpy: str, kernel: str = "", kinds: str = "iuf", refuses: str = "") -> Op:
+    """An elementwise op.
+
+    Args:
+        name, numpy, kernel, refuses: as in `Op`.
+        kinds: kinds of dtypes of arguments for which the kernel holds.
+    """
+    arity = getattr(np, numpy).nin
+    return Op(name, arity, _elementwise(numpy), numpy, (), None, kernel, _ufunc_loop(numpy, kinds), refuses=refuses)
+
 
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        *(Op(name, 1, _elementwise(ufunc), numpy=ufunc) for name, ufunc in _UNARY.items()),
-        *(Op(name, 2, _elementwise(ufunc), numpy=ufunc) for name, ufunc in _BINARY.items()),
-        Op("where", 3, _where, numpy="where"),
-        Op("astype", 1, _astype, ("dtype",), numpy="astype"),
-        Op("broadcast_to", 1, _broadcast_to, ("shape",), numpy="broadcast_to"),
+        _ufunc("abs", "absolute", "abs({0})", "if"),
+        _ufunc("negative", "negative", "-{0}", "if"),
+        _ufunc("positive", "positive", "{0}"),
+        _ufunc("sqrt", "sqrt", "sqrt({0})", "f"),
+        _ufunc("square", "square", "{0} * {0}"),
+        # NumPy's own versions of these differ from Numba's and CUDA's in the last bits.
+        *(_ufunc(name, name) for name in ("exp", "expm1", "log", "log1p", "sin", "cos", "tanh")),
+        _ufunc("sign", "sign", "sign({0})", "if"),
+        _ufunc("floor", "floor", "floor({0})", "f"),
+        _ufunc("ceil", "ceil", "ceil({0})", "f"),
+        _ufunc("round", "rint", "rint({0})", "f"),
+        _ufunc("isfinite", "isfinite", "{0} - {0} == {0} - {0}", "f"),
+        _ufunc("isnan", "isnan", "{0} != {0}", "f"),
+        _ufunc("logical_not", "logical_not", "{0} == 0", "biuf"),
+        _ufunc("add", "add", "{0} + {1}"),
+        _ufunc("subtract", "subtract", "{0} - {1}"),
+        _ufunc("multiply", "multiply", "{0} * {1}"),
+        _ufunc("divide", "true_divide", "{0} / {1}", "f"),
+        _ufunc("floor_divide", "floor_divide"),
+        _ufunc("remainder", "remainder"),
+        _ufunc("pow", "power", refuses="iu"),
+        _ufunc("maximum", "maximum", "maximum({0}, {1})"),
+        _ufunc("minimum", "minimum", "minimum({0}, {1})"),
+        _ufunc("equal", "equal", "{0} == {1}", "biuf"),
+        _ufunc("not_equal", "not_equal", "{0} != {1}", "biuf"),
+        _ufunc("less", "less", "{0} < {1}", "biuf"),
+        _ufunc("less_equal", "less_equal", "{0} <= {1}", "biuf"),
+        _ufunc("greater", "greater", "{0} > {1}", "biuf"),
+        _ufunc("greater_equal", "greater_equal", "{0} >= {1}", "biuf"),
+        _ufunc("logical_and", "logical_and", "({0} != 0) & ({1} != 0)", "biuf"),
+        _ufunc("logical_or", "logical_or", "({0} != 0) | ({1} != 0)", "biuf"),
+        Op("where", 3, _where, "where", kernel="where({0}, {1}, {2})", loop=_where_loop, casts=True),
+        Op("astype", 1, _astype, "astype", ("dtype",), _call_astype, "{0}", _astype_loop),
+        Op("broadcast_to", 1, _broadcast_to, "broadcast_to", ("shape",), _call_broadcast_to, "{0}", _same_loop, True),
         *(
-            Op(name, 1, _reduction(name), ("axis", "keepdims"), numpy=name)
+            Op(name, 1, _reduction(name), name, ("axis", "keepdims"), _call_reduction(name))
             for name in ("sum", "mean", "max", "min", "all", "any")
         ),
-        Op("matmul", 2, _matmul, numpy="matmul"),
+        Op("matmul", 2, _matmul, "matmul", casts=True),
     )
 }
 """Every op that a program may use."""

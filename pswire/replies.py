@@ -5,6 +5,7 @@ from __future__ import annotations
 from pswire.api import (
     Contribution,
     OpenRound,
+    Place,
     PullReply,
     RestoreReply,
     RoundReply,
@@ -162,6 +163,11 @@ def status_to_pb(status: ServerStatus) -> pb.StatusReply:
         nbytes=status.nbytes,
         memory_limit=status.memory_limit,
         chief=status.chief,
+        places=[
+            pb.Place(task=task_to_pb(p.task), round=p.round, positions=[position_to_pb(at) for at in p.positions])
+            for p in status.places
+        ],
+        program_version=status.program_version,
     )
 
 
@@ -181,4 +187,6 @@ def status_from_pb(message: pb.StatusReply) -> ServerStatus:
         nbytes=message.nbytes,
         memory_limit=message.memory_limit,
         chief=message.chief,
+        places=tuple(Place(task_from_pb(p.task), p.round, positions_from_pb(p.positions)) for p in message.places),
+        program_version=message.program_version,
     )

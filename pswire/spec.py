@@ -20,6 +20,9 @@ from pswire.tensor import DTYPES, TensorSpec
 ReduceOp = Literal["sum", "mean"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean")
 
+Mode = Literal["sync", "async"]
+"""How the updates of different workers relate: rounds that all make together, or rounds of each worker alone."""
+
 
 @dataclass(frozen=True)
 class VariableSpec:
@@ -194,14 +197,9 @@ class Plan:
     def _home(self, ref: Ref) -> tuple[int, TensorSpec]:
         if ref.kind == "reduction":
             reduction = self.reductions[ref.index]
-            return reduction.servers[0], self.output_spec(reduction)
+            return reduction.servers[0], reduction.tensor
         servers, spec = self.results[ref.index]
         return servers[0], spec
-
-    @staticmethod
-    def output_spec(reduction: Reduction) -> TensorSpec:
-        """The spec of a reduction's value: that of its contributions."""
-        return reduction.tensor
 
     @cached_property
     def results(self) -> tuple[tuple[tuple[int, ...], TensorSpec], ...]:
@@ -290,7 +288,7 @@ class Plan:
             variable = variables[ref.index]
             return variable.servers, variable.spec.tensor
         if ref.kind == "reduction" and 0 <= ref.index < len(self.reductions):
-            return self.reductions[ref.index].servers, self.output_spec(self.reductions[ref.index])
+            return self.reductions[ref.index].servers, self.reductions[ref.index].tensor
         if ref.kind == "operand" and 0 <= ref.index < len(self.operands):
             return self.operands[ref.index].servers, self.operands[ref.index].tensor
         if ref.kind == "result" and 0 <= ref.index < results:
@@ -343,11 +341,13 @@ class Member:
         task: who it is.
         session: which life of that task.
         replicas: how many local replicas it has.
+        mode: how it makes its rounds; all members of an epoch have the same.
     """
 
     task: Task
     session: int
     replicas: int
+    mode: Mode = "sync"
 
 
 @dataclass(frozen=True)

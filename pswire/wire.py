@@ -135,6 +135,18 @@ def parse(kind: type[M], data: bytes) -> M:
         raise InvalidRequest(f"{len(data)} bytes are no {kind.DESCRIPTOR.name}") from None
 
 
+def fitting(messages: Iterable[M], limit: int = MAX_BATCH_BYTES) -> list[M]:
+    """The first of many that fit one message; at least one, if there is any. Of the rest it looks at one."""
+    found: list[M] = []
+    size = 0
+    for message in messages:
+        size += message.ByteSize()
+        if size > limit and found:
+            break
+        found.append(message)
+    return found
+
+
 def batches(messages: Sequence[M], limit: int = MAX_BATCH_BYTES) -> Iterator[Sequence[M]]:
     """Cuts a sequence, in order, into slices that each fit one message; at least one, maybe empty."""
     first = size = 0

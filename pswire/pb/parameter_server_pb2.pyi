@@ -7,6 +7,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODE_UNSPECIFIED: _ClassVar[Mode]
+    SYNC: _ClassVar[Mode]
+    ASYNC: _ClassVar[Mode]
+MODE_UNSPECIFIED: Mode
+SYNC: Mode
+ASYNC: Mode
+
 class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -70,32 +79,32 @@ class Task(_message.Message):
     def __init__(self, job: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("task", "replicas", "session", "drives")
+    __slots__ = ("task", "replicas", "session", "drives", "mode")
     TASK_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     task: Task
     replicas: int
     session: int
     drives: bool
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ...) -> None: ...
+    mode: Mode
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("session", "incarnation", "token", "server", "begun", "device")
+    __slots__ = ("session", "incarnation", "token", "server", "device")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     token: int
     server: int
-    begun: bool
     device: str
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., begun: _Optional[bool] = ..., device: _Optional[str] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
     __slots__ = ("session", "round", "plan_id")
@@ -152,14 +161,16 @@ class CreateHeader(_message.Message):
     def __init__(self, session: _Optional[int] = ..., ordinal: _Optional[int] = ..., id: _Optional[int] = ..., spec: _Optional[_Union[VariableSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ..., has_value: _Optional[bool] = ...) -> None: ...
 
 class CreateReply(_message.Message):
-    __slots__ = ("id", "servers", "initialized")
+    __slots__ = ("id", "servers", "initialized", "restored")
     ID_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
     id: int
     servers: _containers.RepeatedScalarFieldContainer[int]
     initialized: bool
-    def __init__(self, id: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., initialized: _Optional[bool] = ...) -> None: ...
+    restored: bool
+    def __init__(self, id: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., initialized: _Optional[bool] = ..., restored: _Optional[bool] = ...) -> None: ...
 
 class Input(_message.Message):
     __slots__ = ("kind", "spec")
@@ -220,16 +231,18 @@ class Assign(_message.Message):
     def __init__(self, target: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
 
 class Program(_message.Message):
-    __slots__ = ("inputs", "nodes", "assigns", "outputs")
+    __slots__ = ("inputs", "nodes", "assigns", "outputs", "version")
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     ASSIGNS_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     inputs: _containers.RepeatedCompositeFieldContainer[Input]
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     assigns: _containers.RepeatedCompositeFieldContainer[Assign]
     outputs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., assigns: _Optional[_Iterable[_Union[Assign, _Mapping]]] = ..., outputs: _Optional[_Iterable[int]] = ...) -> None: ...
+    version: int
+    def __init__(self, inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., assigns: _Optional[_Iterable[_Union[Assign, _Mapping]]] = ..., outputs: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Ref(_message.Message):
     __slots__ = ("kind", "index")
@@ -336,14 +349,16 @@ class Start(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("task", "session", "replicas")
+    __slots__ = ("task", "session", "replicas", "mode")
     TASK_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     task: Task
     session: int
     replicas: int
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ...) -> None: ...
+    mode: Mode
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ...) -> None: ...
 
 class Epoch(_message.Message):
     __slots__ = ("number", "members", "entry", "start")
@@ -548,12 +563,14 @@ class SnapshotReply(_message.Message):
     def __init__(self, path: _Optional[str] = ..., file: _Optional[str] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("session", "path")
+    __slots__ = ("session", "path", "ordinal")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
     session: int
     path: str
-    def __init__(self, session: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+    ordinal: int
+    def __init__(self, session: _Optional[int] = ..., path: _Optional[str] = ..., ordinal: _Optional[int] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
     __slots__ = ("positions", "path")
@@ -575,8 +592,18 @@ class OpenRound(_message.Message):
     approved: bool
     def __init__(self, round: _Optional[int] = ..., section: _Optional[str] = ..., missing: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., approved: _Optional[bool] = ...) -> None: ...
 
+class Place(_message.Message):
+    __slots__ = ("task", "round", "positions")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    task: Task
+    round: int
+    positions: _containers.RepeatedCompositeFieldContainer[Position]
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
+
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief")
+    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
@@ -588,6 +615,8 @@ class StatusReply(_message.Message):
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
     CHIEF_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_VERSION_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
     log: int
@@ -599,4 +628,6 @@ class StatusReply(_message.Message):
     nbytes: int
     memory_limit: int
     chief: float
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ...) -> None: ...
+    places: _containers.RepeatedCompositeFieldContainer[Place]
+    program_version: int
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ...) -> None: ...

@@ -54,7 +54,7 @@ def save(job, worker, path="run/ckpt-1"):
 
 def restore(job, worker, path):
     """What every process does; all servers say the same."""
-    found = [server.restore(worker.session, path).result(SOON) for server in job.verbs]
+    found = [server.restore(worker.session, path, 0).result(SOON) for server in job.verbs]
     assert found[0] == found[1]
     return found[0]
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_stays_below_its_root(job, worker, path):
         with pytest.raises(CheckpointError, match="checkpoint root"):
             job.verbs[0].snapshot(job.token, plan.id, manifest).result(SOON)
     with pytest.raises(CheckpointError, match="checkpoint root"):
-        job.verbs[0].restore(worker.session, path).result(SOON)
+        job.verbs[0].restore(worker.session, path, 0).result(SOON)
     assert list(outside.iterdir()) == []
     assert list(root.iterdir()) == [root / "link"]
 
@@ -186,6 +186,38 @@ def test_a_variable_created_later_gets_the_restored_value(job, worker):
     assert job.value(again, fresh).tolist() == [8.0, 9.0]
 
 
+def test_a_restored_first_value_is_told(job, worker):
+    """To everyone who creates the variable, however late; until the job is started anew."""
+    job.variable(worker, np.array(1), (1,), "there")
+    save(job, worker)
+
+    def created(session, ordinal, name):
+        spec = VariableSpec(name, TensorSpec("int64", ()))
+        named = job.verbs[0].create(session, ordinal, -1, spec, (1,), None)
+        payload = Payload.pack([np.array(7)])
+        return [named, job.verbs[1].create(session, ordinal, named.id, spec, (1,), payload)]
+
+    job.begin()
+    one, two = job.join(A, B)
+    restore(job, one, "run")
+    for session in (one.session, two.session, one.session):
+        told = [
+            [reply.restored for reply in created(session, place, name)] for place, name in enumerate(("there", "new"))
+        ]
+        assert told == [[False, True], [False, False]]
+    job.begin()
+    (again,) = job.join(A)
+    assert not any(reply.restored for reply in created(again.session, 0, "there"))
+
+
+def test_a_variable_that_was_there_before_has_its_own_first_value(job, worker):
+    """What a restore gives it afterwards does not change that."""
+    variable = job.variable(worker, np.array(1))
+    save(job, worker)
+    restore(job, worker, "run")
+    assert not job.verbs[0].create(worker.session, 0, -1, variable.spec, (0,), None).restored
+
+
 def test_a_variable_created_later_must_fit(job, worker):
     """Its creator is told, with both shapes."""
     job.variable(worker, np.zeros(3), (0,), "w")
@@ -199,17 +231,29 @@ def test_a_variable_created_later_must_fit(job, worker):
 
 
 def test_everyone_restores_once(job, worker):
-    """All processes ask in the same round; what has happened since is not undone by the last of them."""
+    """The n-th restore of each process is one: what was pushed since is not undone by the last who comes to it."""
     variable = job.variable(worker, np.array(1))
     save(job, worker)
     other = job.open(B)
-    first = job.verbs[0].restore(worker.session, "run").result(SOON)
-    assert first == job.verbs[0].restore(other.session, "run").result(SOON)
+    first = job.verbs[0].restore(worker.session, "run", 0).result(SOON)
     add(job, worker, variable, 5)
+    assert first == job.verbs[0].restore(other.session, "run", 0).result(SOON)
     assert int(job.value(worker, variable)) == 6
-    again = job.verbs[0].restore(other.session, "run").result(SOON)
+    again = job.verbs[0].restore(other.session, "run", 1).result(SOON)
     assert again == first
     assert int(job.value(worker, variable)) == 1
+
+
+def test_who_comes_late_is_told_that_there_was_none(job, worker):
+    """The first began without a checkpoint; one that was made since must not undo what it has pushed."""
+    variable = job.variable(worker, np.array(1))
+    other = job.open(B)
+    for session in (worker.session, other.session):
+        with pytest.raises(NoCheckpoint):
+            job.verbs[0].restore(session, "run", 0).result(SOON)
+        save(job, worker)
+        add(job, worker, variable, 5)
+    assert int(job.value(worker, variable)) == 11
 
 
 def test_a_directory_of_checkpoints_means_its_newest(job, worker):
@@ -230,7 +274,7 @@ def test_where_there_is_none_nothing_is_restored(job, worker):
     variable = job.variable(worker, np.array(1))
     for path in ("nowhere", "run"):
         with pytest.raises(NoCheckpoint, match="no complete checkpoint"):
-            job.verbs[0].restore(worker.session, path).result(SOON)
+            job.verbs[0].restore(worker.session, path, 0).result(SOON)
         (job.servers.root / "run/ckpt-1").mkdir(parents=True, exist_ok=True)
     assert int(job.value(worker, variable)) == 1
 
@@ -256,7 +300,7 @@ def test_a_broken_manifest_is_told(job, worker, name):
     text = MANIFESTS[name]
     (directory / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(CheckpointError) as told:
-        job.verbs[0].restore(worker.session, "run").result(SOON)
+        job.verbs[0].restore(worker.session, "run", 0).result(SOON)
     assert not isinstance(told.value, NoCheckpoint)
     assert "manifest" in str(told.value) or "format" in str(told.value)
     assert int(job.value(worker, variable)) == 2
@@ -283,10 +327,10 @@ def test_a_broken_shard_is_told(job, worker, damage):
         add(job, worker, variable, 1)
     damage(shard)
     with pytest.raises(CheckpointError, match="shard-00000"):
-        job.verbs[0].restore(worker.session, "run").result(SOON)
+        job.verbs[0].restore(worker.session, "run", 0).result(SOON)
     assert [int(job.value(worker, variable)) for variable in (v, w)] == [2, 2]
     shard.write_bytes(whole)
-    job.verbs[0].restore(worker.session, "run").result(SOON)
+    job.verbs[0].restore(worker.session, "run", 0).result(SOON)
     assert [int(job.value(worker, variable)) for variable in (v, w)] == [1, 1]
 
 
@@ -297,7 +341,7 @@ def test_a_variable_that_the_checkpoint_lacks_is_told(job, worker):
     job.variable(worker, np.array(5), (0,), "new")
     add(job, worker, old, 1)
     with pytest.raises(CheckpointError, match="has no variable 'new'"):
-        job.verbs[0].restore(worker.session, "run").result(SOON)
+        job.verbs[0].restore(worker.session, "run", 0).result(SOON)
     assert int(job.value(worker, old)) == 2
 
 

@@ -55,7 +55,7 @@ CALLS = {
     "push": lambda server: server.push(Contribution(1, 0, 0, b""), EMPTY).result(SOON),
     "pull": lambda server: server.pull(1, [0], -1).result(SOON),
     "snapshot": lambda server: server.snapshot(1, b"", "").result(SOON),
-    "restore": lambda server: server.restore(1, "x").result(SOON),
+    "restore": lambda server: server.restore(1, "x", 0).result(SOON),
 }
 
 

@@ -24,15 +24,9 @@ def test_every_open_is_a_new_session(job):
     """Server 0 counts; the others take its number; each says who it is."""
     first, second = job.verbs[0].open(A, 2, 0, False), job.verbs[0].open(B, 1, 0, False)
     assert second.session == first.session + 1
-    assert (first.server, first.incarnation, first.token, first.begun) == (0, 100, 0, False)
+    assert (first.server, first.incarnation, first.token, first.device) == (0, 100, 0, "cpu")
     other = job.verbs[1].open(A, 2, first.session, False)
     assert (other.session, other.server, other.incarnation) == (first.session, 1, 101)
-
-
-def test_a_job_that_runs_says_so(job):
-    """Who opens after the first epoch has to join."""
-    job.join(A)
-    assert all(server.open(B, 1, 9, False).begun for server in job.verbs)
 
 
 def test_tokens_grow(job):
@@ -76,7 +70,7 @@ def test_an_unknown_session_is_refused(job, verb, server):
         "propose": lambda server: server.propose(77, plan, "", None),
         "watch": lambda server: server.watch(77, 0, -1).result(SOON),
         "push": lambda _: worker.push(plan, [1], server=server).result(SOON),
-        "restore": lambda server: server.restore(77, "x").result(SOON),
+        "restore": lambda server: server.restore(77, "x", 0).result(SOON),
     }
     with pytest.raises(Fenced, match="restart the process"):
         calls[verb](job.verbs[server])

@@ -105,6 +105,7 @@ def test_tf_config_names_the_task_and_its_port():
         (["--device", "tpu"], {}, "write cpu or gpu:0"),
         (["--device", "gpu:977"], {}, "--device cpu"),
         (["--memory-limit", "4XB"], {}, "4GiB"),
+        (["--threads", "0"], {}, "--threads"),
         (["--task", "7"], {"TF_CONFIG": WORKER}, "no /job:ps/task:7"),
         ([], {"TF_CONFIG": WORKER}, "psworker"),
         ([], {"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),

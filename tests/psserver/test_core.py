@@ -103,7 +103,7 @@ def test_a_restore_of_an_old_job_is_thrown_away(job, late):
     """It does not reach the new job's variables."""
     (one,) = job.join(A)
     job.variable(one, np.array(1))
-    waiting = job.verbs[0].restore(one.session, "nowhere")
+    waiting = job.verbs[0].restore(one.session, "nowhere", 0)
     job.begin()
     late.run()
     with pytest.raises(PSError):

@@ -8,6 +8,7 @@ from rig import WORKERS, adding, payload, reduce_only, sgd, sum_into
 
 from psserver import executor, interpreter
 from psserver.arrays import Device
+from psserver.kernels.kernels import Kernels
 from psserver.rounds import Job, Part
 from pswire.api import Contribution
 from pswire.errors import Diverged, MemoryLimit, ProgramError
@@ -19,6 +20,7 @@ NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))
 V = Variable(0, VariableSpec("v", NUMBER), (0,))
 W = Variable(1, VariableSpec("w", PAIR), (0,))
+KERNELS = Kernels(Device())
 
 
 def part(place, plan, values=(), operands=(), weights=None, want=(), server=0):
@@ -30,7 +32,7 @@ def part(place, plan, values=(), operands=(), weights=None, want=(), server=0):
 
 def run(plan, parts, values, server=0):
     job = Job(4, plan, tuple(parts), (), lambda: "the section")
-    return executor.run(job, server, Device(), values)
+    return executor.run(job, server, KERNELS, values)
 
 
 def test_a_round_reduces_applies_and_gives():

@@ -6,7 +6,7 @@ import pytest
 from rig import CHIEF, WORKERS
 
 from psserver.membership import Membership
-from pswire.errors import Diverged, Fenced
+from pswire.errors import ConfigError, Diverged, Fenced
 
 A, B, C = WORKERS[:3]
 LEASE = 10.0
@@ -80,6 +80,29 @@ def test_who_opens_again_replaces_itself_alone(members):
     members.check(chief)
     with pytest.raises(Fenced, match="started again"):
         members.check(first)
+
+
+def test_one_mode_for_all_who_run_the_script(members):
+    """Another one is refused, with both names; who is alone, or has taken the place of its own task, is not."""
+    chief, one = opened(members, A, drives=True), members.open(A, 1, False, 0, 0.0, "async")[0]
+    with pytest.raises(
+        ConfigError, match=r"worker/task:1.*'sync'.*worker/task:0.*'async'.*ps.Sync\(\) or ps.Async\(\)"
+    ):
+        opened(members, B)
+    members.check(one)
+    members.check(chief)
+    assert states(members) == {one: "open"}
+    again = members.open(A, 1, False, 0, 0.0, "sync")[0]
+    other = opened(members, B)
+    assert states(members) == {one: "failed", again: "open", other: "open"}
+
+
+def test_a_refused_session_ends_nobody(members):
+    """What a task had goes on if its new process may not begin."""
+    first, other = opened(members, A), opened(members, B)
+    with pytest.raises(ConfigError):
+        members.open(A, 1, False, 0, 0.0, "async")
+    assert states(members) == {first: "open", other: "open"}
 
 
 def test_numbers_and_tokens_are_never_given_twice(members):

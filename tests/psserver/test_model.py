@@ -1,4 +1,4 @@
-"""The model test: a job under random interleavings.
+"""The model test: a job under random interleavings, of workers that make rounds together or each by itself.
 
 Real cores, and the chief's and the workers' own code; the network, the clock and the scheduler are
 hypothesis'. Processes stop before any call, die and come back; messages are late, lost and repeated; leases
@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from rig import CHIEF, WORKERS, Clock, adding, core
-from strands import Strand
+from strands import Strand as Thread
 
 from psclient import chief as chief_module
 from psclient.chief import Chief
@@ -30,12 +30,13 @@ from psclient.exchange import Exchange, Outgoing
 from psclient.group import Group
 from psclient.session import Session
 from psserver.core import Core
+from psserver.rounds import Record
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, PSError
 from pswire.limits import Timeouts
 from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Epoch, EpochClosed, Operand, Plan, Reduction, Ref, Started, VariableSpec
+from pswire.spec import Apply, Epoch, EpochClosed, Mode, Operand, Plan, Reduction, Ref, Started, VariableSpec
 from pswire.tensor import Payload, TensorSpec
 
 VALUE = TensorSpec("int64", ())
@@ -65,6 +66,7 @@ class Message:
     """One push on its way, and what came of it.
 
     Attributes:
+        task: whose.
         server: where to.
         said, payload: what it says.
         reply: what its sender waits for.
@@ -72,6 +74,7 @@ class Message:
         travels: whether it is still to arrive.
     """
 
+    task: Task
     server: int
     said: Contribution
     payload: Payload
@@ -96,7 +99,7 @@ class Line:
         return call
 
     def push(self, said: Contribution, payload: Payload) -> Future[RoundReply]:
-        message = Message(self._server, said, payload)
+        message = Message(self._process.task, self._server, said, payload)
         self._model.messages.append(message)
         return message.reply
 
@@ -112,10 +115,10 @@ class Worker:
         self.task = task
         self.state = "runs"
         lines: list[Any] = [Line(model, self, server) for server in range(len(model.cores))]
-        self.session = Stepped(task, lines, 1, False, TIMEOUTS)
+        self.session = Stepped(task, lines, 1, False, TIMEOUTS, model.mode)
         self.group = Group(self.session, (None,), ())  # type: ignore[arg-type]
         self.exchange = Exchange(self.session, self.group)
-        self.strand = Strand(self._run)
+        self.strand = Thread(self._run)
         self.session.pause = self.strand.pause
 
     def _run(self) -> None:
@@ -150,11 +153,18 @@ class Worker:
                 self._read(created[batch % len(model.cores)])
 
     def _read(self, variable: Any) -> None:
-        """Sees the last round of this process that touched the server; as long as it lives there is no later one."""
-        value = int(self.exchange.read(variable))
+        """Sees the last round of this process that touched the server; as long as it lives there is no later one.
+
+        An asynchronous one sees what all have added before it read, and nothing that nobody has.
+        """
+        alone, totals = self.group.alone, self.model.totals
+        self.model.take_in()
+        before = totals[variable.id]
+        value = int(self.exchange.read(variable, now=True))
         self.model.take_in()
         if self.model.is_open(self.session.number):
-            assert value == self.model.totals[variable.id], f"{self.task} reads what no round wrote"
+            least = before if alone else totals[variable.id]
+            assert least <= value <= totals[variable.id], f"{self.task} reads what no round wrote"
 
     def told(self, error: PSError) -> None:
         """It gets an error: the only one that this job has is that its session was ended."""
@@ -184,12 +194,14 @@ class Worker:
 class Driver:
     """A chief process."""
 
+    task = CHIEF
+
     def __init__(self, model: Model) -> None:
         self.model = model
         lines: list[Any] = [Line(model, self, server) for server in range(len(model.cores))]
         self.chief = Chief(CHIEF, lines, model.cluster, TIMEOUTS)
         self.session = self.chief._session = Stepped(CHIEF, lines, 0, True, TIMEOUTS)
-        self.strand = Strand(self._run)
+        self.strand = Thread(self._run)
         self.session.pause = self.strand.pause
 
     def _run(self) -> None:
@@ -219,8 +231,17 @@ class Driver:
                 self.session.end(error)
 
 
+Strand = Task | None
+"""Whose rounds: a task's own, or everyone's."""
+
+Name = tuple[int, Strand, int]
+"""A round of a server: the server, whose round, its number."""
+
+
 class Model(RuleBasedStateMachine):
     """A cluster, and the laws that it keeps."""
+
+    mode: Mode = "sync"
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,18 +251,18 @@ class Model(RuleBasedStateMachine):
         self.messages: list[Message] = []
         self.workers: list[Worker] = []
         self.drivers: list[Driver] = []
-        self.strands: list[Strand] = []
+        self.strands: list[Thread] = []
         self.unique = count(1)
         self.broken = False
         # The ledger: what was said, what arrived, and what the servers made of it.
         self.epochs: dict[int, Epoch] = {}
-        self.arrived: dict[tuple[int, int], dict[int, Contribution]] = defaultdict(dict)
-        self.contents: dict[tuple[int, int, int], int] = {}
-        self.records: dict[tuple[int, int], frozenset[int]] = {}
-        self.replies: dict[tuple[int, int], RoundReply] = {}
+        self.arrived: dict[Name, dict[int, Contribution]] = defaultdict(dict)
+        self.contents: dict[tuple[Name, int], int] = {}
+        self.records: dict[Name, frozenset[int]] = {}
+        self.replies: dict[Name, RoundReply] = {}
         self.totals: list[int] = []
         self.counts: list[int] = []
-        self.lasts: list[int] = []
+        self.lasts: dict[tuple[int, Strand], int] = {}
 
     @initialize(
         servers=st.integers(1, 3),
@@ -259,7 +280,7 @@ class Model(RuleBasedStateMachine):
             for number, queue in enumerate(self.work)
         ]
         self.cluster = ClusterSpec({"ps": ("x:1",) * servers, "worker": ("x:2",) * workers})
-        self.totals, self.counts, self.lasts = [0] * servers, [0] * servers, [-1] * servers
+        self.totals, self.counts = [0] * servers, [0] * servers
         self.datasets, self.rounds = datasets, rounds
         every = tuple(range(servers))
         # On each server a sum, and after those on each a count of its rounds.
@@ -424,7 +445,7 @@ class Model(RuleBasedStateMachine):
 
     def _arrive(self, message: Message, again: bool = False) -> None:
         message.travels = message.travels and again
-        said, key = message.said, (message.server, message.said.round)
+        said, key = message.said, self._name(message.server, message.task, message.said.round)
         try:
             answer = self.cores[message.server].push(said, message.payload)
         except PSError as error:
@@ -434,7 +455,10 @@ class Model(RuleBasedStateMachine):
         message.answers.append(answer)
         if key not in self.records:
             self.arrived[key].setdefault(said.session, said)
-        self.contents[*key, said.session] = self._content(message)
+        self.contents[key, said.session] = self._content(message)
+
+    def _name(self, server: int, task: Task, round: int) -> Name:
+        return server, task if self.mode == "async" else None, round
 
     def _content(self, message: Message) -> int:
         """The number that a message brings to its server, 0 where it brings none."""
@@ -460,9 +484,13 @@ class Model(RuleBasedStateMachine):
         """Takes in what the servers did, and checks it."""
         self._check_log()
         for number, one in enumerate(self.cores):
-            for round in sorted(one._rounds.records):
-                if (number, round) not in self.records:
-                    self._check_record(number, round)
+            for key, strand in one._rounds.strands.items():
+                for round in sorted(strand.records):
+                    if (number, key, round) not in self.records:
+                        self._check_record((number, key, round), strand.records[round])
+            assert self.mode == "sync" or not any(open.missing for open in one.status().waiting), (
+                "one waits for another"
+            )
             values = one._store.values()
             assert int(values.get(number, 0)) == self.totals[number], "a variable is not the sum of its rounds"
             assert int(values.get(len(self.cores) + number, 0)) == self.counts[number], "rounds were not counted once"
@@ -481,23 +509,23 @@ class Model(RuleBasedStateMachine):
         starts += [epoch.start for epoch in closed if epoch.start]
         assert len({start.epoch for start in starts}) == len(starts), "an epoch starts twice"
 
-    def _check_record(self, server: int, round: int) -> None:
+    def _check_record(self, name: Name, record: Record) -> None:
         """A round holds the contributions of the members of its epoch, each once, but for those it names."""
-        record, arrived = self.cores[server]._rounds.records[round], self.arrived[server, round]
-        assert record.error is None, f"round {round} of server {server} failed: {record.error}"
-        assert round > self.lasts[server], "rounds run out of order"
-        self.lasts[server] = round
+        (server, strand, round), arrived = name, self.arrived[name]
+        assert record.error is None, f"round {name} failed: {record.error}"
+        assert round > self.lasts.get((server, strand), -1), "rounds run out of order"
+        self.lasts[server, strand] = round
         (number,) = {said.epoch for said in arrived.values()}
-        members = self.epochs[number].members
+        members = [member for member in self.epochs[number].members if strand in (None, member.task)]
         counted = frozenset(member.session for member in members if member.task not in record.left_out)
         assert counted == set(arrived), "what arrived is not what was counted"
         for member in members:
             assert member.session in counted or not self.is_open(member.session), (
                 f"{member} lives and is left out\n{self._describe()}"
             )
-        total = sum(self.contents[server, round, session] for session in counted)
+        total = sum(self.contents[name, session] for session in counted)
         assert [int(value) for value in record.given] == [total]
-        self.records[server, round] = counted
+        self.records[name] = counted
         self.totals[server] += total
         self.counts[server] += 1
 
@@ -512,7 +540,7 @@ class Model(RuleBasedStateMachine):
                 assert not self.is_open(message.said.session), "a living session is told that it is not"
             else:
                 reply = answer.result()
-                known = self.replies.setdefault((message.server, message.said.round), reply)
+                known = self.replies.setdefault(self._name(message.server, message.task, message.said.round), reply)
                 assert (reply.epoch, reply.left_out, reply.more) == (known.epoch, known.left_out, known.more)
                 assert reply.payload.pieces(0, VALUE) == known.payload.pieces(0, VALUE)
             if not message.travels and not message.reply.done():
@@ -526,9 +554,10 @@ class Model(RuleBasedStateMachine):
         self.take_in()
         round = worker.group.round - 1
         for index, reduction in enumerate(plan.reductions):
-            counted = self.records[reduction.servers[0], round]
+            name = self._name(reduction.servers[0], worker.task, round)
+            counted = self.records[name]
             assert worker.session.number in counted, f"{worker.task} is answered, and was not counted"
-            total = sum(self.contents[reduction.servers[0], round, session] for session in counted)
+            total = sum(self.contents[name, session] for session in counted)
             assert int(values[Ref("reduction", index)]) == total
 
     def teardown(self) -> None:
@@ -563,14 +592,25 @@ class Model(RuleBasedStateMachine):
         return "\n".join(lines)
 
 
+class Alone(Model):
+    """The same with workers each of which makes rounds of its own."""
+
+    mode = "async"
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chief looks, and does not wait for something to see."""
+    monkeypatch.setattr(chief_module, "PAUSE", 0.0)
+
+
 class TestModel(Model.TestCase):
     """Runs the model."""
 
-    @pytest.fixture(autouse=True)
-    def no_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A chief looks, and does not wait for something to see."""
-        monkeypatch.setattr(chief_module, "PAUSE", 0.0)
+
+class TestAlone(Alone.TestCase):
+    """Runs the model of asynchronous workers."""
 
 
 if settings.get_current_profile_name() != "soak":
-    TestModel.settings = settings(max_examples=150, stateful_step_count=40)
+    TestModel.settings = TestAlone.settings = settings(max_examples=150, stateful_step_count=40)

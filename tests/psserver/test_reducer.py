@@ -110,3 +110,13 @@ def test_a_mean_over_many_elements_fits_half_precision(dtype):
     array = np.array([1000.0]).astype(DTYPES[dtype])
     found = reduce("mean", TensorSpec(dtype, (1,)), [(100_000.0, [array]), (1.0, [array])])
     assert float(found[0]) == pytest.approx(2000 / 100_001, rel=0.01)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_what_overflows_or_is_undefined_is_silent(op, recwarn):
+    """As a kernel is, which may sum the same contributions."""
+    arrays = [np.array([np.inf, 3e38], "float32"), np.array([-np.inf, 3e38], "float32"), np.ones(2, "float32")]
+    found = reduce(op, TensorSpec("float32", (2,)), [(1.0, [array]) for array in arrays])
+    assert np.isnan(found[0])
+    assert np.isinf(found[1])
+    assert not recwarn.list

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rig import WORKERS, payload, reduce_only
 
 from psserver.rounds import RECORDS, Rounds
-from pswire.api import Contribution
+from pswire.api import Contribution, Place
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError
-from pswire.spec import Epoch, Member
+from pswire.spec import Epoch, Member, Position
 from pswire.tensor import EMPTY, Payload, TensorSpec
 
 NUMBER = TensorSpec("int64", ())
@@ -29,10 +32,10 @@ def rounds():
     return found
 
 
-def push(rounds, session, round=0, plan=PLAN, epoch=1, value=None):
+def push(rounds, session, round=0, plan=PLAN, epoch=1, value=None, positions=()):
     """Pushes its own number; returns the future."""
     future = Future()
-    said = Contribution(session, epoch, round, plan.id, (1.0,))
+    said = Contribution(session, epoch, round, plan.id, (1.0,), positions=positions)
     rounds.push(said, payload(plan, 0, [value or session], (1.0,), ()), future)
     return future
 
@@ -43,7 +46,13 @@ def sessions(job):
 
 def finish(rounds, job):
     """Runs a job; returns which sessions are to be answered."""
-    return [said.session for said, _ in rounds.complete(job, [np.array(0)])]
+    _, waiters = rounds.complete(job, [np.array(0)])
+    return [said.session for said, _ in waiters]
+
+
+def records(rounds, strand=None):
+    """The answers that are kept, by round."""
+    return rounds.strands[strand].records
 
 
 def failed(rounds):
@@ -84,9 +93,9 @@ def test_the_last_answers_are_kept(rounds):
         for session in (1, 2):
             push(rounds, session, number)
         finish(rounds, rounds.next_job())
-    assert sorted(rounds.records) == [4 - RECORDS + index for index in range(RECORDS)]
+    assert sorted(records(rounds)) == [4 - RECORDS + index for index in range(RECORDS)]
     said = Contribution(1, 1, 3, PLAN.id, (1.0,))
-    assert rounds.recorded(said) is rounds.records[3]
+    assert rounds.recorded(said) is records(rounds)[3]
     assert rounds.recorded(Contribution(1, 1, 4, PLAN.id)) is None
     with pytest.raises(InvalidRequest, match="round 0 is over"):
         push(rounds, 1, 0)
@@ -114,7 +123,7 @@ def test_an_epoch_completes_what_is_open(rounds):
     job = rounds.next_job()
     assert (sessions(job), job.left_out) == ([1], (WORKERS[1],))
     finish(rounds, job)
-    assert rounds.records[0].epoch.number == 2
+    assert records(rounds)[0].epoch.number == 2
     push(rounds, 1, 1, epoch=2)
     rounds.close_epoch(Epoch(3, MEMBERS[1:2]))
     job = rounds.next_job()
@@ -138,7 +147,7 @@ def test_a_round_that_nobody_holds_is_dropped(rounds):
     """Those after it go on."""
     push(rounds, 1)
     rounds.take_failed()
-    rounds._open[0].parts.clear()
+    rounds.strands[None].open[0].parts.clear()
     rounds.close_epoch(Epoch(2, MEMBERS[2:]))
     push(rounds, 3, 1, epoch=2)
     assert rounds.next_job().round == 1
@@ -155,7 +164,7 @@ def test_a_divergence_closes_its_round(rounds):
         assert "worker/task:0 is at: this" in str(error)
         assert "worker/task:1 is at: that" in str(error)
     assert rounds.next_job() is None
-    assert (rounds.last, rounds.records[0].error) == (0, errors[one])
+    assert (rounds.last, records(rounds)[0].error) == (0, errors[one])
     for session in (1, 2):
         push(rounds, session, 1)
     assert sessions(rounds.next_job()) == [1, 2]
@@ -259,3 +268,157 @@ def test_status_tells_who_is_missing(rounds):
     (waiting,) = rounds.waiting()
     assert (waiting.round, waiting.section, waiting.approved) == (0, "this", True)
     assert waiting.missing == (WORKERS[0], WORKERS[2])
+
+
+# ---- Workers that make rounds of their own ----
+
+LONERS = tuple(replace(member, mode="async") for member in MEMBERS)
+ONE, TWO, THREE = WORKERS[:3]
+
+
+@pytest.fixture
+def alone(rounds):
+    """A job of two asynchronous members."""
+    rounds.clear()
+    rounds.approve(PLAN)
+    rounds.approve(OTHER)
+    rounds.close_epoch(Epoch(1, LONERS[:2]))
+    return rounds
+
+
+def test_a_push_is_a_round_of_its_own(alone):
+    """Nobody is waited for or left out, whatever the plan and the number of the others' rounds."""
+    push(alone, 2, 5, OTHER)
+    assert [waiting.missing for waiting in alone.waiting()] == [()]
+    job = alone.next_job()
+    assert (job.round, job.plan, job.strand, sessions(job), job.left_out) == (5, OTHER, TWO, [2], ())
+    push(alone, 1, 5, PLAN)
+    assert alone.next_job() is None, "one at a time"
+    assert finish(alone, job) == [2]
+    job = alone.next_job()
+    assert (job.round, job.plan, job.strand, sessions(job)) == (5, PLAN, ONE, [1])
+    assert finish(alone, job) == [1]
+
+
+def test_the_rounds_of_all_are_counted(alone):
+    """That is what a server calls its last round; each task has its own numbers beside."""
+    for session, round in ((1, 0), (2, 7), (1, 1)):
+        push(alone, session, round)
+        finish(alone, alone.next_job())
+    assert alone.last == 2
+    assert [(place.task, place.round) for place in alone.places] == [(ONE, 1), (TWO, 7)]
+    with pytest.raises(InvalidRequest, match="round 1 is over; this server is at 7"):
+        push(alone, 2, 1)
+
+
+def test_a_resend_of_its_own_is_answered(alone):
+    """By its own record, however many rounds others have made since, and whatever their numbers."""
+    push(alone, 1, 0)
+    finish(alone, alone.next_job())
+    for round in range(20):
+        push(alone, 2, round)
+        finish(alone, alone.next_job())
+    first = alone.recorded(Contribution(1, 1, 0, PLAN.id, (1.0,)))
+    assert first is records(alone, ONE)[0]
+    assert first.sessions == {1}
+    assert len(records(alone, TWO)) == RECORDS
+
+
+def test_who_pushes_fast_does_not_keep_others_from_their_turn(alone):
+    """Whoever has run last comes last."""
+    alone.close_epoch(Epoch(2, LONERS))
+    turns = []
+    for session in (1, 2, 3):
+        push(alone, session, 0, epoch=2)
+    for _ in range(9):
+        job = alone.next_job()
+        turns.append(job.strand)
+        finish(alone, job)
+        push(alone, sessions(job)[0], job.round + 1, epoch=2)
+    assert turns == [ONE, TWO, THREE] * 3
+
+
+def test_a_wait_for_approval_is_ones_own(alone):
+    """Others go on."""
+    strange = reduce_only(NUMBER, target="strange")
+    push(alone, 1, plan=strange)
+    assert alone.next_job() is None
+    push(alone, 2)
+    job = alone.next_job()
+    assert sessions(job) == [2]
+    finish(alone, job)
+    alone.approve(strange)
+    assert sessions(alone.next_job()) == [1]
+
+
+def test_a_contradiction_of_its_own_is_told_to_itself(alone):
+    """It is no divergence from others."""
+    future = push(alone, 1)
+    with pytest.raises(InvalidRequest, match="round 0 of this session has another plan"):
+        push(alone, 1, plan=OTHER)
+    with pytest.raises(InvalidRequest, match="round 0 of this session is under way"):
+        push(alone, 1, 1)
+    assert failed(alone) == {}
+    assert sessions(alone.next_job()) == [1]
+    assert not future.done()
+
+
+def test_what_a_dead_worker_left_whole_counts(alone):
+    """Once; its place tells where its task goes on, and what it sends later is refused."""
+    here, later = Position(0, 0, 4), Position(0, 1, 0)
+    push(alone, 1, 3, positions=(here,))
+    alone.close_epoch(Epoch(2, LONERS[1:2]))
+    assert alone.places == (Place(ONE, 3, (here,)),)
+    with pytest.raises(Fenced):
+        alone.check(1)
+    back = Member(ONE, 9, 1, "async")
+    alone.close_epoch(Epoch(3, (back, LONERS[1])))
+    push(alone, 9, 4, epoch=3, positions=(later,))
+    job = alone.next_job()
+    assert (job.round, sessions(job), job.positions) == (3, [1], (here,))
+    finish(alone, job)
+    job = alone.next_job()
+    assert (job.round, sessions(job), job.positions) == (4, [9], (later,))
+    finish(alone, job)
+    with pytest.raises(Fenced, match="made without this session"):
+        alone.recorded(Contribution(9, 3, 3, PLAN.id, (1.0,)))
+
+
+def test_tasks_that_come_and_go_leave_little(alone):
+    """Of each task the last answers are kept, however often it was started."""
+    for life in range(50):
+        session = 10 + life
+        alone.close_epoch(Epoch(2 + life, (Member(ONE, session, 1, "async"), LONERS[1])))
+        push(alone, session, life, epoch=2 + life)
+        finish(alone, alone.next_job())
+    assert len(alone.strands) == 2
+    assert len(records(alone, ONE)) == RECORDS
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=40))
+def test_every_push_is_counted_once(steps):
+    """In any interleaving of pushes, resends and turns of the server; each task's in its own order."""
+    found = Rounds(0, lambda _: "")
+    found.approve(PLAN)
+    found.close_epoch(Epoch(1, LONERS))
+    rounds, ran, pushed = dict.fromkeys((1, 2, 3), 0), [], []
+
+    def run():
+        job = found.next_job()
+        if job is not None:
+            ran.append((sessions(job)[0], job.round))
+            finish(found, job)
+
+    for session, resend in steps:
+        name = (session, rounds[session])
+        if found.recorded(Contribution(session, 1, name[1], PLAN.id)) is not None:
+            rounds[session] += 1
+            name = (session, rounds[session])
+        push(found, *name)
+        pushed += [name] if name not in pushed else []
+        if not resend:
+            run()
+    for _ in steps:
+        run()
+    assert sorted(ran) == sorted(pushed)
+    assert found.last == len(pushed) - 1

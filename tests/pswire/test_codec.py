@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from google.protobuf.message import Message
@@ -15,6 +15,7 @@ from pswire import codec, replies
 from pswire.api import (
     Contribution,
     OpenRound,
+    Place,
     PullReply,
     RoundReply,
     ServerStatus,
@@ -26,7 +27,7 @@ from pswire.cluster import JOBS, Task
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.program import INPUT_KINDS, Input, Node, Program
+from pswire.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
 from pswire.spec import (
     REDUCE_OPS,
     REF_KINDS,
@@ -38,6 +39,7 @@ from pswire.spec import (
     EpochClosed,
     JobStarted,
     Member,
+    Mode,
     Operand,
     Plan,
     Position,
@@ -51,7 +53,7 @@ from pswire.spec import (
     VariableSpec,
 )
 from pswire.tensor import DTYPES, EMPTY, TensorSpec
-from pswire.wire import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, parse, refusal, refused
+from pswire.wire import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, fitting, parse, refusal, refused
 
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
 S64 = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -90,7 +92,7 @@ PLANS = st.builds(
 TASKS = st.builds(Task, st.sampled_from(JOBS), U32)
 POSITIONS = tuples(st.builds(Position, U32, U64, U64))
 STARTS = st.builds(Start, U64, U64, POSITIONS)
-MEMBERS = st.builds(Member, TASKS, U64, U32)
+MEMBERS = st.builds(Member, TASKS, U64, U32, st.sampled_from(get_args(Mode)))
 EPOCHS = st.builds(Epoch, U64, tuples(MEMBERS), TEXT, st.none() | STARTS)
 ENTRIES = st.one_of(
     st.builds(JobStarted, U64, tuples(U64)),
@@ -117,6 +119,8 @@ STATUSES = st.builds(
     nbytes=U64,
     memory_limit=U64,
     chief=st.floats(0, allow_nan=False),
+    places=tuples(st.builds(Place, TASKS, U64, POSITIONS)),
+    program_version=U32,
 )
 SHARDS = st.builds(Shard, TEXT, TEXT, U64, POSITIONS, tuples(st.tuples(TEXT, TENSORS)))
 CONTRIBUTIONS = st.builds(Contribution, U64, U64, U64, BYTES, tuples(REAL), st.booleans(), POSITIONS, tuples(U64))
@@ -161,7 +165,9 @@ def test_a_plan_keeps_its_id(plan: Plan) -> None:
 SPEC = pb.TensorSpec(dtype="float32")
 REFUSED: dict[str, tuple[From, Message]] = {
     "a reduction of kind 0": (codec.plan_from_pb, pb.Plan(reductions=[pb.Reduction(tensor=SPEC)])),
-    "an input of kind 0": (codec.program_from_pb, pb.Program(inputs=[pb.Input(spec=SPEC)])),
+    "an input of kind 0": (codec.program_from_pb, pb.Program(inputs=[pb.Input(spec=SPEC)], version=PROGRAM_VERSION)),
+    "a program of a later version": (codec.program_from_pb, pb.Program(version=PROGRAM_VERSION + 1)),
+    "a program without a version": (codec.program_from_pb, pb.Program()),
     "a value of kind 0": (codec.plan_from_pb, pb.Plan(returned=[pb.Ref(index=1)])),
     "a reduction of kind 99": (
         codec.plan_from_pb,
@@ -169,7 +175,7 @@ REFUSED: dict[str, tuple[From, Message]] = {
     ),
     "an input of kind 99": (
         codec.program_from_pb,
-        pb.Program(inputs=[pb.Input(kind=99, spec=SPEC)]),  # type: ignore[arg-type]
+        pb.Program(inputs=[pb.Input(kind=99, spec=SPEC)], version=PROGRAM_VERSION),  # type: ignore[arg-type]
     ),
     "a value of kind 99": (
         codec.plan_from_pb,
@@ -181,6 +187,7 @@ REFUSED: dict[str, tuple[From, Message]] = {
     "a tensor too large": (codec.tensor_from_pb, pb.TensorSpec(dtype="int8", shape=[1 << 45])),
     "a variable without name": (codec.spec_from_pb, pb.VariableSpec(tensor=SPEC)),
     "a name of several lines": (codec.spec_from_pb, pb.VariableSpec(name="a\nb", tensor=SPEC)),
+    "a member of no mode": (codec.member_from_pb, pb.Member(task=pb.Task(job="worker"))),
     "a task of no job": (codec.task_from_pb, pb.Task(index=1)),
     "a task of another job": (codec.task_from_pb, pb.Task(job="boss")),
     "a plan too long": (codec.plan_from_pb, pb.Plan(snapshot=pb.SnapshotOrder(path="x" * MAX_PLAN_BYTES))),
@@ -270,3 +277,13 @@ def test_batches_fit(sizes: list[int]) -> None:
     assert [m for batch in cut for m in batch] == messages
     assert all(len(batch) == 1 or sum(m.ByteSize() for m in batch) <= 40 for batch in cut)
     assert len(cut) == 1 or all(cut)
+
+
+@given(st.lists(st.integers(0, 30), max_size=20))
+def test_what_fits_is_the_first_batch(sizes: list[int]) -> None:
+    """And no more of the rest is made than the one that does not fit."""
+    messages = [pb.PushFrame(header=bytes(size)) for size in sizes]
+    made: list[pb.PushFrame] = []
+    found = fitting((made.append(message) or message for message in messages), 40)  # type: ignore[func-returns-value]
+    assert found == next(batches(messages, 40))
+    assert len(made) <= len(found) + 1

@@ -189,6 +189,6 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[[ClusterSpe
 
 def use(*interceptors: Any, only: int | None = None) -> None:
     """Has the strategies of this process connect like that; their chief, too."""
-    from psclient import strategy
+    from psclient import parameter_server
 
-    strategy.connect = connect(*interceptors, only=only)  # type: ignore[assignment]
+    parameter_server.connect = connect(*interceptors, only=only)  # type: ignore[assignment]

@@ -28,6 +28,7 @@ from pswire.spec import (
     EpochClosed,
     JobStarted,
     Member,
+    Mode,
     Operand,
     Plan,
     Position,
@@ -173,11 +174,11 @@ class Job:
             assert server.approve(self.token, 0, [entry]) == 1
         return entry
 
-    def open(self, task: Task, replicas: int = 1, drives: bool = False) -> Opened:
+    def open(self, task: Task, replicas: int = 1, drives: bool = False, mode: Mode = "sync") -> Opened:
         """Opens a session on every server."""
-        opened = self.verbs[0].open(task, replicas, 0, drives)
+        opened = self.verbs[0].open(task, replicas, 0, drives, mode)
         for server in self.verbs[1:]:
-            server.open(task, replicas, opened.session, drives)
+            server.open(task, replicas, opened.session, drives, mode)
         return opened
 
     def append(self, *entries: Entry) -> None:
@@ -191,9 +192,11 @@ class Job:
         for server in self.verbs[1:]:
             assert server.approve(self.token, 0, whole) == len(whole)
 
-    def join(self, *tasks: Task, replicas: int = 1) -> list[Worker]:
+    def join(self, *tasks: Task, replicas: int = 1, mode: Mode = "sync") -> list[Worker]:
         """Opens a session for each task, and closes an epoch of them and of those who are there."""
-        workers = [Worker(self, task, self.open(task, replicas).session, replicas) for task in tasks]
+        workers = [
+            Worker(self, task, self.open(task, replicas, mode=mode).session, replicas, mode=mode) for task in tasks
+        ]
         members = [*self.epoch.members, *(worker.member for worker in workers)]
         self.close(sorted(members, key=lambda member: member.task))
         for worker in workers:
@@ -250,6 +253,7 @@ class Worker:
         task, session, replicas: who.
         epoch: the newest epoch that it has taken in.
         round: its next round.
+        mode: how it makes them.
     """
 
     job: Job
@@ -258,11 +262,12 @@ class Worker:
     replicas: int = 1
     epoch: int = 0
     round: int = 0
+    mode: Mode = "sync"
 
     @property
     def member(self) -> Member:
         """This process as epochs name it."""
-        return Member(self.task, self.session, self.replicas)
+        return Member(self.task, self.session, self.replicas, self.mode)
 
     def push(
         self,

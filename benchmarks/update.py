@@ -1,0 +1,304 @@
+"""Rates of update programs on the server's array work, beside memcpy, plain NumPy and torch on this machine.
+
+    python benchmarks/update.py             everything
+    python benchmarks/update.py --quick     fewer laps, for a first look
+
+All take turns, many times over, so that all see the same machine; figures are ratios of medians of one run. An update
+is what a server does in a round of one worker: contributions in parts of 1 MiB, a compiled kernel, values in place.
+Bytes that are read and bytes that are written both count, for memcpy too. Torch is compared with where it is installed.
+
+`--json FILE` writes `{"format", "machine", "seconds", "ratios"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from figures import machine, spread
+from rich.console import Console
+from rich.table import Table
+
+from psclient.recording import Recording, trace
+from psserver import executor
+from psserver.arrays import Device
+from psserver.kernels.kernels import Kernels
+from psserver.kernels.rows import apply_rows
+from psserver.rounds import Job, Part
+from pswire.api import Contribution
+from pswire.cluster import Task
+from pswire.program import Program
+from pswire.spec import Apply, Member, Operand, Plan, Reduction, Ref
+from pswire.tensor import Payload, TensorSpec, spec_of
+
+FORMAT = 1
+SIZE = (64 << 20) // 4
+"""Elements of a variable; they are float32."""
+
+LAPS, QUICK_LAPS = 25, 3
+ROW_TURNS = 10
+"""Rows are updated this many times in a lap: once would tell of the caches that others have left."""
+
+TABLE, ROWS = (1_000_000, 64), 4096
+RATE, BETA_1, BETA_2, EPSILON = 1e-3, 0.9, 0.999, 1e-7
+
+Update = Callable[..., Any]
+Work = Callable[[], object]
+
+
+class Plain(np.ndarray[Any, Any]):
+    """An array that is assigned as variables are, so that one function is run on both."""
+
+    def assign_add(self, value: Any) -> None:
+        """Adds in place."""
+        self += value
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtracts in place."""
+        self -= value
+
+
+def sgd(w: Any, g: Any) -> None:
+    """Gradient descent."""
+    w.assign_sub(RATE * g)
+
+
+def adam(w: Any, m: Any, s: Any, g: Any) -> None:
+    """Adam without the correction of bias, which is about scalars."""
+    m.assign_add((1 - BETA_1) * (g - m))
+    s.assign_add((1 - BETA_2) * (g * g - s))
+    w.assign_sub(RATE * m / (np.sqrt(s) + EPSILON))
+
+
+def adagrad(w: Any, a: Any, g: Any) -> None:
+    """Adagrad."""
+    a.assign_add(g * g)
+    w.assign_sub(RATE * g / (np.sqrt(a) + EPSILON))
+
+
+UPDATES: dict[str, tuple[Update, int]] = {"sgd": (sgd, 1), "adam": (adam, 3)}
+"""Functions to measure, and how many variables each takes."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """An update function as a program.
+
+    Attributes:
+        program: the program.
+        origins: for each of its inputs ("variable", n), ("value", 0), or an operand's array.
+    """
+
+    program: Program
+    origins: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, fn: Update, variables: int, shape: tuple[int, ...]) -> Traced:
+        """Traces a function of some variables and a gradient, which it updates in place."""
+        recording, spec = Recording(), TensorSpec("float32", shape)
+        tracers = [recording.variable(spec, f"v{n}", ("variable", n)) for n in range(variables)]
+        found = trace(recording, fn, (*tracers, recording.value(spec, ("value", 0))))
+        return cls(found.program, found.origins)
+
+    def job(self, gradient: Any) -> Job:
+        """A round of it, with one worker's gradient in parts."""
+        operands = [origin for origin in self.origins if isinstance(origin, np.ndarray)]
+        numbers = iter(range(len(operands)))
+        kinds: dict[str, Any] = {"variable": "variable", "value": "reduction"}
+        refs = [
+            Ref("operand", next(numbers)) if isinstance(origin, np.ndarray) else Ref(kinds[origin[0]], origin[1])
+            for origin in self.origins
+        ]
+        plan = Plan(
+            (Reduction("sum", spec_of(gradient), (0,)),),
+            tuple(Operand(spec_of(operand), (0,)) for operand in operands),
+            (self.program,),
+            (Apply(0, (0,), tuple(refs)),),
+        )
+        packed = Payload.pack([gradient, *operands])
+        payload = Payload([(at, memoryview(b"".join(buffers))) for at, buffers in packed.parts()], packed.size)
+        member = Member(Task("worker", 0), 1, 1)
+        return Job(0, plan, (Part(member, Contribution(1, 1, 0, plan.id, (1.0,)), payload),), (), str)
+
+
+# ---- What is measured ----
+
+
+def copying(threads: int, pool: ThreadPoolExecutor) -> Work:
+    """memcpy of as many bytes as a variable has, by some threads at once."""
+    source, target = np.ones(SIZE, "float32"), np.zeros(SIZE, "float32")
+    pairs = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
+    if threads == 1:
+        return lambda: np.copyto(target, source)
+    return lambda: list(pool.map(lambda pair: np.copyto(*pair), pairs))
+
+
+def updating(name: str, threads: int) -> Work:
+    """A server's array work of one round, with its kernel compiled."""
+    fn, count = UPDATES[name]
+    job = Traced.of(fn, count, (SIZE,)).job(np.full(SIZE, 1e-3, "float32"))
+    values: dict[int, Any] = {n: np.ones(SIZE, "float32") for n in range(count)}
+    kernels = Kernels(Device(), threads, patience=1)
+    executor.run(job, 0, kernels, values)
+    kernels.compiler.wait()
+    return lambda: executor.run(job, 0, kernels, values, frozenset(values))
+
+
+def expressions(name: str) -> Work:
+    """The function on plain arrays."""
+    fn, count = UPDATES[name]
+    arrays = [np.full(SIZE, 1e-3, "float32").view(Plain) for _ in range(count + 1)]
+    return lambda: fn(*arrays)
+
+
+def torch_adam() -> Work:
+    """The fused Adam of torch, by one thread."""
+    torch: Any = import_module("torch")
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.ones(SIZE))
+    parameter.grad = torch.full((SIZE,), 1e-3)
+    optimizer = torch.optim.Adam([parameter], lr=RATE, fused=True)
+    work: Work = optimizer.step
+    return work
+
+
+class Rows:
+    """Adagrad on random rows of a table, others each time.
+
+    Args:
+        threads: that update them.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._random = np.random.default_rng(0)
+        self._tables = [np.ones(TABLE, "float32") for _ in range(2)]
+        self._rows = self._random.random((ROWS, TABLE[1]), "float32")
+        self._traced = Traced.of(adagrad, 2, TABLE)
+        self._kernels = Kernels(Device(), threads, patience=1)
+        self.draw()
+        self.update()
+        self._kernels.compiler.wait()
+
+    def draw(self) -> None:
+        """Other rows."""
+        self._ids = self._random.integers(0, TABLE[0], ROWS)
+
+    def update(self) -> None:
+        """By a kernel, repeated ids summed first."""
+        known = {("variable", n): table for n, table in enumerate(self._tables)} | {("value", 0): self._rows}
+        inputs = [o if isinstance(o, np.ndarray) else known[o] for o in self._traced.origins]
+        apply_rows(self._kernels, self._traced.program, inputs, self._ids)
+
+    def add_at(self) -> None:
+        """In NumPy, which sums repeated ids with `add.at`, and then updates those rows."""
+        w, a = self._tables
+        np.add.at(a, self._ids, self._rows * self._rows)
+        step = RATE * self._rows / (np.sqrt(a[self._ids]) + np.float32(EPSILON))
+        np.add.at(w, self._ids, -step)
+
+
+# ---- Results ----
+
+
+def measure(laps: int, console: Console) -> dict[str, list[float]]:
+    """Seconds of each kind of work, in every lap."""
+    with ThreadPoolExecutor(2) as pool:
+        work = {f"memcpy, {n} threads": copying(n, pool) for n in (1, 2)}
+        for name in UPDATES:
+            work |= {f"{name}, {n} threads": updating(name, n) for n in (1, 2)}
+            work[f"{name}, NumPy"] = expressions(name)
+        if util.find_spec("torch"):
+            work["adam, torch"] = torch_adam()
+        else:
+            console.print("no row for torch: it is not installed; pip install torch")
+        rows = {n: Rows(n) for n in (1, 2)}
+        work |= {f"rows, {n} threads": rows[n].update for n in (1, 2)}
+        work["rows, add.at"] = rows[1].add_at
+        seconds: dict[str, list[float]] = {name: [] for name in work}
+        for lap in range(-1, laps):
+            with console.status(f"lap {lap + 1} of {laps}"):
+                for name, one in work.items():
+                    turns = [_seconds(one, rows) for _ in range(ROW_TURNS if name.startswith("rows") else 1)]
+                    seconds[name] += turns if lap >= 0 else []  # the first one touches the memory
+    return seconds
+
+
+def _seconds(work: Work, rows: dict[int, Rows]) -> float:
+    for each in rows.values():
+        each.draw()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One figure, and what it should be.
+
+    Attributes:
+        words: what it is.
+        value: what was found.
+        least: what it should be at least.
+    """
+
+    words: str
+    value: float
+    least: float
+
+
+def ratios(seconds: dict[str, list[float]]) -> Iterator[Ratio]:
+    """The figures, from medians of one run."""
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    arrays = {"sgd": 3, "adam": 7}  # read or written; memcpy has two
+    for name, count in arrays.items():
+        rate = count / median[f"{name}, 1 threads"]
+        yield Ratio(f"{name}: rate / memcpy's", rate / (2 / median["memcpy, 1 threads"]), 0.8)
+        yield Ratio(f"{name}: times NumPy", median[f"{name}, NumPy"] / median[f"{name}, 1 threads"], 4.0)
+        gain = median[f"{name}, 1 threads"] / median[f"{name}, 2 threads"]
+        copied = median["memcpy, 1 threads"] / median["memcpy, 2 threads"]
+        yield Ratio(f"{name}: second thread's gain / memcpy's", gain / copied, 0.9)
+    if "adam, torch" in median:
+        yield Ratio("adam: rate / torch's fused", median["adam, torch"] / median["adam, 1 threads"], 0.65)
+    for threads in (1, 2):
+        rows = median[f"rows, {threads} threads"]
+        yield Ratio(f"rows: 0.4 ms / ours, {threads} threads", 0.4e-3 / rows, 1.0)
+    yield Ratio("rows: times add.at", median["rows, add.at"] / median["rows, 1 threads"], 8.0)
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.option("--quick", is_flag=True, help=f"{QUICK_LAPS} laps, not {LAPS}.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(quick: bool, json_file: Path | None) -> None:
+    """Measures, and says what was found."""
+    console = Console()
+    seconds = measure(QUICK_LAPS if quick else LAPS, console)
+    times = Table("work", "min", "median", "p90 ms", title="64 MB of float32; 4096 rows x 64", title_justify="left")
+    for name, values in seconds.items():
+        found = spread(values, 1e3)
+        times.add_row(name, *(f"{found[key]:.3g}" for key in ("min", "median", "p90")))
+    figures = Table("figure", "found", "at least", "", title="Ratios of medians", title_justify="left")
+    for ratio in ratios(seconds):
+        verdict = "" if ratio.value >= ratio.least else "missed"
+        figures.add_row(ratio.words, f"{ratio.value:.2f}", f"{ratio.least:g}", verdict)
+    console.print(times, figures)
+    if json_file:
+        report = {
+            "format": FORMAT,
+            "machine": machine(),
+            "seconds": {name: spread(values, 1.0) for name, values in seconds.items()},
+            "ratios": {ratio.words: ratio.value for ratio in ratios(seconds)},
+        }
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Runs a compiled kernel over pieces of memory, by several threads.
+
+Contributions come in pieces and are not joined: a kernel is called for one run of elements after the other, each of
+which lies in one piece of every array. Threads take runs in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from pswire.tensor import Array
+
+RUN = 1 << 18
+"""Elements of a run at most: enough that a call costs nothing, few enough that threads end together."""
+
+Pieces = Sequence[Array]
+"""One array of a kernel: 1-D or whole, contiguous; a scalar is one piece of one element."""
+
+
+Addresses = tuple[Sequence[int], Sequence[int], int]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An array that is updated in a new place, since somebody else still reads the old one.
+
+    Attributes:
+        old: what is there.
+        new: an array of the same shape.
+    """
+
+    old: Array
+    new: Array
+
+
+class Crew:
+    """The threads that run kernels, the caller's among them. May be used by one caller at a time.
+
+    Args:
+        threads: how many.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._helpers = threads - 1
+        self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="kernel") if self._helpers else None
+
+    def close(self) -> None:
+        """Ends the threads."""
+        pool, self._pool = self._pool, None
+        if pool:
+            pool.shutdown()
+
+    def launch(self, kernel: Any, size: int, arrays: Sequence[Pieces | Copy], scalars: Sequence[bool]) -> None:
+        """Runs a kernel once over all elements.
+
+        Args:
+            kernel: takes a number of elements, and an address for each array.
+            size: elements of each array that is no scalar.
+            arrays: as the kernel takes them.
+            scalars: for each array whether it is one.
+        """
+        whole = [_pieces(array) for array, scalar in zip(arrays, scalars, strict=True) if not scalar]
+        cuts = _cuts(size, whole)
+        columns = [_addresses(_pieces(array), scalar, cuts) for array, scalar in zip(arrays, scalars, strict=True)]
+        sizes = [high - low for low, high in pairwise(cuts)]
+        copies = [
+            (_addresses([array.old], False, cuts), _addresses([array.new], False, cuts), array.old.itemsize)
+            for array in arrays
+            if isinstance(array, Copy)
+        ]
+        self.run(kernel, list(zip(sizes, *columns, strict=False)), copies)
+
+    def run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses] = ()) -> None:
+        """Makes calls of a kernel, in any order.
+
+        Args:
+            kernel: takes numbers and addresses.
+            calls: its arguments; the first is a number of elements, if there are copies.
+            copies: what each call copies before, from where to where, and bytes of an element.
+        """
+        runs = _Runs(kernel, calls, copies)
+        pool, others = self._pool, min(self._helpers, len(runs.calls) - 1)
+        futures = [pool.submit(runs.work) for _ in range(others)] if pool else []
+        try:
+            runs.work()
+        finally:
+            wait(futures)  # What they write into must not be let go before.
+        for future in futures:
+            future.result()
+
+
+class _Runs:
+    """Calls that are still to be made; threads take them in turn."""
+
+    def __init__(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> None:
+        self.kernel, self.calls, self.copies = kernel, calls, copies
+        self._next = iter(range(len(calls)))
+        self._lock = threading.Lock()
+
+    def _take(self) -> int | None:
+        with self._lock:
+            return next(self._next, None)
+
+    def work(self) -> None:
+        """Makes calls until none is left."""
+        while (index := self._take()) is not None:
+            call = self.calls[index]
+            for old, new, itemsize in self.copies:
+                ctypes.memmove(new[index], old[index], call[0] * itemsize)
+            self.kernel(*call)
+
+
+def _pieces(array: Pieces | Copy) -> Pieces:
+    return [array.new] if isinstance(array, Copy) else array
+
+
+def _cuts(size: int, arrays: Sequence[Pieces]) -> list[int]:
+    """Where runs begin, and the end: at every end of a piece, and so that no run is too long."""
+    cuts = {*range(0, size, RUN), size}
+    for pieces in arrays:
+        at = 0
+        for piece in pieces:
+            at += piece.size
+            cuts.add(at)
+    return sorted(cuts)
+
+
+def _addresses(pieces: Pieces, scalar: bool, cuts: Sequence[int]) -> list[int]:
+    """The address of each run's first element."""
+    if scalar:
+        return [address_of(pieces[0])] * (len(cuts) - 1)
+    return list(_walk(pieces, cuts))
+
+
+def _walk(pieces: Pieces, cuts: Sequence[int]) -> Iterator[int]:
+    runs = iter(cuts[:-1])
+    run = next(runs, None)
+    start = 0
+    for piece in pieces:
+        address, end = address_of(piece), start + piece.size
+        while run is not None and run < end:
+            yield address + (run - start) * piece.itemsize
+            run = next(runs, None)
+        start = end
+
+
+def address_of(array: Array) -> int:
+    """Where an array's first element is."""
+    address: int = array.__array_interface__["data"][0]
+    return address

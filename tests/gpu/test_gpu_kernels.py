@@ -1,0 +1,66 @@
+"""Kernels on a GPU: the bits of the interpreter there. Skipped, visibly, without a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from programs import job_of, plan_of, same_bits, traced
+
+from psclient import arrays
+from psserver import executor
+from psserver.arrays import Device
+from psserver.kernels.kernels import Kernels
+from psserver.kernels.rows import apply_rows
+from pswire.tensor import TensorSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(arrays.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
+]
+
+SPEC = TensorSpec("float32", (1000,))
+
+
+def update(w, m, g):
+    g = np.minimum(np.maximum(g, -0.5), 0.5)
+    m.assign(0.9 * m + np.where(np.isfinite(g), g, 0.0 * w))
+    w.assign_sub(0.1 * np.sign(m) * np.abs(m) / (np.sqrt(m * m) + 1e-7))
+
+
+def test_kernels_give_the_interpreters_bits() -> None:
+    """Nothing is contracted, and what is assigned is new: nobody who reads the old value sees it change."""
+    kernels = Kernels(Device(0), patience=1, smallest=0)
+    program, operands = traced(update, [SPEC, SPEC], [SPEC])
+    rng = np.random.default_rng(0)
+    gradients = [[rng.standard_normal(1000).astype("float32")] for _ in range(2)]
+    job = job_of(plan_of(program), gradients, operands)
+    with kernels.device.scope():
+        values = {n: kernels.device.put(rng.random(1000, "float32")) for n in range(2)}
+        before = {n: kernels.device.get(value) for n, value in values.items()}
+        first = executor.run(job, 0, kernels, values)
+        kernels.compiler.wait()
+        second = executor.run(job, 0, kernels, values, frozenset([0, 1]))
+        for n in range(2):
+            assert same_bits(kernels.device.get(first.assigned[n]), kernels.device.get(second.assigned[n]))
+            assert same_bits(kernels.device.get(values[n]), before[n])
+    assert kernels.compiler.texts
+    kernels.close()
+
+
+def test_rows_are_updated_on_the_device() -> None:
+    """As on the host."""
+    spec = TensorSpec("float32", (9, 4))
+    program, operands = traced(lambda w, g: w.assign_sub(0.1 * g), [spec], [spec])
+    ids, rows = np.array([3, 1, 3]), np.ones((3, 4), "float32")
+    found = []
+    for device in (Device(), Device(0)):
+        kernels = Kernels(device)
+        with device.scope():
+            rest = iter(operands)
+            kinds = [item.kind for item in program.inputs]
+            given = {"variable": np.zeros((9, 4), "float32"), "value": rows}
+            inputs = [device.put(given[kind] if kind in given else next(rest)) for kind in kinds]
+            apply_rows(kernels, program, inputs, ids)
+            found.append(device.get(inputs[kinds.index("variable")]))
+        kernels.close()
+    assert same_bits(*found)

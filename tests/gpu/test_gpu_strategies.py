@@ -1,0 +1,90 @@
+"""Strategies whose replicas compute on GPUs. Skipped, visibly, without a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient import arrays
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(arrays.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
+]
+
+GPU = arrays.Device("gpu", 0)
+ON_READ = {
+    "synchronization": ps.VariableSynchronization.ON_READ,
+    "aggregation": ps.VariableAggregation.SUM,
+}
+
+
+@pytest.fixture(scope="module", params=["mirrored", "servers"])
+def strategy(request):
+    kind = ps.MirroredStrategy if request.param == "mirrored" else ps.ParameterServerStrategy
+    with kind(devices=["gpu:0"]) as strategy:
+        yield strategy
+
+
+def test_a_mirrored_variable_lives_on_its_device():
+    """Its copy is a CuPy array, which update functions get and replace."""
+    with ps.MirroredStrategy(["gpu:0"]) as strategy:
+        with strategy.scope():
+            w = ps.Variable(np.ones(3, "float32"))
+        assert w.devices == ("/job:localhost/task:0/device:GPU:0",)
+        seen = []
+
+        def add(v, x):
+            seen.append(arrays.device_of(v.read_value()))
+            return v.assign_add(x)
+
+        assert strategy.extended.update(w, add, (np.full(3, 2.0, "float32"),)) is w
+        assert seen == [GPU]
+        assert w.numpy().tolist() == [3.0] * 3
+
+
+def test_replicas_assign_what_they_compute_on_the_device(strategy):
+    """Aggregated, or to a copy of their own."""
+    cupy = arrays.namespace(GPU)
+    with strategy.scope():
+        w = ps.Variable(np.zeros(3, "float32"), aggregation=ps.VariableAggregation.SUM)
+        count = ps.Variable(np.float32(1), **ON_READ)
+
+    def step():
+        w.assign_add(cupy.ones(3, "float32") * 2)
+        count.assign_add(cupy.ones(4, "float32").sum())
+        return count.read_value()
+
+    assert arrays.device_of(strategy.run(step)) == GPU
+    assert w.numpy().tolist() == [2.0] * 3
+    assert float(count) == 5.0
+
+
+def test_optimizers_and_metrics_take_cupy_arrays(strategy):
+    """Gradients, losses, labels and scores come from the device."""
+    cupy = arrays.namespace(GPU)
+    with strategy.scope():
+        w = ps.Variable(np.zeros(3, "float32"))
+        optimizer = ps.optimizers.SGD(0.5)
+        mean, auc = ps.metrics.Mean(), ps.metrics.AUC()
+
+    def step():
+        optimizer.apply_gradients([(cupy.ones(3, "float32"), w)])
+        mean.update_state(cupy.arange(4.0))
+        auc.update_state(cupy.asarray([0, 0, 1, 1]), cupy.asarray([0.1, 0.4, 0.35, 0.8]))
+
+    strategy.run(step)
+    assert w.numpy().tolist() == [-0.5] * 3
+    assert mean.result() == 1.5
+    assert auc.result() == pytest.approx(0.75, abs=0.01)
+
+
+def test_reductions_give_host_arrays(strategy):
+    """Whatever the replicas' values lie on."""
+    cupy = arrays.namespace(GPU)
+    rows = strategy.run(lambda: cupy.arange(6.0).reshape(3, 2))
+    total = strategy.reduce("sum", rows, axis=0)
+    assert isinstance(total, np.ndarray)
+    assert total.tolist() == [6.0, 9.0]
+    assert arrays.device_of(strategy.extended.reduce_to("sum", rows, "gpu:0")) == GPU

@@ -1,0 +1,295 @@
+"""Kernels write into variables' own memory, and nobody can tell: not readers, nor snapshots, nor failed rounds."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from programs import job_of, plan_of, same_bits, traced
+from rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
+
+from psserver import calls, executor
+from psserver.arrays import Device
+from psserver.kernels.kernels import SMALLEST, Kernels
+from psserver.store import Store
+from pswire.errors import ProgramError
+from pswire.program import Input, Node, Program
+from pswire.spec import Apply, Plan, Reduction, Ref, Variable, VariableSpec
+from pswire.tensor import Payload, TensorSpec, as_bytes
+
+N = SMALLEST
+SPEC = TensorSpec("float32", (N,))
+ADD = Program((Input("variable", SPEC), Input("value", SPEC)), (Node("add", (0, 1)),), ((0, 2),), ())
+
+
+# ---- What the store lends ----
+
+
+def store(value):
+    held = Store(0, Device(), 0)
+    held.declare(Variable(0, VariableSpec("v", TensorSpec(value.dtype.name, value.shape)), (0,)))
+    held.initialize(0, value)
+    return held
+
+
+HOLDERS = {
+    "the array": lambda array: array,
+    "a view": lambda array: array[1:],
+    "a view of a view": lambda array: array.reshape(2, -1)[0].view("uint8"),
+    "a memoryview": memoryview,
+    "its bytes in a payload": lambda array: Payload.pack([array]),
+    "one part of a payload": lambda array: next(Payload.pack([array]).parts())[1],
+    "bytes as they travel": as_bytes,
+    "an array over its buffer": lambda array: np.frombuffer(memoryview(array)),
+    "DLPack": lambda array: np.from_dlpack(array),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_somebody_holds_is_not_lent(holder):
+    """However it is held; once it is let go it is lent again."""
+    held = store(np.zeros(64))
+    kept = HOLDERS[holder](held.value(0))
+    assert held.lend([0]) == frozenset()
+    del kept
+    assert held.lend([0]) == {0}
+    held.end_loan()
+    assert held.lent == frozenset()
+
+
+def test_only_memory_of_its_own_is_lent():
+    """Of a view nobody can say who else looks at it; what may not be written, or lies otherwise, is not lent either."""
+    locked = np.zeros(4)
+    locked.flags.writeable = False
+    for value in (np.zeros(8)[2:], np.zeros((2, 3)).T, np.frombuffer(bytes(16)), locked):
+        held = store(value)
+        del value
+        assert held.lend([0]) == frozenset()
+    assert store(np.zeros(4)).lend([7]) == frozenset()
+
+
+# ---- What a round writes ----
+
+
+@pytest.fixture
+def kernels():
+    """Kernels that are there at the second call."""
+    made = Kernels(Device(), patience=1)
+    yield made
+    made.close()
+
+
+def warmed(kernels, job, values):
+    """A round for whose kernels one need not wait."""
+    executor.run(job, 0, kernels, values)
+    kernels.compiler.wait()
+    return job
+
+
+def ones(count=1):
+    return [np.ones(N, "float32") for _ in range(count)]
+
+
+def test_what_is_lent_is_written_and_what_is_not_is_replaced(kernels):
+    """The new value is the same."""
+    job = warmed(kernels, job_of(plan_of(ADD), [ones(), ones()]), {0: ones()[0]})
+    value = np.zeros(N, "float32")
+    kept = executor.run(job, 0, kernels, {0: value})
+    assert not value.any()
+    written = executor.run(job, 0, kernels, {0: value}, frozenset([0]))
+    assert written.assigned[0] is value
+    assert same_bits(value, kept.assigned[0])
+    assert value[0] == 2
+
+
+def two_programs(second):
+    """A plan that updates variable 0 by a kernel, and then variable 1 by another program."""
+    reductions = (Reduction("sum", SPEC, (0,)), Reduction("sum", second.inputs[1].spec, (0,)))
+    applies = tuple(Apply(n, (0,), (Ref("variable", n), Ref("reduction", n))) for n in (0, 1))
+    return Plan(reductions, (), (ADD, second), applies)
+
+
+def test_a_round_that_fails_later_has_changed_nothing(kernels):
+    """A kernel comes first, and a power that is refused second: the first variable is as it was."""
+    number = TensorSpec("int64", ())
+    power = Program((Input("variable", number), Input("value", number)), (Node("pow", (0, 1)),), ((0, 2),), ())
+    plan = two_programs(power)
+    values = {0: ones()[0], 1: np.array(2)}
+    warmed(kernels, job_of(plan, [[*ones(), np.array(3)]]), values)
+    lent = frozenset([0, 1])
+    with pytest.raises(ProgramError, match="pow"):
+        executor.run(job_of(plan, [[*ones(), np.array(-1)]]), 0, kernels, values, lent)
+    assert values[0].tolist() == [1.0] * N
+    found = executor.run(job_of(plan, [[*ones(), np.array(3)]]), 0, kernels, values, lent)
+    assert (found.assigned[0][0], int(found.assigned[1])) == (2.0, 8)
+
+
+@pytest.mark.parametrize("size", [N, 3])
+def test_memory_that_is_short_later_has_changed_nothing(kernels, monkeypatch, size):
+    """A kernel comes first; a program that needs memory second, compiled or not."""
+    spec = TensorSpec("float32", (size,))
+    second, _ = traced(lambda w, g: w.assign(np.exp(g)), [spec], [spec])
+    plan = two_programs(second)
+    values = {0: ones()[0], 1: np.ones(size, "float32")}
+    job = warmed(kernels, job_of(plan, [[*ones(), np.ones(size, "float32")]]), values)
+
+    def short(*_):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(calls.interpreter, "run", short)
+    with pytest.raises(Exception, match="no more"):
+        executor.run(job, 0, kernels, values, frozenset([0, 1]))
+    assert values[0].tolist() == [1.0] * N
+
+
+def test_what_is_missing_later_has_changed_nothing(kernels):
+    """A variable without a value, or with another one than the program was verified for."""
+    plan = two_programs(ADD)
+    values = {0: ones()[0], 1: ones()[0]}
+    job = warmed(kernels, job_of(plan, [ones(2)]), values)
+    for wrong in ({0: values[0]}, {0: values[0], 1: np.ones(N)}, {0: values[0], 1: np.ones(N - 1, "float32")}):
+        with pytest.raises(ProgramError, match=r"variable 1 should have a value of float32"):
+            executor.run(job, 0, kernels, wrong, frozenset([0, 1]))
+    assert values[0].tolist() == [1.0] * N
+
+
+def test_what_is_given_back_is_not_the_variables_own_memory(kernels):
+    """An old value, a new one, and a reduced one; this one is copied at the end, so nothing is written in place."""
+
+    def fn(w, g):
+        old = w + 0.0
+        w.assign(g + old)
+        return old, w + 0.0, g
+
+    program, operands = traced(fn, [SPEC], [SPEC])
+    job = warmed(kernels, job_of(plan_of(program), [ones()], operands), {0: ones()[0]})
+    value = ones()[0]
+    found = executor.run(job, 0, kernels, {0: value}, frozenset([0]))
+    assert [array[0] for array in found.given] == [1.0, 2.0, 1.0]
+    assert value[0] == 1.0
+    for array in found.given:
+        assert not any(np.shares_memory(array, other) for other in (value, found.assigned[0]))
+
+
+def test_two_programs_on_one_variable_see_each_other(kernels):
+    """In place or not."""
+    reductions = (Reduction("sum", SPEC, (0,)),) * 2
+    applies = tuple(Apply(0, (0,), (Ref("variable", 0), Ref("reduction", n))) for n in (0, 1))
+    plan = Plan(reductions, (), (ADD,), applies)
+    job = warmed(kernels, job_of(plan, [ones(2)]), {0: ones()[0]})
+    for lent in (frozenset(), frozenset([0])):
+        assert executor.run(job, 0, kernels, {0: ones()[0]}, lent).assigned[0].tolist() == [3.0] * N
+
+
+def test_two_names_for_one_variable_are_interpreted(kernels):
+    """A kernel could not know that they are one memory."""
+    both = Program((Input("variable", SPEC),) * 2, (Node("add", (0, 1)),), ((0, 2),), ())
+    plan = Plan((), (), (both,), (Apply(0, (0,), (Ref("variable", 0),) * 2),))
+    job = warmed(kernels, job_of(plan, [[]]), {0: ones()[0]})
+    assert executor.run(job, 0, kernels, {0: ones()[0]}, frozenset([0])).assigned[0].tolist() == [2.0] * N
+    assert kernels.compiler.texts == ()
+
+
+# ---- A whole server ----
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    """A job on one core, whose array work has a thread, with kernels for its rounds."""
+    with serving("thread", 1, tmp_path) as servers:
+        yield Job(servers)
+
+
+def address(job, variable):
+    """Where a variable's value is."""
+    with job.servers.cores[0]._lock:
+        return job.servers.cores[0]._store.value(variable.id).__array_interface__["data"][0]
+
+
+def turn(worker, plan, values, want=()):
+    """Makes the worker's next round, to its end; returns its answer."""
+    (reply,) = together(worker.push(plan, values, want=want))
+    worker.round += 1
+    return reply
+
+
+def trained(job, rounds=4):
+    """A worker, a variable, and a plan whose kernel is compiled and has been used."""
+    (worker,) = job.join(WORKERS[0])
+    variable = job.variable(worker, np.zeros(N, "float32"), (0,), "v")
+    plan = job.approve(sum_into(variable, returned=False), worker)
+    for _ in range(rounds):
+        turn(worker, plan, ones())
+        job.servers.cores[0]._kernels.compiler.wait()
+    return worker, variable, plan
+
+
+def test_rounds_use_the_same_memory(job):
+    """Nothing is allocated for a variable that nobody reads."""
+    worker, variable, plan = trained(job)
+    before = address(job, variable)
+    for _ in range(3):
+        turn(worker, plan, ones())
+    assert address(job, variable) == before
+
+
+def test_rounds_use_the_same_memory_over_a_network(tmp_path):
+    """An answer that was sent is held by nobody: the next round finds the memory free."""
+    with serving("grpc", 1, tmp_path) as servers:
+        job = Job(servers)
+        worker, variable, plan = trained(job)
+        before = address(job, variable)
+        for _ in range(3):
+            turn(worker, plan, ones(), (variable.id,))
+        assert address(job, variable) == before
+
+
+def test_an_answer_keeps_its_value(job):
+    """While somebody holds it, rounds go on elsewhere in memory."""
+    worker, variable, plan = trained(job)
+    reply = turn(worker, plan, ones(), (variable.id,))
+    held = reply.payload.tensors([SPEC])[0]
+    value = float(held[0])
+    before = address(job, variable)
+    for _ in range(3):
+        turn(worker, plan, ones())
+    assert held.tolist() == [value] * N
+    assert address(job, variable) != before
+
+
+def test_a_snapshot_keeps_its_value(job):
+    """What a checkpoint's round left is what is written, however many rounds come in between."""
+    worker, _, plan = trained(job)
+    order = job.approve(checkpoint("here", (0,)), worker)
+    turn(worker, order, ())
+    for _ in range(3):
+        turn(worker, plan, ones())
+    frozen = job.servers.cores[0]._snapshots._frozen[order.id].values["v"]
+    assert frozen.tolist() == [4.0] * N
+
+
+def test_who_reads_during_a_round_waits_for_its_end(job, monkeypatch):
+    """And sees all of it; so does who sends again what was answered already."""
+    worker, variable, plan = trained(job)
+    begun, may = threading.Event(), threading.Event()
+    run = executor.run
+
+    def slow(*args):
+        begun.set()
+        assert may.wait(SOON)
+        return run(*args)
+
+    monkeypatch.setattr(executor, "run", slow)
+    answer = worker.push(plan, ones())
+    assert begun.wait(SOON)
+    reading = job.verbs[0].pull(worker.session, [variable.id], -1)
+    worker.round -= 1
+    resent = worker.push(plan, ones(), want=(variable.id,))
+    assert not reading.done()
+    assert not resent.done()
+    may.set()
+    together(answer)
+    assert reading.result(SOON).payload.tensors([SPEC])[0].tolist() == [5.0] * N
+    assert resent.result(SOON).payload.tensors([SPEC])[0].tolist() == [5.0] * N

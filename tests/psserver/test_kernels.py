@@ -1,0 +1,346 @@
+"""Kernels: the same bits as the interpreter, made of the table of ops alone, in the background."""
+
+from __future__ import annotations
+
+import ast
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from programs import expected, job_of, numbers, plan_of, programs, same_bits, traced
+
+import psclient
+import psserver
+import pswire
+from psserver import executor
+from psserver.arrays import Device
+from psserver.kernels import compiled
+from psserver.kernels.compiled import Compiler, compile_numba
+from psserver.kernels.kernels import Kernels
+from psserver.kernels.launch import Crew
+from psserver.kernels.source import Form, Sum, cuda_source, numba_source, parameters
+from psserver.kernels.steps import KERNEL_DTYPES, fused_shape, split
+from pswire.errors import ProgramError
+from pswire.program import OPS, Input, Node, Program
+from pswire.tensor import DTYPES, TensorSpec
+
+N = 1003
+VECTOR = TensorSpec("float32", (N,))
+
+
+def adam(w, m, s, g, rate=0.001):
+    m.assign_add(0.1 * (g - m))
+    s.assign_add(0.001 * (g * g - s))
+    w.assign_sub(rate * m / (np.sqrt(s) + 1e-7))
+
+
+def clipped(w, m, g):
+    g = g / np.sqrt(np.sum(g * g))
+    m.assign(0.9 * m + g)
+    w.assign_sub(0.1 * np.exp(m))
+
+
+def floats(count, size=N, dtype="float32"):
+    rng = np.random.default_rng(count)
+    return [rng.random(size).astype(dtype) for _ in range(count)]
+
+
+@pytest.fixture
+def kernels():
+    """Kernels that are compiled as soon as they are asked for, however small."""
+    made = Kernels(Device(), patience=1, smallest=0)
+    yield made
+    made.close()
+
+
+def run_twice(kernels, job, values):
+    """The outcome while there is no kernel, and when there is one."""
+    first = executor.run(job, 0, kernels, values)
+    kernels.compiler.wait()
+    return first, executor.run(job, 0, kernels, values)
+
+
+# ---- The same bits ----
+
+
+def every_op(dtype):
+    """A program with each op of the table that a kernel can have for a dtype, each given back."""
+    spec = TensorSpec(dtype, (N,))
+    inputs = (Input("value", spec), Input("value", spec), Input("value", TensorSpec("bool", (N,))))
+    nodes = []
+    for name, row in OPS.items():
+        args = (2, 0, 1) if name == "where" else (0, 1)[: row.arity]
+        casts = [(("dtype", other),) for other in DTYPES] if name == "astype" else [()]
+        for attrs in casts:
+            node = Node(name, args, attrs)
+            try:
+                result = Program(inputs, (node,), (), ()).specs[-1]
+            except ProgramError:
+                continue
+            if fused_shape(node, [inputs[arg].spec for arg in args], result):
+                nodes.append(node)
+    return Program(inputs, tuple(nodes), (), tuple(range(3, 3 + len(nodes))))
+
+
+@pytest.mark.parametrize("dtype", sorted(KERNEL_DTYPES))
+def test_each_op_of_a_kernel_gives_the_interpreters_bits(dtype):
+    """For every dtype that kernels know, zeros of both signs, infinities, NaN and the ends of integers included."""
+    program = every_op(dtype)
+    (step,) = split(program)
+    assert step.shape == (N,)
+    form = Form(step.program)
+    kernel = compile_numba(numba_source(form), 1, parameters(form))
+    inputs = [numbers(dtype, N, 1), numbers(dtype, N, 2), numbers("bool", N, 3)]
+    _, wanted = expected(program, inputs)
+    made = [np.empty_like(array) for array in wanted]
+    arrays = [[inputs[arg]] for arg in step.args] + [[array] for array in made]
+    Crew(1).launch(kernel, N, arrays, [False] * len(arrays))
+    results = zip(program.nodes, made, wanted, strict=True)
+    assert [node for node, one, other in results if not same_bits(one, other)] == []
+
+
+def test_the_ops_of_optimizers_have_kernels():
+    """What is slow only when it is interpreted is a short list, each for a reason that the table tells."""
+    without = {name for name, row in OPS.items() if row.elementwise and not row.kernel}
+    assert without == {"exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "floor_divide", "remainder", "pow"}
+
+
+def seeds(program, seed):
+    specs = enumerate(item.spec for item in program.inputs)
+    return [numbers(spec.dtype, spec.size, seed + i).reshape(spec.shape) for i, spec in specs]
+
+
+def of_kind(program, inputs, kind):
+    return [array for array, item in zip(inputs, program.inputs, strict=True) if item.kind == kind]
+
+
+@settings(max_examples=40)
+@given(program=programs(), seed=st.integers(0, 1000), data=st.data())
+def test_random_programs_give_the_same_interpreted_and_compiled(program, seed, data):
+    """Whatever steps they fall into, with contributions cut anywhere, in place or not."""
+    inputs = seeds(program, seed)
+    plan = plan_of(program)
+    variables = dict(enumerate(of_kind(program, inputs, "variable")))
+    values, operands = of_kind(program, inputs, "value"), of_kind(program, inputs, "operand")
+    workers = data.draw(st.integers(1, 3))
+    contributions = [[np.roll(array, place) for array in values] for place in range(workers)]
+    job = job_of(plan, contributions, operands, part_bytes=data.draw(st.sampled_from([16, 32, 1 << 20])))
+    kernels = Kernels(Device(), patience=1, smallest=0)
+    try:
+        try:
+            first = executor.run(job, 0, kernels, variables)
+        except ProgramError:
+            assume(False)
+        kernels.compiler.wait()
+        second = executor.run(job, 0, kernels, {id: a.copy() for id, a in variables.items()}, frozenset(variables))
+        third = executor.run(job, 0, kernels, variables)
+    finally:
+        kernels.close()
+    for found in (second, third):
+        assert found.assigned.keys() == first.assigned.keys()
+        assert all(same_bits(found.assigned[id], array) for id, array in first.assigned.items())
+        assert all(map(same_bits, found.given, first.given))
+    for array, again in zip(inputs, seeds(program, seed), strict=True):
+        assert same_bits(array, again)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_contributions_are_summed_in_the_kernel(op, dtype, workers, threads):
+    """By any number of threads, in the order of tasks, weighed as the reducer does, without joining pieces."""
+    size = 300_000
+    spec = TensorSpec(dtype, (size,))
+    program, operands = traced(adam, [spec] * 3, [spec])
+    contributions = [[np.random.default_rng(place).random(size).astype(dtype)] for place in range(workers)]
+    job = job_of(plan_of(program, op), contributions, operands, part_bytes=1 << 18)
+    values = dict(enumerate(floats(3, size, dtype)))
+    kernels = Kernels(Device(), threads, patience=1)
+    first, second = run_twice(kernels, job, values)
+    assert all(same_bits(second.assigned[id], first.assigned[id]) for id in range(3))
+    kernels.close()
+
+
+# ---- Steps ----
+
+
+def shapes(program):
+    return [step.shape for step in split(program)]
+
+
+def test_an_elementwise_program_is_one_kernel():
+    """After a step for its scalars, if it has any to compute."""
+    program, _ = traced(adam, [VECTOR] * 3, [VECTOR])
+    assert shapes(program) == [(N,)]
+    count = TensorSpec("int64", ())
+    program, _ = traced(lambda w, t: w.assign_sub(1 / (1 - 0.9 ** t.astype("float32"))), [VECTOR, count], [])
+    assert shapes(program) == [None, (N,)]
+
+
+def test_reductions_and_rounding_of_their_own_lie_between_kernels():
+    """A norm and an exponential are interpreted; what comes before and after is not."""
+    program, _ = traced(clipped, [VECTOR] * 2, [VECTOR])
+    assert shapes(program) == [(N,), None, (N,), None, (N,)]
+    half = TensorSpec("bfloat16", (N,))
+    program, _ = traced(lambda w, m, g: m.assign(0.9 * m + g.astype("float32")), [half, VECTOR], [half])
+    assert shapes(program) == [None, (N,)]
+
+
+def test_what_a_later_step_reads_is_not_written_over(kernels):
+    """A variable that is assigned before its old value is used for the last time keeps it until then."""
+
+    def fn(w, g):
+        old = w * 1.0
+        w.assign(g)
+        w.assign(w + np.sum(np.exp(old)))
+
+    program, operands = traced(fn, [VECTOR], [VECTOR])
+    first, second = run_twice(kernels, job_of(plan_of(program), [floats(1)], operands), {0: np.ones(N, "float32")})
+    assert same_bits(first.assigned[0], second.assigned[0])
+
+
+def test_programs_without_kernels_stay_whole():
+    """A matrix product, scalars alone, and what is too long for a compiler."""
+    square = TensorSpec("float32", (4, 4))
+    for fn, spec in ((lambda w: w.assign(w @ w), square), (lambda w: w.assign_add(1.0), TensorSpec("float32", ()))):
+        assert shapes(traced(fn, [spec], [])[0]) == [None]
+
+    def long(w):
+        for _ in range(300):
+            w.assign(w * w + w)
+
+    assert shapes(traced(long, [VECTOR], [])[0]) == [None]
+
+
+# ---- Compiling ----
+
+
+def test_the_first_calls_are_interpreted_and_the_later_ones_compiled(monkeypatch):
+    """Nobody waits for a compiler; what runs once never meets it."""
+    may, compiling = threading.Event(), threading.Event()
+
+    def slow(*args):
+        compiling.set()
+        may.wait(20)
+        return compile_numba(*args)
+
+    monkeypatch.setattr(compiled, "compile_numba", slow)
+    kernels = Kernels(Device(), smallest=0)
+    program, _ = traced(adam, [VECTOR] * 3, [VECTOR])
+    (step,) = split(program)
+    assert [kernels.kernel(step, {}) for _ in range(2)] == [None, None]
+    assert compiling.wait(20)
+    assert kernels.kernel(step, {}) is None
+    may.set()
+    kernels.compiler.wait()
+    assert kernels.kernel(step, {}) is not None
+    kernels.close()
+
+
+def test_what_differs_in_operands_and_shapes_shares_a_kernel(kernels):
+    """A new learning rate compiles nothing, nor does another variable."""
+    for rate, size in ((0.1, 10), (0.2, 10), (0.1, 11)):
+        spec = TensorSpec("float32", (size,))
+        program, _ = traced(lambda *args, r=rate: adam(*args, r), [spec] * 3, [spec])
+        kernels.kernel(kernels.steps(program)[0], {})
+    kernels.compiler.wait()
+    assert len(kernels.compiler.texts) == 1
+    wide = TensorSpec("float64", (10,))
+    kernels.kernel(kernels.steps(traced(adam, [wide] * 3, [wide])[0])[0], {})
+    assert len(kernels.compiler.texts) == 2
+
+
+def test_a_compiler_that_fails_is_told_of_once(monkeypatch, caplog):
+    """And everything goes on interpreted."""
+
+    def broken(*args):
+        raise RuntimeError("what the compiler says")
+
+    monkeypatch.setattr(compiled, "compile_numba", broken)
+    kernels = Kernels(Device(), patience=1, smallest=0)
+    for size, fn in ((N, adam), (N, lambda w, m, s, g: w.assign(m + s + g))):
+        spec = TensorSpec("float32", (size,))
+        program, operands = traced(fn, [spec] * 3, [spec])
+        first, second = run_twice(kernels, job_of(plan_of(program), [floats(1)], operands), dict(enumerate(floats(3))))
+        assert same_bits(first.assigned[0], second.assigned[0])
+    kernels.close()
+    assert len(caplog.records) == 1
+    assert "what the compiler says" in caplog.text
+
+
+def test_small_arrays_are_not_worth_a_kernel():
+    """The interpreter takes as long."""
+    kernels = Kernels(Device(), patience=1)
+    program, operands = traced(adam, [VECTOR] * 3, [VECTOR])
+    run_twice(kernels, job_of(plan_of(program), [floats(1)], operands), dict(enumerate(floats(3))))
+    assert kernels.compiler.texts == ()
+    kernels.close()
+
+
+def test_a_closed_compiler_makes_nothing():
+    """It gives no kernel, and leaves no thread."""
+    compiler = Compiler(Device(), patience=1)
+    compiler.close()
+    program, _ = traced(adam, [VECTOR] * 3, [VECTOR])
+    assert compiler.elementwise(Form(split(program)[-1].program)) is None
+    compiler.wait()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kernels")]
+
+
+# ---- The text ----
+
+
+def test_nothing_received_reaches_the_text():
+    """Numbers, ops and dtypes are all that there is of a program; attributes are looked up, never pasted."""
+    hostile = "import os"
+    assert hostile not in {*OPS, *DTYPES}
+    for program in (
+        Program((Input("value", VECTOR),), (Node(hostile, (0,)),), (), (1,)),
+        Program((Input("value", VECTOR),), (Node("astype", (0,), (("dtype", hostile),)),), (), (1,)),
+        Program((Input("value", TensorSpec(hostile, (3,))),), (Node("sqrt", (0,)),), (), (1,)),
+    ):
+        with pytest.raises(Exception, match=hostile):
+            split(program)
+
+
+OURS = {"def", "kernel", "for", "in", "range", "carray", "i", "n", "0", "1", *DTYPES}
+CALLED = {"where", "maximum", "minimum", "sign", "sqrt", "floor", "ceil", "rint", "abs"}
+
+
+@given(program=programs())
+def test_the_text_has_no_other_words(program):
+    """Every word of a generated text is one of ours, a function of the table's, or a numbered name."""
+    for step in split(program):
+        if step.shape is not None:
+            words = set(re.findall(r"\w+", numba_source(Form(step.program)))) - OURS - CALLED
+            assert [word for word in words if not re.fullmatch(r"(p_)?[aov]\d+", word)] == []
+
+
+def test_text_is_run_in_one_place():
+    """In no other module of the packages is there a call of `exec`, `eval` or `compile`."""
+    found = set()
+    for package in (pswire, psserver, psclient):
+        root = Path(package.__file__).parent
+        for path in root.rglob("*.py"):
+            calls = [node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+            if {call.id for call in calls if isinstance(call, ast.Name)} & {"exec", "eval", "compile", "__import__"}:
+                found.add(path.relative_to(root.parent).as_posix())
+    assert found == {"psserver/kernels/compiled.py"}
+
+
+def test_the_text_for_a_gpu():
+    """Inputs, what is assigned beside its input, and statements in C."""
+    spec = TensorSpec("float32", (8,))
+    program, _ = traced(lambda w, g: w.assign(np.where(g > 0, w - 0.5 * g, w)), [spec], [spec])
+    form = Form(split(program)[-1].program)
+    inputs, outputs, operation = cuda_source(form)
+    assert (inputs, outputs) == ("float32 a0, float32 a1, float32 a2, float32 a3", "float32 w0")
+    assert operation.splitlines()[-1] == f"w0 = ((float)(v{len(form.program.specs) - 1}));"
+    assert "((float)(where(" in operation
+    summed = Form(form.program, {1: Sum("mean", 2)})
+    assert "((float)(((float)(c1_0 + c1_1)) / t1))" in cuda_source(summed)[2]

@@ -1,0 +1,121 @@
+"""Update programs for tests: random ones, rounds that run them, and whether two results have the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import array_api_compat.numpy as xp
+import numpy as np
+from hypothesis import strategies as st
+from rig import WORKERS
+
+from psclient.recording import Recording, trace
+from psserver import interpreter
+from psserver.rounds import Job, Part
+from pswire.api import Contribution
+from pswire.errors import ProgramError
+from pswire.program import OPS, Attr, Input, Node, Program, infer
+from pswire.spec import Apply, Member, Operand, Plan, ReduceOp, Reduction, Ref
+from pswire.tensor import DTYPES, Array, Payload, TensorSpec, spec_of
+
+FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, np.nan]
+DTYPES_OF_PROGRAMS = ["float32", "float64", "int32", "int64", "uint8", "bool", "float16"]
+
+
+def numbers(dtype: str, size: int, seed: int) -> Array:
+    """Numbers of a dtype, the strange ones among them."""
+    rng = np.random.default_rng(seed)
+    with np.errstate(all="ignore"):
+        if DTYPES[dtype].kind in "iu":
+            info = np.iinfo(dtype)
+            pool = np.array([0, 1, 2, 7, info.max, info.min, info.max // 3]).astype(dtype)
+        else:
+            pool = np.array(FLOATS).astype(DTYPES[dtype])
+        return rng.choice(pool, size)
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    """Whether two arrays are equal to the last bit and sign; any NaN is as good as another."""
+    if spec_of(one) != spec_of(other):
+        return False
+    if one.dtype.kind != "f":
+        return one.tobytes() == other.tobytes()
+    both = (one != one) & (other != other)
+    return bool(np.all(both | ((one == other) & (np.signbit(one) == np.signbit(other)))))
+
+
+def traced(
+    fn: Callable[..., object], variables: Sequence[TensorSpec], values: Sequence[TensorSpec]
+) -> tuple[Program, list[Array]]:
+    """A function of variables and values as a program, and the operands that it has met, in order."""
+    recording = Recording()
+    args: list[Any] = [recording.variable(spec, f"v{i}", ("variable", i)) for i, spec in enumerate(variables)]
+    args += [recording.value(spec, ("value", i)) for i, spec in enumerate(values)]
+    found = trace(recording, fn, args)
+    return found.program, [origin for origin in found.origins if isinstance(origin, np.ndarray)]
+
+
+def plan_of(program: Program, op: ReduceOp = "sum", returned: bool = True) -> Plan:
+    """A plan of one update: variables by number, values as reductions, operands, everything returned."""
+    counts = {"variable": 0, "value": 0, "operand": 0}
+    kinds: dict[str, Any] = {"variable": "variable", "value": "reduction", "operand": "operand"}
+    refs = []
+    for item in program.inputs:
+        refs.append(Ref(kinds[item.kind], counts[item.kind]))
+        counts[item.kind] += 1
+    reductions = tuple(Reduction(op, item.spec, (0,)) for item in program.inputs if item.kind == "value")
+    operands = tuple(Operand(item.spec, (0,)) for item in program.inputs if item.kind == "operand")
+    results = tuple(Ref("result", n) for n in range(len(program.outputs))) if returned else ()
+    return Plan(reductions, operands, (program,), (Apply(0, (0,), tuple(refs)),), results)
+
+
+def job_of(
+    plan: Plan, contributions: Sequence[Sequence[Array]], operands: Sequence[Array] = (), part_bytes: int = 1 << 20
+) -> Job:
+    """A round of a plan: for each worker what it contributes to each reduction, cut into parts."""
+    parts = []
+    for place, arrays in enumerate(contributions):
+        packed = Payload.pack([*arrays, *operands])
+        chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in packed.parts(part_bytes)]
+        said = Contribution(place + 1, 1, 4, plan.id, tuple(float(place + 1) for _ in arrays))
+        parts.append(Part(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, packed.size)))
+    return Job(4, plan, tuple(parts), (), lambda: "the section")
+
+
+_ATTRS: dict[str, Callable[[Any, TensorSpec, Any], dict[str, Attr]]] = {
+    "astype": lambda draw, spec, shape: {"dtype": draw(st.sampled_from(DTYPES_OF_PROGRAMS))},
+    "broadcast_to": lambda draw, spec, shape: {"shape": shape},
+}
+
+
+@st.composite
+def programs(draw: Any, shapes: Sequence[tuple[int, ...]] = ((7,), (2, 3), (0,), ())) -> Program:
+    """A random verified program on arrays of one shape and on scalars; every op of the table may be in it."""
+    shape = draw(st.sampled_from(shapes))
+    kinds: Any = ["variable", "variable", "value", "operand"]
+    inputs = []
+    for kind in kinds:
+        dtype = draw(st.sampled_from(DTYPES_OF_PROGRAMS if kind != "value" else DTYPES_OF_PROGRAMS[:4]))
+        inputs.append(Input(kind, TensorSpec(dtype, () if kind == "operand" else shape)))
+    specs, nodes = [item.spec for item in inputs], list[Node]()
+    for name in draw(st.lists(st.sampled_from(tuple(OPS)), min_size=1, max_size=10)):
+        args = tuple(draw(st.integers(0, len(specs) - 1)) for _ in range(OPS[name].arity))
+        attrs = _ATTRS.get(name, lambda *_: {})(draw, specs[args[0]], shape)
+        try:
+            specs.append(infer(name, [specs[arg] for arg in args], attrs))
+            nodes.append(Node(name, args, tuple(attrs.items())))
+        except ProgramError:
+            pass  # These do not go together; another one comes.
+    assigns = []
+    for target in (0, 1):
+        fitting = [number for number, spec in enumerate(specs) if spec == specs[target] and number != target]
+        if fitting:
+            assigns.append((target, draw(st.sampled_from(fitting))))
+    outputs = draw(st.lists(st.integers(0, len(specs) - 1), max_size=2))
+    return Program(tuple(inputs), tuple(nodes), tuple(assigns), tuple(outputs))
+
+
+def expected(program: Program, inputs: Sequence[Array]) -> tuple[dict[int, Array], list[Array]]:
+    """What the interpreter makes of a program."""
+    return interpreter.run(program, inputs, xp)
