@@ -31,8 +31,8 @@ demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/digits.py
 
 test: check  ## all checks and all tests
+	$(BIN)/python -m pytest -q -m serial
 	$(BIN)/python -m pytest -q -n 2 -m 'not serial and not soak'
-	$(BIN)/python -m pytest -q -m serial || [ $$? -eq 5 ]  # 5: there are none
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents
 	$(BIN)/ruff check .
@@ -44,8 +44,9 @@ check: .venv/dev  ## style, types, generated code, snippets of the documents
 proto: .venv/dev  ## generates pswire/pb anew
 	$(BIN)/python tools/check_proto.py --write
 
-bench: .venv/dev  ## times of a synchronous round; ARGS=--quick for a first look
+bench: .venv/dev  ## times of a synchronous round and of an update; ARGS=--quick for a first look
 	$(BIN)/python benchmarks/round.py $(ARGS)
+	$(BIN)/python benchmarks/update.py $(ARGS)
 
 soak: .venv/dev  ## the tests of faults, many times
 	for turn in 1 2 3 4 5 6 7 8 9 10; do $(BIN)/python -m pytest -q -x tests/faults tests/integration || exit 1; done

@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
 from pswire.api import SessionState, Watched
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, Fenced, PSError
+from pswire.errors import CheckpointError, Fenced, PSError, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.spec import (
     Approved,
@@ -210,9 +210,15 @@ class Chief:
     def _copy(self) -> None:
         """Copies the log to the servers that lack its end."""
         for number, server in enumerate(self._servers[1:], 1):
-            while self._copied[number] < len(self._state.log):
-                index = self._copied[number]
-                self._copied[number] = server.approve(self._session.token, index, self._state.log[index:])
+            try:
+                while self._copied[number] < len(self._state.log):
+                    index = self._copied[number]
+                    self._copied[number] = server.approve(self._session.token, index, self._state.log[index:])
+            except (Unreachable, ServerLost) as error:
+                if not isinstance(self._state.log[-1], Done):
+                    raise
+                # It ends by this very entry, so that a lost answer cannot be asked for again.
+                log.info("server %d did not say that it knows of the end: %s", number, error)
 
     # ---- Deciding ----
 
@@ -221,8 +227,7 @@ class Chief:
         entries: list[Entry] = [Approved(p) for p in watched.plans if p.id not in self._state.approved]
         # A copy in one step: threads that write checkpoints add to it.
         entries += list(self._written.values())
-        epoch = self._next_epoch(watched.sessions)
-        if epoch is not None:
+        for epoch in self._next_epochs(watched.sessions):
             entries.append(EpochClosed(epoch))
             log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
         done = self._is_done(watched.sessions)
@@ -237,15 +242,41 @@ class Chief:
         self._order_snapshots()
         return done
 
-    def _next_epoch(self, sessions: Sequence[SessionState]) -> Epoch | None:
-        """Who takes part from now on; None if nothing changes."""
+    def _next_epochs(self, sessions: Sequence[SessionState]) -> list[Epoch]:
+        """Who takes part from now on; nothing if that does not change."""
         here = {s.member.session: s for s in sessions if s.state == "open"}
         current = self._state.epoch
         if current is None:
             came = {s.member.task for s in sessions if s.state in ("open", "left")}
             if not here or not self._expected <= came:
-                return None
-            return self._cold(1, [s.member for s in here.values()])
+                return []
+            return [self._cold(1, [s.member for s in here.values()])]
+        if any(s.member.mode == "async" for s in here.values()):
+            return self._alone(current, [s.member for s in here.values()])
+        epoch = self._together(current, here)
+        return [epoch] if epoch else []
+
+    def _alone(self, current: Epoch, here: Sequence[Member]) -> list[Epoch]:
+        """Asynchronous workers come and go at once: each begins where its task was."""
+        stay = [member for member in current.members if member in here]
+        if len(stay) < len(current.members):
+            # First who is gone is fenced on all servers, so that nothing it sent arrives after they were asked.
+            return [Epoch(current.number + 1, _ordered(stay))]
+        epochs: list[Epoch] = []
+        for member in (member for member in here if member not in current.members):
+            stay.append(member)
+            number = current.number + 1 + len(epochs)
+            epochs.append(Epoch(number, _ordered(stay), start=self._resume(number, member.task)))
+        return epochs
+
+    def _resume(self, epoch: int, task: Task) -> Start:
+        """Where an asynchronous worker goes on: after the last push of its task that reached any server."""
+        places = [place for server in self._servers for place in server.status().places if place.task == task]
+        last = max(places, key=lambda place: place.round, default=None)
+        return Start(epoch, last.round + 1, last.positions) if last else Start(epoch, 0)
+
+    def _together(self, current: Epoch, here: Mapping[int, SessionState]) -> Epoch | None:
+        """Synchronous members take new ones in at an entry; None if nothing changes."""
         stay = [m for m in current.members if m.session in here]
         started = [m for m in stay if m.session in self._state.started]
         new = [s for s in here.values() if s.member not in stay]

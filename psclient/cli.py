@@ -68,6 +68,7 @@ class Invocation:
 @click.option("--device", help="Where the servers' variables live: cpu or gpu:N.")
 @click.option("--memory-limit", help="Bytes for variables on each server, such as 4GiB.")
 @click.option("--checkpoint-root", help="Directory below which checkpoints are.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of one update program on each server.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
 @click.option("--debug", is_flag=True, help="Show tracebacks of this package.")
@@ -80,9 +81,8 @@ def command(script: str, args: tuple[str, ...], **flags: Any) -> Invocation:
     win over the file.
     """
     given = {name: flags[name] for name in ("ps", "workers", "restarts") if flags[name] is not None}
-    server = {
-        field.name: flags[field.name] for field in dataclasses.fields(ServerOptions) if flags[field.name] is not None
-    }
+    names = [field.name for field in dataclasses.fields(ServerOptions) if flags[field.name] is not None]
+    server = {name: str(flags[name]) for name in names}
     if flags["chief_runs_script"]:
         given["chief"] = "script"
     elif flags["has_chief"] is not None:

@@ -1,6 +1,6 @@
 """In which context a thread is, and what may be called there.
 
-    default          no strategy: one replica, numbered 0
+    default          outside of every scope: the default strategy, with one replica, numbered 0
     cross-replica    inside `strategy.scope()`, and inside what `merge_call` runs
     replica          inside the function given to `strategy.run`, once for each local replica
     update           inside the function given to `update` or `update_non_slot`
@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 from psclient import nest, values
 from psclient.arrays import CPU, Device
 from psclient.nest import Nest
+from psclient.reduce_op import ReduceOp
 
 Kind = Literal["default", "cross-replica", "replica", "update"]
 
@@ -43,8 +44,10 @@ MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 class ReplicaContext:
     """What one replica knows, while its function runs.
 
+    Source: `tf.distribute.ReplicaContext`.
+
     Attributes:
-        strategy: the strategy that runs it; None in the default context.
+        strategy: the strategy that runs it; in the default context the default one.
         local_replica_id: its number among the replicas of this process, from 0.
         device: where it computes.
     """
@@ -89,13 +92,10 @@ class ReplicaContext:
         Raises:
             RuntimeError: this is not the context of the calling thread, or the replicas do not all
                 make the same calls.
+            TypeError: `args` is no tuple or list.
         """
-        if get_replica_context() is not self:
-            raise RuntimeError(
-                "merge_call on a replica context that is not, or no longer, the current one; ask "
-                "get_replica_context() inside the function given to strategy.run"
-            )
-        return self._merge(merge_fn, tuple(args), dict(kwargs or {}))
+        self._check_current("merge_call")
+        return self._merge(merge_fn, *arguments("merge_call", args, kwargs))
 
     def all_reduce(self, reduce_op: Any, value: Nest) -> Nest:
         """Reduces values over all replicas of all workers, and gives every replica the result.
@@ -106,11 +106,38 @@ class ReplicaContext:
 
         Returns:
             A nest like `value`. In the default context, where there is one replica, `value` itself.
+
+        Raises:
+            ValueError: there is no such reduction.
+            RuntimeError: as `merge_call`.
         """
-        if self.strategy is None:
+        self._check_current("all_reduce")
+        op = ReduceOp.parse(reduce_op)
+        if is_default(self.strategy):
             return value
-        reduced = self.merge_call(_reduce_boxes, (reduce_op, Box(tuple(nest.flatten(value)))))
+        reduced = self.merge_call(_reduce_boxes, (op, Box(tuple(nest.flatten(value)))))
         return nest.pack_sequence_as(value, reduced)
+
+    def _check_current(self, what: str) -> None:
+        if get_replica_context() is not self:
+            raise RuntimeError(
+                f"{what} on a replica context that is not, or no longer, the current one; ask "
+                "get_replica_context() inside the function given to strategy.run"
+            )
+
+
+def arguments(
+    what: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a function is to be called with; `TypeError` unless `args` is a tuple or a list.
+
+    Args:
+        what: the method that was given them, for the message.
+        args, kwargs: as it was given them.
+    """
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"{what} takes a tuple of arguments, and args is a {type(args).__name__}; write args=(x,)")
+    return tuple(args), dict(kwargs or {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,28 +168,48 @@ def _reduce_boxes(strategy: Any, reduce_op: Any, boxes: Any) -> list[Any]:
 @dataclass(frozen=True, eq=False)
 class _Context:
     kind: Kind
-    strategy: Any = None
+    strategy: Any
     replica: ReplicaContext | None = None
     lift: Lift | None = None
+    copy: int | None = None
+    device: Device | None = None
     merging: bool = False
 
 
-def _merge_alone(merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with enter_cross_replica(None):
-        return merge_fn(None, *args, **kwargs)
-
-
 class _Stack(threading.local):
+    # The context of threads that are in no scope; its strategy's own module puts it here when it is loaded.
+    default = _Context("default", None)
+
     def __init__(self) -> None:
-        alone = ReplicaContext(None, 0, CPU, _merge_alone, lambda: (0, 1))
-        self.contexts = [_Context("default", None, alone)]
+        self.contexts: list[_Context] = []
 
 
 _stack = _Stack()
 
 
+def install_default(strategy: Any) -> None:
+    """Makes a strategy the one of threads that are in no scope."""
+
+    def merge_alone(merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with enter_cross_replica(strategy):
+            return merge_fn(strategy, *args, **kwargs)
+
+    replica = ReplicaContext(strategy, 0, CPU, merge_alone, lambda: (0, 1))
+    _Stack.default = _Context("default", strategy, replica)
+
+
+def is_default(strategy: Any) -> bool:
+    """Whether it is the default strategy."""
+    return strategy is _Stack.default.strategy
+
+
+def enter_default_replica() -> contextlib.AbstractContextManager[None]:
+    """A context manager: the calling thread runs the function of the default strategy's one replica."""
+    return _entered(replace(_Stack.default, kind="replica"))
+
+
 def _current() -> _Context:
-    return _stack.contexts[-1]
+    return _stack.contexts[-1] if _stack.contexts else _Stack.default
 
 
 @contextlib.contextmanager
@@ -179,13 +226,16 @@ def _entered(context: _Context) -> Iterator[None]:
 
 
 def get_strategy() -> Any:
-    """The strategy of the calling thread's context; None outside of every scope."""
+    """The strategy of the calling thread's context; outside of every scope the default strategy. In any context.
+
+    Source: `tf.distribute.get_strategy`.
+    """
     return _current().strategy
 
 
 def has_strategy() -> bool:
-    """Whether the calling thread is in a strategy's scope."""
-    return _current().strategy is not None
+    """Whether the calling thread is in the scope of a strategy other than the default one. In any context."""
+    return not is_default(_current().strategy)
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -193,7 +243,7 @@ def get_replica_context() -> ReplicaContext | None:
 
     Returns:
         None in cross-replica and update context. Outside of every scope a default context with one
-        replica, whose `merge_call` runs the function at once, with None as the strategy.
+        replica, whose `merge_call` runs the function at once, with the default strategy.
     """
     return _current().replica
 
@@ -237,15 +287,37 @@ def enter_update(strategy: Any, lift: Lift | None = None) -> contextlib.Abstract
     return _entered(_Context("update", strategy, lift=lift))
 
 
+def enter_update_copy(strategy: Any, copy: int, device: Device) -> contextlib.AbstractContextManager[None]:
+    """A context manager: the calling thread runs an update function on one copy of the variables, on its device."""
+    return _entered(_Context("update", strategy, copy=copy, device=device))
+
+
+def in_update() -> bool:
+    """Whether the calling thread is in update context."""
+    return _current().kind == "update"
+
+
 def update_lift() -> Lift | None:
     """What makes tracers in the calling thread's update context; None in all other contexts."""
     return _current().lift
 
 
-def replica_device() -> Device | None:
-    """The device of the replica in whose function the calling thread is; None outside of `strategy.run`."""
+def local_replica(strategy: Any) -> int | None:
+    """Which copy of a strategy's variables the calling thread works on: that of its replica, or of its update.
+
+    Returns:
+        A local replica's number; None in cross-replica context and in those of other strategies.
+    """
     current = _current()
-    return current.replica.device if current.replica and current.strategy is not None else None
+    if current.strategy is not strategy:
+        return None
+    return current.replica.local_replica_id if current.replica else current.copy
+
+
+def replica_device() -> Device | None:
+    """Where the calling thread computes, in a replica's function or an update function; None elsewhere."""
+    current = _current()
+    return current.replica.device if current.replica else current.device
 
 
 def require_cross_replica(strategy: Any, what: str) -> None:
@@ -257,27 +329,31 @@ def require_cross_replica(strategy: Any, what: str) -> None:
     """
     current = _current()
     _check_same(strategy, current)
-    if current.kind != "cross-replica" or current.strategy is not strategy:
-        kind: Kind = "default" if current.strategy is None else current.kind
+    here: tuple[Kind, ...] = ("cross-replica", "default") if is_default(strategy) else ("cross-replica",)
+    if current.kind not in here or current.strategy is not strategy:
+        kind = current.kind
         raise RuntimeError(f"{what} needs cross-replica context, and is called in {kind} context; {_REMEDY[kind]}")
 
 
-def require_replica(what: str) -> ReplicaContext:
+def require_replica(what: str, strategy: Any = None) -> ReplicaContext:
     """The current replica context, the default one included; `RuntimeError` if there is none.
 
     Args:
         what: what was called, for the message.
+        strategy: whose replica it has to be; None for that of any.
     """
     current = _current()
-    if current.replica is None:
+    if strategy is not None:
+        _check_same(strategy, current)
+    if current.replica is None or strategy not in (None, current.strategy):
         remedy = _REMEDY["cross-replica"]
         raise RuntimeError(f"{what} needs replica context, and is called in {current.kind} context; {remedy}")
     return current.replica
 
 
 def _check_same(strategy: Any, current: _Context) -> None:
-    if current.strategy is not None and current.strategy is not strategy:
+    if not is_default(current.strategy) and current.strategy is not strategy:
         raise RuntimeError(
-            f"two strategies are mixed: a {type(strategy).__name__} is used inside the scope of another "
+            f"two strategies are mixed: a {type(strategy).__name__} is used inside the scope of another strategy, a "
             f"{type(current.strategy).__name__}; leave that scope first"
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from psclient.group import Group
 from psclient.session import Session
-from pswire.api import Contribution, ParameterServer, RestoreReply, RoundReply
+from pswire.api import Contribution, CreateReply, ParameterServer, RestoreReply, RoundReply
 from pswire.errors import CheckpointError, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
 from pswire.spec import Plan, Position, Ref, Snapshotted, Variable, VariableSpec
@@ -68,12 +68,15 @@ class Exchange:
         self._variables: dict[int, Variable] = {}
         self._proposed: set[bytes] = set()
         self._touched = [-1] * len(session.servers)
-        # The lock guards the two below: replicas read in threads of their own.
+        # The lock guards what was read: replicas read in threads of their own.
         self._lock = threading.Lock()
         self._cache: dict[int, Array] = {}
         self._seen: dict[int, int] = {}
+        self._brought: set[int] = set()
         self._renewed = False
         self._read: set[int] = set()
+        self._restored: set[int] = set()
+        self._restores = 0
 
     # ---- Variables ----
 
@@ -94,8 +97,9 @@ class Exchange:
         named = self.session.keeper.create(number, ordinal, -1, spec, servers, None)
         variable = self._variables[named.id] = Variable(named.id, spec, named.servers)
         first, *copies = variable.servers
-        if not (first == 0 and named.initialized):
-            self._give(variable, ordinal, first, value)
+        given = named if first == 0 and named.initialized else self._give(variable, ordinal, first, value)
+        if given.restored:
+            self._restored.add(variable.id)
         if copies:
             # Copies must be equal: all of them get the value that won on the first.
             value = self._pull(variable)
@@ -103,29 +107,54 @@ class Exchange:
                 self._give(variable, ordinal, server, value)
         return variable
 
-    def _give(self, variable: Variable, ordinal: int, server: int, value: Array) -> None:
+    def _give(self, variable: Variable, ordinal: int, server: int, value: Array) -> CreateReply:
         create, number = self.session.servers[server].create, self.session.number
-        large = value.nbytes > PART_BYTES
         # A large value travels only where it is wanted, a small one is sent sooner than asked for.
-        if large and create(number, ordinal, variable.id, variable.spec, variable.servers, None).initialized:
-            return
+        if value.nbytes > PART_BYTES:
+            found = create(number, ordinal, variable.id, variable.spec, variable.servers, None)
+            if found.initialized:
+                return found
         payload = Payload.pack([portable(value)])
-        create(number, ordinal, variable.id, variable.spec, variable.servers, payload)
+        return create(number, ordinal, variable.id, variable.spec, variable.servers, payload)
 
-    def read(self, variable: Variable) -> Array:
-        """A variable's value, as of the last round of this process that touched its server; read-only."""
+    def was_restored(self, id: int) -> bool:
+        """Whether the first value of a variable that this process created was a restored checkpoint's."""
+        return id in self._restored
+
+    def read(self, variable: Variable, now: bool = False) -> Array:
+        """A variable's value, read-only, as of the last round of this process that touched its server.
+
+        What was read is kept until a round changes it. Where workers are asynchronous it is kept for one step, so
+        that a step computes with one value.
+
+        Args:
+            variable: which.
+            now: where workers are asynchronous, not what is kept, but what the server has now.
+        """
+        if now and self.group.alone:
+            return self._pull(variable)
         self._renew()
         with self._lock:
             self._read.add(variable.id)
+            self._brought.discard(variable.id)
             value = self._cache.get(variable.id)
             if value is None:
                 value = self._cache[variable.id] = self._pull(variable)
             return value
 
+    def begin_step(self) -> None:
+        """What was read before is out of date where workers are asynchronous; what the last round brought is not."""
+        if self.group.alone:
+            with self._lock:
+                self._cache = {id: value for id, value in self._cache.items() if id in self._brought}
+
     def _renew(self) -> bool:
-        """Once taken in, forgets what was read before, if rounds were made since; returns whether any were."""
+        """Once taken in, forgets what was read before, if rounds were made since; returns whether any were.
+
+        To an asynchronous worker it is all the same who made rounds in the meantime.
+        """
         with self._lock:
-            if self._renewed or self.group.epoch is None:
+            if self._renewed or self.group.epoch is None or self.group.alone:
                 return False
             self._renewed = True
             stale = any(self.session.servers[s].status().round != round for s, round in self._seen.items())
@@ -135,7 +164,9 @@ class Exchange:
 
     def _pull(self, variable: Variable) -> Array:
         server = variable.servers[0]
-        future = self.session.servers[server].pull(self.session.number, [variable.id], self._touched[server])
+        # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
+        after = -1 if self.group.alone else self._touched[server]
+        future = self.session.servers[server].pull(self.session.number, [variable.id], after)
         late = RoundTimeout(f"reading {variable.spec.name!r} took longer than {self.session.timeouts.round:g} s")
         reply = self.session.wait(
             future,
@@ -167,7 +198,8 @@ class Exchange:
             self.session.keeper.propose(self.session.number, plan, "", None)
             self._proposed.add(plan.id)
         want = {server: self._want(plan, server) for server in plan.servers}
-        self.session.waits = (self.group.round, plan.id)
+        if not self.group.alone:
+            self.session.waits = (self.group.round, plan.id)
         try:
             futures = {server: self._push(outgoing, server, want[server], observes) for server in plan.servers}
             replies, failure = self._gather(futures)
@@ -229,6 +261,8 @@ class Exchange:
     def _awaited(self, server: int) -> list[str]:
         """Whom a round waits for: members, or the chief to approve it or to drop members that are gone."""
         open_rounds = self.session.servers[server].status().waiting
+        if self.group.alone:
+            open_rounds = tuple(item for item in open_rounds if item.round == self.group.round)
         missing = [task for item in open_rounds for task in item.missing]
         gone = [s.member.task for s in self.session.look().sessions if s.state != "open"]
         chief = any(not item.approved for item in open_rounds) or bool(set(missing) & set(gone))
@@ -254,6 +288,7 @@ class Exchange:
         with self._lock:
             self._read -= written
             self._cache = {id: value for id, value in self._cache.items() if id not in written} | fresh
+            self._brought = set(fresh)
         epochs = [reply.epoch for reply in replies.values()]
         newest = max(epochs, key=lambda epoch: epoch.number, default=None)
         self.group.round_over(newest, any(reply.more for reply in replies.values()))
@@ -272,10 +307,11 @@ class Exchange:
             CheckpointError: there is none, or a server cannot read its part.
             VariableMismatch: it has a variable with another shape or dtype.
         """
+        ordinal, self._restores = self._restores, self._restores + 1
         # Server 0 says which one is the newest, so that all read the same.
-        first = self._restore(self.session.keeper, path)
+        first = self._restore(self.session.keeper, path, ordinal)
         try:
-            others = [self._restore(server, first.path) for server in self.session.servers[1:]]
+            others = [self._restore(server, first.path, ordinal) for server in self.session.servers[1:]]
             if any(other != first for other in others):
                 raise CheckpointError(
                     f"the servers do not read the same checkpoint {first.path!r}; is it on all hosts?"
@@ -288,11 +324,11 @@ class Exchange:
             self._cache.clear()
         return first.positions
 
-    def _restore(self, server: ParameterServer, path: str) -> RestoreReply:
+    def _restore(self, server: ParameterServer, path: str, ordinal: int) -> RestoreReply:
         session = self.session
         late = RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s")
         return session.wait(
-            server.restore(session.number, path),
+            server.restore(session.number, path, ordinal),
             time.monotonic() + session.timeouts.round,
             late,
             lambda: f"waits for {path!r} to be restored",

@@ -1,142 +1,131 @@
-"""`strategy.extended`: what library code such as optimizers uses, in cross-replica context."""
+"""`strategy.extended`: what library code such as optimizers uses, mostly in cross-replica context."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 from psclient import context, nest
-from psclient.arrays import Device, is_array, to_device
-from psclient.exchange import Exchange
+from psclient.arrays import Device, is_array, to_device, to_numpy
+from psclient.backend import Backend, Place
+from psclient.local import apply_to_copies
+from psclient.readable import Readable, read
 from psclient.reduce_op import ReduceOp
-from psclient.section import LocalValue, Located, Section, contribution
-from psclient.values import DistributedValues, Mirrored, local_results
-from psclient.variables import Variable
-from pswire.errors import LocalityError
-from pswire.spec import Plan, Snapshotted, VariableSpec
-from pswire.spec import Variable as Handle
-from pswire.tensor import Array, spec_of
+from psclient.reduction import LocalValue, combine
+from psclient.stored import CopiedVariable, MirroredVariable, SyncOnReadVariable
+from psclient.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
+from psclient.variables import Variable, VariableAggregation
+from pswire.spec import VariableSpec
+from pswire.tensor import Array
 
-Colocation = tuple[int, ...]
+Destination = Variable | tuple[Device, ...]
 
 
 class StrategyExtended:
     """Additional methods for algorithms that need to be distribution-aware.
 
-    Source: `tf.compat.v1.distribute.StrategyExtended`.
+    Methods for cross-replica context may also be called outside of every scope: they enter the strategy's scope.
+
+    Source: `tf.distribute.StrategyExtended`.
 
     Args:
-        strategy: whose methods these are.
-        exchange: what travels to the servers.
-        parameter_devices: the servers' devices, by name.
-        worker_devices: the local replicas' devices, by name.
+        container_strategy: whose methods these are; it has the backend that does what they say.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        exchange: Exchange,
-        parameter_devices: tuple[str, ...],
-        worker_devices: tuple[str, ...],
-    ) -> None:
-        self._strategy = strategy
-        self._exchange = exchange
-        self._parameter_devices = parameter_devices
-        self._worker_devices = worker_devices
-        self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
-        self._section: Section | None = None
-        self._closed = False
+    def __init__(self, container_strategy: Any) -> None:
+        self._strategy = container_strategy
+        self._backend: Backend = container_strategy.backend
         self._names: dict[str, int] = {}
-        self._owned: set[int] = set()
-        self._colocated: ContextVar[Colocation] = ContextVar("colocated", default=())
+        self._colocated: ContextVar[Place] = ContextVar("colocated", default=())
 
     # ---- What it is ----
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The devices that hold variables, one for each server: `/job:ps/task:0/device:CPU:0`."""
-        return self._parameter_devices
+        """The devices that hold variables: of parameter servers `/job:ps/task:0/device:CPU:0`. In any context."""
+        return self._backend.parameter_devices
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The devices of this process's replicas."""
-        return self._worker_devices
+        """The devices of this process's replicas, in order. In any context."""
+        return self._backend.worker_devices
 
     @property
     def experimental_between_graph(self) -> bool:
-        """True: every worker runs the whole script."""
+        """True: every worker runs the whole script. In any context."""
         return True
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """False: arrays may have any shape; each new shape of a reduction makes a new plan."""
+        """False: arrays may have any shape; each new shape of a reduction makes a new plan. In any context."""
         return False
 
     @property
     def experimental_should_init(self) -> bool:
-        """True in exactly one of the processes that run the script: the first in task order."""
-        return self._exchange.group.leads
+        """True in exactly one of the processes that run the script: the first in task order. In any context."""
+        return self._backend.group.leads
 
     @property
     def should_checkpoint(self) -> bool:
-        """True in exactly one of the processes that run the script: the first in task order.
+        """True in exactly one of the processes that run the script: the first in task order. In any context.
 
         That is the chief if it runs the script, else worker 0, or who is left if that is gone.
         """
-        return self._exchange.group.leads
+        return self._backend.group.leads
 
     @property
     def should_save_summary(self) -> bool:
-        """True in exactly one of the processes that run the script: the first in task order."""
-        return self._exchange.group.leads
+        """True in exactly one of the processes that run the script: the first in task order. In any context."""
+        return self._backend.group.leads
 
     # ---- Variables ----
 
-    def create_variable(self, value: Array, trainable: bool, name: str | None) -> Handle:
-        """Gets or creates a variable on the servers; called by `Variable`."""
-        self.check_open()
-        name = name or "Variable"
-        unique = self._unique(name)
-        handle = self._exchange.create(VariableSpec(unique, spec_of(value), trainable), self._colocated.get(), value)
-        for taken in {name, unique}:
+    def create_variable(
+        self, spec: VariableSpec, value: Array, place: Place, on_read: bool, aggregation: VariableAggregation
+    ) -> Variable:
+        """Gets or creates a variable; called by `Variable`."""
+        if context.is_default(self._strategy):
+            return self._backend.create(self._strategy, spec, value, place, on_read, aggregation)
+        unique = VariableSpec(self._unique(spec.name), spec.tensor, spec.trainable)
+        made = self._backend.create(self._strategy, unique, value, place, on_read, aggregation)
+        for taken in {spec.name, unique.name}:
             self._names[taken] = self._names.get(taken, 0) + 1
-        self._owned.add(handle.id)
-        return handle
+        return made
 
     def _unique(self, name: str) -> str:
         count = self._names.get(name, 0)
         return self._unique(f"{name}_{count}") if count else name
 
-    def read(self, handle: Handle) -> Array:
-        """A variable's value on the host; if this thread's open section assigns it, that is flushed first."""
-        self.check_open()
-        section = self._mine()
-        if section is not None and section.writes(handle.id):
-            self.flush()
-        return self._exchange.read(handle)
-
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Whether a variable was created in this strategy's scope."""
-        return isinstance(v, Variable) and v.strategy is self._strategy and v.handle.id in self._owned
+        """Whether a variable was created while this strategy's scope was active. In any context."""
+        whole = container(v)
+        return isinstance(whole, Variable) and whole.strategy is self._strategy
+
+    @property
+    def colocation(self) -> Place:
+        """Where `colocate_vars_with` places the variables that the calling thread creates; empty outside of it."""
+        return self._colocated.get()
 
     @contextlib.contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable | Sequence[str]) -> Iterator[None]:
-        """Variables created within live on the same servers. May be called in any context of the scope.
+        """Variables created within live on the same devices. In replica and cross-replica context of the scope.
 
         Args:
             colocate_with_variable: a variable of this strategy, or what `non_slot_devices` returned.
+
+        Raises:
+            ValueError: it is a variable of another strategy, or no parameter device.
         """
-        token = self._colocated.set(self._servers(colocate_with_variable))
+        token = self._colocated.set(self._placed(colocate_with_variable))
         try:
             yield
         finally:
             self._colocated.reset(token)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """The devices for variables that serve several others, such as a step count.
+        """The devices for variables that serve several others, such as a step count. In any context.
 
         Such a variable is mirrored on every server that holds one of `var_list`, so that it is beside each
         update that reads it.
@@ -151,31 +140,34 @@ class StrategyExtended:
             TypeError: one of them is no variable.
             ValueError: one was created in the scope of another strategy.
         """
-        for variable in var_list:
+        variables = [container(variable) for variable in var_list]
+        for variable in variables:
             if not isinstance(variable, Variable):
                 raise TypeError(f"non_slot_devices takes a list of variables, and not a {type(variable).__name__}")
             variable.check_strategy(self._strategy)
-        servers = sorted({server for variable in var_list for server in variable.handle.servers})
-        return tuple(self._parameter_devices[server] for server in servers)
+        place = sorted({device for variable in variables for device in variable.place})
+        return tuple(self.parameter_devices[device] for device in place)
 
-    def _servers(self, place: Variable | Sequence[str]) -> tuple[int, ...]:
-        if isinstance(place, Variable):
-            place.check_strategy(self._strategy)
-            return place.handle.servers
-        devices = [place] if isinstance(place, str) else list(place or ())
-        unknown = [device for device in devices if device not in self._parameter_devices]
+    def _placed(self, where: Variable | Sequence[str]) -> Place:
+        whole = container(where)
+        if isinstance(whole, Variable):
+            whole.check_strategy(self._strategy)
+            return whole.place
+        known = self.parameter_devices
+        devices = [where] if isinstance(where, str) else where if isinstance(where, list | tuple) else []
+        unknown = [device for device in devices if not (isinstance(device, str) and device in known)]
         if unknown or not devices:
             raise ValueError(
-                f"{unknown or place!r} is no parameter device; give a variable or what non_slot_devices returned"
+                f"{unknown or where!r} is no parameter device; give a variable or what non_slot_devices returned"
             )
-        return tuple(sorted(self._parameter_devices.index(device) for device in devices))
+        return tuple(sorted(known.index(device) for device in devices))
 
     # ---- Reductions ----
 
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, experimental_hints: Any = None
     ) -> Any:
-        """Combines a value across all replicas of all workers. In cross-replica context, or outside of every scope.
+        """Combines a value across all replicas of all workers. In cross-replica context.
 
         Args:
             reduce_op: SUM or MEAN, also as a string in any case.
@@ -192,6 +184,7 @@ class StrategyExtended:
             ValueError: SUM of a plain value with several local replicas; shapes that differ; a variable of another
                 strategy, or a device of another process.
             TypeError: the value is no array of numbers; the destination is none.
+            RuntimeError: called in replica or update context.
         """
         (reduced,) = self._reduce_to("reduce_to", reduce_op, [(value, destinations)])
         return reduced
@@ -202,7 +195,7 @@ class StrategyExtended:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         experimental_hints: Any = None,
     ) -> list[Any]:
-        """Combines several values at once, as several `reduce_to`. In the same contexts.
+        """Combines several values at once, as several `reduce_to`. In cross-replica context.
 
         Args:
             reduce_op: as in `reduce_to`.
@@ -214,33 +207,49 @@ class StrategyExtended:
         """
         return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
 
+    def aggregate(self, aggregation: VariableAggregation, value: Any, destination: Variable | None) -> Any:
+        """As `reduce_to` for variables: by a variable's aggregation, ONLY_FIRST_REPLICA included.
+
+        Args:
+            aggregation: any but NONE.
+            value: a per-replica value, or what all replicas have alike.
+            destination: where it shall be; None gives a host array here.
+        """
+        with self._cross_replica("aggregate"):
+            if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                local = self._first(value)
+            else:
+                local = self._local(ReduceOp.parse(aggregation.value), value, None)
+            return self._here(local) if destination is None else self._reduced([(local, destination)])[0]
+
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
+        """One reduction whose value comes back to every process, at once; see `Strategy.reduce`."""
+        return self._here(self._local(op, value, axis))
+
+    def _here(self, local: LocalValue) -> Array:
+        (reduced,) = self._backend.reduce([(local, None)])
+        return to_numpy(read(reduced))
+
     def _reduce_to(self, what: str, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         with self._cross_replica(what):
             op = ReduceOp.parse(reduce_op)
             # A look at a value ends the section: all are looked at before the first reduction is recorded.
-            places = [self._place(place, value) for value, place in pairs]
+            places = [self._destination(place, value) for value, place in pairs]
             local = [self._local(op, value, None) for value, _ in pairs]
-            reduced = [
-                self.section.reduce(op.wire, mine, place.handle.servers, repr(place.name))
-                if isinstance(place, Variable)
-                else self.section.reduce(op.wire, mine, None)
-                for mine, place in zip(local, places, strict=True)
-            ]
-            if not all(isinstance(place, Variable) for place in places):
-                self.section.give_back(reduced)  # The first that is brought here ends the section for all.
-            return [
-                value if isinstance(place, Variable) else self._bring(value, place)
-                for value, place in zip(reduced, places, strict=True)
-            ]
+            return self._reduced(list(zip(local, places, strict=True)))
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
-        """One reduction whose value comes back to every process, at once; see `Strategy.reduce`."""
-        return self.section.reduce(op.wire, self._local(op, value, axis), None).numpy()
+    def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Any]:
+        beside = [place if isinstance(place, Variable) else None for _, place in pairs]
+        reduced = self._backend.reduce([(local, to) for (local, _), to in zip(pairs, beside, strict=True)])
+        return [
+            value if isinstance(place, Variable) else self._bring(value, place)
+            for value, (_, place) in zip(reduced, pairs, strict=True)
+        ]
 
     def _local(self, op: ReduceOp, value: Any, axis: int | None) -> LocalValue:
-        replicas = len(self._worker_devices)
-        if isinstance(value, DistributedValues):
-            values = local_results(value)
+        replicas = len(self.worker_devices)
+        if isinstance(value, DistributedValues) and not isinstance(value, MirroredVariable):
+            values = tuple(unwrap(value, replicas))
         elif replicas == 1:
             values = (value,)
         elif op is ReduceOp.MEAN:
@@ -250,34 +259,42 @@ class StrategyExtended:
                 f"SUM of {type(value).__name__}, which is not a per-replica value, with {replicas} local replicas: "
                 "give what strategy.run returned from each replica, or use MEAN"
             )
-        values = tuple(v.numpy() if isinstance(v, Variable | Located) else v for v in values)
-        return contribution(op.wire, values, self._exchange.group.empty, axis)
+        # A variable's copies count, whatever their replicas' batches are.
+        empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
+        return combine(op.wire, [_host(v) for v in values], empty, axis)
 
-    def _place(self, destinations: Any, value: Any) -> Variable | tuple[Device, ...]:
-        """Where a reduced value shall be: with a variable, or on devices of this process."""
+    def _first(self, value: Any) -> LocalValue:
+        """The value of the first replica of all, as a sum to which nobody else contributes."""
+        first = _host(local_results(value)[0])
+        mine = self._backend.group.slice()[0] == 0
+        return combine("sum", [first], frozenset() if mine else frozenset({0}), None)
+
+    def _destination(self, destinations: Any, value: Any) -> Destination:
+        """Where a reduced value shall be: beside a variable on servers, or on devices of this process."""
+        devices = self._backend.group.devices
         if isinstance(destinations, Variable):
             destinations.check_strategy(self._strategy)
-            return destinations
-        if destinations is value or isinstance(destinations, DistributedValues | Located) or is_array(destinations):
-            return self._exchange.group.devices
+            return devices if isinstance(destinations, CopiedVariable) else destinations
+        if destinations is value or isinstance(destinations, DistributedValues | Readable) or is_array(destinations):
+            return devices
         names = [destinations] if isinstance(destinations, str) else destinations
         if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
             return tuple(self._worker_device(name) for name in names)
         raise TypeError(
             f"{destinations!r} is no destination; give a variable, a worker device such as "
-            f"{self._worker_devices[0]!r}, or the value itself"
+            f"{self.worker_devices[0]!r}, or the value itself"
         )
 
     def _worker_device(self, name: str) -> Device:
-        full = name if name.startswith("/job:") else Device.parse(name).full_name(self._strategy.task)
-        if full not in self._worker_devices:
-            raise ValueError(f"{name!r} is no device of this process; it has {', '.join(self._worker_devices)}")
-        return self._exchange.group.devices[self._worker_devices.index(full)]
+        full = self._backend.full_name(Device.parse(name)) if not name.startswith("/job:") else name
+        if full not in self.worker_devices:
+            raise ValueError(f"{name!r} is no device of this process; it has {', '.join(self.worker_devices)}")
+        return self._backend.group.devices[self.worker_devices.index(full)]
 
     @staticmethod
-    def _bring(value: Located, devices: Sequence[Device]) -> Any:
-        """A reduced value on worker devices: an array for one, else mirrored."""
-        array = value.numpy()
+    def _bring(value: Any, devices: Sequence[Device]) -> Any:
+        """A value on worker devices: an array for one, else mirrored."""
+        array = read(value)
         copies = [to_device(array, device) for device in devices]
         return copies[0] if len(copies) == 1 else Mirrored(copies)
 
@@ -291,29 +308,41 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(var, *args, **kwargs)` beside a variable, on its server.
+        """Runs `fn(var, *args, **kwargs)` beside a variable, in update context. In cross-replica context.
 
-        In cross-replica context, or outside of every scope, where this makes a section of its own. The function is
-        traced, not called on the server: see `docs/architecture.md`. It may assign `var` and the other variables
-        that it is given.
+        A variable on servers has one copy: there the function is traced, and runs on the server, see
+        `docs/architecture.md`. For a variable with copies here it is called once for each, on its device. It may
+        assign `var` and the other variables that it is given.
 
         Args:
             var: the variable.
             fn: takes what stands for it, and the arguments.
-            args, kwargs: variables and located values of the same server, mirrored values, arrays and
-                numbers that every process has alike; no per-replica values.
-            group: False gives a nest with a list of the one copy at each leaf.
+            args, kwargs: variables and values with the locality of `var`, mirrored values, which it gets
+                unwrapped, arrays and numbers that every process has alike; no per-replica values.
+            group: False gives a nest with a list of each copy's result at each leaf.
 
         Returns:
-            What `fn` returns, lazily.
+            What `fn` returns, merged over the copies; on servers lazily.
 
         Raises:
+            TypeError: `var` is no variable.
             ProgramError: `fn` cannot be traced.
             ValueError: a per-replica value, or a variable of another strategy, is among the arguments.
             LocalityError: an argument lives on another server.
+            RuntimeError: called in replica or update context.
         """
         with self._cross_replica("update"):
-            return self._apply(self._servers(var), fn, (var, *args), kwargs, group)
+            var = container(var)
+            if not isinstance(var, Variable):
+                raise TypeError(
+                    f"update takes a variable, and not a {type(var).__name__}; for devices use update_non_slot"
+                )
+            place = self._placed(var)
+            self._check_variables(args, kwargs, isinstance(var, SyncOnReadVariable))
+            if isinstance(var, CopiedVariable):
+                copies = list(enumerate(self._backend.group.devices))
+                return _merged(apply_to_copies(self._strategy, copies, fn, (var, *args), kwargs or {}), group)
+            return _merged(self._backend.apply(self._strategy, place, fn, (var, *args), kwargs or {}), group)
 
     def update_non_slot(
         self,
@@ -323,7 +352,7 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(*args, **kwargs)` on the non-slot devices. In the same contexts as `update`.
+        """Runs `fn(*args, **kwargs)` on the non-slot devices, in update context. In cross-replica context.
 
         Args:
             colocate_with: what `non_slot_devices` returned.
@@ -331,104 +360,37 @@ class StrategyExtended:
             args, kwargs, group: as in `update`.
 
         Returns:
-            What `fn` returns, lazily.
+            What `fn` returns, merged over the devices; on servers lazily.
         """
         with self._cross_replica("update_non_slot"):
-            return self._apply(self._servers(colocate_with), fn, args, kwargs, group)
+            place = self._placed(colocate_with)
+            self._check_variables(args, kwargs, False)
+            return _merged(self._backend.apply(self._strategy, place, fn, args, kwargs or {}), group)
 
-    def _apply(
-        self,
-        servers: tuple[int, ...],
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        group: bool,
-    ) -> Any:
+    def _check_variables(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, by_replica: bool) -> None:
+        """The arguments of an update: `by_replica` says whether what is updated may differ by replica."""
         for leaf in nest.flatten((tuple(args), dict(kwargs or {}))):
-            self._check_place(leaf, servers)
-        result = self.section.apply(servers, fn, args, kwargs or {})
-        return result if group else nest.map_structure(lambda leaf: [leaf], result)
-
-    def _check_place(self, value: Any, servers: tuple[int, ...]) -> None:
-        """Says here, where the user's line is, what the server would refuse."""
-        if isinstance(value, Variable) and not set(servers) <= set(value.handle.servers):
-            place = ", ".join(self._parameter_devices[server] for server in servers)
-            raise LocalityError(
-                f"a value never crosses servers inside a section: {value!r} is used in an update on {place}; "
-                "create it there with colocate_vars_with, or read it first and pass its value"
-            )
-
-    # ---- Sections ----
+            if isinstance(leaf, Variable):
+                leaf.check_strategy(self._strategy)
+            if isinstance(leaf, SyncOnReadVariable) and not by_replica:
+                leaf.refuse_update()
 
     @contextlib.contextmanager
     def _cross_replica(self, what: str) -> Iterator[None]:
         with self._strategy.scope():
             context.require_cross_replica(self._strategy, what)
+            self._backend.check_open()
             yield
 
-    @property
-    def section(self) -> Section:
-        """The section being recorded; a new one if none is.
 
-        Raises:
-            RuntimeError: another thread records one, or the strategy is closed.
-        """
-        self.check_open()
-        with self._opening:
-            if self._section is None:
-                self._section = Section(len(self._parameter_devices), self._send)
-            section = self._section
-        section.check_thread()
-        return section
+def _merged(results: Sequence[Any], group: bool) -> Any:
+    """The results of an update, one for each copy of what it updated."""
+    if group:
+        return merge_copies(results)
+    return nest.map_structure(lambda *leaves: list(leaves), *results)
 
-    def _mine(self) -> Section | None:
-        """The section that the calling thread records."""
-        section = self._section
-        return section if section is not None and section.mine else None
 
-    def flush(self, returned: Any = None) -> None:
-        """Ends the calling thread's open section, if there is one: sends what it recorded, and waits for it.
-
-        Args:
-            returned: a nest; located values in it are wanted after the end.
-        """
-        section = self._mine()
-        if section is not None:
-            section.give_back(returned)
-            self._send(section)
-
-    def snapshot(self, path: str) -> Snapshotted:
-        """Ends the open section with a checkpoint; waits until it is complete, or failed."""
-        section = self.section
-        section.order_snapshot(path, self._exchange.group.round)
-        plan = self._send(section)
-        return self._exchange.snapshot(plan)
-
-    def drop(self) -> None:
-        """Forgets the calling thread's open section: what recorded it failed."""
-        if self._mine() is not None:
-            self._section = None
-
-    def close(self) -> None:
-        """From now on nothing is read, created or recorded."""
-        self._closed = True
-        self._section = None
-
-    def check_open(self) -> None:
-        """Raises `RuntimeError` once the strategy is closed."""
-        if self._closed:
-            raise RuntimeError("this strategy is closed; do what needs its servers before close(), or make another one")
-
-    def _send(self, section: Section) -> Plan:
-        self.check_open()
-        if section is not self._section:
-            raise RuntimeError("this value was never computed: its section was given up when its code failed")
-        if not context.in_merge_call():
-            section.give_back_unused()
-        try:
-            outgoing = section.outgoing()
-            section.arrived(self._exchange.flush(outgoing) if outgoing.plan.servers else {})
-        finally:
-            # Only now: a section of another thread would be a second round at the same time.
-            self._section = None
-        return outgoing.plan
+def _host(value: Any) -> Any:
+    if isinstance(value, PerReplica):
+        raise TypeError("a per-replica value stands inside another one; reduce its leaves one after another")
+    return value.numpy() if isinstance(value, Readable) else value

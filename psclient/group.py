@@ -2,7 +2,8 @@
 
 A process takes part from the round that the log names. A newer epoch, announced in a round's answer, is
 taken in by every member at the same place of the program: at once if nobody is new in it, else where the
-new members wait.
+new members wait. Where workers are asynchronous, each makes rounds of its own, and what others do is nothing to it:
+its pushes bear the epoch in which it began.
 """
 
 from __future__ import annotations
@@ -10,28 +11,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from psclient.arrays import Device
+from psclient.progress import Progress
 from psclient.session import Session
 from pswire.cluster import Task
-from pswire.errors import RoundTimeout, ServerLost
+from pswire.errors import ConfigError, RoundTimeout, ServerLost
 from pswire.spec import Epoch, EpochClosed, Position, Snapshotted, Start, Started
 
 log = logging.getLogger("psclient")
 
 
-@dataclass
-class _Pass:
-    """A pass over a dataset that is under way: what its batch in use is like, and what others said since."""
-
-    dataset: int
-    more: bool
-    empty: frozenset[int]
-    any_more: bool = False
-
-
-class Group:
+class Group(Progress):
     """Who takes part in rounds. Used by the thread that runs cross-replica code.
 
     Args:
@@ -41,14 +32,16 @@ class Group:
     """
 
     def __init__(self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = ()) -> None:
+        super().__init__(len(devices))
         self.session = session
         self.devices = devices
+        self.alone = session.consistency == "async"
+        """Whether each worker makes rounds of its own."""
         self.round = 0
         """The next round of this process."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
         self._expected = tuple(expected)
-        self._passes: list[_Pass] = []
         self._taken_in = ""
         self._announced: Epoch | None = None
         self._begins: dict[int, Position] = {}
@@ -69,12 +62,37 @@ class Group:
         self.enter(f"dataset:{dataset}")
 
     def slice(self) -> tuple[int, int]:
-        """The number of this process's first replica, and R."""
-        if self.epoch is None:
+        """The number of this process's first replica, and R; of an asynchronous worker 0 and L.
+
+        Waits until all that begin together are there. A process that comes late has, until it takes part, the
+        number that its task would have had.
+        """
+        if self.alone:
             return 0, len(self.devices)
-        numbers = [member.session for member in self.epoch.members]
-        before = self.epoch.members[: numbers.index(self.session.number)]
-        return sum(member.replicas for member in before), self.epoch.replicas
+        epoch = self._newest
+        return sum(member.replicas for member in epoch.members if member.task < self.session.task), epoch.replicas
+
+    def share(self) -> tuple[int, int]:
+        """The number of this process's first replica among those that share the data, and how many share it.
+
+        Asynchronous workers share the data as they were when the job began, so that a task which comes back gets
+        its place again; one that was not there has no place, and gets nothing.
+
+        Raises:
+            ConfigError: the task came back with another number of replicas.
+        """
+        if not self.alone:
+            return self.slice()
+        first = self._first_epoch
+        place = next((member for member in first.members if member.task == self.session.task), None)
+        if place is None:
+            return first.replicas, first.replicas
+        if place.replicas != len(self.devices):
+            raise ConfigError(
+                f"{place.task} has {len(self.devices)} replicas, and had {place.replicas} when the job began, by which "
+                "its share of the data was fixed; start it with as many devices as then"
+            )
+        return sum(member.replicas for member in first.members if member.task < place.task), first.replicas
 
     def position(self, dataset: int) -> Position | None:
         """Where a dataset stood when this process joined, or in the checkpoint that was restored."""
@@ -83,57 +101,51 @@ class Group:
     def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
         """Notes what an iterator took: the next batch's index, and which replicas have no examples now."""
         self._positions[dataset] = Position(dataset, epoch, index)
-        self.finish(dataset)
-        self._passes.append(_Pass(dataset, more, empty))
+        super().advance(dataset, epoch, index, more, empty)
 
-    def finish(self, dataset: int) -> None:
-        """A pass has ended, or was broken off; the one around it is in use again."""
-        numbers = [item.dataset for item in self._passes]
-        if dataset in numbers:
-            del self._passes[numbers.index(dataset) :]
-
-    def any_more(self, dataset: int) -> bool:
-        """Whether any process had a further batch, as of the last round since `advance`."""
-        # A process that is taken in before a batch knows that there is one.
-        return any(item.any_more for item in self._passes if item.dataset == dataset) or (
-            self._taken_in == f"dataset:{dataset}" and not self._passes
-        )
-
-    @property
-    def more(self) -> bool:
-        """Whether this process has a batch after the one in use."""
-        return bool(self._passes) and self._passes[-1].more
-
-    @property
-    def empty(self) -> frozenset[int]:
-        """Local replicas whose batch in use has no examples: they contribute nothing."""
-        return self._passes[-1].empty if self._passes else frozenset()
+    def any_more(self, dataset: int) -> bool | None:
+        """As in `Progress`; of an asynchronous worker's rounds only its own batches count."""
+        if not self._passes and self._taken_in == f"dataset:{dataset}":
+            return True  # a process that is taken in before a batch knows that there is one
+        return super().any_more(dataset)
 
     @property
     def replicas(self) -> int:
-        """R of the epoch taken in; before that R of the first epoch, once all that begin together are there."""
-        self._settle()
-        return (self.epoch or self._epochs[min(self._epochs)]).replicas
+        """R of the epoch taken in; before that R of the first epoch, once all that begin together are there.
+
+        Of an asynchronous worker it is L, and waits for nobody.
+        """
+        return len(self.devices) if self.alone else self._newest.replicas
 
     @property
     def pipeline(self) -> tuple[int, int]:
-        """This process's place among the processes of the group, and how many they are; as `replicas`."""
-        self._settle()
-        epoch = self.epoch or self._epochs[min(self._epochs)]
+        """This process's place among those that share the data, and how many they are; as `share` and `replicas`."""
+        epoch = self._first_epoch if self.alone else self._newest
         tasks = [member.task for member in epoch.members]
         return tasks.index(self.session.task) if self.session.task in tasks else len(tasks), len(tasks)
 
     @property
     def late(self) -> bool:
         """Whether the job began without this process: its variables are newer than any checkpoint."""
-        self._settle()
-        return self._epochs[min(self._epochs)].session(self.session.number) is None
+        return self._first_epoch.session(self.session.number) is None
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the first of the group, in task order."""
+        """Whether this process is the first of the group, in task order; of asynchronous workers always the same."""
+        if self.alone:
+            return self._first_epoch.members[0].task == self.session.task
         self._settle()
         return self.epoch is not None and self.epoch.members[0].session == self.session.number
+
+    @property
+    def _first_epoch(self) -> Epoch:
+        self._settle()
+        return self._epochs[min(self._epochs)]
+
+    @property
+    def _newest(self) -> Epoch:
+        self._settle()
+        return self.epoch or self._first_epoch
 
     # ---- For rounds ----
 
@@ -151,8 +163,9 @@ class Group:
         """Notes what a round's answers said; the next round is the next number."""
         self.round += 1
         self._taken_in = ""
-        if self._passes:
-            self._passes[-1].any_more = more
+        self.told(more)
+        if self.alone:
+            return
         if epoch is not None and (self._announced is None or epoch.number > self._announced.number):
             self._announced = epoch
         if self._announced is not None and not self._announced.entry:
@@ -166,7 +179,8 @@ class Group:
         """The program is at a place where epochs begin.
 
         Args:
-            entry: `dataset:<number>` before a batch of that dataset, `plan:<hex>` before a round of that plan.
+            entry: `dataset:<number>` before a batch of that dataset, `plan:<hex>` before a round of that plan. An
+                asynchronous worker only waits here until it takes part.
         """
         self.session.check()
         if self.epoch is None:
@@ -183,7 +197,8 @@ class Group:
             self.session.keeper.propose(self.session.number, None, "", start)
 
     def _join(self, entry: str) -> None:
-        self.session.keeper.propose(self.session.number, None, entry, None)
+        if not self.alone:
+            self.session.keeper.propose(self.session.number, None, entry, None)
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = time.monotonic() + self.session.timeouts.round

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 Nest = Any
@@ -64,27 +64,55 @@ def _open_dataclass(value: Any) -> _Node:
     return _Node(names, tuple(getattr(value, name) for name in names), build, ".{}")
 
 
-_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], _Node]], ...] = (
-    (lambda v: isinstance(v, dict), _open_dict),
-    (lambda v: isinstance(v, tuple) and hasattr(v, "_fields"), _open_named),
-    (lambda v: isinstance(v, tuple | list), _open_sequence),
+_KINDS: tuple[tuple[Callable[[type], bool], Callable[[Any], _Node]], ...] = (
+    (lambda kind: issubclass(kind, dict), _open_dict),
+    (lambda kind: issubclass(kind, tuple) and hasattr(kind, "_fields"), _open_named),
+    (lambda kind: issubclass(kind, tuple | list), _open_sequence),
     (
-        lambda v: hasattr(type(v), "__dataclass_fields__") and not hasattr(type(v), "nest_leaf"),
+        lambda kind: hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "nest_leaf"),
         _open_dataclass,
     ),
 )
 
 
+def _find_opener(kind: type) -> Callable[[Any], _Node] | None:
+    return next((opened for matches, opened in _KINDS if matches(kind)), None)
+
+
+# Nests of arguments are taken apart for each variable and round.
+_opener: Callable[[Any], Callable[[Any], _Node] | None] = lru_cache(maxsize=1024)(_find_opener)
+
+
 def _open(value: Any) -> _Node | None:
-    return next((opened(value) for matches, opened in _KINDS if matches(value)), None)
+    opener = _opener(type(value))
+    return opener(value) if opener else None
+
+
+def _find_children(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    opener = _opener(kind)
+    if opener is None:
+        return None
+    if opener is _open_sequence:
+        return iter
+    return dict.values if opener is _open_dict else lambda value: opener(value).children
+
+
+children_of: Callable[[Any], Callable[[Any], Iterable[Any]] | None] = lru_cache(maxsize=1024)(_find_children)
+"""What gives the children of a container of a type, in order; None for a leaf's type."""
 
 
 def flatten(nest: Nest) -> list[Any]:
     """The leaves of a nest, in order; a leaf gives a list of itself."""
-    node = _open(nest)
-    if node is None:
+    children = children_of(type(nest))
+    if children is None:
         return [nest]
-    return [leaf for child in node.children for leaf in flatten(child)]
+    leaves: list[Any] = []
+    for child in children(nest):
+        if children_of(type(child)) is None:
+            leaves.append(child)
+        else:
+            leaves += flatten(child)
+    return leaves
 
 
 def pack_sequence_as(structure: Nest, leaves: Sequence[Any]) -> Nest:

@@ -1,8 +1,8 @@
 """The ops of update functions, by their names in the Python array API standard.
 
 They work alike on tracers, NumPy arrays and CuPy arrays; a test holds that there is one for each row of
-`pswire.program.OPS`. NumPy's own functions do the same in update functions; these are for what has no
-NumPy name that CuPy shares, and for those who like one place to look.
+`pswire.program.OPS`, beside `clip` and `vector_norm`, which are made of several. NumPy's own functions do the same in
+update functions; these are for what has no NumPy name that CuPy shares, and for those who like one place to look.
 """
 
 from __future__ import annotations
@@ -113,6 +113,17 @@ def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
     return np.broadcast_to(x, tuple(shape))
 
 
+def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
+    """The array within bounds; None for no bound."""
+    return np.clip(x, min, max)
+
+
+def vector_norm(x: Any, /, *, axis: Axis = None, keepdims: bool = False, ord: float = 2) -> Any:
+    """The norm of all elements, or over `axis`, for clipping and trust ratios; as `numpy.linalg.vector_norm`."""
+    axes: Any = tuple(axis) if isinstance(axis, Sequence) else axis
+    return np.linalg.vector_norm(x, axis=axes, keepdims=keepdims, ord=ord)
+
+
 __all__ = [
     "abs",
     "add",
@@ -121,6 +132,7 @@ __all__ = [
     "astype",
     "broadcast_to",
     "ceil",
+    "clip",
     "cos",
     "divide",
     "equal",
@@ -159,5 +171,6 @@ __all__ = [
     "subtract",
     "sum",
     "tanh",
+    "vector_norm",
     "where",
 ]

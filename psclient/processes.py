@@ -67,7 +67,8 @@ def spawn_server(
     """Starts a server that ends with its stdin; `-P` keeps the user's files from shadowing modules."""
     command = [sys.executable, "-P", "-m", "psserver", "--task", str(task.index), "--lifeline"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--device", options.device]
-    command += ["--memory-limit", options.memory_limit, "--checkpoint-root", options.checkpoint_root, *flags]
+    command += ["--memory-limit", options.memory_limit, "--checkpoint-root", options.checkpoint_root]
+    command += ["--threads", options.threads, *flags]
     return spawn(command, child_environ(tasks, timeouts), stdin=subprocess.PIPE, stderr=stderr)
 
 

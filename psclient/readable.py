@@ -128,8 +128,8 @@ def read(value: Any) -> Any:
 
 def _refuse_in_place(value: Readable, op: str) -> NoReturn:
     raise TypeError(
-        f"{value!r} lives on the servers, {op} cannot change it in place; of a variable write w.assign_add(1.0), or "
-        "w.assign(w * 2.0)"
+        f"{op} cannot change {getattr(value, 'name', value)!r} in place: its strategy replaces the value; of a "
+        "variable write w.assign_add(1.0), or w.assign(w * 2.0)"
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from psclient import nest
 from psclient.arrays import to_numpy
+from psclient.scalars import Scalar, plain_number
 from psclient.tracer import DType, Tracer, VariableTracer, fail, is_weak
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.program import OPS, Attr, Input, InputKind, Node, Program, infer
@@ -32,6 +33,19 @@ class OutputLeaf:
 
     nest_leaf: ClassVar = True
     index: int
+
+
+@dataclass(frozen=True)
+class ScalarOrigin:
+    """An operand that is a scalar's value.
+
+    Attributes:
+        place: of the scalar on its tape.
+        dtype: the operand's.
+    """
+
+    place: int
+    dtype: np.dtype[Any]
 
 
 @dataclass(frozen=True)
@@ -48,8 +62,8 @@ class Traced:
 
     Attributes:
         program: as it travels; what nothing depends on is left out.
-        origins: for each of the program's inputs the origin that the caller gave for it, or, for an
-            operand, its array.
+        origins: for each of the program's inputs the origin that the caller gave for it; for an operand its
+            array, or of which scalar it is the value.
         result: what the function returned: a nest of `OutputLeaf`, `AssignedLeaf` and constants.
     """
 
@@ -85,12 +99,16 @@ class Recording:
 
     def value(self, spec: TensorSpec, origin: Hashable) -> Tracer:
         """The tracer of a reduced value, or of an earlier program's output; one for each origin."""
-        if origin not in self._known:
-            self._known[origin] = Tracer(self, self._input("value", spec, origin))
-        return self._known[origin]
+        return self._known_input("value", spec, origin)
+
+    def argument(self, spec: TensorSpec, origin: Hashable) -> Tracer:
+        """The tracer of an operand whose array its origin has; one for each origin."""
+        return self._known_input("operand", spec, origin)
 
     def operand(self, value: object) -> Tracer:
         """The tracer of an array that every process has; it is copied, so that it may change afterwards."""
+        if isinstance(value, Scalar):
+            return self._scalar(value, np.asarray(value.value).dtype)
         try:
             array = portable(np.array(to_numpy(value), order="C"))
             return Tracer(self, self._input("operand", spec_of(array), array))
@@ -99,9 +117,17 @@ class Recording:
                 raise
             fail(f"{type(value).__name__} cannot be used in an update function: {error}")
 
-    def spec(self, number: int) -> TensorSpec:
+    def _scalar(self, value: Scalar, dtype: np.dtype[Any]) -> Tracer:
+        return self._known_input("operand", TensorSpec(dtype.name, ()), ScalarOrigin(value.place, dtype))
+
+    def _known_input(self, kind: InputKind, spec: TensorSpec, origin: Hashable) -> Tracer:
+        if origin not in self._known:
+            self._known[origin] = Tracer(self, self._input(kind, spec, origin))
+        return self._known[origin]
+
+    def spec(self, place: int) -> TensorSpec:
         """The spec of a value, by its number in this recording."""
-        return self._specs[number]
+        return self._specs[place]
 
     def apply(self, op: str, args: Sequence[object], about: str = "", **attrs: Attr) -> Tracer:
         """Records one op.
@@ -150,7 +176,7 @@ class Recording:
         """The value as it is assigned: cast within its kind and broadcast, as NumPy does in place."""
         about = f"variable {variable.name!r}: "
         if is_weak(value):
-            value = self._typed(value, np.result_type(variable.dtype, value), about)
+            value = self._typed(value, np.result_type(variable.dtype, plain_number(value)), about)
         tracer = self.tracer(value)
         if not np.can_cast(tracer.dtype, variable.dtype, "same_kind"):
             fail(
@@ -219,7 +245,7 @@ class Recording:
 
     def _weak(self, op: str, value: Any, peers: Sequence[object], about: str) -> Tracer:
         """A Python scalar as NumPy would cast it beside these arguments of this op."""
-        dtypes: list[Any] = [peer.dtype if isinstance(peer, Tracer) else peer for peer in peers]
+        dtypes: list[Any] = [peer.dtype if isinstance(peer, Tracer) else plain_number(peer) for peer in peers]
         function = getattr(np, OPS[op].numpy)
         try:
             if not isinstance(function, np.ufunc):  # Only `where`, whose condition has no say.
@@ -234,7 +260,8 @@ class Recording:
     def _typed(self, value: object, dtype: np.dtype[Any], about: str) -> Tracer:
         try:
             with np.errstate(all="ignore"):
-                return self.operand(np.asarray(value, dtype))
+                array = np.asarray(plain_number(value), dtype)
+            return self._scalar(value, dtype) if isinstance(value, Scalar) else self.operand(array)
         except OverflowError as error:
             fail(f"{about}{error}")
 

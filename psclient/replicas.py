@@ -73,6 +73,8 @@ class ReplicaRunner:
 
         Raises:
             RuntimeError: it is called inside a run, or the replicas made unequal numbers of merge calls.
+            TypeError: `args` is no tuple or list.
+            ValueError: a distributed argument is of another number of replicas.
             Exception: the first that a replica or a merge function raised, with a note that names the
                 replica.
         """
@@ -83,7 +85,8 @@ class ReplicaRunner:
                 "and other threads have to wait until it has ended"
             )
         try:
-            given = [values.select((tuple(args), dict(kwargs or {})), i) for i in range(len(self.devices))]
+            self._slice()  # It may have to wait for other processes: better here than in each replica.
+            given = values.unwrap(context.arguments("run", args, kwargs), len(self.devices))
             results = self._run_threads(fn, given) if self._pool else [self._run_here(fn, *given[0])]
         finally:
             self._busy.release()

@@ -37,7 +37,7 @@ from pswire.cluster import ClusterSpec, Task
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost, Unreachable
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.spec import Entry, Plan, Start, VariableSpec
+from pswire.spec import Entry, Mode, Plan, Start, VariableSpec
 from pswire.tensor import Assembly, Frame, Payload, frames
 from pswire.wire import INCARNATION_KEY, UNANSWERED, VERBS, Metadata, Verb, batches, parse, refused
 
@@ -129,12 +129,18 @@ class RemoteServer:
 
     # ---- The verbs ----
 
-    def open(self, task: Task, replicas: int, session: int, drives: bool) -> Opened:
+    def open(self, task: Task, replicas: int, session: int, drives: bool, mode: Mode = "sync") -> Opened:
         """As `ParameterServer.open`; binds later calls to the incarnation that answered."""
-        request = pb.OpenRequest(task=codec.task_to_pb(task), replicas=replicas, session=session, drives=drives)
+        request = pb.OpenRequest(
+            task=codec.task_to_pb(task),
+            replicas=replicas,
+            session=session,
+            drives=drives,
+            mode=codec.mode_to_pb(mode),
+        )
         m = parse(pb.OpenReply, self._ask("Open", request))
         self._metadata = ((INCARNATION_KEY, str(m.incarnation)),)
-        return Opened(m.session, m.incarnation, m.token, m.server, m.begun, m.device)
+        return Opened(m.session, m.incarnation, m.token, m.server, m.device)
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         """As `ParameterServer.beat`."""
@@ -170,7 +176,7 @@ class RemoteServer:
 
         extra = value.size / SLOWEST if value else 0.0
         m = parse(pb.CreateReply, self._until_answered(VERBS["Create"], once, extra))
-        return CreateReply(m.id, tuple(m.servers), m.initialized)
+        return CreateReply(m.id, tuple(m.servers), m.initialized, m.restored)
 
     def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
         """As `ParameterServer.propose`."""
@@ -229,9 +235,9 @@ class RemoteServer:
             lambda: replies.shard_from_pb(parse(pb.SnapshotReply, self._ask("Snapshot", request)))
         )
 
-    def restore(self, session: int, path: str) -> Future[RestoreReply]:
+    def restore(self, session: int, path: str, ordinal: int) -> Future[RestoreReply]:
         """As `ParameterServer.restore`."""
-        request = pb.RestoreRequest(session=session, path=path)
+        request = pb.RestoreRequest(session=session, path=path, ordinal=ordinal)
         return self._threads.submit(
             lambda: replies.restored_from_pb(parse(pb.RestoreReply, self._ask("Restore", request)))
         )

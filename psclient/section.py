@@ -6,7 +6,6 @@ when the program looks at one of its values.
 
 from __future__ import annotations
 
-import operator
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,32 +15,28 @@ from typing import Any
 import numpy as np
 
 from psclient import context, nest
-from psclient.arrays import AnyArray, add, as_array, device_of, device_scope, is_array, to_numpy
+from psclient.arrays import is_array, to_numpy
 from psclient.exchange import Outgoing
 from psclient.readable import Readable
-from psclient.recording import AssignedLeaf, OutputLeaf, Recording, trace
+from psclient.recording import AssignedLeaf, OutputLeaf, Recording, Traced, trace
+from psclient.reduction import LocalValue
+from psclient.stored import ServerVariable
 from psclient.tracer import Tracer
-from psclient.values import Mirrored, PerReplica
+from psclient.traces import Call, Given, Settings, UpdateFunction
+from psclient.values import DistributedValues, Mirrored, PerReplica
 from psclient.variables import Variable
 from pswire.errors import LocalityError
 from pswire.program import Program
 from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, SnapshotOrder
-from pswire.tensor import Array, TensorSpec, spec_of
+from pswire.tensor import Array, TensorSpec, portable, spec_of
 
 
-@dataclass(frozen=True)
-class LocalValue:
-    """What this process contributes to a reduction.
-
-    Attributes:
-        weight: by how much it counts; 0 if no local replica has examples.
-        spec: dtype and shape of a contribution.
-        array: the local replicas' sum, on the host; None where the weight is 0.
-    """
-
-    weight: float
-    spec: TensorSpec
-    array: Array | None
+def bring(values: Sequence[Any]) -> list[Array]:
+    """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
+    for value in values:
+        if isinstance(value, Located):
+            value.section.give_back(values)
+    return [np.asarray(value) for value in values]
 
 
 class Located(Readable):
@@ -87,6 +82,9 @@ class Section:
         self._local: list[LocalValue] = []
         self._operands: list[tuple[Array, tuple[int, ...]]] = []
         self._programs: dict[Program, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Program] = []  # An id is a name as long as what has it is kept.
+        self._shared: dict[tuple[int, tuple[int, ...]], Ref] = {}
         self._applies: list[Apply] = []
         self._results = 0
         self._returned: set[Ref] = set()
@@ -119,16 +117,15 @@ class Section:
 
     # ---- Recording ----
 
-    def reduce(self, op: ReduceOp, local: LocalValue, servers: tuple[int, ...] | None, target: str = "") -> Located:
+    def reduce(self, local: LocalValue, servers: tuple[int, ...] | None, target: str = "") -> Located:
         """Records a reduction.
 
         Args:
-            op: "sum" or "mean".
             local: this process's contribution.
             servers: where the value shall be; None where it only has to come back here.
             target: what it is for, in words.
         """
-        self._reductions.append(_Reduction(op, local.spec, set(servers or ()), servers is None, target))
+        self._reductions.append(_Reduction(local.op, local.spec, set(servers or ()), servers is None, target))
         self._local.append(local)
         located = Located(self, Ref("reduction", len(self._reductions) - 1), local.spec)
         if servers is None:
@@ -159,40 +156,65 @@ class Section:
         """
         strategy = context.get_strategy()
         inputs = _Inputs(self, servers, strategy)
-        with context.enter_update(strategy, inputs.lift):
-            traced = trace(
-                inputs.recording,
-                fn,
-                nest.map_structure(inputs.argument, tuple(args)),
-                nest.map_structure(inputs.argument, dict(kwargs)),
-            )
+        if isinstance(fn, UpdateFunction):
+            call = fn.call(strategy, args, kwargs, inputs.give)
+            traced, refs = call.traced, self._refs_of_call(call, servers)
+        else:
+            with context.enter_update(strategy, inputs.lift):
+                own = nest.map_structure(inputs.argument, (tuple(args), dict(kwargs)))
+                traced = trace(inputs.recording, fn, *own)
+            refs = [o if isinstance(o, Ref) else self._operand(np.asarray(o), servers) for o in traced.origins]
         if self.flushed:
             raise RuntimeError(
                 "an update function has ended the section that it is part of; let it only compute with what it is "
                 "given, and with variables"
             )
-        refs = [o if isinstance(o, Ref) else self._operand(np.asarray(o), servers) for o in traced.origins]
-        program = self._programs.setdefault(traced.program, len(self._programs))
-        self._applies.append(Apply(program, servers, tuple(refs)))
+        self._applies.append(Apply(self._program(traced.program), servers, tuple(refs)))
         for target, _ in traced.program.assigns:
             self._check_copies(inputs.variables[refs[target].index], servers)
             self._written.add(refs[target].index)
+        return self._result(traced, refs, inputs.variables)
+
+    def _result(self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable]) -> Any:
         first, specs = self._results, traced.program.output_specs
         self._results += len(specs)
 
         def leaf(value: Any) -> Any:
             if isinstance(value, OutputLeaf):
                 return Located(self, Ref("result", first + value.index), specs[value.index])
-            return inputs.variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
+            return variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
 
-        return nest.map_structure(leaf, traced.result)
+        return None if traced.result is None else nest.map_structure(leaf, traced.result)
+
+    def _program(self, program: Program) -> int:
+        """The program's number in the plan; one that was just asked for is known by itself, which costs no hash."""
+        found = self._numbers.get(id(program))
+        if found is None:
+            found = self._programs.setdefault(program, len(self._programs))
+            self._numbers[id(program)] = found
+            self._kept.append(program)
+        return found
+
+    def _refs_of_call(self, call: Call, servers: tuple[int, ...]) -> list[Ref]:
+        """Where the inputs of a traced function's call come from; calls with the same numbers share operands."""
+        refs = []
+        for origin in call.inputs:
+            if isinstance(origin, Given):
+                known = isinstance(origin.source, Ref)
+                refs.append(origin.source if known else self._operand(portable(np.array(origin.source)), servers))
+            else:
+                shared = self._shared.get((id(origin), servers))
+                if shared is None:
+                    shared = self._shared[id(origin), servers] = self._operand(origin, servers)
+                refs.append(shared)
+        return refs
 
     @staticmethod
-    def _check_copies(variable: Variable, servers: tuple[int, ...]) -> None:
-        if set(variable.handle.servers) != set(servers):
+    def _check_copies(variable: ServerVariable, servers: tuple[int, ...]) -> None:
+        if set(variable.place) != set(servers):
             raise LocalityError(
-                f"{variable!r} has copies that this update does not reach, and they must stay equal; assign it with "
-                "update_non_slot(variable.devices, ...)"
+                f"variable {variable.name!r} has copies that this update does not reach, and they must stay equal; "
+                "assign it with update_non_slot(variable.devices, ...)"
             )
 
     def _operand(self, array: Array, servers: tuple[int, ...]) -> Ref:
@@ -282,108 +304,60 @@ class _Inputs:
         self.section = section
         self.strategy = strategy
         self.servers = servers
-        self.variables: dict[int, Variable] = {}
+        self.variables: dict[int, ServerVariable] = {}
         self.recording = Recording(self.lift)
 
-    def lift(self, value: Any) -> Tracer | None:
-        """The tracer of a variable or of a located or mirrored value; None for all else."""
+    def give(self, value: Any) -> Given | None:
+        """What a variable, an array, a located or a mirrored value is as an input; None for all else."""
         if isinstance(value, Variable):
-            value.check_strategy(self.strategy)
-            handle = value.handle
-            self.variables[handle.id] = value
-            return self.recording.variable(handle.spec.tensor, handle.spec.name, Ref("variable", handle.id))
+            return self._variable(value)
         if isinstance(value, Located):
             if value.section is self.section and not value.section.flushed:
                 self.section.pin(value.ref, self.servers)
-                return self.recording.value(value.spec, value.ref)
-            return self.recording.operand(value.section.value(value.ref))
+                return Given("value", value.spec, value.ref)
+            return self._array(value.section.value(value.ref))
         if isinstance(value, Mirrored):
-            return self.recording.operand(to_numpy(value.values[0]))
+            return self._array(to_numpy(value.values[0]))
         if isinstance(value, PerReplica):
             raise ValueError(
                 "update takes no per-replica values; reduce them first with reduce_to(op, value, variable)"
             )
-        return None
+        return self._array(value) if is_array(value) else None
+
+    @staticmethod
+    def _array(value: Any) -> Given:
+        array = to_numpy(value)
+        return Given("operand", spec_of(array), array)
+
+    def _variable(self, value: Variable) -> Given:
+        value.check_strategy(self.strategy)
+        if not isinstance(value, ServerVariable):
+            raise ValueError(
+                f"{value.name!r} is an ON_READ variable, whose copies differ by replica; read it before, in "
+                "cross-replica context, and pass its value"
+            )
+        handle = value.handle
+        self.variables[handle.id] = value
+        return Given("variable", handle.spec.tensor, Ref("variable", handle.id), value)
+
+    def lift(self, value: Any) -> Tracer | None:
+        """The tracer of a variable or of a located or mirrored value; None for all else."""
+        found = self.give(value) if isinstance(value, Readable | DistributedValues) else None
+        if found is None:
+            return None
+        if found.kind == "variable":
+            return self.recording.variable(found.spec, found.variable.name, found.source)
+        return (
+            self.recording.value(found.spec, found.source)
+            if found.kind == "value"
+            else self.recording.operand(found.source)
+        )
 
     def argument(self, value: Any) -> Any:
         """An argument as the update function sees it: Python scalars and unknown things as they are."""
+        if isinstance(value, Settings):
+            return value.view(lambda number: number)
         tracer = self.lift(value)
         if tracer is not None:
             return tracer
         return self.recording.operand(value) if is_array(value) else value
-
-
-def contribution(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axis: int | None) -> LocalValue:
-    """Combines the local replicas' values into what this process contributes.
-
-    Args:
-        op: "sum" or "mean"; in a mean integers become float64, float16 and bfloat16 float32.
-        values: an array or a Python number from each local replica, in order.
-        empty: replicas without examples, whose value does not count.
-        axis: reduced within each replica's array, or None.
-
-    Raises:
-        ValueError: the shapes differ; where batches may be ragged, reduce over their axis. Or there is no such axis.
-        TypeError: a value is no array of numbers, or the axis is no number.
-    """
-    axis = None if axis is None else _checked_axis(axis)
-    taken = [_checked_value(value, axis) for value in values]
-    sum_dtype, dtype = _sum_dtypes(op, np.result_type(*(array.dtype for array in taken)), axis)
-    weight = 0.0
-    total: Any = None
-    for replica, value in enumerate(taken):
-        with device_scope(device_of(value)):
-            if axis is not None:
-                count, value = float(value.shape[axis]), value.sum(axis=axis, dtype=sum_dtype)
-            else:
-                count, value = float(replica not in empty), value.astype(sum_dtype, copy=False)
-        if total is None:
-            total = value
-        elif total.shape != value.shape:
-            raise ValueError(
-                f"replicas reduce arrays of shapes {total.shape} and {value.shape}; give the axis of the batch, "
-                "such as axis=0, so that batches of different sizes can be reduced"
-            )
-        elif count:
-            total = value if not weight else add(total, value)
-        weight += count
-    spec = TensorSpec(dtype.name, tuple(total.shape)).check()
-    if not weight:
-        return LocalValue(weight, spec, None)
-    return LocalValue(weight, spec, np.ascontiguousarray(to_numpy(total), dtype).reshape(spec.shape))
-
-
-def _checked_axis(axis: Any) -> int:
-    try:
-        return operator.index(axis)
-    except TypeError:
-        raise TypeError(f"axis is {axis!r}; give one number, usually 0 for the batch's axis, or None") from None
-
-
-def _checked_value(value: Any, axis: int | None) -> AnyArray:
-    array = as_array(value)
-    if array.dtype.kind in "OUSMm":
-        raise TypeError(
-            f"a {type(value).__name__} cannot be reduced; give an array or a number from each replica, and of a nest "
-            "one leaf after another, or the whole nest to get_replica_context().all_reduce"
-        )
-    if axis is not None and not -array.ndim <= axis < array.ndim:
-        raise ValueError(f"an array of shape {tuple(array.shape)} has no axis {axis}; give axis=None for a scalar")
-    return array
-
-
-def _sum_dtypes(op: ReduceOp, dtype: np.dtype[Any], axis: int | None) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """In which dtype this process adds up, and in which its sum travels.
-
-    Half precision cannot count a batch: there means are float32, and sums over an axis are rounded once.
-    """
-    if dtype.kind == "b":
-        dtype = np.dtype(np.int64)
-    if op == "mean" and dtype.kind in "iu":
-        dtype = np.dtype(np.float64)
-    if dtype.name not in ("float16", "bfloat16"):
-        return dtype, dtype
-    single = np.dtype(np.float32)
-    if op == "mean":
-        return single, single
-    return (dtype if axis is None else single), dtype

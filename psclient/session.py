@@ -19,7 +19,7 @@ from pswire.api import Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, Unreachable
 from pswire.limits import Timeouts
-from pswire.spec import Done, Entry, JobStarted
+from pswire.spec import Done, Entry, JobStarted, Mode
 
 log = logging.getLogger("psclient")
 
@@ -38,6 +38,7 @@ class Session:
         replicas: how many local replicas it has; 0 for a chief that only drives.
         drives: whether it is a chief's session, which gets a fencing token.
         timeouts: how long everything may take.
+        consistency: how this process makes its rounds; of no meaning where it drives.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Session:
         replicas: int,
         drives: bool = False,
         timeouts: Timeouts | None = None,
+        consistency: Mode = "sync",
     ) -> None:
         self.task = task
         self.servers = tuple(servers)
         self.replicas = replicas
         self.timeouts = timeouts or Timeouts()
+        self.consistency = consistency
         self.number = 0
         self.token = 0
         self.incarnations: tuple[int, ...] = ()
@@ -71,19 +74,17 @@ class Session:
         """Server 0, which keeps the log and the sessions."""
         return self.servers[0]
 
-    def open(self) -> bool:
+    def open(self) -> None:
         """Opens the session on every server and begins to beat.
-
-        Returns:
-            Whether the job runs already.
 
         Raises:
             Unreachable: a server does not answer.
+            ConfigError: the job's other processes have another consistency.
         """
         opened: list[Opened] = []
         key = secrets.randbits(62) | 1
         for index, server in enumerate(self.servers):
-            answer = server.open(self.task, self.replicas, self.number or key, self._drives)
+            answer = server.open(self.task, self.replicas, self.number or key, self._drives, self.consistency)
             if index == 0:
                 self.number, self.token = answer.session, answer.token
             opened.append(answer)
@@ -93,7 +94,6 @@ class Session:
             thread.start()
         self.incarnations = tuple(answer.incarnation for answer in opened)
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
-        return opened[0].begun
 
     def await_job(self) -> None:
         """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from psclient.scalars import Scalar, plain_number
 from pswire.errors import ProgramError
 from pswire.program import OPS, Attr
 from pswire.tensor import DTYPES, TensorSpec
@@ -31,7 +32,7 @@ _IN_PLACE = "values cannot be changed in place; write x = x + y, or v.assign_add
 class Recorder(Protocol):
     """What a tracer tells what is done with it: a `Recording`."""
 
-    def spec(self, number: int) -> TensorSpec:
+    def spec(self, place: int, /) -> TensorSpec:
         """The spec of a value, by its number."""
         ...
 
@@ -101,6 +102,10 @@ class Tracer(NDArrayOperatorsMixin):
         """The value in another dtype."""
         return self.recording.astype(self, dtype)
 
+    def copy(self) -> Tracer:
+        """The value as it is now; later assignments to a variable do not change it."""
+        return Tracer(self.recording, self.number)
+
     def sum(self, axis: Any = None, dtype: DType = None, out: None = None, keepdims: bool = False) -> Tracer:
         """The sum over axes, as `numpy.ndarray.sum`."""
         return self._reduce("sum", axis, out, keepdims, dtype)
@@ -156,12 +161,20 @@ class Tracer(NDArrayOperatorsMixin):
             fail(_IN_PLACE)
         if method != "__call__":
             fail(f"np.{ufunc.__name__}.{method} is not known in update functions; write np.sum or np.max")
-        return _ufunc(self.recording, f"np.{ufunc.__name__}", _BY_UFUNC.get(ufunc.__name__), inputs, kwargs)
+        return _ufunc(self.recording, f"np.{ufunc.__name__}", self._op(ufunc.__name__, inputs), inputs, kwargs)
+
+    def _op(self, ufunc: str, inputs: Sequence[object]) -> str | None:
+        """The op that means the same as a ufunc of NumPy or CuPy; of bools `&`, `|` and `~` are logical ones."""
+        op = _BY_UFUNC.get(ufunc)
+        if op is None and ufunc in _OF_BOOLS:
+            dtypes = {np.result_type(x.dtype if hasattr(x, "dtype") else np.asarray(x)) for x in inputs}
+            return _OF_BOOLS[ufunc] if dtypes == {np.dtype(bool)} else None
+        return op
 
     def __array_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        handler, name = _FUNCTIONS.get(func), f"np.{func.__name__}"
+        handler, name = _FUNCTIONS.get(func), _name(func)
         if handler is None:
             _unknown(name)
         if args and is_weak(args[0]) and func is not np.where:
@@ -177,16 +190,16 @@ class Tracer(NDArrayOperatorsMixin):
         own, name = kernel.name.startswith("cupy_"), kernel.name.removeprefix("cupy_")
         if own and name == "clip":
             return self.recording.tracer(args[0]).clip(*args[1:])
-        op = _BY_UFUNC.get(name) if own else None
+        op = self._op(name, args) if own else None
         if kwargs.get("out") is not None or (op and len(args) > OPS[op].arity):
             fail(_IN_PLACE)
         return _ufunc(self.recording, f"cupy.{name}", op, args, kwargs)
 
     def __pow__(self, exponent: object) -> Tracer:
         # As NumPy does; and these two are many times faster than a general power.
-        if isinstance(exponent, int | float) and is_weak(exponent):
+        if is_weak(exponent) and isinstance(plain_number(exponent), int | float):
             inexact = self.dtype.kind in "fc"
-            if exponent == 2 and (inexact or isinstance(exponent, int)):
+            if exponent == 2 and (inexact or isinstance(plain_number(exponent), int)):
                 return self.recording.apply("square", (self,))
             if exponent == 0.5 and inexact:
                 return self.recording.apply("sqrt", (self,))
@@ -264,7 +277,7 @@ class VariableTracer(Tracer):
 
 def is_weak(value: object) -> bool:
     """Whether it is a Python scalar, which takes its dtype from what it meets."""
-    return isinstance(value, bool | int | float | complex) and not isinstance(value, np.generic)
+    return isinstance(value, bool | int | float | complex | Scalar) and not isinstance(value, np.generic)
 
 
 def fail(message: str) -> NoReturn:
@@ -276,8 +289,12 @@ def fail(message: str) -> NoReturn:
     raise ProgramError(where + message)
 
 
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__name__}".replace("numpy.", "np.", 1)
+
+
 def _unknown(name: str) -> NoReturn:
-    known = sorted({*_BY_UFUNC, *(function.__name__ for function in _FUNCTIONS)})
+    known = sorted({*_BY_UFUNC, *(_name(function).removeprefix("np.") for function in _FUNCTIONS)})
     fail(f"{name} is not known in update functions; known are {', '.join(known)}")
 
 
@@ -313,6 +330,28 @@ def _full_like(a: Tracer, fill_value: object, dtype: DType = None) -> Tracer:
     return a.recording.broadcast_to(a.recording.astype(fill_value, dtype or a.dtype), a.shape)
 
 
+def _norm(x: Tracer, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Tracer:
+    """NumPy's norm as far as it is one of vectors, or the root of the sum of all squares."""
+    one_axis = isinstance(axis, int) or (axis is None and x.ndim == 1)
+    if ord is not None and not one_axis and not (isinstance(ord, str) and ord == "fro"):
+        fail(f"np.linalg.norm of matrices with ord={ord!r} is not known in update functions; leave ord out")
+    return _vector_norm(x, axis=axis, keepdims=keepdims, ord=2 if ord in (None, "fro") else ord)
+
+
+def _vector_norm(x: Tracer, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Tracer:
+    if x.dtype.kind in "biu":
+        x = x.astype(np.float64)
+    size = x.recording.apply("abs", (x,)) if ord != 2 or x.dtype.kind == "c" else x
+    if ord == 2:
+        total = x.recording.apply("square", (size,)).sum(axis=axis, keepdims=keepdims)
+        return x.recording.apply("sqrt", (total,))
+    if ord == 1:
+        return size.sum(axis=axis, keepdims=keepdims)
+    if ord in (np.inf, -np.inf):
+        return size.max(axis=axis, keepdims=keepdims) if ord > 0 else size.min(axis=axis, keepdims=keepdims)
+    fail(f"the norm with ord={ord!r} is not known in update functions; known are 1, 2, inf and -inf")
+
+
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.sum: Tracer.sum,
     np.mean: Tracer.mean,
@@ -331,6 +370,9 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     np.full_like: _full_like,
     np.zeros_like: lambda a, dtype=None: _full_like(a, 0, dtype),
     np.ones_like: lambda a, dtype=None: _full_like(a, 1, dtype),
+    np.linalg.norm: _norm,
+    np.linalg.vector_norm: _vector_norm,
+    np.copy: lambda a: a.copy(),
     np.shape: lambda a: a.shape,
     np.ndim: lambda a: a.ndim,
     np.size: lambda a: a.size,
@@ -347,3 +389,12 @@ _BY_UFUNC: dict[str, str] = {
     for name in {row.numpy, getattr(function, "__name__", row.numpy)}
 }
 """Ops by NumPy's name of the ufunc, its aliases included; CuPy has a ufunc for `where` as well."""
+
+_OF_BOOLS = {
+    "bitwise_and": "logical_and",
+    "bitwise_or": "logical_or",
+    "bitwise_xor": "not_equal",
+    "invert": "logical_not",
+    "bitwise_not": "logical_not",
+}
+"""Ops by NumPy's name of a ufunc that means the same for bools alone."""

@@ -7,7 +7,8 @@ and it comes back from a merge as itself.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,11 +87,26 @@ def select(value: Nest, local_replica_id: int) -> Nest:
     return nest.map_structure(component, value)
 
 
+def unwrap(value: Nest, replicas: int) -> list[Nest]:
+    """The nest as each of so many local replicas sees it.
+
+    Raises:
+        ValueError: a distributed value is of another number of replicas.
+    """
+    for leaf in nest.flatten(value):
+        if isinstance(leaf, DistributedValues) and len(leaf.values) != replicas:
+            raise ValueError(
+                f"a {type(leaf).__name__} of {len(leaf.values)} values is given to {replicas} local replicas; give one "
+                "that this strategy has made"
+            )
+    return [select(value, replica) for replica in range(replicas)]
+
+
 def regroup(given: Sequence[Nest]) -> Nest:
     """Merges what the local replicas gave, leaf by leaf.
 
     The same object from all comes back itself, the components of one variable become the variable,
-    and all else becomes `PerReplica`. A single nest comes back as it is.
+    and all else becomes `PerReplica`. Of a single nest the leaves stay what they are.
 
     Args:
         given: one nest for each local replica, in order.
@@ -98,7 +114,7 @@ def regroup(given: Sequence[Nest]) -> Nest:
     Raises:
         ValueError: the structures differ; the message names the path.
     """
-    return given[0] if len(given) == 1 else nest.map_structure(_merge, *given)
+    return _merged(_merge, given)
 
 
 def regroup_results(results: Sequence[Nest]) -> Nest:
@@ -106,22 +122,36 @@ def regroup_results(results: Sequence[Nest]) -> Nest:
 
     Python shares small numbers: whether two equal ones are the same object says nothing.
     """
-    return results[0] if len(results) == 1 else nest.map_structure(_merge_result, *results)
+    return _merged(_merge_result, results)
+
+
+def merge_copies(results: Sequence[Nest]) -> Nest:
+    """Merges what an update returned for each copy of a variable, as `regroup`; but what differs is `Mirrored`."""
+    return _merged(partial(_merge, kind=Mirrored), results)
+
+
+def _merged(merge: Callable[..., Any], given: Sequence[Nest]) -> Nest:
+    alone = len(given) == 1 and not any(isinstance(leaf, Component) for leaf in nest.flatten(given[0]))
+    return given[0] if alone else nest.map_structure(merge, *given)
 
 
 def _merge_result(*leaves: Any) -> Any:
-    return PerReplica(leaves) if isinstance(leaves[0], bool | int | float | complex) else _merge(*leaves)
+    shared = len(leaves) > 1 and isinstance(leaves[0], bool | int | float | complex)
+    return PerReplica(leaves) if shared else _merge(*leaves)
 
 
-def _merge(*leaves: Any) -> Any:
+def _merge(*leaves: Any, kind: type[DistributedValues] = PerReplica) -> Any:
     first = leaves[0]
-    if all(leaf is first for leaf in leaves):
-        return first
     if isinstance(first, Component):
         whole = first.distributed_container
         if len(whole.values) == len(leaves) and all(map(operator.is_, leaves, whole.values)):
             return whole
-    return PerReplica(leaves)
+    return first if all(leaf is first for leaf in leaves) else kind(leaves)
+
+
+def container(value: Any) -> Any:
+    """The variable of which a value is a component; anything else itself."""
+    return value.distributed_container if isinstance(value, Component) else value
 
 
 def per_replica(values: Sequence[Any]) -> Any:

@@ -1,7 +1,10 @@
-"""Checks the documents: Python compiles, `python run` blocks run, commands exist, links lead somewhere."""
+"""Checks the documents: Python compiles, `python run` blocks run, sessions print what they say, commands exist,
+links lead somewhere."""
 
 from __future__ import annotations
 
+import doctest
+import io
 import re
 import shlex
 import subprocess
@@ -79,6 +82,14 @@ def check_run(snippet: Snippet) -> str:
     return f"exit code {done.returncode}\n{done.stderr}" if done.returncode else ""
 
 
+def check_session(snippet: Snippet) -> str:
+    """Types what follows `>>>` into an interpreter, and compares what it prints; `...` stands for anything."""
+    test = doctest.DocTestParser().get_doctest(snippet.text, {}, snippet.where, snippet.where, 0)
+    said = io.StringIO()
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    return said.getvalue() if runner.run(test, out=said.write).failed else ""
+
+
 def check_console(snippet: Snippet) -> str:
     """Looks at every `$ command`."""
     text = snippet.text.replace("\\\n", " ")
@@ -119,6 +130,7 @@ COMMANDS = {"psworker": psworker, "psserver": psserver}
 CHECKS: dict[str, Callable[[Snippet], str]] = {
     "python": check_python,
     "python run": check_run,
+    "pycon": check_session,
     "console": check_console,
 }
 

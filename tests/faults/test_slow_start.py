@@ -14,7 +14,7 @@ from jobs import QUICK, SECONDS, until
 import psclient as ps
 from psclient.processes import start_server
 from psclient.rpc import RemoteServer
-from pswire.cluster import ClusterSpec, Task, TaskConfig
+from pswire.cluster import ClusterSpec, Task
 
 
 def free_address():
@@ -26,12 +26,13 @@ def test_a_server_that_starts_a_lease_after_the_others():
     """Who waits for it keeps its session with the servers that are there, and then the job begins."""
     first, address = start_server(0, until_done=False, timeouts=QUICK)
     late = free_address()
-    config = TaskConfig(ClusterSpec({"ps": (address, late), "worker": ("127.0.0.1:0",)}), Task("worker", 0))
+    spec = ClusterSpec({"ps": (address, late), "worker": ("127.0.0.1:0",)})
+    resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
     servers = [first]
     waited = threading.Event()
 
     def work():
-        strategy = ps.ParameterServerStrategy(cluster=config, timeouts=QUICK)
+        strategy = ps.ParameterServerStrategy(cluster_resolver=resolver, timeouts=QUICK)
         assert waited.is_set()
         with strategy, strategy.scope():
             v, u = (ps.Variable(np.zeros(3), name=name) for name in "vu")

@@ -98,7 +98,7 @@ def test_an_update_function_cannot_end_its_section(single):
     with single.scope():
         single.extended.update(w, lambda v: v.assign_add(1.0))
         with pytest.raises(RuntimeError, match="ended the section"):
-            single.extended.update(w, lambda v: single.extended.flush() or v.assign_add(1.0))
+            single.extended.update(w, lambda v: single.backend.flush() or v.assign_add(1.0))
 
 
 def test_an_update_function_cannot_create_variables(single):
@@ -423,7 +423,7 @@ def test_a_name_is_used_up_by_success_only(single):
         with pytest.raises(ps.errors.InvalidRequest):
             ps.Variable(np.array(["x"]), name="wanted")
         with pytest.raises(ps.errors.PSError):
-            single.extended.create_variable(np.ones((1,) * 40), True, "wanted")
+            ps.Variable(np.ones((1,) * 40), name="wanted")
         assert [ps.Variable(1.0, name="wanted").name for _ in range(2)] == ["wanted", "wanted_1"]
 
 

@@ -15,7 +15,7 @@ from jobs import CALM, SECONDS, Job, children, listens, until
 
 import psclient as ps
 from psclient.processes import start_server
-from pswire.cluster import ClusterSpec, Task, TaskConfig
+from pswire.cluster import ClusterSpec
 
 
 def work(rounds):
@@ -59,9 +59,9 @@ class Held:
         until(lambda: process.num_fds() <= self.descriptors, 10, lambda: f"{self.descriptors} descriptors became more")
 
 
-def train_once(cluster=None):
+def train_once(resolver=None):
     """One strategy from its beginning to its end; returns it, and what it computed."""
-    strategy = ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"], cluster=cluster, timeouts=CALM)
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"], cluster_resolver=resolver, timeouts=CALM)
     with strategy.scope():
         v = ps.Variable(np.zeros(5), name="v")
         optimizer = ps.optimizers.SGD(1.0)
@@ -82,7 +82,7 @@ def test_strategies_leave_nothing_in_their_process():
     held, strategies = Held(), []
     try:
         for _ in range(20):
-            strategies.append(train_once(TaskConfig(spec, Task("worker", 0))))
+            strategies.append(train_once(ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)))
             held.check()
     finally:
         for process, _ in servers:

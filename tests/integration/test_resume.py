@@ -44,7 +44,7 @@ def learn(resume, style):
                 say("saved", checkpoint.save("run"))
     say("weights", [w.numpy(), u.numpy(), int(optimizer.iterations)])
     with strategy.scope():
-        say("slots", [slot.numpy() for slots in optimizer._slots.values() for slot in slots])
+        say("slots", [slot.numpy() for slot in optimizer.variables[1:]])
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,9 @@ def train(cases, replicas):
     for case, (kind, dtype, rounds, integers) in cases.items():
         with strategy.scope():
             weights = [ps.Variable(value, name=f"{case}/{name}") for name, value in first_weights(dtype).items()]
-            optimizer = ps.optimizers.SGD(0.25, 0.5, case) if kind == "sgd" else ps.optimizers.Adam(0.01, name=case)
+            chosen = {"sgd": (ps.optimizers.SGD, 0.25, 0.5), "adam": (ps.optimizers.Adam, 0.01)}
+            make, *arguments = chosen[kind]
+            optimizer = make(*arguments, name=case)
 
         def step(batch, weights=weights, optimizer=optimizer, integers=integers):
             x, y = batch

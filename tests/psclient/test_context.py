@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+import psclient as ps
 from psclient import context
 from psclient.arrays import CPU
 from psclient.context import ReplicaContext
@@ -31,7 +33,7 @@ def state() -> tuple[Any, bool, bool, bool, bool]:
     )
 
 
-DEFAULT = (None, False, True, False, False)
+DEFAULT = (ps.get_strategy(), False, True, False, False)
 
 
 def test_each_context_says_what_it_is() -> None:
@@ -105,7 +107,7 @@ def test_scopes_are_per_thread() -> None:
     [
         (lambda s: context.enter_replica(replica_of(s)), "in replica context; .*outside of the function given to"),
         (lambda s: context.enter_update(s), "in update context; .*given to update"),
-        (lambda s: context.enter_cross_replica(None), "in default context; .*with strategy.scope"),
+        (lambda s: contextlib.nullcontext(), "in default context; .*with strategy.scope"),
     ],
 )
 def test_wrong_contexts_name_the_remedy(enter: Callable[[Any], Any], message: str) -> None:
@@ -146,12 +148,12 @@ def test_merge_call_on_another_context_raises() -> None:
 
 
 def test_the_default_context_is_one_replica() -> None:
-    """Its `merge_call` runs at once, in cross-replica context, without a strategy."""
-    replica = context.get_replica_context()
+    """Its `merge_call` runs at once, in cross-replica context, with the default strategy."""
+    replica, default = context.get_replica_context(), ps.get_strategy()
     assert replica is not None
-    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync, replica.strategy) == (0, 1, None)
+    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync, replica.strategy) == (0, 1, default)
     merged = replica.merge_call(lambda strategy, x: (strategy, x, context.in_cross_replica_context()), (3,))
-    assert merged == (None, 3, True)
+    assert merged == (default, 3, True)
     assert replica.all_reduce("sum", {"a": 1}) == {"a": 1}
 
 

@@ -14,6 +14,7 @@ import pytest
 from psclient import context, values
 from psclient.arrays import Device
 from psclient.context import ReplicaContext
+from psclient.reduce_op import ReduceOp
 from psclient.replicas import ReplicaRunner
 from psclient.values import Mirrored, PerReplica
 
@@ -44,8 +45,8 @@ class Strategy:
         with context.enter_strategy_scope(self):
             return self.runner.run(fn, args, kwargs)
 
-    def batch_reduce_to(self, op: str, pairs: list[tuple[Any, Any]]) -> list[Any]:
-        assert op == "sum"
+    def batch_reduce_to(self, op: ReduceOp, pairs: list[tuple[Any, Any]]) -> list[Any]:
+        assert op is ReduceOp.SUM
         return [Mirrored([sum(v := values.local_results(value))] * len(v)) for value, _ in pairs]
 
 
@@ -340,9 +341,10 @@ def test_two_threads_cannot_run_at_once(two: Strategy) -> None:
 
 
 def test_a_distributed_argument_of_another_size_is_refused(two: Strategy) -> None:
-    """Before anything runs."""
-    with pytest.raises(ValueError, match="none for local replica 1"):
-        two.run(lambda x: None, (PerReplica([1]),))
+    """Before anything runs: a component too many would be left out in silence."""
+    for given in ([1], [1, 2, 3]):
+        with pytest.raises(ValueError, match=f"PerReplica of {len(given)} values is given to 2 local replicas"):
+            two.run(lambda x: None, (PerReplica(given),))
     assert works(two)
 
 

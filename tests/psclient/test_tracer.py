@@ -302,6 +302,16 @@ FUNCTIONS = {
     ],
     "operators": lambda x: [-x, +x, abs(x), 1 - x, 1 / x, x // 0.5, x % 2, 3.5 % x, x <= 0, x != 0, x >= 0.5],
     "logic": lambda x: [np.logical_and(x > 0, x < 1), np.logical_or(x, False), np.logical_not(x)],
+    "logic of bools": lambda x: [(x > 0) & (x < 1), (x > 0) | True, ~(x > 0), (x > 0) ^ (x < 1)],
+    "norms": lambda x: [
+        np.linalg.norm(x, axis=1),
+        np.linalg.norm(x, ord=1, axis=0, keepdims=True),
+        np.linalg.vector_norm(x, ord=np.inf),
+        np.linalg.vector_norm(x, ord=-np.inf, axis=1),
+        ops.vector_norm(x, axis=0),
+        np.linalg.norm((x > 0).astype("int64"), axis=0),
+    ],
+    "copies": lambda x: [x.copy() + 1, np.copy(x), ops.clip(x, -1, 0.5), ops.clip(x, max=1.0)],
     "lists": lambda x: [x * [1, 2, 3], np.subtract((1.0, 2.0, 3.0), x)],
     "complex": lambda x: x * 2j,
     "ops": lambda x: [ops.where(x > 0, x, 0), ops.pow(x, 2), ops.sum(x, axis=0), ops.astype(x, "float16")],
@@ -454,7 +464,10 @@ REFUSED = [
     (in_place, "write x = x + y, or v.assign_add(y)"),
     (lambda v: np.add(v, 1, out=v), "cannot be changed in place"),
     (lambda v: np.sum(v, out=v), "cannot be changed in place"),
-    (lambda v: np.linalg.norm(v), "np.norm is not known in update functions; known are"),
+    (lambda v: np.linalg.svd(v), "np.linalg.svd is not known in update functions; known are"),
+    (lambda v: np.linalg.norm(v, ord=3), "the norm with ord=3 is not known in update functions; known are 1, 2"),
+    (lambda v: np.linalg.norm(np.broadcast_to(v, (2, 3)), 2), "of matrices with ord=2 is not known"),
+    (lambda v: v & 1, "np.bitwise_and is not known"),
     (lambda v: np.arctan(v), "np.arctan is not known in update functions; known are"),
     (lambda v: np.concatenate([v, v]), "np.concatenate is not known"),
     (lambda v: np.add.reduce(v), "np.add.reduce is not known"),
@@ -564,8 +577,8 @@ def test_real_cupy_calls_the_hook():
 
 def test_ops_has_one_function_for_each_op():
     """The module, its `__all__` and the table agree; each says what it does."""
-    assert set(ops.__all__) == set(OPS)
-    for name in OPS:
+    assert set(ops.__all__) == set(OPS) | {"clip", "vector_norm"}
+    for name in ops.__all__:
         function = getattr(ops, name)
         assert function.__name__ == name
         assert function.__doc__

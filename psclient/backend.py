@@ -1,0 +1,117 @@
+"""What tells strategies apart: where their variables live, and how a reduction travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from psclient import data
+from psclient.arrays import Device
+from psclient.reduction import LocalValue
+from psclient.variables import Variable, VariableAggregation
+from pswire.spec import VariableSpec
+from pswire.tensor import Array
+
+Place = tuple[int, ...]
+"""Parameter devices, by number."""
+
+
+class Group(data.Group, Protocol):
+    """The processes that train together, as one of them sees it."""
+
+    @property
+    def replicas(self) -> int:
+        """R: the replicas of all processes that are in sync."""
+        ...
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """This process's place among those that make datasets of their own, and how many they are."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes checkpoints and summaries for all."""
+        ...
+
+    @property
+    def empty(self) -> frozenset[int]:
+        """Local replicas that contribute nothing: they had no examples since the last round."""
+        ...
+
+    def holding_back(self) -> AbstractContextManager[None]:
+        """The rounds made within carry nothing of what replicas hold back."""
+        ...
+
+
+class Backend(Protocol):
+    """One strategy's state, and what moves it. `Strategy` and `StrategyExtended` are its faces."""
+
+    @property
+    def group(self) -> Group:
+        """Who trains together."""
+        ...
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """All devices that hold variables, by name."""
+        ...
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The local replicas' devices, by name."""
+        ...
+
+    def full_name(self, device: Device) -> str:
+        """The name of a device of this process as it stands in `worker_devices`."""
+        ...
+
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once the strategy is closed."""
+        ...
+
+    def create(
+        self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
+    ) -> Variable:
+        """Gets or creates a variable.
+
+        Args:
+            strategy: whose.
+            spec: name, dtype, shape.
+            value: this process's first value.
+            place: where; empty lets the backend choose.
+            on_read: whether each replica has a copy of its own.
+            how: its aggregation.
+        """
+        ...
+
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Variable | None]]) -> list[Any]:
+        """Reduces over all processes.
+
+        Args:
+            contributions: this process's share of each, and the variable beside which the value shall be;
+                None where it has to come here.
+
+        Returns:
+            Of each an array, or what is read as one.
+        """
+        ...
+
+    def apply(
+        self, strategy: Any, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Runs an update function beside the variables of a place; returns its result for each copy of them."""
+        ...
+
+    def section(self, call: Callable[[], Any]) -> Any:
+        """Runs what `merge_call` was given, and ends what it began."""
+        ...
+
+    def flush(self) -> None:
+        """Ends what the calling thread has begun."""
+        ...
+
+    def drop(self) -> None:
+        """Forgets what the calling thread has begun: its code failed."""
+        ...

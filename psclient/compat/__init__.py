@@ -1,0 +1,1 @@
+"""Older names of the same things: `v1` of `tf.compat.v1.distribute`, `contrib` of r1.9's `tf.contrib.distribute`."""

@@ -1,0 +1,282 @@
+"""`tf.contrib.distribute` of r1.9, where replicas were towers: the same strategies by their first names.
+
+distribution = contrib.DistributionStrategy(ps.MirroredStrategy(["cpu:0", "cpu:1"]))
+with distribution.scope():
+    losses = distribution.call_for_each_tower(tower_fn, iterator.get_next())
+    loss = distribution.fetch(distribution.reduce("mean", losses, "cpu:0"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from psclient import context, nest, values
+from psclient.arrays import Device, to_device
+from psclient.context import ReplicaContext
+from psclient.data import DistributedDatasetFromFunction, DistributedIterator
+from psclient.readable import read
+from psclient.strategy import Strategy
+from psclient.variables import Variable, VariableAggregation, on_read_scope
+
+_CPU = "/device:CPU:0"
+
+
+class DistributionStrategy:
+    """A strategy by the names of r1.9.
+
+    Source: `tf.contrib.distribute.DistributionStrategy`. Methods for cross-tower context enter the strategy's scope
+    where there is none.
+
+    Args:
+        strategy: whose names these are; by default that of the calling thread's context.
+    """
+
+    def __init__(self, strategy: Strategy | None = None) -> None:
+        self.strategy: Strategy = strategy if strategy is not None else context.get_strategy()
+
+    # ---- What it is ----
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one tower in all: then `call_for_each_tower` calls its function once."""
+        return self.num_towers == 1
+
+    @property
+    def num_towers(self) -> int:
+        """The number of towers, for averages over them."""
+        return self.strategy.num_replicas_in_sync
+
+    @property
+    def parameter_devices(self) -> list[str]:
+        """The devices that hold variables."""
+        return list(self.strategy.extended.parameter_devices)
+
+    @property
+    def worker_devices(self) -> list[str]:
+        """The devices of the local towers."""
+        return list(self.strategy.extended.worker_devices)
+
+    @property
+    def worker_device_index(self) -> Any:
+        """For `call_for_each_tower`: each tower gets its number in `worker_devices`; 0 if there is one."""
+        return values.per_replica(range(len(self.worker_devices)))
+
+    def configure(self, session_config: Any = None) -> None:
+        """Does nothing: there are no sessions to configure."""
+
+    # ---- Contexts ----
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Makes the strategy current: see `Strategy.scope`."""
+        return self.strategy.scope()
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Variables created within live with a variable, or on non-slot devices. In the scope."""
+        return self.strategy.extended.colocate_vars_with(colocate_with_variable)
+
+    def tower_local_var_scope(self, reduce_method: str) -> AbstractContextManager[None]:
+        """Variables created within have a value of its own in each tower, and are not trained. In the scope.
+
+        Args:
+            reduce_method: "sum" or "mean": how they are combined for `fetch` and checkpoints.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        return on_read_scope(VariableAggregation(_checked(reduce_method)))
+
+    # ---- Towers ----
+
+    def call_for_each_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function once on each local tower, in tower context. In cross-tower context.
+
+        Args:
+            fn: may call `get_tower_context`.
+            args, kwargs: nests; of each per-device value a tower gets its own. `run_concurrently` is no argument
+                of `fn`, and has no effect.
+
+        Returns:
+            The merged results, as `Strategy.run` returns them.
+        """
+        kwargs.pop("run_concurrently", None)
+        return self.strategy.run(fn, args, kwargs)
+
+    def unwrap(self, value: Any) -> list[Any]:
+        """The list of the local towers' values; `[value]` of what is not distributed. In any context."""
+        return list(self.strategy.experimental_local_results(value))
+
+    def group(self, value: Any, name: str | None = None) -> None:
+        """Waits until what was begun is done: what `unwrap` gives is then computed. In cross-tower context."""
+        for leaf in nest.flatten(self.unwrap(value)):
+            read(leaf)
+
+    # ---- Values ----
+
+    def distribute_dataset(self, dataset_fn: Callable[[], Any]) -> PerDeviceDataset:
+        """Each worker makes its own dataset, from which each tower takes a batch in each step. In any context.
+
+        Args:
+            dataset_fn: without arguments; returns what `experimental_distribute_datasets_from_function` takes.
+        """
+        dataset = self.strategy.experimental_distribute_datasets_from_function(lambda _: dataset_fn())
+        return PerDeviceDataset(dataset)
+
+    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+        """Mirrors a value to a variable's locality, or to devices; by default the towers'. In cross-tower context."""
+        to = self.worker_devices if destinations is None else destinations
+        return self.strategy.extended.broadcast_to(tensor, to)
+
+    def reduce(self, method_string: str, value: Any, destinations: Any = None) -> Any:
+        """Combines a value across all towers of all workers. In cross-tower context.
+
+        Args:
+            method_string: "sum" or "mean".
+            value: one array from each tower.
+            destinations: a variable, a device or a list of them; by default where `value` is.
+        """
+        to = value if destinations is None else destinations
+        return self.strategy.extended.reduce_to(_checked(method_string), value, to)
+
+    def batch_reduce(self, method_string: str, value_destination_pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Several `reduce` at once, of (value, destinations) pairs. In cross-tower context."""
+        pairs = [(value, value if to is None else to) for value, to in value_destination_pairs]
+        return self.strategy.extended.batch_reduce_to(_checked(method_string), pairs)
+
+    def fetch(self, val: Any, destination: str = _CPU, fn: Callable[[Any], Any] = lambda x: x) -> Any:
+        """A copy of `fn(val)` on a device of this process; of a tower-local variable its combined value.
+
+        In cross-tower context.
+
+        Args:
+            val: an array, a variable, or a mirrored value.
+            destination: the device.
+            fn: applied before the value is copied.
+
+        Raises:
+            ValueError: a per-device value, which has to be reduced first.
+        """
+        if isinstance(val, values.PerReplica):
+            raise ValueError("fetch takes one value, and not one for each tower; combine them with reduce first")
+        with self.scope():
+            found = val.component(0) if isinstance(val, values.Mirrored) else read(val)
+            return to_device(fn(found), Device.parse(destination))
+
+    # ---- Updates ----
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
+        """The devices for variables that serve several others. In any context."""
+        return self.strategy.extended.non_slot_devices(var_list)
+
+    def update(self, var: Variable, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `fn(var, *args, **kwargs)` beside a variable: see `StrategyExtended.update`. In cross-tower context."""
+        return self.strategy.extended.update(var, fn, args, kwargs)
+
+    def update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `fn(*args, **kwargs)` on the non-slot devices. In cross-tower context."""
+        return self.strategy.extended.update_non_slot(colocate_with, fn, args, kwargs)
+
+
+class PerDeviceDataset:
+    """A dataset of which each tower takes a batch in each step.
+
+    Args:
+        dataset: as the strategy distributes it.
+    """
+
+    def __init__(self, dataset: DistributedDatasetFromFunction) -> None:
+        self._dataset = dataset
+
+    def make_one_shot_iterator(self) -> PerDeviceIterator:
+        """An iterator over one pass."""
+        return PerDeviceIterator(iter(self._dataset))
+
+    make_initializable_iterator = make_one_shot_iterator
+
+    def __iter__(self) -> PerDeviceIterator:
+        return self.make_one_shot_iterator()
+
+
+class PerDeviceIterator:
+    """One pass over a dataset; each item is a value for each tower.
+
+    Args:
+        batches: the items.
+
+    Attributes:
+        initializer: None: there is no session that would have to run it.
+    """
+
+    initializer = None
+
+    def __init__(self, batches: DistributedIterator) -> None:
+        self._batches = batches
+
+    def get_next(self) -> Any:
+        """The next step's batches; raises `StopIteration` at the end of the pass."""
+        return next(self._batches)
+
+    __next__ = get_next
+
+    def __iter__(self) -> PerDeviceIterator:
+        return self
+
+
+class TowerContext:
+    """What one tower knows, while its function runs.
+
+    Source: `tf.contrib.distribute.DistributionStrategy`.
+
+    Args:
+        replica: the same by its newer name.
+    """
+
+    def __init__(self, replica: ReplicaContext) -> None:
+        self._replica = replica
+
+    @property
+    def distribution_strategy(self) -> DistributionStrategy:
+        """The strategy that runs it."""
+        return DistributionStrategy(self._replica.strategy)
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one tower in all."""
+        return self.num_towers == 1
+
+    @property
+    def num_towers(self) -> int:
+        """The number of towers."""
+        return self._replica.num_replicas_in_sync
+
+    @property
+    def tower_id(self) -> int:
+        """This tower's number among all, from 0."""
+        return self._replica.replica_id_in_sync_group
+
+    @property
+    def device(self) -> str:
+        """Where it computes."""
+        return str(self._replica.device)
+
+    def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Meets the other local towers and runs `merge_fn(distribution, *args, **kwargs)` once. In tower context."""
+
+        def merge(strategy: Strategy, *given: Any, **named: Any) -> Any:
+            return merge_fn(DistributionStrategy(strategy), *given, **named)
+
+        merge.__qualname__ = getattr(merge_fn, "__qualname__", merge.__qualname__)  # what messages call it
+        return self._replica.merge_call(merge, args, kwargs)
+
+
+def get_tower_context() -> TowerContext | None:
+    """The tower in whose function the calling thread is; None in cross-tower and update context."""
+    replica = context.get_replica_context()
+    return None if replica is None else TowerContext(replica)
+
+
+def _checked(method: str) -> str:
+    if method not in ("sum", "mean"):
+        raise ValueError(f"method {method!r} is unknown; write 'sum' or 'mean'")
+    return method

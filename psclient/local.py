@@ -1,0 +1,149 @@
+"""A backend without servers: variables live in this process, and nothing travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from psclient import context, nest, values
+from psclient.arrays import Device, device_scope
+from psclient.backend import Place
+from psclient.progress import Progress
+from psclient.reduction import LocalValue
+from psclient.stored import LocalVariable, MirroredVariable, SyncOnReadVariable
+from psclient.variables import Variable, VariableAggregation, VariableSynchronization
+from pswire.cluster import Task
+from pswire.spec import Position, VariableSpec
+from pswire.tensor import Array
+
+LOCALHOST = Task("localhost", 0)
+"""The task of a process that is in no cluster."""
+
+
+class LocalGroup(Progress):
+    """A group of this process alone: see `data.Group`.
+
+    Args:
+        devices: the local replicas'.
+    """
+
+    leads = True
+    pipeline = (0, 1)
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        super().__init__(len(devices))
+        self.devices = devices
+
+    @property
+    def replicas(self) -> int:
+        """The number of local replicas, which are all."""
+        return len(self.devices)
+
+    def slice(self) -> tuple[int, int]:
+        """0, and the number of replicas."""
+        return 0, len(self.devices)
+
+    def share(self) -> tuple[int, int]:
+        """0, and the number of replicas."""
+        return self.slice()
+
+    def join(self, dataset: int) -> None:
+        """Nothing: nobody else is there."""
+
+    def boundary(self, dataset: int) -> None:
+        """Nothing: nobody comes or goes."""
+
+    def position(self, dataset: int) -> Position | None:
+        """None: a pass begins at its beginning."""
+        return None
+
+
+class LocalBackend:
+    """Variables in this process, mirrored on the replicas' devices.
+
+    Args:
+        devices: the local replicas'.
+    """
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        self.group = LocalGroup(devices)
+        self._reduced = False
+        self.worker_devices = self.parameter_devices = tuple(map(self.full_name, devices))
+
+    def full_name(self, device: Device) -> str:
+        """The device's name, `/job:localhost/task:0/device:CPU:0`."""
+        return device.full_name(LOCALHOST)
+
+    def check_open(self) -> None:
+        """Nothing: there is nothing to close."""
+
+    def create(
+        self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
+    ) -> Variable:
+        """A copy on each device; the default strategy's variables have but one value."""
+        devices = self.group.devices
+        if context.is_default(strategy):
+            synchronization = VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE
+            return _made(LocalVariable.stored(strategy, spec, how, synchronization, devices[0], value))
+        kind = SyncOnReadVariable if on_read else MirroredVariable
+        return _made(kind.stored(strategy, spec, how, tuple(range(len(devices))), devices, value))
+
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Variable | None]]) -> list[Any]:
+        """What the local replicas have is all there is."""
+        self._reduced = True
+        return [local.alone() for local, _ in contributions]
+
+    def apply(
+        self, strategy: Any, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Calls the function for each copy, with the copies that are there."""
+        return apply_to_copies(strategy, [(index, self.group.devices[index]) for index in place], fn, args, kwargs)
+
+    def section(self, call: Callable[[], Any]) -> Any:
+        """Runs it; what it reduced was its round."""
+        try:
+            return call()
+        finally:
+            self.flush()
+
+    def flush(self) -> None:
+        """Whatever was asked for is done; replicas that held something back have given it, if anything was reduced."""
+        if self._reduced:
+            self._reduced = False
+            self.group.told(False)
+
+    def drop(self) -> None:
+        """As `flush`."""
+        self.flush()
+
+
+def apply_to_copies(
+    strategy: Any,
+    copies: Sequence[tuple[int, Device]],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Any]:
+    """Calls an update function once for each copy of the variables among its arguments, on its device.
+
+    Args:
+        strategy: whose variables.
+        copies: local replicas, with their devices.
+        fn, args, kwargs: the function and its arguments; it gets of each distributed value the copy that is there.
+
+    Raises:
+        ValueError: there is a per-replica value among the arguments.
+    """
+    if any(isinstance(leaf, values.PerReplica) for leaf in nest.flatten((tuple(args), dict(kwargs)))):
+        raise ValueError("update takes no per-replica values; reduce them first with reduce_to(op, value, variable)")
+    results = []
+    for index, device in copies:
+        own_args, own_kwargs = values.select((tuple(args), dict(kwargs)), index)
+        with context.enter_update_copy(strategy, index, device), device_scope(device):
+            results.append(fn(*own_args, **own_kwargs))
+    return results
+
+
+def _made(variable: Any) -> Variable:
+    found: Variable = variable
+    return found

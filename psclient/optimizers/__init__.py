@@ -1,0 +1,28 @@
+"""Optimizers, with Keras's names, arguments, defaults and formulas; `docs/optimizers.md` shows how to write one."""
+
+from psclient.optimizers import schedules
+from psclient.optimizers.adam import Adam, Adamax, AdamW, Lamb, Nadam
+from psclient.optimizers.adaptive import Adadelta, Adagrad, Ftrl, RMSprop
+from psclient.optimizers.base import Optimizer
+from psclient.optimizers.descent import SGD, Lion
+from psclient.optimizers.scaling import DynamicLossScale
+
+LAMB = Lamb
+
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "DynamicLossScale",
+    "Ftrl",
+    "Lamb",
+    "Lion",
+    "Nadam",
+    "Optimizer",
+    "RMSprop",
+    "schedules",
+]

@@ -1,0 +1,168 @@
+"""Optimizers that keep moments of the gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy as np
+
+from psclient.optimizers.base import LearningRate, Optimizer, Options
+from psclient.variables import Variable
+from pswire.tensor import Array
+
+
+class Moments(Optimizer):
+    """Base of optimizers with a first and a second moment, which `update` moves towards the gradient and its square.
+
+    Args:
+        learning_rate: step size.
+        beta_1, beta_2: decay of the first and second moment.
+        epsilon: keeps the division away from zero.
+        options: as in `Optimizer`.
+
+    Raises:
+        ValueError: a decay is not at least 0 and less than 1.
+    """
+
+    slots: tuple[str, ...] = ("m", "v")
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        for name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
+            if not 0 <= beta < 1:
+                raise ValueError(f"{name} is {beta!r}, and must be at least 0 and less than 1")
+        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+
+    def move(self, gradient: Any, m: Any, s: Any) -> None:
+        """Moves both moments."""
+        m.assign_add((1 - self.beta_1) * (gradient - m))
+        s.assign_add((1 - self.beta_2) * (gradient * gradient - s))
+
+    def corrections(self, iterations: Any) -> tuple[Any, Any]:
+        """`1 - beta_1 ** t` and `1 - beta_2 ** t`, float64: in half precision 0.999 is 1."""
+        t = iterations.astype(np.float64)
+        return 1 - self.beta_1**t, 1 - self.beta_2**t
+
+
+class Adam(Moments):
+    """Adaptive moments.
+
+    Source: `keras.optimizers.Adam`; Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, in the form of
+    its section 2.1's last paragraph.
+
+    Args:
+        learning_rate, beta_1, beta_2, epsilon: as in `Moments`.
+        amsgrad: whether to divide by the largest second moment so far; Reddi et al., 2018.
+        options: as in `Optimizer`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, **options)
+        self.amsgrad = bool(amsgrad)
+        self.slots = ("m", "v", "v_hat") if amsgrad else ("m", "v")
+
+    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+        m, s, *largest = slots
+        first, second = self.corrections(iterations)
+        rate = (self.learning_rate * np.sqrt(second) / first).astype(gradient.dtype)
+        self.move(gradient, m, s)
+        for x in largest:
+            s = x.assign(np.maximum(x, s))
+        v.assign_sub(rate * m / (np.sqrt(s) + self.epsilon))
+
+
+class AdamW(Adam):
+    """Adam with weight decay.
+
+    Source: `keras.optimizers.AdamW`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+
+    Args:
+        learning_rate: step size.
+        weight_decay: as in `Optimizer`.
+        beta_1, beta_2, epsilon, amsgrad: as in `Adam`.
+        options: as in `Optimizer`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        weight_decay: float | None = 0.004,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, amsgrad, weight_decay=weight_decay, **options)
+
+
+class Adamax(Moments):
+    """Adam with the largest gradient, decayed, in place of the second moment.
+
+    Source: `keras.optimizers.Adamax`; Kingma and Ba, 2015, section 7.1.
+    """
+
+    slots = ("m", "u")
+
+    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+        m, u = slots
+        rate = (self.learning_rate / self.corrections(iterations)[0]).astype(gradient.dtype)
+        m.assign_add((1 - self.beta_1) * (gradient - m))
+        u.assign(np.maximum(self.beta_2 * u, np.abs(gradient)))
+        v.assign_sub(rate * m / (u + self.epsilon))
+
+
+class Nadam(Moments):
+    """Adam with Nesterov momentum.
+
+    Source: `keras.optimizers.Nadam`; Dozat, "Incorporating Nesterov Momentum into Adam", 2016.
+    """
+
+    slots = ("m", "v", "product")
+
+    def initial_slot(self, slot: str, v: Variable) -> Array:
+        """The product of the momenta so far is one number."""
+        return np.ones(()) if slot == "product" else super().initial_slot(slot, v)
+
+    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+        m, s, product = slots
+        t = iterations.astype(np.float64)
+        now, next = (self.beta_1 * (1 - 0.5 * 0.96**power) for power in (t, t + 1))
+        product.assign(product * now)
+        of_m, of_g = next / (1 - product * next), (1 - now) / (1 - product)
+        self.move(gradient, m, s)
+        ahead = of_m.astype(gradient.dtype) * m + of_g.astype(gradient.dtype) * gradient
+        second = self.corrections(iterations)[1].astype(gradient.dtype)
+        v.assign_sub(self.learning_rate * ahead / (np.sqrt(s / second) + self.epsilon))
+
+
+class Lamb(Moments):
+    """Adam whose step is as long, relative to the variable, as the learning rate says.
+
+    Source: `keras.optimizers.Lamb`; You et al., "Large Batch Optimization for Deep Learning", 2020.
+    """
+
+    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+        m, s = slots
+        first, second = (correction.astype(gradient.dtype) for correction in self.corrections(iterations))
+        self.move(gradient, m, s)
+        step = (m / first) / (np.sqrt(s / second) + self.epsilon)
+        length, own = (np.sqrt(np.sum(np.square(x))) for x in (v.astype(gradient.dtype), step))
+        known = np.logical_and(length > 0, own > 0)
+        ratio = np.where(known, length / np.where(known, own, 1.0), 1.0)
+        v.assign_sub(self.learning_rate * ratio * step)

@@ -1,0 +1,187 @@
+"""Optimizers that divide by the size that gradients have had."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy as np
+
+from psclient.optimizers.base import LearningRate, Optimizer, Options
+from psclient.variables import Variable
+from pswire.tensor import Array
+
+
+class Adagrad(Optimizer):
+    """Divides by the root of the sum of all squared gradients.
+
+    Source: `keras.optimizers.Adagrad`; Duchi et al., "Adaptive Subgradient Methods", 2011.
+
+    Args:
+        learning_rate: step size.
+        initial_accumulator_value: what the sum begins with.
+        epsilon: keeps the division away from zero.
+        options: as in `Optimizer`.
+
+    Raises:
+        ValueError: the sum begins with less than 0.
+    """
+
+    slots = ("accumulator",)
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        initial_accumulator_value: float = 0.1,
+        epsilon: float = 1e-7,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.initial_accumulator_value = _at_least_0("initial_accumulator_value", initial_accumulator_value)
+        self.epsilon = epsilon
+
+    def initial_slot(self, slot: str, v: Variable) -> Array:
+        """`initial_accumulator_value`, of the variable's shape."""
+        return np.full_like(super().initial_slot(slot, v), self.initial_accumulator_value)
+
+    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+        (total,) = slots
+        total.assign_add(gradient * gradient)
+        v.assign_sub(self.learning_rate * gradient / np.sqrt(total + self.epsilon))
+
+
+class Adadelta(Optimizer):
+    """Divides by the size of recent gradients, and multiplies by that of recent steps.
+
+    Source: `keras.optimizers.Adadelta`; Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012.
+
+    Args:
+        learning_rate: step size; 1.0 is the paper's.
+        rho: decay of both sizes.
+        epsilon: keeps the division away from zero.
+        options: as in `Optimizer`.
+    """
+
+    slots = ("gradients", "steps")
+
+    def __init__(
+        self, learning_rate: LearningRate = 0.001, rho: float = 0.95, epsilon: float = 1e-7, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.rho, self.epsilon = rho, epsilon
+
+    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+        gradients, steps = slots
+        gradients.assign(self.rho * gradients + (1 - self.rho) * gradient * gradient)
+        step = np.sqrt(steps + self.epsilon) / np.sqrt(gradients + self.epsilon) * gradient
+        steps.assign(self.rho * steps + (1 - self.rho) * step * step)
+        v.assign_sub(self.learning_rate * step)
+
+
+class RMSprop(Optimizer):
+    """Divides by the root of the mean of recent squared gradients.
+
+    Source: `keras.optimizers.RMSprop`; Hinton, "Neural Networks for Machine Learning", lecture 6e, 2012.
+
+    Args:
+        learning_rate: step size.
+        rho: decay of the mean.
+        momentum: 0 for none.
+        epsilon: keeps the division away from zero.
+        centered: whether the variance takes the place of the mean of squares.
+        options: as in `Optimizer`.
+
+    Raises:
+        ValueError: momentum is not between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        centered: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum is {momentum!r}, and must be between 0 and 1")
+        self.rho, self.momentum, self.epsilon, self.centered = rho, momentum, epsilon, bool(centered)
+        more = {"mean": self.centered, "momentum": bool(momentum)}
+        self.slots = ("squares", *(slot for slot, wanted in more.items() if wanted))
+
+    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+        squares, *rest = slots
+        squares.assign(self.rho * squares + (1 - self.rho) * gradient * gradient)
+        size = squares.value()
+        if self.centered:
+            mean = rest.pop(0)
+            mean.assign(self.rho * mean + (1 - self.rho) * gradient)
+            size = size - mean * mean
+        step = self.learning_rate * gradient / np.sqrt(size + self.epsilon)
+        for m in rest:
+            step = m.assign(self.momentum * m + step).value()
+        v.assign_sub(step)
+
+
+class Ftrl(Optimizer):
+    """Follow the regularized leader: sparse weights by an L1 penalty.
+
+    Source: `keras.optimizers.Ftrl`; McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013.
+
+    Args:
+        learning_rate: step size.
+        learning_rate_power: how it falls with the sum of squared gradients; at most 0.
+        initial_accumulator_value: what that sum begins with.
+        l1_regularization_strength, l2_regularization_strength: penalties on the weights.
+        l2_shrinkage_regularization_strength: a penalty on the size of the weights as they are in this step.
+        beta: makes the learning rate begin smaller.
+        options: as in `Optimizer`.
+
+    Raises:
+        ValueError: one of these is less than 0, or the power is more.
+    """
+
+    slots = ("accumulator", "linear")
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        learning_rate_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        l2_shrinkage_regularization_strength: float = 0.0,
+        beta: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        if learning_rate_power > 0:
+            raise ValueError(f"learning_rate_power is {learning_rate_power!r}, and must be at most 0")
+        self.learning_rate_power = learning_rate_power
+        self.initial_accumulator_value = _at_least_0("initial_accumulator_value", initial_accumulator_value)
+        self.l1 = _at_least_0("l1_regularization_strength", l1_regularization_strength)
+        self.l2 = _at_least_0("l2_regularization_strength", l2_regularization_strength)
+        self.shrinkage = _at_least_0("l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength)
+        self.beta = _at_least_0("beta", beta)
+
+    def initial_slot(self, slot: str, v: Variable) -> Array:
+        """`initial_accumulator_value` for the sum of squares, zeros for the other."""
+        zeros = super().initial_slot(slot, v)
+        return np.full_like(zeros, self.initial_accumulator_value) if slot == "accumulator" else zeros
+
+    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+        total, linear = slots
+        rate, weights = self.learning_rate, v.astype(gradient.dtype)
+        before = total.value() ** -self.learning_rate_power
+        total.assign_add(gradient * gradient)
+        after = total.value() ** -self.learning_rate_power
+        linear.assign_add(gradient + 2 * self.shrinkage * weights - (after - before) / rate * weights)
+        quadratic = after / rate + 2 * (self.l2 + self.beta / (2 * rate))
+        v.assign((np.clip(linear, -self.l1, self.l1) - linear) / quadratic)
+
+
+def _at_least_0(name: str, value: float) -> float:
+    if not value >= 0:
+        raise ValueError(f"{name} is {value!r}, and must be at least 0")
+    return value

@@ -1,0 +1,261 @@
+"""Learning rates that depend on the number of steps applied: Keras's schedules, and a linear warm-up.
+
+A schedule is computed beside the count of steps, on the server, so that all processes use the same rate, also those
+that come late or restore a checkpoint. On a plain number it gives the rate of that step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from psclient.traces import Configured
+
+
+class LearningRateSchedule(Configured):
+    """Base of all schedules: a subclass keeps numbers as attributes and computes the rate in `__call__`.
+
+    Source: `keras.optimizers.schedules.LearningRateSchedule`.
+    """
+
+    def __call__(self, step: Any) -> Any:
+        """The learning rate.
+
+        Args:
+            step: how many steps were applied before, a number or what stands for it in an update function: take NumPy
+                functions, and `np.where` in place of `if`.
+        """
+        raise NotImplementedError
+
+
+class Constant(LearningRateSchedule):
+    """Always the same rate; for what takes a schedule.
+
+    Args:
+        learning_rate: the rate.
+    """
+
+    def __init__(self, learning_rate: float) -> None:
+        self.learning_rate = float(learning_rate)
+
+    def __call__(self, step: Any) -> Any:
+        return np.full_like(_float(step), self.learning_rate)
+
+
+class ExponentialDecay(LearningRateSchedule):
+    """`initial_learning_rate * decay_rate ** (step / decay_steps)`.
+
+    Source: `keras.optimizers.schedules.ExponentialDecay`.
+
+    Args:
+        initial_learning_rate: at step 0.
+        decay_steps: in how many steps the rate decays once.
+        decay_rate: factor of one decay.
+        staircase: whether the rate changes only every `decay_steps`.
+    """
+
+    def __init__(
+        self, initial_learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
+    ) -> None:
+        self.initial_learning_rate, self.decay_rate = float(initial_learning_rate), float(decay_rate)
+        self.decay_steps, self.staircase = _positive("decay_steps", decay_steps), staircase
+
+    def __call__(self, step: Any) -> Any:
+        decays = _float(step) / self.decay_steps
+        return self.initial_learning_rate * self.decay_rate ** (np.floor(decays) if self.staircase else decays)
+
+
+class InverseTimeDecay(LearningRateSchedule):
+    """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`.
+
+    Source: `keras.optimizers.schedules.InverseTimeDecay`.
+
+    Args:
+        initial_learning_rate, decay_steps, decay_rate, staircase: as in `ExponentialDecay`.
+    """
+
+    def __init__(
+        self, initial_learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
+    ) -> None:
+        self.initial_learning_rate, self.decay_rate = float(initial_learning_rate), float(decay_rate)
+        self.decay_steps, self.staircase = _positive("decay_steps", decay_steps), staircase
+
+    def __call__(self, step: Any) -> Any:
+        decays = _float(step) / self.decay_steps
+        return self.initial_learning_rate / (1 + self.decay_rate * (np.floor(decays) if self.staircase else decays))
+
+
+class PiecewiseConstantDecay(LearningRateSchedule):
+    """`values[0]` up to and including step `boundaries[0]`, then `values[1]`, and so on.
+
+    Source: `keras.optimizers.schedules.PiecewiseConstantDecay`.
+
+    Args:
+        boundaries: steps, increasing.
+        values: rates, one more than boundaries.
+
+    Raises:
+        ValueError: the numbers of boundaries and values do not fit, or boundaries do not increase.
+    """
+
+    def __init__(self, boundaries: Sequence[float], values: Sequence[float]) -> None:
+        if len(values) != len(boundaries) + 1:
+            raise ValueError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, and not {len(values)}")
+        if list(boundaries) != sorted(set(boundaries)):
+            raise ValueError(f"boundaries must increase: {list(boundaries)}")
+        self.boundaries, self.values = tuple(map(float, boundaries)), tuple(map(float, values))
+
+    def __call__(self, step: Any) -> Any:
+        step = _float(step)
+        rate = np.full_like(step, self.values[0])
+        for boundary, value in zip(self.boundaries, self.values[1:], strict=True):
+            rate = np.where(step > boundary, value, rate)
+        return rate
+
+
+class PolynomialDecay(LearningRateSchedule):
+    """From `initial_learning_rate` to `end_learning_rate` in `decay_steps`, as `(1 - step / decay_steps) ** power`.
+
+    Source: `keras.optimizers.schedules.PolynomialDecay`.
+
+    Args:
+        initial_learning_rate: at step 0.
+        decay_steps: after how many steps the end is reached.
+        end_learning_rate: from then on.
+        power: 1 for a straight line.
+        cycle: whether the rate rises again after the end, over a longer cycle each time.
+    """
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        decay_steps: float,
+        end_learning_rate: float = 0.0001,
+        power: float = 1.0,
+        cycle: bool = False,
+    ) -> None:
+        self.initial_learning_rate, self.end_learning_rate = float(initial_learning_rate), float(end_learning_rate)
+        self.decay_steps, self.power, self.cycle = _positive("decay_steps", decay_steps), float(power), cycle
+
+    def __call__(self, step: Any) -> Any:
+        step, whole = _float(step), self.decay_steps
+        if self.cycle:
+            whole = np.maximum(np.ceil(step / self.decay_steps), 1.0) * self.decay_steps
+        left = 1 - np.minimum(step, whole) / whole
+        return (self.initial_learning_rate - self.end_learning_rate) * left**self.power + self.end_learning_rate
+
+
+class CosineDecay(LearningRateSchedule):
+    """Half a cosine from the initial rate to `alpha` of it, after an optional linear warm-up.
+
+    Source: `keras.optimizers.schedules.CosineDecay`; Loshchilov and Hutter, "SGDR", 2017.
+
+    Args:
+        initial_learning_rate: at step 0.
+        decay_steps: how many steps the cosine takes.
+        alpha: the rate at its end, as a fraction of that at its beginning.
+        warmup_target: to which the rate rises first; None for no warm-up.
+        warmup_steps: in how many steps; these come before `decay_steps`.
+    """
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        decay_steps: float,
+        alpha: float = 0.0,
+        warmup_target: float | None = None,
+        warmup_steps: float = 0,
+    ) -> None:
+        self.initial_learning_rate, self.alpha = float(initial_learning_rate), float(alpha)
+        self.decay_steps, self.warmup_steps = _positive("decay_steps", decay_steps), float(warmup_steps)
+        self.warmup_target = None if warmup_target is None else float(warmup_target)
+        self.warms = warmup_target is not None and warmup_steps > 0
+
+    def __call__(self, step: Any) -> Any:
+        step = _float(step)
+        if self.warmup_target is None:
+            return self._decayed(step, self.initial_learning_rate)
+        if not self.warms:
+            return self._decayed(step, self.warmup_target)
+        rise = (self.warmup_target - self.initial_learning_rate) * (step / self.warmup_steps)
+        decayed = self._decayed(step - self.warmup_steps, self.warmup_target)
+        return np.where(step < self.warmup_steps, rise + self.initial_learning_rate, decayed)
+
+    def _decayed(self, step: Any, start: float) -> Any:
+        done = np.minimum(step, self.decay_steps) / self.decay_steps
+        return start * ((1 - self.alpha) * 0.5 * (1 + np.cos(math.pi * done)) + self.alpha)
+
+
+class CosineDecayRestarts(LearningRateSchedule):
+    """`CosineDecay` that begins anew each time it ends, longer and lower.
+
+    Source: `keras.optimizers.schedules.CosineDecayRestarts`; Loshchilov and Hutter, "SGDR", 2017.
+
+    Args:
+        initial_learning_rate: at step 0.
+        first_decay_steps: how many steps the first cosine takes.
+        t_mul: by how much each takes longer than the one before.
+        m_mul: by how much it begins lower.
+        alpha: the rate at the end of each, as a fraction of the initial rate.
+    """
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        first_decay_steps: float,
+        t_mul: float = 2.0,
+        m_mul: float = 1.0,
+        alpha: float = 0.0,
+    ) -> None:
+        self.initial_learning_rate, self.alpha = float(initial_learning_rate), float(alpha)
+        self.first_decay_steps = _positive("first_decay_steps", first_decay_steps)
+        self.t_mul, self.m_mul, self.grows = float(t_mul), float(m_mul), t_mul != 1
+
+    def __call__(self, step: Any) -> Any:
+        done = _float(step) / self.first_decay_steps
+        if self.grows:
+            restarts = np.floor(np.log(1 - done * (1 - self.t_mul)) / np.log(np.full_like(done, self.t_mul)))
+            before = (1 - self.t_mul**restarts) / (1 - self.t_mul)
+            done = (done - before) / self.t_mul**restarts
+        else:
+            restarts = np.floor(done)
+            done = done - restarts
+        cosine = 0.5 * self.m_mul**restarts * (1 + np.cos(math.pi * done))
+        return self.initial_learning_rate * ((1 - self.alpha) * cosine + self.alpha)
+
+
+class LinearWarmup(LearningRateSchedule):
+    """A straight line to another schedule's first rate, and then that schedule from its beginning.
+
+    Args:
+        schedule: what follows; a number for a constant rate.
+        warmup_steps: how many steps the line takes.
+        initial_learning_rate: at step 0.
+    """
+
+    def __init__(
+        self, schedule: LearningRateSchedule | float, warmup_steps: float, initial_learning_rate: float = 0.0
+    ) -> None:
+        self.schedule = schedule if isinstance(schedule, LearningRateSchedule) else Constant(schedule)
+        self.warmup_steps = _positive("warmup_steps", warmup_steps)
+        self.initial_learning_rate = float(initial_learning_rate)
+
+    def __call__(self, step: Any) -> Any:
+        step = _float(step)
+        after = self.schedule(np.maximum(step - self.warmup_steps, 0.0))
+        rise = (self.schedule(np.zeros_like(step)) - self.initial_learning_rate) * (step / self.warmup_steps)
+        return np.where(step < self.warmup_steps, self.initial_learning_rate + rise, after)
+
+
+def _float(step: Any) -> Any:
+    # In half or single precision a step of many millions is not told from the next.
+    return step.astype(np.float64) if hasattr(step, "astype") else np.float64(step)
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"{name} is {value!r}, and must be more than 0")
+    return float(value)

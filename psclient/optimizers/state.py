@@ -1,0 +1,121 @@
+"""The variables that an optimizer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psclient.optimizers.step import state_dtype
+from psclient.variables import Variable
+from pswire.tensor import Array
+
+
+@dataclass
+class Own:
+    """What one variable has beside it.
+
+    Attributes:
+        variable: the variable.
+        slots: the optimizer's, in order.
+        average: its moving average, if it has one.
+        gradient: keeps its gradient where that is needed in more than one round, if that was so.
+    """
+
+    variable: Variable
+    slots: tuple[Variable, ...]
+    average: Variable | None
+    gradient: Variable | None = None
+
+
+class State:
+    """What an optimizer keeps beside each variable, and what its steps share, on every server that needs it.
+
+    Args:
+        name: prefix of the names of all.
+        shared: first values of what steps share, by name.
+    """
+
+    def __init__(self, name: str, shared: Mapping[str, Array]) -> None:
+        self._name = name
+        self._first = shared
+        self._shared: list[dict[str, Variable]] = []
+        self._own: dict[int, Own] = {}  # by the id of a variable that is in it
+        self.strategy: Any = None
+
+    @property
+    def built(self) -> bool:
+        """Whether there is any."""
+        return bool(self._shared)
+
+    def __iter__(self) -> Iterator[Variable]:
+        for shared in self._shared:
+            yield from shared.values()
+        for own in self._own.values():
+            yield from (x for x in (*own.slots, own.average, own.gradient) if x is not None)
+
+    @property
+    def everywhere(self) -> list[dict[str, Variable]]:
+        """What steps share, by name: for each group of servers that has it."""
+        return self._shared
+
+    def shared(self, name: str) -> Variable:
+        """One of what steps share; raises `RuntimeError` if there is none."""
+        if name not in self._first:
+            raise RuntimeError(f"this optimizer keeps no {name}: that comes with loss_scale_factor=DynamicLossScale()")
+        if not self._shared:
+            raise RuntimeError("the optimizer has no state yet; apply gradients first, or call build(variables)")
+        return self._shared[0][name]
+
+    def beside(self, v: Variable) -> dict[str, Variable]:
+        """What steps share, where a variable lives."""
+        return next(shared for shared in self._shared if self._covers(shared, v))
+
+    def of(self, v: Variable) -> Own:
+        """What a variable has beside it; raises `RuntimeError` if it has nothing yet."""
+        if id(v) not in self._own:
+            raise RuntimeError(f"the optimizer keeps nothing of {v.name!r} yet; apply gradients first, or call build")
+        return self._own[id(v)]
+
+    @staticmethod
+    def _covers(shared: Mapping[str, Variable], v: Variable) -> bool:
+        return set(v.devices) <= set(shared["iterations"].devices)
+
+    def build(
+        self,
+        strategy: Any,
+        variables: Sequence[Variable],
+        slots: Callable[[Variable], Mapping[str, Array]],
+        averaged: bool,
+        kept: bool,
+    ) -> None:
+        """Creates what is missing. In cross-replica context.
+
+        Args:
+            strategy: the variables'.
+            variables: whose.
+            slots: the first values of a variable's slots, by name.
+            averaged: whether each has a moving average.
+            kept: whether gradients are kept.
+        """
+        self.strategy, extended = strategy, strategy.extended
+        # Variables that came later may live where the count is not: there it gets another copy.
+        uncounted = [v for v in variables if not any(self._covers(shared, v) for shared in self._shared)]
+        if uncounted:
+            now = {name: v.numpy() for name, v in self._shared[0].items()} if self._shared else self._first
+            with extended.colocate_vars_with(extended.non_slot_devices(uncounted)):
+                self._shared.append({n: Variable(value, False, f"{self._name}/{n}") for n, value in now.items()})
+        for v in variables:
+            with extended.colocate_vars_with(v):
+                if id(v) not in self._own:
+                    made = tuple(self._beside(v, name, value) for name, value in slots(v).items())
+                    first = v.numpy().astype(state_dtype(v.dtype)) if averaged else None
+                    self._own[id(v)] = Own(v, made, None if first is None else self._beside(v, "average", first))
+                own = self._own[id(v)]
+                if kept and own.gradient is None:
+                    own.gradient = self._beside(v, "gradient", np.zeros(v.shape, state_dtype(v.dtype)))
+
+    def _beside(self, v: Variable, name: str, value: Array) -> Variable:
+        return Variable(value, False, f"{self._name}/{v.name}/{name}")

@@ -1,0 +1,222 @@
+"""`ParameterServerStrategy`: where a training script begins."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from psclient import context
+from psclient.arrays import local_devices
+from psclient.chief import Chief
+from psclient.cluster_resolver import ClusterResolver, TFConfigClusterResolver, task_of
+from psclient.config import timeouts_from
+from psclient.consistency import Async, Sync
+from psclient.embedded import EmbeddedServer
+from psclient.exchange import Exchange
+from psclient.group import Group
+from psclient.remote import RemoteBackend
+from psclient.rpc import RemoteServer, connect
+from psclient.session import Session
+from psclient.strategy import Strategy
+from psclient.variables import Variable
+from pswire.cluster import ClusterSpec, Task, TaskConfig
+from pswire.errors import ConfigError, PSError
+from pswire.limits import Timeouts
+from pswire.spec import Snapshotted
+
+log = logging.getLogger("psclient")
+
+
+class ParameterServerStrategy(Strategy):
+    """Trains with variables on parameter servers, as `tf.distribute` does.
+
+    Every process of the job runs the same script. Without a cluster, one local server is started for it.
+
+    One thread at a time runs replicas, reduces, updates, creates variables and saves; it is refused to another as
+    long as what the first has recorded is not sent, at the end of its scope at the latest. All threads may read
+    variables. A fork of the process has no part in the job: it may only compute with what was read before.
+
+    Args:
+        devices: the local replicas' devices, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs,
+            or one CPU.
+        consistency: `Sync()`, the default, or `Async()`; the same in all processes.
+        cluster_resolver: tells the cluster and this process's task; by default `TFConfigClusterResolver()`.
+        timeouts: by default what `PS_TIMEOUT_*` say.
+
+    Raises:
+        ConfigError: `TF_CONFIG` or a device is wrong, or another process has another consistency.
+        Unreachable: a server does not answer.
+        ChiefLost: no chief began the job in time.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        consistency: Sync | Async | None = None,
+        cluster_resolver: ClusterResolver | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self.consistency = consistency or Sync()
+        self._timeouts = timeouts or timeouts_from()
+        resolver = cluster_resolver or TFConfigClusterResolver()
+        config = task_of(resolver)
+        self._devices = local_devices(devices)  # after the resolver, which may say which GPUs are this task's
+        self._resolver = resolver if config else None
+        self._embedded = EmbeddedServer(timeouts=self._timeouts) if config is None else None
+        self._config = config or _embedded_config(self._embedded)
+        self._servers: list[RemoteServer] = []
+        self._chief: Chief | None = None
+        self._owner = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._failed = False
+        self._last_error = _last_error()
+        self._saves: Variable | None = None
+        try:
+            self._connect()
+        except BaseException:
+            self._failed = True
+            self.close()
+            raise
+        atexit.register(self.close)
+
+    def _connect(self) -> None:
+        cluster, task = self._config.cluster, self._config.task
+        self._servers = connect(cluster, self._timeouts)
+        self._session = Session(
+            task, self._servers, len(self._devices), timeouts=self._timeouts, consistency=self.consistency.mode
+        )
+        runs_script = task.job == "chief"
+        if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
+            servers = connect(cluster, self._timeouts)
+            self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end)
+            self._chief.start()
+        self._session.open()
+        self._session.await_job()
+        expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
+        self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
+        self._remote = RemoteBackend(self._exchange)
+        super().__init__(self._remote)
+
+    # ---- What it is ----
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What tells the cluster and this process's task; None where one server was started for this process."""
+        return self._resolver
+
+    @property
+    def round(self) -> int:
+        """The number of the next round; a process that comes back starts at the group's."""
+        return self._remote.group.round
+
+    @property
+    def task(self) -> Task:
+        """Which task this process is."""
+        return self._config.task
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Payload bytes sent and received so far, in bytes."""
+        return sum(s.bytes_sent for s in self._servers), sum(s.bytes_received for s in self._servers)
+
+    # ---- Checkpoints: what `Checkpoint` calls ----
+
+    @property
+    def saves(self) -> Variable:
+        """How many checkpoints were ordered, those before a restore included: a variable, saved with the others."""
+        if self._saves is None:
+            # Its place is said, so that it does not advance the turn of the user's variables.
+            with self.scope(), self.extended.colocate_vars_with(self.extended.parameter_devices[:1]):
+                self._saves = Variable(np.int64(0), False, "checkpoint/saves")
+        return self._saves
+
+    @property
+    def saves_here(self) -> bool:
+        """Whether this process takes part in checkpoints: synchronous ones all do, of asynchronous ones the first."""
+        return isinstance(self.consistency, Sync) or self.extended.should_checkpoint
+
+    def save_section(self, path: str, saves: Variable) -> Snapshotted:
+        """Ends the open section with a checkpoint, one more in `saves`; waits until it is complete, or failed."""
+        with self.scope():
+            context.require_cross_replica(self, "save")
+            saves.assign_add(1)
+            for variable in self._remote.saved_copies:
+                variable.saved.assign_aggregate(self, "assign", variable)
+            return self._remote.snapshot(path)
+
+    def restore_variables(self, path: str) -> bool:
+        """Has the servers read a checkpoint; see `Checkpoint.restore`."""
+        with self.scope():
+            context.require_cross_replica(self, "restore")
+            self._remote.flush()
+            if self._remote.group.late:
+                log.info("%s comes back to a running job: its variables stay as they are", self.task)
+                return False
+            self._remote.restore(path)
+            return True
+
+    # ---- The end ----
+
+    def close(self) -> None:
+        """Leaves the job; called at the end of the process if it is not called before.
+
+        A clean end tells the others that this process has done its part. Does nothing in a fork of the process.
+        """
+        if os.getpid() != self._owner:
+            return
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
+        failed = self._failed or _last_error() is not self._last_error
+        error = "the script failed" if failed else ""
+        if not error and hasattr(self, "extended"):
+            error = self._flush_last()
+        if hasattr(self, "_runner"):
+            self._remote.close()
+            super().close()
+        if hasattr(self, "_session"):
+            self._session.leave(error)
+        if self._chief:
+            self._chief.stop(abandon=bool(error))
+        for server in self._servers:
+            server.close()
+        if self._embedded:
+            self._embedded.stop()
+
+    def _flush_last(self) -> str:
+        try:
+            # A script that has caught why its session ended does not leave cleanly either.
+            self._session.check()
+            self._remote.flush()
+        except PSError as error:
+            log.error("%s does not leave cleanly: %s", self.task, error)
+            return str(error)
+        return ""
+
+    def __enter__(self) -> ParameterServerStrategy:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._failed = self._failed or kind is not None
+        self.close()
+
+
+def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
+    if embedded is None:
+        raise ConfigError("there is neither a cluster nor an embedded server")
+    cluster = ClusterSpec({"ps": (embedded.address,), "worker": ("127.0.0.1:0",)})
+    return TaskConfig(cluster, Task("worker", 0))
+
+
+def _last_error() -> BaseException | None:
+    return getattr(sys, "last_value", None)

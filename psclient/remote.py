@@ -1,0 +1,209 @@
+"""The backend of parameter servers: what is reduced and updated is recorded in sections, and sent as rounds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from psclient import context, nest
+from psclient.arrays import Device
+from psclient.backend import Place
+from psclient.exchange import Exchange
+from psclient.group import Group
+from psclient.reduction import LocalValue
+from psclient.section import Section
+from psclient.stored import ServerVariable, SyncOnReadVariable
+from psclient.variables import Variable, VariableAggregation
+from pswire.errors import LocalityError
+from pswire.spec import Plan, Snapshotted, VariableSpec
+from pswire.spec import Variable as Handle
+from pswire.tensor import Array
+
+
+class RemoteBackend:
+    """Variables on parameter servers.
+
+    One section is open at a time, and one thread records it. All threads may read variables.
+
+    Args:
+        exchange: what travels to the servers.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._task = exchange.session.task
+        self.parameter_devices = exchange.session.devices
+        self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
+        self._copies: list[SyncOnReadVariable] = []
+        self._exchange = exchange
+        self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
+        self._section: Section | None = None
+        self._closed = False
+
+    @property
+    def group(self) -> Group:
+        """Who trains together."""
+        return self._exchange.group
+
+    def full_name(self, device: Device) -> str:
+        """The device's name, `/job:worker/task:1/device:GPU:0`."""
+        return device.full_name(self._task)
+
+    # ---- Variables ----
+
+    def create(
+        self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
+    ) -> Variable:
+        """Gets or creates it on the servers; an ON_READ variable has there what was saved of it."""
+        self.check_open()
+        handle = self._exchange.create(spec, place, value)
+        if not on_read:
+            server_variable: Variable = ServerVariable.stored(strategy, spec, how, handle, self.read)
+            return server_variable
+        restored = self._exchange.was_restored(handle.id)
+        # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
+        # aggregation nothing was saved but another job's beginning.
+        anew = self.group.late or (restored and how is VariableAggregation.NONE)
+        first = value if anew else self.read(handle)
+        variable: SyncOnReadVariable = SyncOnReadVariable.stored(
+            strategy, spec, how, handle.servers, self.group.devices, first
+        )
+        variable.saved = ServerVariable.stored(strategy, spec, how, handle, self.read)
+        if restored:
+            variable.share_out(first)
+        self._copies.append(variable)
+        return variable
+
+    def read(self, handle: Handle) -> Array:
+        """A variable's value on the host; if this thread's open section assigns it, that is flushed first."""
+        self.check_open()
+        section = self._mine()
+        if section is not None and section.writes(handle.id):
+            self.flush()
+        in_replica = context.has_strategy() and not context.in_cross_replica_context()
+        return self._exchange.read(handle, now=not in_replica)
+
+    # ---- Sections ----
+
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Variable | None]]) -> list[Any]:
+        """Records reductions; their values are lazy."""
+        section = self.section_here
+        if not context.in_merge_call():
+            # The section stays open after this call, and what is reduced may be the caller's buffer.
+            contributions = [(local.kept(), to) for local, to in contributions]
+        reduced = [
+            section.reduce(local, None if to is None else to.place, "" if to is None else repr(to.name))
+            for local, to in contributions
+        ]
+        if any(to is None for _, to in contributions):
+            section.give_back(reduced)  # The first that is brought here ends the section for all.
+        return reduced
+
+    def apply(
+        self, strategy: Any, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Traces the function and records its application."""
+        for leaf in nest.flatten((tuple(args), dict(kwargs))):
+            self._check_place(leaf, place)
+        return [self.section_here.apply(place, fn, args, kwargs)]
+
+    def _check_place(self, value: Any, place: Place) -> None:
+        """Says here, where the user's line is, what the server would refuse."""
+        if isinstance(value, ServerVariable) and not set(place) <= set(value.place):
+            where = ", ".join(self.parameter_devices[server] for server in place)
+            raise LocalityError(
+                f"a value never crosses servers inside a section: {value!r} is used in an update on {where}; "
+                "create it there with colocate_vars_with, or read it first and pass its value"
+            )
+
+    def section(self, call: Callable[[], Any]) -> Any:
+        """Runs what `merge_call` was given: a section of its own, sent when it returns."""
+        try:
+            result = call()
+        except BaseException:
+            # The other processes make this section's round. This one has left it out, and is told so if it goes on.
+            self.drop()
+            self.group.skip_round()
+            raise
+        self.flush(returned=result)
+        return result
+
+    @property
+    def section_here(self) -> Section:
+        """The section being recorded; a new one if none is.
+
+        Raises:
+            RuntimeError: another thread records one, or the strategy is closed.
+        """
+        self.check_open()
+        with self._opening:
+            if self._section is None:
+                self._section = Section(len(self.parameter_devices), self._send)
+            section = self._section
+        section.check_thread()
+        return section
+
+    def _mine(self) -> Section | None:
+        """The section that the calling thread records."""
+        section = self._section
+        return section if section is not None and section.mine else None
+
+    def flush(self, returned: Any = None) -> None:
+        """Ends the calling thread's open section, if there is one: sends what it recorded, and waits for it.
+
+        Args:
+            returned: a nest; located values in it are wanted after the end.
+        """
+        section = self._mine()
+        if section is not None:
+            section.give_back(returned)
+            self._send(section)
+        else:
+            self._exchange.begin_step()
+
+    def drop(self) -> None:
+        """Forgets the calling thread's open section: what recorded it failed."""
+        if self._mine() is not None:
+            self._section = None
+
+    def snapshot(self, path: str) -> Snapshotted:
+        """Ends the open section with a checkpoint; waits until it is complete, or failed."""
+        section = self.section_here
+        section.order_snapshot(path, self.group.round)
+        plan = self._send(section)
+        return self._exchange.snapshot(plan)
+
+    def restore(self, path: str) -> None:
+        """Has the servers read a checkpoint, and takes over what it says."""
+        self.group.begin_at(self._exchange.restore(path))
+        for variable in self.saved_copies:
+            variable.share_out(variable.saved.numpy())
+
+    @property
+    def saved_copies(self) -> list[SyncOnReadVariable]:
+        """The ON_READ variables whose aggregate belongs into a checkpoint."""
+        return [v for v in self._copies if v.aggregation is not VariableAggregation.NONE]
+
+    def close(self) -> None:
+        """From now on nothing is read, created or recorded."""
+        self._closed = True
+        self._section = None
+
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once the strategy is closed."""
+        if self._closed:
+            raise RuntimeError("this strategy is closed; do what needs its servers before close(), or make another one")
+
+    def _send(self, section: Section) -> Plan:
+        self.check_open()
+        if section is not self._section:
+            raise RuntimeError("this value was never computed: its section was given up when its code failed")
+        if not context.in_merge_call():
+            section.give_back_unused()
+        try:
+            outgoing = section.outgoing()
+            section.arrived(self._exchange.flush(outgoing) if outgoing.plan.servers else {})
+        finally:
+            # Only now: a section of another thread would be a second round at the same time.
+            self._section = None
+        return outgoing.plan

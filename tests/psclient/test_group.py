@@ -1,0 +1,197 @@
+"""The group as one process sees it, and what it reads: over cores in process, with a chief that the test plays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from rig import WORKERS, Job, serving, sum_into
+
+from psclient.arrays import Device
+from psclient.chief import Chief
+from psclient.exchange import Exchange, Outgoing
+from psclient.group import Group
+from psclient.session import Session
+from pswire.api import SessionState
+from pswire.cluster import ClusterSpec
+from pswire.errors import ConfigError
+from pswire.limits import Timeouts
+from pswire.spec import Approved, Epoch, EpochClosed, Member, Mode, Position, Start, VariableSpec
+from pswire.tensor import TensorSpec
+
+A, B, C = WORKERS[:3]
+NUMBER = TensorSpec("int64", ())
+
+
+@pytest.fixture
+def job(tmp_path) -> Iterator[Job]:
+    """Two servers and a chief that does nothing by itself."""
+    with serving("core", 2, tmp_path) as servers:
+        yield Job(servers)
+
+
+class Process:
+    """One process's part of a strategy."""
+
+    def __init__(self, job: Job, task: Any, mode: Mode, replicas: int = 1) -> None:
+        devices = tuple(Device("cpu", index) for index in range(replicas))
+        self.session = Session(task, job.verbs, replicas, timeouts=Timeouts(beat=60.0), consistency=mode)
+        self.session.open()
+        self.group = Group(self.session, devices)
+        self.exchange = Exchange(self.session, self.group)
+
+    @property
+    def member(self) -> Member:
+        return Member(self.session.task, self.session.number, self.session.replicas, self.session.consistency)
+
+    def create(self, name: str, server: int = 0) -> Any:
+        return self.exchange.create(VariableSpec(name, NUMBER), (server,), np.asarray(0))
+
+    def add(self, plan: Any, value: int) -> None:
+        self.exchange.flush(Outgoing(plan, (1.0,), (np.asarray(value),), ()))
+
+
+@contextmanager
+def began(job: Job, mode: Mode, *replicas: int) -> Iterator[list[Process]]:
+    """Processes that begin a job together, with these numbers of replicas."""
+    found = [Process(job, task, mode, count) for task, count in zip(WORKERS, replicas, strict=False)]
+    try:
+        job.close([one.member for one in found])
+        yield found
+    finally:
+        for one in found:
+            one.session.leave()
+
+
+def test_synchronous_members_count_all_replicas(job):
+    """What they make together and how they share the data is one thing."""
+    with began(job, "sync", 2, 1, 3) as processes:
+        for one in processes:
+            one.group.enter("dataset:0")
+        assert [one.group.slice() for one in processes] == [(0, 6), (2, 6), (3, 6)]
+        assert [one.group.share() for one in processes] == [(0, 6), (2, 6), (3, 6)]
+        assert {one.group.replicas for one in processes} == {6}
+        assert [one.group.leads for one in processes] == [True, False, False]
+
+
+def test_asynchronous_members_count_their_own_replicas(job):
+    """In their rounds; they share the data with all, as those were when the job began."""
+    with began(job, "async", 2, 1, 3) as processes:
+        for one in processes:
+            one.group.enter("dataset:0")
+        assert [one.group.slice() for one in processes] == [(0, 2), (0, 1), (0, 3)]
+        assert [one.group.replicas for one in processes] == [2, 1, 3]
+        assert [one.group.share() for one in processes] == [(0, 6), (2, 6), (3, 6)]
+        assert [one.group.pipeline for one in processes] == [(0, 3), (1, 3), (2, 3)]
+        assert [one.group.leads for one in processes] == [True, False, False]
+
+
+def test_who_comes_back_has_its_share_again(job):
+    """By its task, whoever else is gone; with the replicas that it had, and nothing for who was not there."""
+    with began(job, "async", 2, 1):
+        job.close()
+        back, other, new = Process(job, B, "async"), Process(job, A, "async", 3), Process(job, C, "async")
+        where = Position(0, 1, 9)
+        members = [other.member, back.member, new.member]
+        number = job.epoch.number + 1
+        job.append(EpochClosed(Epoch(number, tuple(members), start=Start(number, 17, (where,)))))
+        back.group.enter("dataset:0")
+        assert (back.group.round, back.group.position(0), back.group.late) == (17, where, True)
+        assert (back.group.share(), back.group.slice(), back.group.pipeline) == ((2, 3), (0, 1), (1, 2))
+        assert new.group.share() == (3, 3)
+        with pytest.raises(ConfigError, match=r"worker/task:0 has 3 replicas, and had 2 when the job began"):
+            other.group.share()
+        for one in (back, other, new):
+            one.session.leave()
+
+
+def test_an_asynchronous_worker_waits_at_no_boundary(job):
+    """It asks for no place to be taken in, and keeps the epoch in which it began: others come and go."""
+    with began(job, "async", 1, 1) as (one, other):
+        plan = sum_into(one.create("v"))
+        one.group.enter("dataset:0")
+        job.append(Approved(plan))
+        job.close([one.member])
+        one.add(plan, 1)
+        one.group.enter("dataset:0")
+        assert one.group.epoch is not None
+        assert one.group.epoch.number == 1
+        assert all(state.entry == "" for state in one.session.look().sessions)
+        one.add(plan, 2)
+        assert (one.group.round, one.session.waits) == (2, (-1, b""))
+        assert int(one.exchange.read(one.exchange._variables[0], now=True)) == 3
+        assert other.session.number in job.servers.cores[0]._rounds.fenced
+
+
+def test_a_step_computes_with_one_value(job):
+    """An asynchronous worker's reads are kept for a step; one that is not of a step sees what there is now."""
+    with began(job, "async", 1, 1) as (one, other):
+        v, _ = one.create("v"), other.create("v")
+        plan = sum_into(v)
+        job.append(Approved(plan))
+        other.add(plan, 1)
+        assert int(one.exchange.read(v)) == 1
+        other.add(plan, 1)
+        assert int(one.exchange.read(v)) == 1
+        assert int(one.exchange.read(v, now=True)) == 2
+        one.exchange.begin_step()
+        assert int(one.exchange.read(v)) == 2
+        one.add(plan, 10)
+        other.add(plan, 1)
+        one.exchange.begin_step()
+        assert int(one.exchange.read(v)) == 12, "what its push brought back is what its next step begins with"
+        one.exchange.begin_step()
+        assert int(one.exchange.read(v)) == 13
+
+
+# ---- What the chief decides of asynchronous workers ----
+
+
+def chief_of(job: Job) -> Chief:
+    """A chief that looks at the job's servers and is asked for its decisions alone."""
+    cluster = ClusterSpec({"ps": ("x:1", "x:2"), "worker": ("x:3", "x:4")})
+    chief = Chief(A, job.verbs, cluster, Timeouts())  # type: ignore[arg-type]
+    chief._state.take([EpochClosed(job.epoch)])
+    return chief
+
+
+def states(*members: Member) -> list[SessionState]:
+    return [SessionState(member, "open", "", 0.0) for member in members]
+
+
+def test_who_is_gone_is_fenced_before_its_task_goes_on(job):
+    """One epoch drops them, the next takes new ones in: what the servers say of their places is final by then."""
+    one, other = job.join(A, B, mode="async")
+    chief = chief_of(job)
+    back = Member(A, 77, 1, "async")
+    (dropped,) = chief._next_epochs(states(other.member, back))
+    assert dropped == Epoch(2, (other.member,))
+    chief._state.take([EpochClosed(dropped)])
+    (taken,) = chief._next_epochs(states(other.member, back))
+    assert taken == Epoch(3, (back, other.member), start=Start(3, 0))
+    chief._state.take([EpochClosed(taken)])
+    assert chief._next_epochs(states(other.member, back)) == []
+    assert one.session not in (back.session, other.session)
+
+
+def test_each_who_comes_begins_where_its_task_was(job):
+    """After the newest push that reached any server; those who come at once get an epoch each."""
+    one, other = job.join(A, B, mode="async")
+    v, w = job.variable(one, np.array(0), (0,)), job.variable(one, np.array(0), (1,))
+    plan = job.approve(sum_into(v, w), one)
+    places = [(Position(0, 0, index),) for index in range(4)]
+    for server in (0, 1):
+        one.push(plan, [1, 1], server=server, positions=places[1])
+    one.round = 1
+    one.push(plan, [1, 1], server=1, positions=places[2])
+    other.round = 5
+    other.push(plan, [1, 1], positions=places[3])
+    job.close()
+    chief = chief_of(job)
+    back = [Member(A, 77, 1, "async"), Member(B, 78, 1, "async")]
+    epochs = chief._next_epochs(states(*back))
+    assert [epoch.members for epoch in epochs] == [(back[0],), tuple(back)]
+    assert [epoch.start for epoch in epochs] == [Start(3, 2, places[2]), Start(4, 6, places[3])]

@@ -1,0 +1,370 @@
+"""Update functions that are traced once: other numbers are other operands, and nothing else is taken for the same."""
+
+from __future__ import annotations
+
+import enum
+import math
+import operator
+import statistics
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import opened, variable
+
+import psclient as ps
+from psclient import traces
+from psclient.optimizers import schedules
+from psclient.scalars import Scalar, Tape
+from psclient.traces import UpdateFunction
+from pswire.errors import ProgramError
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    with opened("embedded-1") as strategy:
+        yield strategy
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """What was traced, one item for each time."""
+    seen, own = [], traces.trace
+    monkeypatch.setattr(traces, "trace", lambda *args: seen.append(args[1]) or own(*args))
+    return seen
+
+
+def update(strategy, v, fn, *args, **kwargs):
+    returned = strategy.extended.update(v, fn, args, kwargs)
+    return v.numpy().tolist() if returned is None else np.asarray(returned).tolist()
+
+
+# ---- One trace ----
+
+
+def test_other_numbers_make_no_other_trace(strategy, traced):
+    """Numbers and what is computed from them are operands; also of another variable of that shape."""
+
+    @ps.update_function
+    def fn(v, x, rate, decay=0.5):
+        v.assign((1 - decay) * v + (2 * rate**2 + abs(-rate) // 2) * x)
+
+    for v in (variable(strategy), variable(strategy)):
+        value = 0.0
+        for rate, decay in ((1.0, 0.5), (3.0, 0.25), (0.5, 0.5)):
+            value = (1 - decay) * value + (2 * rate**2 + rate // 2) * 2.0
+            assert update(strategy, v, fn, np.full(3, 2.0, "float32"), rate, decay=decay) == [value] * 3
+    assert len(traced) == 1
+
+
+def test_arrays_and_reduced_values_are_inputs(strategy, traced):
+    """Their values may be others; an array that the function makes itself stays."""
+
+    @ps.update_function
+    def fn(v, xs, named):
+        v.assign(xs["a"] * np.array([1.0, 2.0, 3.0]) + named)
+
+    v = variable(strategy)
+    for k in (1.0, 2.0):
+        with strategy.scope():
+            total = strategy.extended.reduce_to("sum", np.full(3, k, "float32"), v)
+            strategy.extended.update(v, fn, ({"a": total},), {"named": np.full(3, k, "float32")})
+        assert v.numpy().tolist() == [2 * k, 3 * k, 4 * k]
+    assert len(traced) == 1
+
+
+class Way(enum.Enum):
+    UP, DOWN = range(2)
+
+
+@ps.update_function
+def seen_in_many_ways(v, a, b=0):
+    """Looks at whatever it is given."""
+    if isinstance(a, Way):
+        return v.assign_add(1.0 if a is Way.UP else -1.0).value()
+    if callable(a):
+        return a(v)
+    if isinstance(a, list | tuple):
+        return v * len(a) + sum(a)
+    if isinstance(a, dict):
+        return v + sum(a.values()) + len("".join(a))
+    if isinstance(a, str):
+        return v + len(a)
+    return v + a + (1000 if a is None or a is True else 0) if a is not None else v.value()
+
+
+DIFFERENT = [
+    [1.0, 1, True, "a", "bb", None, Way.UP, Way.DOWN],
+    [[1.0], [1.0, 2.0], (1.0,), {"a": 1.0}, {"bbb": 1.0}],
+    [np.ones(3, "float32"), np.ones(3), np.ones(()), np.float32(1), np.ones((1, 3))],
+    [abs, np.negative, lambda v: v * 3, lambda v: v * 4],
+]
+
+
+@pytest.mark.parametrize("different", DIFFERENT)
+def test_what_differs_is_not_taken_for_the_same(strategy, different):
+    """Types, structures, dtypes, shapes, words, functions: each gives what a fresh trace of it gives."""
+    for args in different * 2:
+        results = []
+        for fn in (seen_in_many_ways, UpdateFunction(seen_in_many_ways.__wrapped__)):
+            v = variable(strategy, [1.0, 2.0, 3.0])
+            results.append(update(strategy, v, fn, args))
+        assert results[0] == results[1]
+
+
+def test_variables_that_are_one_are_not_two(strategy):
+    """A call with one variable twice is another call than one with two of that shape."""
+
+    @ps.update_function
+    def fn(v, a, b):
+        a.assign(b + 1.0)
+        b.assign(a * 2.0)
+
+    v, a, b = (variable(strategy, np.zeros(1)) for _ in range(3))
+    strategy.extended.update(v, fn, (a, b))
+    strategy.extended.update(v, fn, (v, v))
+    strategy.extended.update(v, fn, (b, a))
+    assert [x.numpy().tolist() for x in (v, a, b)] == [[2.0], [4.0], [2.0]]
+
+
+# ---- Looking at numbers ----
+
+
+def test_what_a_function_sees_of_a_number_is_seen_again(strategy, traced):
+    """`if`, `math` and `int` are allowed: another trace is made where they would see something else, and kept."""
+
+    @ps.update_function
+    def fn(v, k, n):
+        factor = math.sqrt(n)
+        if k > 0 and n:
+            v.assign_add(k * factor)
+        else:
+            v.assign(range(10)[int(n)] - k / n if n else -1.0)
+
+    v, value = variable(strategy, np.zeros(1)), 0.0
+    for k, n in ((1.0, 4.0), (2.0, 4.0), (1.0, 9.0), (-1.0, 4.0), (-2.0, 4.0), (3.0, 4.0), (-1.0, 0.0)):
+        value = value + k * math.sqrt(n) if k > 0 and n else n - k / n if n else -1.0
+        assert update(strategy, v, fn, k, n) == [value]
+    assert len(traced) == 4
+
+
+def test_numbers_that_no_trace_can_hold_for_are_computed(strategy):
+    """NaN is equal to nothing, also when the function has looked at it; -0.0 is not 0.0."""
+
+    @ps.update_function
+    def looks(v, k):
+        return v + float(k)
+
+    @ps.update_function
+    def divides(v, k):
+        return 1.0 / (v + k)
+
+    v = variable(strategy, np.zeros(1))
+    for _ in range(3):
+        assert math.isnan(update(strategy, v, looks, math.nan)[0])
+    assert len(looks._traces) == 1
+    with np.errstate(all="ignore"):
+        assert [update(strategy, v.assign(-0.0), divides, k) for k in (0.0, -0.0)] == [[math.inf], [-math.inf]]
+
+
+def test_errors_come_back_each_time(strategy):
+    """Of the function itself, of numbers beyond a dtype, of what nobody can compare: with the user's line."""
+
+    @ps.update_function
+    def fn(v, k):
+        v.assign_add(1 / k)
+
+    v, small = variable(strategy, np.zeros(1)), variable(strategy, np.zeros(1, "int8"))
+    assert update(strategy, v, fn, 2.0) == [0.5]
+    with pytest.raises(ZeroDivisionError):
+        update(strategy, v, fn, 0.0)
+    add = ps.update_function(lambda v, k: v.assign_add(k))
+    assert update(strategy, small, add, 3) == [3]
+    for _ in range(2):
+        with pytest.raises(ProgramError, match=f"{__file__}:.*300"):
+            update(strategy, small, add, 300)
+    with pytest.raises(ProgramError, match=f"{__file__}:.*cannot be compared.*unhashable"):
+        update(strategy, v, fn, {1, 2})
+
+
+def test_what_is_no_argument_is_refused(strategy):
+    """A variable or a reduced value by a closure would be the first call's for ever."""
+    v, other = variable(strategy), variable(strategy)
+    with pytest.raises(ProgramError, match=f"uses.*{other.name}.*which is not among its arguments; pass it"):
+        strategy.extended.update(v, ps.update_function(lambda v: v.assign(other * 2.0)))
+    with strategy.scope():
+        total = strategy.extended.reduce_to("sum", np.ones(3, "float32"), v)
+        with pytest.raises(ProgramError, match="not among its arguments"):
+            strategy.extended.update(v, ps.update_function(lambda v: v.assign(v + total)))
+
+
+def test_it_is_the_function_elsewhere():
+    """Without servers, and called by hand; name and docstring are the function's."""
+
+    @ps.update_function
+    def halved(v):
+        """Halves it."""
+        v.assign(v / 2)
+
+    with opened("mirrored-2") as mirrored:
+        v = variable(mirrored, [4.0])
+        assert update(mirrored, v, halved) == [2.0]
+    assert (halved.__name__, halved.__doc__) == ("halved", "Halves it.")
+
+
+def test_memory_is_bounded(strategy, monkeypatch):
+    """Of kinds of calls, and of traces of one kind."""
+    monkeypatch.setattr(traces, "MAX_TRACES", 3)
+    fn = ps.update_function(lambda v, n, word: v * int(n))
+    v = variable(strategy, [1.0])
+    for n in range(20):
+        assert update(strategy, v, fn, n, "same") == [n]
+    for n in range(10):
+        assert update(strategy, v, fn, n, f"word {n}") == [n]
+    assert len(fn._traces) <= 3
+    assert max(map(len, fn._traces.values())) <= traces.MAX_TRACES_OF_ONE_KIND
+
+
+# ---- Scalars ----
+
+NUMBER = st.one_of(st.integers(-5, 5), st.floats(-4, 4, width=16))
+ARITHMETIC = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod")},
+    "lt": lambda x, y: int(x < y),
+    "eq": lambda x, y: int(x == y),
+    "if": lambda x, y: x if y else -y,
+    "neg": lambda x, y: -x,
+    "abs": lambda x, y: abs(x),
+    "round": lambda x, y: round(x),
+    "int": lambda x, y: int(x),
+}
+STEP = st.tuples(
+    st.sampled_from(sorted(ARITHMETIC)),
+    st.integers(0, 20),
+    st.integers(0, 20) | NUMBER.map(lambda n: (n,)),
+)
+
+
+def follow(steps, numbers):
+    """Computes with whatever it is given."""
+    values = list(numbers)
+
+    def at(place):
+        return place[0] if isinstance(place, tuple) else values[place % len(values)]
+
+    for op, a, b in steps:
+        values.append(ARITHMETIC[op](at(a), at(b)))
+    return values[-1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=st.lists(STEP, max_size=8), first=st.lists(NUMBER, min_size=3, max_size=3), data=st.data())
+def test_a_tape_gives_what_plain_numbers_give_or_does_not_hold(steps, first, data):
+    """The values from other numbers of the same types are exactly those of the plain computation."""
+    tape = Tape(first)
+    try:
+        found = follow(steps, [tape.scalar(place) for place in range(3)])
+    except (ZeroDivisionError, OverflowError):
+        return
+    plain = follow(steps, first)
+    known = found.value if isinstance(found, Scalar) else found
+    assert (known, type(known)) == (plain, type(plain))
+    second = [data.draw(st.integers(-5, 5) if type(n) is int else st.floats(-4, 4, width=16)) for n in first]
+    values = tape.replay(second)
+    if values is not None:
+        expected = follow(steps, second)
+        known = values[found.place] if isinstance(found, Scalar) else found
+        assert (known, type(known)) == (expected, type(expected))
+    assert tape.replay(first) is not None
+
+
+def test_scalars_are_numbers_to_numpy():
+    """Weak beside arrays, of their own dtype alone; NumPy has to look."""
+    scalar = Tape([0.1]).scalar(0)
+    assert (np.ones(2, "float32") * scalar).dtype == np.float32
+    assert (scalar * np.float32(2)).dtype == np.float32
+    assert np.sqrt(scalar) == np.sqrt(0.1)
+    assert np.asarray(scalar) == 0.1
+    assert f"{scalar:.3f} {scalar!r}" == "0.100 Scalar(0.1)"
+    assert {scalar: 1}[0.1] == 1
+    assert complex(scalar) == 0.1
+
+
+# ---- Optimizers keep the promise ----
+
+OPTIMIZERS = {
+    "SGD": lambda **o: ps.optimizers.SGD(0.1, 0.9, nesterov=True, **o),
+    "Lion": ps.optimizers.Lion,
+    "Adam": lambda **o: ps.optimizers.Adam(amsgrad=True, **o),
+    "AdamW": ps.optimizers.AdamW,
+    "Adamax": ps.optimizers.Adamax,
+    "Nadam": ps.optimizers.Nadam,
+    "Lamb": ps.optimizers.Lamb,
+    "Adagrad": ps.optimizers.Adagrad,
+    "Adadelta": ps.optimizers.Adadelta,
+    "RMSprop": lambda **o: ps.optimizers.RMSprop(momentum=0.5, centered=True, **o),
+    "Ftrl": lambda **o: ps.optimizers.Ftrl(beta=0.1, **o),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ema": True, "global_clipnorm": 1.0, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_kept_trace_is_what_a_new_one_would_be(strategy, monkeypatch, name, options):
+    """Each call of each update function is traced a second time: the same program, the same operands to the bit."""
+    own, compared = UpdateFunction.call, []
+
+    def twice(self, *args):
+        kept, fresh = own(self, *args), own(UpdateFunction(self.__wrapped__), *args)
+        assert kept.traced.program == fresh.traced.program
+        for a, b in zip(kept.inputs, fresh.inputs, strict=True):
+            if isinstance(a, np.ndarray):
+                assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes())
+            else:
+                assert a[:2] == b[:2]
+                assert a.source is b.source or a.source == b.source
+        compared.append(kept)
+        return kept
+
+    monkeypatch.setattr(UpdateFunction, "call", twice)
+    w = variable(strategy, np.linspace(-1, 1, 5, dtype="float32"))
+    optimizer = OPTIMIZERS[name](**options)
+    for step in range(3):
+        for key, value in list(vars(optimizer).items()):
+            if type(value) is float:
+                setattr(optimizer, key, value * 0.9)
+        if step:
+            optimizer.learning_rate = schedules.ExponentialDecay(0.1 / step, 3, 0.5)
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(5, "float32"), w)]))
+    assert len(compared) >= 6
+
+
+# ---- What it costs ----
+
+
+def test_tracing_once_is_cheap(strategy):
+    """A cached call of Adam costs a small part of a traced one; the figures are in docs/performance.md."""
+    from psclient.optimizers.step import apply, begin
+
+    w, optimizer = variable(strategy, np.zeros((64, 10), "float32")), ps.optimizers.Adam()
+    optimizer.build([w])
+    state = optimizer._state
+    extended, own = strategy.extended, optimizer.settings()
+
+    def median(fn, args, count):
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            extended.update(w, fn, args)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    with strategy.scope():
+        total = extended.reduce_to("sum", np.ones((64, 10), "float32"), w)
+        shared = state.everywhere[0]
+        begun = extended.update_non_slot(shared["iterations"].devices, begin, (own, shared, None))
+        args = (own, total, False, begun, None, None, False, state.of(w).slots)
+        kept, anew = median(apply, args, 400), median(apply.__wrapped__, args, 40)
+        strategy.backend.drop()
+    assert kept < anew / 4

@@ -1,0 +1,237 @@
+"""`ps.compat.v1` on every kind of strategy: what only the older `StrategyExtended` has."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+from strategies import by_replica, in_replicas, kind_of, replicas, variable
+
+import psclient as ps
+from psclient.compat import v1
+
+ATTRIBUTES = (
+    "experimental_between_graph",
+    "experimental_require_static_shapes",
+    "experimental_should_init",
+    "parameter_devices",
+    "should_checkpoint",
+    "should_save_summary",
+    "worker_devices",
+)
+"""Those of both documents; their methods are below, with the parameters as they are written there."""
+
+SIGNATURES = {
+    "batch_reduce_to": "reduce_op, value_destination_pairs, experimental_hints=None",
+    "broadcast_to": "tensor, destinations",
+    "call_for_each_replica": "fn, args=(), kwargs=None",
+    "colocate_vars_with": "colocate_with_variable",
+    "experimental_make_numpy_dataset": "numpy_input, session=None",
+    "experimental_run_steps_on_iterator": "fn, iterator, iterations=1, initial_loop_values=None",
+    "non_slot_devices": "var_list",
+    "read_var": "v",
+    "reduce_to": "reduce_op, value, destinations, experimental_hints=None",
+    "update": "var, fn, args=(), kwargs=None, group=True",
+    "update_non_slot": "colocate_with, fn, args=(), kwargs=None, group=True",
+    "value_container": "value",
+    "variable_created_in_scope": "v",
+}
+
+
+def shown(parameter):
+    """A parameter as the documents write it."""
+    return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *ATTRIBUTES])
+def test_every_name_of_the_documents_is_there(strategy, name):
+    """With the documents' parameters, and a docstring that says where it may be called."""
+    found = getattr(v1.StrategyExtended, name)
+    assert "context" in found.__doc__ or "In the scope" in found.__doc__
+    if name in SIGNATURES:
+        parameters = list(inspect.signature(found).parameters.values())[1:]
+        assert ", ".join(map(shown, parameters)) == SIGNATURES[name]
+    else:
+        getattr(strategy.extended, name)
+
+
+def test_a_strategy_s_extended_is_made_of_it(strategy):
+    """`StrategyExtended(container_strategy)` gives the methods of a strategy."""
+    assert isinstance(strategy.extended, v1.StrategyExtended)
+    again = v1.StrategyExtended(strategy)
+    assert again.worker_devices == strategy.extended.worker_devices
+    assert again.experimental_between_graph is True
+    assert again.experimental_require_static_shapes is False
+    assert (again.experimental_should_init, again.should_checkpoint, again.should_save_summary) == (True,) * 3
+
+
+def test_call_for_each_replica_runs_the_function_once_in_each(strategy):
+    """The documents' example: the replicas meet, and the merge function sums over them."""
+
+    def merge_fn(distribution, three_plus_replica_id):
+        return sum(distribution.experimental_local_results(three_plus_replica_id))
+
+    def fn(three):
+        replica_ctx = ps.get_replica_context()
+        v = three + replica_ctx.replica_id_in_sync_group
+        s = replica_ctx.merge_call(merge_fn, args=(v,))
+        return s + v
+
+    with strategy.scope():
+        merged_results = strategy.extended.call_for_each_replica(fn, args=[3])
+    n = replicas(strategy)
+    total = 3 * n + n * (n - 1) // 2
+    expected = tuple(total + 3 + replica for replica in range(n))
+    assert strategy.experimental_local_results(merged_results) == expected
+    named = strategy.extended.call_for_each_replica(lambda a, b: (a, b), kwargs={"a": "x", "b": None})
+    assert named == ("x", None)
+
+
+def test_a_value_is_broadcast(strategy):
+    """To devices, one or several, and to where a variable lives; numbers and variables too."""
+    extended, n = strategy.extended, replicas(strategy)
+    devices, v = extended.worker_devices, variable(strategy, [1.0, 2.0, 3.0])
+    for value in (np.full(3, 2.0), 2.0, variable(strategy, [2.0, 2.0, 2.0])):
+        one, every = extended.broadcast_to(value, devices[0]), extended.broadcast_to(value, list(devices))
+        assert np.asarray(one).max() == 2.0
+        assert [np.asarray(x).max() for x in strategy.experimental_local_results(every)] == [2.0] * n
+        beside = extended.broadcast_to(value, v)
+        extended.update(v, lambda v, x: v.assign(x), (beside,))
+        assert v.numpy().tolist() == [2.0] * 3
+    assert in_replicas(strategy, lambda _, own: float(own), extended.broadcast_to(5.0, list(devices))) == (5.0,) * n
+
+
+def test_only_one_value_is_broadcast(strategy):
+    """A per-replica one is refused, and so is a destination that is none."""
+    values = ps.PerReplica([np.zeros(3)] * max(2, replicas(strategy)))
+    with pytest.raises(ValueError, match="broadcast_to takes one value"):
+        strategy.extended.broadcast_to(values, strategy.extended.worker_devices[0])
+    with pytest.raises(TypeError, match="is no destination"):
+        strategy.extended.broadcast_to(1.0, None)
+    with pytest.raises(RuntimeError, match="broadcast_to needs cross-replica context"):
+        strategy.run(lambda: strategy.extended.broadcast_to(1.0, strategy.extended.worker_devices[0]))
+
+
+def test_read_var_gives_the_aggregate_of_replica_local_variables(strategy):
+    """And the value of any other, which nobody can change."""
+    keys = {"synchronization": ps.VariableSynchronization.ON_READ, "aggregation": ps.VariableAggregation.SUM}
+    local, v = variable(strategy, 0.0, **keys), variable(strategy, [1.0, 2.0, 3.0])
+    in_replicas(strategy, lambda _: local.assign_add(2.0))
+    assert float(strategy.extended.read_var(local)) == 2.0 * replicas(strategy)
+    with pytest.raises(ValueError, match="read-only"):
+        strategy.extended.read_var(v)[0] = 1.0
+    for wrong in (np.ones(3), None):
+        with pytest.raises(TypeError, match="read_var takes a variable"):
+            strategy.extended.read_var(wrong)
+
+
+def test_value_container_finds_the_variable(strategy):
+    """Of a copy that a replica was given; what belongs to no variable is its own container."""
+    extended, v = strategy.extended, variable(strategy)
+    wholes = in_replicas(strategy, lambda _, own: extended.value_container(own), v)
+    assert all(whole is v for whole in wholes)
+    result = by_replica(strategy, lambda replica: np.full(2, replica))
+    for value in (*strategy.experimental_local_results(result), "word", None, v):
+        assert extended.value_container(value) is value
+
+
+def test_a_numpy_dataset_takes_a_session_and_has_no_use_for_it(strategy):
+    """As `Strategy.experimental_make_numpy_dataset`; a list of arrays is stacked."""
+    make = strategy.extended.experimental_make_numpy_dataset
+    for dataset in (make(np.ones((10, 2), "float32"), None), make([np.ones(2)] * 10, session=None)):
+        batches = list(strategy.experimental_distribute_dataset(dataset.batch(4)))
+        sizes = [sum(len(x) for x in strategy.experimental_local_results(batch)) for batch in batches]
+        assert sizes == [4, 4, 2]
+
+
+# ---- Steps on an iterator ----
+
+
+def distributed(strategy, rows=12, batch=4):
+    """An iterator over the numbers from 0, in global batches."""
+    dataset = strategy.experimental_make_numpy_dataset(np.arange(float(rows))).batch(batch)
+    return iter(strategy.experimental_distribute_dataset(dataset))
+
+
+def test_steps_run_on_the_iterator(strategy):
+    """The function gets the context and the next batches, and the last step's outputs come back, reduced."""
+    seen = []
+
+    def fn(ctx, inputs):
+        losses = strategy.extended.call_for_each_replica(lambda x: x.sum(), args=(inputs,))
+        ctx.set_last_step_output("loss", losses, ps.ReduceOp.SUM)
+        ctx.set_last_step_output("kept", inputs)
+        ctx.set_non_tensor_output("word", ["any", "thing"])
+        seen.append(sum(len(x) for x in strategy.experimental_local_results(inputs)))
+
+    iterator = distributed(strategy)
+    steps = strategy.extended.experimental_run_steps_on_iterator(fn, iterator, iterations=2)
+    assert isinstance(steps, v1.MultiStepContext)
+    assert seen == [4, 4]
+    assert float(steps.last_step_outputs["loss"]) == 4 + 5 + 6 + 7
+    rows = [float(x) for own in strategy.experimental_local_results(steps.last_step_outputs["kept"]) for x in own]
+    assert rows == [4.0, 5.0, 6.0, 7.0]
+    assert steps.non_tensor_outputs == {"word": ["any", "thing"]}
+    assert steps.run_op is None
+    assert float(strategy.extended.experimental_run_steps_on_iterator(fn, iterator).last_step_outputs["loss"]) == 38.0
+
+
+def test_outputs_are_set_in_replicas(strategy):
+    """With a reduction, since replicas differ; what is no array is kept for each replica."""
+    n = replicas(strategy)
+
+    def step(ctx, x):
+        replica = ps.get_replica_context().replica_id_in_sync_group
+        ctx.set_last_step_output("total", x.sum(), "sum")
+        ctx.set_last_step_output("mean", np.float64(replica), ps.ReduceOp.MEAN)
+        ctx.set_last_step_output("same", 1.0, "sum")
+        ctx.set_non_tensor_output("who", f"replica {replica}")
+
+    def fn(ctx, inputs):
+        strategy.extended.call_for_each_replica(step, args=(ctx, inputs))
+
+    steps = strategy.extended.experimental_run_steps_on_iterator(fn, distributed(strategy), 3)
+    outputs = {name: float(value) for name, value in steps.last_step_outputs.items()}
+    assert outputs == {"total": 8.0 + 9 + 10 + 11, "mean": (n - 1) / 2, "same": n}
+    each = tuple(f"replica {replica}" for replica in range(n))
+    assert steps.non_tensor_outputs["who"] == (each[0] if kind_of(strategy) == "default" else each)
+
+
+def test_an_output_of_replicas_needs_a_reduction(strategy):
+    """The error names the output; outside of every scope one replica has all there is."""
+
+    def fn(ctx, inputs):
+        strategy.run(lambda: ctx.set_last_step_output("loss", 1.0))
+
+    if kind_of(strategy) == "default":
+        assert strategy.extended.experimental_run_steps_on_iterator(fn, distributed(strategy)).last_step_outputs == {
+            "loss": 1.0
+        }
+        return
+    with pytest.raises(ValueError, match=r"'loss'.*give a reduce_op"):
+        strategy.extended.experimental_run_steps_on_iterator(fn, distributed(strategy))
+
+
+def test_initial_loop_values_are_what_is_there_before(strategy):
+    """The first step sees them, and what no step sets stays; the caller's mapping is not touched."""
+    initial, seen = {"loss": 0.5, "other": 1.0}, []
+
+    def fn(ctx, inputs):
+        seen.append(ctx.last_step_outputs["loss"])
+        ctx.set_last_step_output("loss", len(seen))
+
+    steps = strategy.extended.experimental_run_steps_on_iterator(fn, distributed(strategy), 2, initial)
+    assert seen == [0.5, 1]
+    assert steps.last_step_outputs == {"loss": 2, "other": 1.0}
+    assert initial == {"loss": 0.5, "other": 1.0}
+
+
+def test_the_end_of_the_iterator_is_told(strategy):
+    """After the steps that it had batches for."""
+    seen = []
+    iterator = distributed(strategy, rows=8)
+    with pytest.raises(StopIteration):
+        strategy.extended.experimental_run_steps_on_iterator(lambda ctx, x: seen.append(1), iterator, 5)
+    assert seen == [1, 1]
+    assert not ps.has_strategy()

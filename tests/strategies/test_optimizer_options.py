@@ -1,0 +1,318 @@
+"""What all optimizers have in common: clipping, decay, averages, accumulation, loss scales, schedules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from strategies import copies, in_replicas, kind_of, opened, replicas, variable
+
+import psclient as ps
+from psclient import traces
+from psclient.optimizers import schedules
+
+SGD = ps.optimizers.SGD
+
+
+@pytest.fixture(scope="module", params=["mirrored-2", "embedded-2", "default"])
+def strategy(request):
+    with opened(request.param) as strategy:
+        yield strategy
+
+
+def apply(strategy, optimizer, *pairs):
+    """One call by all replicas, whose gradients add up to those given."""
+    count = replicas(strategy)
+    shares = [(np.asarray(g, v.dtype) / v.dtype.type(count), v) for g, v in pairs]
+    in_replicas(strategy, lambda _: optimizer.apply_gradients(shares))
+
+
+def value(v):
+    return v.numpy().tolist()
+
+
+# ---- Clipping and decay ----
+
+
+def test_values_are_clipped(strategy):
+    """Element by element, in both directions."""
+    w = variable(strategy)
+    apply(strategy, SGD(1.0, clipvalue=2.0), ([-3.0, 1.0, 5.0], w))
+    assert value(w) == [2.0, -1.0, -2.0]
+
+
+def test_norms_are_clipped_for_each_variable(strategy):
+    """To the norm that is allowed; a smaller gradient and a gradient of zeros stay what they are."""
+    w, small, zero = (variable(strategy, np.zeros(2)) for _ in range(3))
+    apply(strategy, SGD(1.0, clipnorm=2.5), ([3.0, 4.0], w), ([1.0, 0.0], small), ([0.0, 0.0], zero))
+    assert [value(x) for x in (w, small, zero)] == [[-1.5, -2.0], [-1.0, 0.0], [0.0, 0.0]]
+
+
+def test_the_norm_of_all_gradients_is_clipped(strategy):
+    """They keep their proportions."""
+    w, u = variable(strategy, np.zeros(2)), variable(strategy, np.zeros(1))
+    optimizer = SGD(1.0, global_clipnorm=6.5)
+    apply(strategy, optimizer, ([3.0, 4.0], w), ([12.0], u))
+    assert [value(w), value(u)] == [[-1.5, -2.0], [-6.0]]
+    apply(strategy, optimizer, ([0.5, 0.0], w), ([0.0], u))
+    assert [value(w), value(u)] == [[-2.0, -2.0], [-6.0]]
+
+
+def test_weights_decay_before_the_step(strategy):
+    """By the decay times the learning rate; not those that are left out, by themselves or by name."""
+    w, kept, named = (variable(strategy, np.ones(2), name=name) for name in ("w_decays", "w_stays", "bias_stays"))
+    optimizer = SGD(0.5, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay([kept], ["^bias"])
+    apply(strategy, optimizer, *(([1.0, 1.0], x) for x in (w, kept, named)))
+    assert [value(x) for x in (w, kept, named)] == [[0.25] * 2, [0.5] * 2, [0.5] * 2]
+
+
+# ---- Averages ----
+
+
+def test_averages_follow_the_weights(strategy):
+    """The first step sets them; they can be read, and given to the variables."""
+    w, optimizer = variable(strategy, np.zeros(2)), SGD(1.0, use_ema=True, ema_momentum=0.5)
+    for expected in (-1.0, -1.5, -2.25):
+        apply(strategy, optimizer, ([1.0, 1.0], w))
+        assert value(optimizer.average(w)) == [expected] * 2
+    assert value(w) == [-3.0] * 2
+    optimizer.finalize_variable_values([w])
+    assert value(w) == [-2.25] * 2
+    with pytest.raises(RuntimeError, match="use_ema=True"):
+        SGD().average(w)
+
+
+def test_averages_overwrite_the_weights_now_and_then(strategy):
+    """After every so many steps."""
+    w = variable(strategy, np.zeros(1))
+    optimizer = SGD(1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+    seen = []
+    for _ in range(4):
+        apply(strategy, optimizer, ([1.0], w))
+        seen += value(w)
+    assert seen == [-1.0, -1.5, -2.5, -2.75]
+
+
+# ---- Accumulation ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_accumulated_gradients_make_one_step_of_a_big_batch(strategy, dtype):
+    """Nothing changes before the last; the count is of steps."""
+    w, u = variable(strategy, np.ones(2, dtype)), variable(strategy, np.ones(2, dtype))
+    options = {"weight_decay": 0.1, "use_ema": True}
+    piecewise = ps.optimizers.Adam(0.1, gradient_accumulation_steps=3, **options)
+    whole = ps.optimizers.Adam(0.1, **options)
+    for _ in range(2):
+        before = value(w)
+        for gradient in ([1.0, 4.0], [2.0, 5.0]):
+            apply(strategy, piecewise, (gradient, w))
+            assert value(w) == before
+        apply(strategy, piecewise, ([6.0, 6.0], w))
+        apply(strategy, whole, ([3.0, 5.0], u))
+        np.testing.assert_allclose(w.numpy(), u.numpy(), rtol=1e-6)
+        np.testing.assert_allclose(piecewise.average(w).numpy(), whole.average(u).numpy(), rtol=1e-6)
+    assert int(piecewise.iterations) == int(whole.iterations) == 2
+
+
+# ---- Loss scales ----
+
+
+def test_a_fixed_loss_scale_is_divided_out(strategy):
+    """Of the gradients; the loss is multiplied by it."""
+    w, optimizer = variable(strategy, np.zeros(2)), SGD(1.0, loss_scale_factor=8.0)
+    assert optimizer.scale_loss(0.5) == 4.0
+    apply(strategy, optimizer, ([8.0, 16.0], w))
+    assert value(w) == [-1.0, -2.0]
+    assert SGD().scale_loss(0.5) == 0.5
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_steps_that_are_not_finite_are_left_out(strategy, bad):
+    """Of all variables, slots, averages and counts; they are counted apart, and the scale falls and rises."""
+    w, u = variable(strategy, np.ones(2, "float16")), variable(strategy, np.ones(3))
+    scale = ps.optimizers.DynamicLossScale(4.0, dynamic_growth_steps=2)
+    optimizer = ps.optimizers.Adam(0.1, loss_scale_factor=scale, use_ema=True, weight_decay=0.1)
+    assert optimizer.scale_loss(1.0) == 4.0
+
+    def state():
+        kept = {"loss_scale", "good_steps", "skipped_steps"}
+        found = [x for x in optimizer.variables if x.name.rpartition("/")[2].partition("_1")[0] not in kept]
+        return [value(x) for x in (w, u, *found)]
+
+    def counts():
+        return [float(optimizer.loss_scale), int(optimizer.skipped_steps), int(optimizer.iterations)]
+
+    apply(strategy, optimizer, ([4.0, 4.0], w), ([4.0] * 3, u))
+    assert counts() == [4.0, 0, 1]
+    before = state()
+    apply(strategy, optimizer, ([4.0, 4.0], w), ([4.0, bad, 4.0], u))
+    assert state() == before
+    assert counts() == [2.0, 1, 1]
+    assert optimizer.scale_loss(1.0) == 2.0
+    for expected in ([2.0, 1, 2], [4.0, 1, 3], [4.0, 1, 4]):
+        apply(strategy, optimizer, ([2.0, 2.0], w), ([2.0] * 3, u))
+        assert counts() == expected
+    with pytest.raises(RuntimeError, match="loss_scale_factor=DynamicLossScale"):
+        _ = SGD().skipped_steps
+
+
+def test_options_work_together(strategy):
+    """Scale, accumulation, the norm of all and a schedule: a step that is not finite is one whole batch of them."""
+    w, u = variable(strategy, np.zeros(2)), variable(strategy, np.zeros(1))
+    optimizer = SGD(
+        schedules.PiecewiseConstantDecay([0], [1.0, 0.5]),
+        global_clipnorm=6.5,
+        gradient_accumulation_steps=2,
+        loss_scale_factor=ps.optimizers.DynamicLossScale(2.0, 1000),
+    )
+    for gradient in (np.inf, 0.0):
+        apply(strategy, optimizer, ([0.0, 0.0], w), ([gradient], u))
+    assert [value(w), value(u), int(optimizer.skipped_steps)] == [[0.0, 0.0], [0.0], 1]
+    for _ in range(4):  # 3, 4 and 12 in each, with a scale of 1
+        apply(strategy, optimizer, ([3.0, 4.0], w), ([12.0], u))
+    assert [value(w), value(u)] == [[-2.25, -3.0], [-9.0]]
+    assert (float(optimizer.loss_scale), int(optimizer.iterations)) == (1.0, 2)
+
+
+# ---- Learning rates ----
+
+
+def test_schedules_follow_the_steps_applied(strategy):
+    """The first step has the rate of 0, computed where the count is."""
+    w, rate = variable(strategy, np.zeros(1, "float64")), schedules.ExponentialDecay(1.0, 2, 0.25)
+    optimizer = SGD(schedules.LinearWarmup(rate, 2, 0.5))
+    expected = 0.0
+    for k in (0.5, 0.75, 1.0, 0.5, 0.25):
+        apply(strategy, optimizer, ([1.0], w))
+        expected -= k
+        assert value(w) == [expected]
+
+
+def test_a_function_is_asked_for_each_step(strategy):
+    """By every process alike."""
+    w, rates = variable(strategy, np.zeros(1)), iter([1.0, 0.5])
+    optimizer = SGD(lambda: next(rates))
+    for expected in (-1.0, -1.5):
+        apply(strategy, optimizer, ([1.0], w))
+        assert value(w) == [expected]
+
+
+def test_scheduled_and_changed_rates_make_no_new_trace(strategy, monkeypatch):
+    """Nor do other numbers of the optimizer; without servers nothing is traced at all."""
+    traced = []
+    own = traces.trace
+    monkeypatch.setattr(traces, "trace", lambda *args: traced.append(args) or own(*args))
+    w = variable(strategy, np.zeros(7))
+    optimizer = ps.optimizers.Adam(schedules.CosineDecay(0.1, 10))
+    apply(strategy, optimizer, (np.ones(7), w))
+    first = len(traced)
+    assert bool(first) == (kind_of(strategy) == "embedded")
+    optimizer.beta_1 = 0.5
+    for step in range(3):
+        optimizer.learning_rate = schedules.CosineDecay(0.1 + step, 10 + step)
+        apply(strategy, optimizer, (np.ones(7), w))
+    assert len(traced) == first
+
+
+# ---- Extension ----
+
+
+class Signed(ps.optimizers.Optimizer):
+    """An optimizer of ten lines, with a helper, a switch and a number of its own."""
+
+    slots = ("mean",)
+
+    def __init__(self, learning_rate=0.01, rho=0.5, doubled=False, **options):
+        super().__init__(learning_rate, **options)
+        self.rho, self.doubled = rho, doubled
+
+    def mixed(self, old, new):
+        return self.rho * old + (1 - self.rho) * new
+
+    def update(self, v, gradient, iterations, mean):
+        mean.assign(self.mixed(mean, gradient))
+        v.assign_sub(self.learning_rate * np.sign(mean) * (2 if self.doubled else 1))
+
+
+class Later(Signed):
+    """Begins with the second step, and asks its base for the rest."""
+
+    def update(self, v, gradient, iterations, mean):
+        old = v.value()
+        super().update(v, gradient, iterations, mean)
+        v.assign(np.where(iterations > 1, v, old))
+
+
+def test_an_optimizer_of_ones_own_has_all_options(strategy):
+    """Methods, switches and numbers of its own are read anew in each step; `super` works."""
+    w = variable(strategy, np.zeros(2))
+    optimizer = Signed(1.0, rho=0.0, clipvalue=1.0)
+    apply(strategy, optimizer, ([3.0, -4.0], w))
+    optimizer.doubled = True
+    apply(strategy, optimizer, ([3.0, -4.0], w))
+    assert value(w) == [-3.0, 3.0]
+    optimizer.rho, optimizer.doubled = np.float64(1.0), False
+    apply(strategy, optimizer, ([-3.0, 4.0], w))
+    assert value(w) == [-4.0, 4.0]
+    later = Later(1.0)
+    for expected in (-4.0, -5.0):
+        apply(strategy, later, ([1.0, 0.0], w))
+        assert value(w)[0] == expected
+
+
+def test_an_update_sees_numbers_and_words_of_its_optimizer(strategy):
+    """What it cannot see is missing, and the error says why; on every kind of strategy."""
+
+    class Masked(ps.optimizers.Optimizer):
+        def update(self, v, gradient, iterations):
+            v.assign_sub(gradient * self.mask)
+
+    w, optimizer = variable(strategy, np.zeros(2)), Masked(1.0)
+    optimizer.mask = np.zeros(2)
+    with pytest.raises(AttributeError, match="no attribute 'mask'; an update function sees"):
+        apply(strategy, optimizer, ([1.0, 1.0], w))
+    assert value(w) == [0.0, 0.0]
+
+
+def test_all_copies_stay_equal(strategy):
+    """Whatever the options."""
+    w = variable(strategy, np.ones(3))
+    optimizer = ps.optimizers.Lamb(0.1, global_clipnorm=1.0, use_ema=True, weight_decay=0.1)
+    for _ in range(3):
+        apply(strategy, optimizer, (np.arange(3.0), w))
+    assert len({tuple(np.asarray(copy)) for copy in strategy.experimental_local_results(w)}) == 1
+    assert copies(strategy, w) == len(strategy.experimental_local_results(w))
+
+
+# ---- Checkpoints ----
+
+
+@pytest.mark.parametrize("name", ["Adam", "Nadam", "Ftrl", "SGD"])
+def test_a_restored_optimizer_goes_on_bit_by_bit(tmp_path, monkeypatch, name):
+    """Slots, averages, kept gradients, counts, loss scale, and the schedule's place."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(resume, steps):
+        with opened("embedded-2") as strategy:
+            with strategy.scope():
+                w = ps.Variable(np.linspace(-1, 1, 5, dtype="float32"), name="w")
+                optimizer = getattr(ps.optimizers, name)(
+                    schedules.CosineDecay(0.1, 9),
+                    use_ema=True,
+                    gradient_accumulation_steps=2,
+                    global_clipnorm=1.0,
+                    loss_scale_factor=ps.optimizers.DynamicLossScale(4.0, 2),
+                )
+                optimizer.build([w])
+            checkpoint = ps.Checkpoint(strategy)
+            if resume:
+                checkpoint.restore(resume)
+            path = ""
+            for step in steps:
+                apply(strategy, optimizer, (np.sin(np.arange(5.0) + step), w))
+                path = checkpoint.save("run") if step == 4 else path
+            return path, [x.numpy().tobytes() for x in (w, *optimizer.variables)]
+
+    path, whole = train("", range(10))
+    assert train(path, range(5, 10))[1] == whole

@@ -1,0 +1,164 @@
+"""Sync-on-read variables in checkpoints: the aggregate is saved, and shared out among the replicas of then."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from strategies import in_replicas, opened, replicas
+
+import psclient as ps
+
+AGGREGATION = ps.VariableAggregation
+ON_READ = ps.VariableSynchronization.ON_READ
+
+
+@pytest.fixture(autouse=True)
+def _root(tmp_path, monkeypatch):
+    """Servers of this process's own keep checkpoints below the directory in which they were started."""
+    monkeypatch.chdir(tmp_path)
+
+
+def create(strategy, name, aggregation, value=0.0):
+    with strategy.scope():
+        return ps.Variable(value, name=name, synchronization=ON_READ, aggregation=aggregation)
+
+
+def of_replicas(strategy, v):
+    return [np.asarray(x).tolist() for x in in_replicas(strategy, lambda _: v.read_value())]
+
+
+def save(kind, fill):
+    """What `fill(strategy)` has made, in a checkpoint; returns its path."""
+    with opened(kind) as strategy:
+        fill(strategy)
+        return ps.Checkpoint(strategy).save("run")
+
+
+def count_up(strategy, v):
+    """Replica 0 adds 1, replica 1 adds 2, and so on."""
+    in_replicas(strategy, lambda replica: v.assign_add(np.asarray(replica + 1, v.dtype)))
+
+
+@pytest.mark.parametrize(("before", "after"), [("embedded-2", "embedded-4"), ("embedded-4", "embedded-1")])
+@pytest.mark.parametrize("created", ["before the restore", "after the restore"])
+def test_the_aggregate_is_shared_out_among_the_replicas_of_now(before, after, created):
+    """A sum in equal parts, a mean and a first replica's value whole; a variable without aggregation begins anew."""
+    kinds = {aggregation.value: aggregation for aggregation in AGGREGATION}
+
+    def fill(strategy):
+        made = {name: create(strategy, name, aggregation) for name, aggregation in kinds.items()}
+        for v in made.values():
+            count_up(strategy, v)
+
+    path = save(before, fill)
+    old = int(before[-1])
+    with opened(after) as strategy:
+        checkpoint, new = ps.Checkpoint(strategy), replicas(strategy)
+        if created == "after the restore":
+            assert checkpoint.restore(path)
+        made = {name: create(strategy, name, aggregation, 50.0) for name, aggregation in kinds.items()}
+        if created == "before the restore":
+            assert checkpoint.restore(path)
+        total = old * (old + 1) / 2
+        assert of_replicas(strategy, made["sum"]) == [total / new] * new
+        assert of_replicas(strategy, made["mean"]) == [total / old] * new
+        assert of_replicas(strategy, made["only_first_replica"]) == [1.0] * new
+        assert of_replicas(strategy, made["none"]) == [50.0] * new
+        assert [float(made[name]) for name in ("sum", "mean", "only_first_replica")] == [total, total / old, 1.0]
+
+
+def test_saving_changes_no_copy():
+    """What was counted goes on to be counted where it was; the next checkpoint has it."""
+    with opened("embedded-2") as strategy:
+        v = create(strategy, "count", AGGREGATION.SUM)
+        checkpoint = ps.Checkpoint(strategy)
+        count_up(strategy, v)
+        first = checkpoint.save("run")
+        assert of_replicas(strategy, v) == [1.0, 2.0]
+        count_up(strategy, v)
+        second = checkpoint.save("run")
+        for path, total in ((first, 3.0), (second, 6.0)):
+            assert checkpoint.restore(path)
+            assert of_replicas(strategy, v) == [total / 2] * 2
+
+
+def test_integers_lose_their_fraction():
+    """A count of 10 over four replicas is 2 for each, as in TensorFlow."""
+    path = save("embedded-4", lambda strategy: count_up(strategy, create(strategy, "n", AGGREGATION.SUM, np.int64(0))))
+    with opened("embedded-4") as strategy:
+        v = create(strategy, "n", AGGREGATION.SUM, np.int64(0))
+        assert ps.Checkpoint(strategy).restore(path)
+        assert of_replicas(strategy, v) == [2] * 4
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.complex64, np.bool_])
+def test_every_dtype_is_saved(dtype):
+    """Also those whose reductions are worked out in another one."""
+    how = AGGREGATION.ONLY_FIRST_REPLICA if dtype is np.bool_ else AGGREGATION.MEAN
+
+    def fill(strategy):
+        v = create(strategy, "v", how, np.zeros(3, dtype))
+        in_replicas(strategy, lambda _: v.assign(np.array([0, 1, 1], dtype)))
+
+    path = save("embedded-2", fill)
+    with opened("embedded-2") as strategy:
+        v = create(strategy, "v", how, np.zeros(3, dtype))
+        assert ps.Checkpoint(strategy).restore(path)
+        assert v.numpy().dtype == dtype
+        assert of_replicas(strategy, v) == [[0, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("created", ["before the restore", "after the restore"])
+@pytest.mark.parametrize("aggregation", [AGGREGATION.SUM, AGGREGATION.MEAN])
+def test_a_plain_value_is_restored_into_copies(aggregation, created):
+    """What an ordinary variable of the same name saved is shared out as an aggregate."""
+
+    def fill(strategy):
+        with strategy.scope():
+            ps.Variable(8.0, name="v")
+
+    path = save("embedded-1", fill)
+    with opened("embedded-2") as strategy:
+        checkpoint = ps.Checkpoint(strategy)
+        if created == "after the restore":
+            assert checkpoint.restore(path)
+        v = create(strategy, "v", aggregation)
+        if created == "before the restore":
+            assert checkpoint.restore(path)
+        assert of_replicas(strategy, v) == [4.0 if aggregation is AGGREGATION.SUM else 8.0] * 2
+
+
+def test_copies_are_restored_into_a_plain_variable():
+    """It gets the aggregate."""
+    path = save("embedded-2", lambda strategy: count_up(strategy, create(strategy, "v", AGGREGATION.SUM)))
+    with opened("embedded-1") as strategy:
+        with strategy.scope():
+            v = ps.Variable(0.0, name="v")
+        assert ps.Checkpoint(strategy).restore(path)
+        assert float(v) == 3.0
+
+
+def test_metrics_go_on_where_they_were():
+    """A mean over 3 values on two replicas goes on with a fourth on one."""
+
+    def fill(strategy):
+        with strategy.scope():
+            mean = ps.metrics.Mean("loss")
+        in_replicas(strategy, lambda replica: mean.update_state([1.0, 2.0] if replica else [6.0]))
+
+    path = save("embedded-2", fill)
+    with opened("embedded-1") as strategy:
+        with strategy.scope():
+            mean = ps.metrics.Mean("loss")
+        assert ps.Checkpoint(strategy).restore(path)
+        assert mean.result() == 3.0
+        strategy.run(lambda: mean.update_state([7.0]))
+        assert mean.result() == 4.0
+
+
+def test_a_checkpoint_needs_servers():
+    """A strategy without any says so, and what to do."""
+    for kind in ("mirrored-2", "default"):
+        with opened(kind) as strategy, pytest.raises(TypeError, match="ParameterServerStrategy"):
+            ps.Checkpoint(strategy)

@@ -1,0 +1,77 @@
+"""Strategies of every kind, by names that a test can be parametrized with, and what tests ask of them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+import psclient as ps
+
+MIRRORED = ("mirrored-1", "mirrored-2", "mirrored-4")
+EMBEDDED = ("embedded-1", "embedded-2", "embedded-4")
+KINDS = ("default", *MIRRORED, *EMBEDDED)
+"""`default` is outside of every scope; `embedded-2` is a parameter server of this process's own, and two replicas."""
+
+_MADE = {"mirrored": ps.MirroredStrategy, "embedded": ps.ParameterServerStrategy}
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def opened(kind: str) -> Iterator[Any]:
+    """A strategy of one of the `KINDS`, with CPU replicas; it is closed at the end."""
+    if kind == "default":
+        yield ps.get_strategy()
+        return
+    name, _, count = kind.partition("-")
+    with _MADE[name](devices=[f"cpu:{index}" for index in range(int(count))]) as strategy:
+        yield strategy
+
+
+def kind_of(strategy: Any) -> str:
+    """The first word of its name among the `KINDS`."""
+    made = {kind: name for name, kind in _MADE.items()}
+    return made.get(type(strategy), "default")
+
+
+def replicas(strategy: Any) -> int:
+    """How many local replicas it has; here these are all."""
+    return len(strategy.extended.worker_devices)
+
+
+def variable(strategy: Any, value: Any = (0.0, 0.0, 0.0), **options: Any) -> Any:
+    """A variable of the strategy, float32 unless the value says otherwise, whose name no other has."""
+    initial = value if callable(value) or hasattr(value, "dtype") else np.asarray(value, "float32")
+    with strategy.scope():
+        return ps.Variable(initial, **{"name": f"v{next(_numbers)}", **options})
+
+
+def copies(strategy: Any, variable: Any) -> int:
+    """How many copies of a variable its updates have to make equal."""
+    return len(strategy.experimental_local_results(variable))
+
+
+def in_replicas(strategy: Any, fn: Callable[[int], Any], *args: Any) -> tuple[Any, ...]:
+    """Calls a function with each replica's number, and the arguments unwrapped; returns what each replica returned."""
+    kept: dict[int, Any] = {}
+
+    def body(*own: Any) -> None:
+        replica = ps.get_replica_context().replica_id_in_sync_group
+        kept[replica] = fn(replica, *own)
+
+    strategy.run(body, args)
+    return tuple(kept[replica] for replica in sorted(kept))
+
+
+def by_replica(strategy: Any, fn: Callable[[int], Any]) -> Any:
+    """What a function returns for each replica's number, merged as `run` merges it."""
+    return strategy.run(lambda: fn(ps.get_replica_context().replica_id_in_sync_group))
+
+
+def merged(strategy: Any, merge_fn: Callable[..., Any], *args: Any) -> Any:
+    """What `merge_fn(strategy, *args)` returns where the replicas meet for it."""
+    return strategy.run(lambda *own: ps.get_replica_context().merge_call(merge_fn, own), args)
