@@ -71,7 +71,7 @@ class Exchange:
         # The lock guards what was read: replicas read in threads of their own.
         self._lock = threading.Lock()
         self._cache: dict[int, Array] = {}
-        self._seen: dict[int, int] = {}
+        self._seen: dict[int, int] = {}  # of each server the oldest round that values read before taking part have seen
         self._brought: set[int] = set()
         self._renewed = False
         self._read: set[int] = set()
@@ -175,6 +175,8 @@ class Exchange:
             lambda: f"waits for variable {variable.spec.name!r} of server {server}",
             lambda: False,
         )
+        if not self._renewed:
+            self._seen[server] = min(reply.round, self._seen.get(server, reply.round))
         return _frozen(reply.payload.tensors([variable.spec.tensor])[0])
 
     # ---- Rounds ----

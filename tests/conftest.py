@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+# A shell starts what it runs in the background with SIGINT ignored; tests that interrupt themselves would not be.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is no failure. `pytest --hypothesis-profile=soak` searches for as long as one likes to wait.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
