@@ -67,6 +67,10 @@ class Backend(Protocol):
         """The name of a device of this process as it stands in `worker_devices`."""
         ...
 
+    def close(self) -> None:
+        """From now on nothing is read, created, reduced or run."""
+        ...
+
     def check_open(self) -> None:
         """Raises `RuntimeError` once the strategy is closed."""
         ...
@@ -106,6 +110,10 @@ class Backend(Protocol):
 
     def section(self, call: Callable[[], Any]) -> Any:
         """Runs what `merge_call` was given, and ends what it began."""
+        ...
+
+    def begin_run(self) -> None:
+        """Before replicas run: ends what the calling thread has begun."""
         ...
 
     def flush(self) -> None:

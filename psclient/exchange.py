@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from psclient.group import Group
 from psclient.session import Session
 from pswire.api import Contribution, CreateReply, ParameterServer, RestoreReply, RoundReply
-from pswire.errors import CheckpointError, MemoryLimit, ProgramError, PSError, RoundTimeout
+from pswire.errors import CheckpointError, Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
 from pswire.spec import Plan, Position, Ref, Snapshotted, Variable, VariableSpec
 from pswire.tensor import EMPTY, Array, Payload, portable
@@ -205,6 +205,11 @@ class Exchange:
         try:
             futures = {server: self._push(outgoing, server, want[server], observes) for server in plan.servers}
             replies, failure = self._gather(futures)
+        except BaseException as error:
+            if not isinstance(error, PSError):
+                # An interrupt: the servers have this contribution, and would take the next section's for a resend.
+                self.session.end(Fenced(f"interrupted in round {self.group.round}, which was on its way; restart"))
+            raise
         finally:
             self.session.waits = (-1, b"")
         values = self._take(plan, want, replies)
@@ -246,6 +251,9 @@ class Exchange:
             except PSError as error:
                 # The others may have made this round: this process has lost its place among them.
                 self.session.end(error)
+        if failure is not None and replies:
+            # It is applied where it did not fail: nobody may compute on half a round.
+            self.session.end(failure)
         self.session.check()
         return replies, failure
 

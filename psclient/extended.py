@@ -13,7 +13,7 @@ from psclient.backend import Backend, Place
 from psclient.local import apply_to_copies
 from psclient.readable import Readable, read
 from psclient.reduce_op import ReduceOp
-from psclient.reduction import LocalValue, combine
+from psclient.reduction import EVERYONE, LocalValue, combine
 from psclient.stored import CopiedVariable, MirroredVariable, SyncOnReadVariable
 from psclient.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
 from psclient.variables import Variable, VariableAggregation
@@ -264,10 +264,8 @@ class StrategyExtended:
         return combine(op.wire, [_host(v) for v in values], empty, axis)
 
     def _first(self, value: Any) -> LocalValue:
-        """The value of the first replica of all, as a sum to which nobody else contributes."""
-        first = _host(local_results(value)[0])
-        mine = self._backend.group.slice()[0] == 0
-        return combine("sum", [first], frozenset() if mine else frozenset({0}), None)
+        """The value of this process's first replica; of all processes' the first that is there counts."""
+        return combine("first", [_host(local_results(value)[0])], EVERYONE, None)
 
     def _destination(self, destinations: Any, value: Any) -> Destination:
         """Where a reduced value shall be: beside a variable on servers, or on devices of this process."""

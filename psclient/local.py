@@ -68,14 +68,21 @@ class LocalBackend:
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.group = LocalGroup(devices)
         self._reduced = False
+        self._closed = False
         self.worker_devices = self.parameter_devices = tuple(map(self.full_name, devices))
 
     def full_name(self, device: Device) -> str:
         """The device's name, `/job:localhost/task:0/device:CPU:0`."""
         return device.full_name(LOCALHOST)
 
+    def close(self) -> None:
+        """From now on no replica runs."""
+        self._closed = True
+
     def check_open(self) -> None:
-        """Nothing: there is nothing to close."""
+        """Raises `RuntimeError` once the strategy is closed."""
+        if self._closed:
+            raise RuntimeError("this strategy is closed; make another one")
 
     def create(
         self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
@@ -105,6 +112,10 @@ class LocalBackend:
             return call()
         finally:
             self.flush()
+
+    def begin_run(self) -> None:
+        """As `flush`."""
+        self.flush()
 
     def flush(self) -> None:
         """Whatever was asked for is done; replicas that held something back have given it, if anything was reduced."""

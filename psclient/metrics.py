@@ -75,6 +75,11 @@ class Metric:
         """The metric's value, in the contexts of `totals`."""
         raise NotImplementedError
 
+    def __call__(self, *values: Any, **keys: Any) -> Any:
+        """Takes a batch into account, and gives this replica's value. In replica context."""
+        self.update_state(*values, **keys)
+        return self.result()
+
     def reset_state(self) -> None:
         """Begins anew. In replica or cross-replica context."""
         for v in self.variables:

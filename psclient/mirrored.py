@@ -44,6 +44,9 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         super().__init__(LocalBackend((CPU,)))
 
+    def close(self) -> None:
+        """Nothing: it is there as long as the process."""
+
     def run(
         self,
         fn: Callable[..., Any],

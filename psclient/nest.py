@@ -37,7 +37,8 @@ class _Node:
 def _open_dict(value: dict[Any, Any]) -> _Node:
     def build(children: Sequence[Any]) -> Any:
         filled = copy.copy(value)  # keeps what subclasses carry, such as a default factory
-        filled.update(zip(value, children, strict=True))
+        for key, child in zip(value, children, strict=True):  # `update` means something else to a Counter
+            filled[key] = child
         return filled
 
     return _Node(tuple(value), tuple(value.values()), build)

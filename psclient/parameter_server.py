@@ -182,7 +182,6 @@ class ParameterServerStrategy(Strategy):
         if not error and hasattr(self, "extended"):
             error = self._flush_last()
         if hasattr(self, "_runner"):
-            self._remote.close()
             super().close()
         if hasattr(self, "_session"):
             self._session.leave(error)

@@ -88,6 +88,7 @@ class Recording:
         self._origins: dict[int, Hashable | Array] = {}
         self._known: dict[Hashable, Tracer] = {}
         self._open = True
+        self.named = False
 
     def variable(self, spec: TensorSpec, name: str, origin: Hashable) -> VariableTracer:
         """A variable's tracer; the same one each time for the same origin."""
@@ -174,7 +175,7 @@ class Recording:
 
     def fit(self, value: Any, variable: VariableTracer) -> Tracer:
         """The value as it is assigned: cast within its kind and broadcast, as NumPy does in place."""
-        about = f"variable {variable.name!r}: "
+        about = f"variable {variable.label!r}: "
         if is_weak(value):
             value = self._typed(value, np.result_type(variable.dtype, plain_number(value)), about)
         tracer = self.tracer(value)
@@ -188,6 +189,9 @@ class Recording:
             return tracer
         return self.apply("broadcast_to", (tracer,), about, shape=variable.shape)
 
+    def _returned(self, leaf: object) -> object:
+        return self._scalar(leaf, np.asarray(plain_number(leaf)).dtype) if isinstance(leaf, Scalar) else leaf
+
     def finish(self, result: object = None) -> Traced:
         """Ends the recording; its tracers cannot be used any more.
 
@@ -197,6 +201,8 @@ class Recording:
         Raises:
             ProgramError: the program is too long.
         """
+        # A number that is returned is that of the call, and not of the trace.
+        result = nest.map_structure(self._returned, result)
         self._open = False
         found = [leaf for leaf in nest.flatten(result) if isinstance(leaf, Tracer)]
         returned = dict.fromkeys(t.number for t in found if not isinstance(t, VariableTracer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from pswire.errors import LocalityError
 from pswire.spec import Plan, Snapshotted, VariableSpec
 from pswire.spec import Variable as Handle
 from pswire.tensor import Array
+
+log = logging.getLogger("psclient")
 
 
 class RemoteBackend:
@@ -121,9 +124,10 @@ class RemoteBackend:
         try:
             result = call()
         except BaseException:
-            # The other processes make this section's round. This one has left it out, and is told so if it goes on.
-            self.drop()
-            self.group.skip_round()
+            if self._mine() is not None:
+                # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
+                self.drop()
+                self.group.skip_round()
             raise
         self.flush(returned=result)
         return result
@@ -137,6 +141,9 @@ class RemoteBackend:
         """
         self.check_open()
         with self._opening:
+            if self._section is not None and not self._section.alive:
+                log.warning("a thread has ended within a scope; what it recorded there is lost")
+                self._section = None
             if self._section is None:
                 self._section = Section(len(self.parameter_devices), self._send)
             section = self._section
@@ -158,8 +165,12 @@ class RemoteBackend:
         if section is not None:
             section.give_back(returned)
             self._send(section)
-        else:
+
+    def begin_run(self) -> None:
+        """Before replicas run: ends what was begun, and lets asynchronous replicas read anew."""
+        if self._mine() is None:
             self._exchange.begin_step()
+        self.flush()
 
     def drop(self) -> None:
         """Forgets the calling thread's open section: what recorded it failed."""

@@ -91,12 +91,17 @@ class Section:
         self._snapshot: SnapshotOrder | None = None
         self._written: set[int] = set()
         self._values: dict[Ref, Array] | None = None
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
 
     @property
     def mine(self) -> bool:
         """Whether the calling thread made it."""
-        return self._thread == threading.get_ident()
+        return self._thread is threading.current_thread()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread that made it runs still; nobody else can end it."""
+        return self._thread.is_alive()
 
     def check_thread(self) -> None:
         """Raises `RuntimeError` in any thread but the one that made it."""

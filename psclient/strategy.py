@@ -65,11 +65,11 @@ class Strategy:
 
     # ---- Running ----
 
-    def scope(self) -> AbstractContextManager[None]:
+    def scope(self) -> AbstractContextManager[Strategy]:
         """Makes this strategy current in the calling thread: variables created within are its own.
 
         Entering it enters cross-replica context; leaving the outermost one ends what was begun in it. May be
-        entered in the default context, and again within itself.
+        entered in the default context, and again within itself. What was begun before an error that leaves it is done.
 
         Raises:
             RuntimeError: on entering, another strategy is current.
@@ -102,7 +102,7 @@ class Strategy:
         with self.scope():
             context.require_cross_replica(self, "run")
             self.backend.check_open()
-            self.backend.flush()
+            self.backend.begin_run()
             return self._runner.run(fn, args, kwargs)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Array:
@@ -257,7 +257,8 @@ class Strategy:
     # ---- The end ----
 
     def close(self) -> None:
-        """Ends the replicas' threads. In any context."""
+        """Ends the strategy: what needs its replicas or its servers raises from now on. In any context."""
+        self.backend.close()
         self._runner.close()
 
 
@@ -268,20 +269,31 @@ class _Scope(threading.local):
         self._strategy = strategy
         self._entered: list[tuple[AbstractContextManager[None], bool]] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Strategy:
         outermost = not context.has_strategy()
         entered = context.enter_strategy_scope(self._strategy)
         entered.__enter__()
         self._entered.append((entered, outermost))
+        return self._strategy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         entered, outermost = self._entered.pop()
         try:
-            if outermost and kind is None:
-                self._strategy.backend.flush()
+            if outermost and (kind is None or issubclass(kind, Exception)):
+                # What was recorded before an error is done, as on the other processes; an interrupt waits for nobody.
+                self._flush(error)
             elif outermost:
                 self._strategy.backend.drop()
         finally:
             entered.__exit__(kind, error, trace)
+
+    def _flush(self, error: BaseException | None) -> None:
+        try:
+            self._strategy.backend.flush()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"what was recorded before this error is not done: {failure}")
+            self._strategy.backend.drop()

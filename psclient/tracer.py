@@ -32,6 +32,9 @@ _IN_PLACE = "values cannot be changed in place; write x = x + y, or v.assign_add
 class Recorder(Protocol):
     """What a tracer tells what is done with it: a `Recording`."""
 
+    named: bool
+    """Whether somebody has asked a tracer for its variable's name."""
+
     def spec(self, place: int, /) -> TensorSpec:
         """The spec of a value, by its number."""
         ...
@@ -244,8 +247,14 @@ class VariableTracer(Tracer):
     def __init__(self, recording: Recorder, number: int, name: str) -> None:
         super().__init__(recording, number)
         self.input = number
-        self.name = name
+        self.label = name
         self.assigned = False
+
+    @property
+    def name(self) -> str:
+        """The variable's name; a function that asks for it may do something else for another one."""
+        self.recording.named = True
+        return self.label
 
     def value(self) -> Tracer:
         """The value that it has at this point; later assignments do not change that."""
@@ -268,11 +277,11 @@ class VariableTracer(Tracer):
 
     def assign_add(self, delta: object) -> VariableTracer:
         """Adds to it; as `assign`."""
-        return self.assign(self.recording.apply("add", (self, delta), f"variable {self.name!r}: "))
+        return self.assign(self.recording.apply("add", (self, delta), f"variable {self.label!r}: "))
 
     def assign_sub(self, delta: object) -> VariableTracer:
         """Subtracts from it; as `assign`."""
-        return self.assign(self.recording.apply("subtract", (self, delta), f"variable {self.name!r}: "))
+        return self.assign(self.recording.apply("subtract", (self, delta), f"variable {self.label!r}: "))
 
 
 def is_weak(value: object) -> bool:

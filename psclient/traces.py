@@ -36,7 +36,10 @@ MAX_TRACES_OF_ONE_KIND = 8
 """How many traces it keeps that differ by what the function saw of numbers."""
 
 _NUMBERS = frozenset({int, float, complex})
-_WORDS = (bool, str, bytes, type(None), enum.Enum, type, types.FunctionType, types.BuiltinFunctionType, np.dtype)
+_WORDS = (
+    *(bool, str, bytes, type(None), enum.Enum, type, np.dtype),
+    *(types.FunctionType, types.BuiltinFunctionType, np.ufunc),
+)
 
 
 class Given(NamedTuple):
@@ -70,6 +73,12 @@ class Configured:
     def settings_with(self, **replaced: Any) -> Settings:
         """As `settings`, with other values of some attributes."""
         taken = {name: _taken(value) for name, value in (vars(self) | replaced).items()}
+        for name, value in taken.items():
+            if value is _LEFT_OUT and hasattr(type(self), name):
+                raise TypeError(
+                    f"attribute {name!r} of {type(self).__name__} hides the class's own, and update functions see "
+                    "numbers, words, functions and tuples only; make it one of these, or give it another name"
+                )
         return Settings(type(self), {name: value for name, value in taken.items() if value is not _LEFT_OUT})
 
 
@@ -167,9 +176,11 @@ class Trace:
         traced: the origins are places among what was given, arrays of the function's own, or scalars.
         tape: what it computed from numbers.
         numbers: in that call.
+        names: of the variables in that call, if the function has asked for one; else None.
     """
 
-    def __init__(self, traced: Traced, tape: Tape, numbers: list[Number]) -> None:
+    def __init__(self, traced: Traced, tape: Tape, numbers: list[Number], names: tuple[str, ...] | None = None) -> None:
+        self._names = names
         self._traced = traced
         self._tape = tape
         self._remember(numbers, tape.values)
@@ -180,6 +191,8 @@ class Trace:
         Raises:
             OverflowError: a number is beyond the range of an operand's dtype.
         """
+        if self._names is not None and self._names != _names(given):
+            return None
         # Equal numbers may differ as operands: 0.0 == -0.0.
         word, arrays = self._last
         if word != repr(numbers):
@@ -288,7 +301,8 @@ class UpdateFunction:
 
         own = nest.map_structure(leaf, (tuple(args), dict(kwargs)))
         with context.enter_update(strategy, self._refuse):
-            return Trace(trace(recording, self._fn, *own), tape, numbers)
+            traced = trace(recording, self._fn, *own)
+        return Trace(traced, tape, numbers, _names(given) if recording.named else None)
 
     def _refuse(self, value: Any) -> None:
         """What a function brings along from elsewhere: arrays are its own, all else belongs among its arguments."""
@@ -311,10 +325,18 @@ def update_function(fn: Callable[..., Any]) -> UpdateFunction:
 
 def _tracer(recording: Recording, given: Sequence[Given], place: int) -> Tracer:
     one = given[place]
-    first = place if one.kind == "operand" else next(i for i, other in enumerate(given) if other.source == one.source)
+    first = place if one.kind == "operand" else next(i for i, other in enumerate(given) if _same(one, other))
     if one.kind == "variable":
         return recording.variable(one.spec, one.variable.name, first)
     return (recording.value if one.kind == "value" else recording.argument)(one.spec, first)
+
+
+def _names(given: Sequence[Given]) -> tuple[str, ...]:
+    return tuple(one.variable.name for one in given if one.variable is not None)
+
+
+def _same(one: Given, other: Given) -> bool:
+    return other.kind != "operand" and bool(other.source == one.source)
 
 
 def _opened(
@@ -333,13 +355,17 @@ def _opened(
         elif kind in _NUMBERS:
             numbers.append(leaf)
             key.append((kind,))
-        elif isinstance(leaf, _WORDS) or (found := give(leaf)) is None:
+        elif isinstance(leaf, _WORDS):
             key.append((kind, leaf))
+        elif (found := give(leaf)) is None:
+            fail(
+                f"a {kind.__name__} stands among the arguments, which may change without a word; give numbers, words, "
+                "arrays, or a Configured object"
+            )
         else:
             place = len(given)
-            key.append(
-                (found.kind, found.spec, place if found.kind == "operand" else sources.setdefault(found.source, place))
-            )
+            first = place if found.kind == "operand" else sources.setdefault(found.source, place)
+            key.append((found.kind, found.spec, first))
             given.append(found)
     return given, numbers, (_structure((args, kwargs)), *key)
 

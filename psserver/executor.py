@@ -135,6 +135,8 @@ class _Run:
     def _parts(self, ref: Ref) -> Parts | None:
         """The contributions to a reduction, if only one call needs it and a kernel may sum them."""
         reduction = self.plan.reductions[ref.index]
+        if reduction.op == "first":
+            return None
         contributions = self.contributions[ref.index]
         present = [pieces for weight, pieces in contributions if weight]
         if self.uses[ref.index] > 1 or not 0 < len(present) <= MAX_PARTS:

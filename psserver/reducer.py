@@ -14,7 +14,7 @@ def reduce(op: ReduceOp, spec: TensorSpec, contributions: Sequence[tuple[float, 
     """Combines contributions in the order given, which is task order, so that sums are reproducible.
 
     Args:
-        op: "sum", or "mean": the sum over the sum of the weights.
+        op: "sum"; "mean": the sum over the sum of the weights; "first": the first that is there.
         spec: dtype and shape of each contribution and of the value.
         contributions: weight and pieces of each; the pieces of a weight of 0 are not looked at.
 
@@ -22,7 +22,7 @@ def reduce(op: ReduceOp, spec: TensorSpec, contributions: Sequence[tuple[float, 
         The value, of `spec`; zeros where nothing contributes to a sum, NaN where nothing to a mean. It
         may be a view of a received part.
     """
-    present = [pieces for weight, pieces in contributions if weight]
+    present = [pieces for weight, pieces in contributions if weight][: 1 if op == "first" else None]
     with np.errstate(all="ignore"):
         value = _sum(spec, present)
         if op == "mean":

@@ -55,7 +55,11 @@ _REF_KINDS: dict[pb.Ref.Kind, RefKind] = {
     pb.Ref.OPERAND: "operand",
     pb.Ref.RESULT: "result",
 }
-_REDUCE_OPS: dict[pb.Reduction.Op, ReduceOp] = {pb.Reduction.SUM: "sum", pb.Reduction.MEAN: "mean"}
+_REDUCE_OPS: dict[pb.Reduction.Op, ReduceOp] = {
+    pb.Reduction.SUM: "sum",
+    pb.Reduction.MEAN: "mean",
+    pb.Reduction.FIRST: "first",
+}
 _MODES: dict[pb.Mode, Mode] = {pb.SYNC: "sync", pb.ASYNC: "async"}
 _INPUT_KIND_TO_PB = {word: number for number, word in _INPUT_KINDS.items()}
 _REF_KIND_TO_PB = {word: number for number, word in _REF_KINDS.items()}

@@ -17,8 +17,8 @@ from pswire.limits import MAX_NAME
 from pswire.program import Program
 from pswire.tensor import DTYPES, TensorSpec
 
-ReduceOp = Literal["sum", "mean"]
-REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean")
+ReduceOp = Literal["sum", "mean", "first"]
+REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "first")
 
 Mode = Literal["sync", "async"]
 """How the updates of different workers relate: rounds that all make together, or rounds of each worker alone."""
@@ -86,7 +86,7 @@ class Reduction:
     """Contributions in, one value out.
 
     Attributes:
-        op: "sum", or "mean": the sum over the sum of the weights.
+        op: "sum"; "mean": the sum over the sum of the weights; "first": of the contributions that are there the first.
         tensor: dtype and shape of a contribution and of the value.
         servers: where the value is made; every worker sends its contribution to each.
         target: what it is for, in words, for messages.

@@ -68,7 +68,7 @@ class DistributionStrategy:
 
     # ---- Contexts ----
 
-    def scope(self) -> AbstractContextManager[None]:
+    def scope(self) -> AbstractContextManager[Strategy]:
         """Makes the strategy current: see `Strategy.scope`."""
         return self.strategy.scope()
 

@@ -266,6 +266,8 @@ class Optimizer(Configured):
             if v.dtype.kind in "iub":
                 raise ValueError(f"variable {v.name!r} is of {v.dtype}, and steps are fractions; take a floating dtype")
             v.check_strategy(variables[0].strategy)
+        if len(set(map(id, variables))) < len(variables):
+            raise ValueError("a variable stands in several pairs; add up its gradients first")
         if self._state.strategy not in (None, variables[0].strategy):
             raise ValueError(
                 f"this {type(self).__name__} keeps state in another strategy than that of {variables[0].name!r}; "
@@ -352,9 +354,15 @@ class Optimizer(Configured):
 
     def _in_stages(self, strategy: Any, variables: Sequence[Variable]) -> bool:
         """Whether a step takes two rounds: what it has to know of all gradients is on several servers."""
+        alone = getattr(strategy.backend.group, "alone", False)
+        if alone and isinstance(self.loss_scale_factor, DynamicLossScale):
+            raise ValueError(
+                "with DynamicLossScale another asynchronous worker may change the scale between a loss and its "
+                "gradient's division; give loss_scale_factor a number"
+            )
         if not self._measures or len({v.place for v in variables}) == 1:
             return False
-        if getattr(strategy.backend.group, "alone", False):
+        if alone:
             raise ValueError(
                 "global_clipnorm and DynamicLossScale need all gradients of a step, which asynchronous workers on "
                 "several servers mix with those of others; use clipnorm, or one server"

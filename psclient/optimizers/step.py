@@ -29,6 +29,10 @@ def state_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return SINGLE if dtype.name in ("float16", "bfloat16") else dtype
 
 
+SMALLEST_SCALE = 2.0**-100
+"""A loss scale is not halved below this: gradients are divided by it."""
+
+
 @update_function
 def collect(v: Any, optimizer: Any, gradient: Any, kept: Any, scale: Any) -> None:
     """Keeps a gradient: adds it to those of the calls before, if several make a step.
@@ -104,7 +108,7 @@ def begin(optimizer: Any, state: Mapping[str, Any], finite: Any) -> dict[str, An
         state["accumulated"].assign(np.where(found["due"], 0, calls))
     if finite is not None:
         found["scale"] = state["loss_scale"].value()
-        _rescale(optimizer.loss_scale_factor, state, finite, found.get("due", np.isfinite(found["scale"])))
+        _rescale(optimizer.loss_scale_factor, state, finite, found.get("due", np.equal(found["scale"], found["scale"])))
         found["go"] = np.logical_and(finite, found["go"]) if "go" in found else finite
     state["iterations"].assign(np.where(found["go"], before + 1, before) if "go" in found else before + 1)
     return found
@@ -112,9 +116,9 @@ def begin(optimizer: Any, state: Mapping[str, Any], finite: Any) -> dict[str, An
 
 def _rescale(rule: Any, state: Mapping[str, Any], finite: Any, due: Any) -> None:
     scale, good = state["loss_scale"].value(), state["good_steps"].value() + 1
-    grown = good >= rule.dynamic_growth_steps
+    grown = np.logical_and(good >= rule.dynamic_growth_steps, np.isfinite(scale * 2))
     better = np.where(grown, scale * 2, scale)
-    state["loss_scale"].assign(np.where(due, np.where(finite, better, scale / 2), scale))
+    state["loss_scale"].assign(np.where(due, np.where(finite, better, np.maximum(scale / 2, SMALLEST_SCALE)), scale))
     again = np.where(np.logical_and(finite, np.logical_not(grown)), good, 0)
     state["good_steps"].assign(np.where(due, again, good - 1))
     left_out = np.logical_and(due, np.logical_not(finite))

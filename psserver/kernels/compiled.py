@@ -27,6 +27,9 @@ log = logging.getLogger("psserver")
 PATIENCE = 2
 """A kernel is compiled when it is asked for the second time: what runs once is interpreted in less time."""
 
+MAX_POINTERS = 200
+"""What a kernel on the CPU takes at most; more takes the compiler long, and ctypes has a limit."""
+
 MAX_KERNELS = 1000
 """Kernels of one server. Whoever makes more has a program that is another one in each round."""
 
@@ -55,13 +58,20 @@ class Compiler:
         """The kernel of a form: a `NumbaKernel` or a `cupy.ElementwiseKernel`; None while there is none."""
         if self._device.gpu is not None:
             return self._get(form.cuda, lambda: self._device.elementwise(*form.cuda))
-        return self._get(form.numba, lambda: compile_numba(form.numba, 1, parameters(form)))
+        return self._pointed(form.numba, 1, parameters(form))
 
     def rows(self, form: Form) -> NumbaKernel | None:
         """The kernel of a form for rows of tables in host memory; None while there is none."""
         buffers = [p for p in parameters(form) if p.role == "part"]
         index = Parameter("array", 0, "int64")
-        return self._get(form.rows, lambda: compile_numba(form.rows, 4, [index] * 3 + parameters(form) + buffers))
+        return self._pointed(form.rows, 4, [index] * 3 + parameters(form) + buffers)
+
+    def _pointed(self, text: str, sizes: int, taken: list[Parameter]) -> NumbaKernel | None:
+        """The kernel of a text for these pointers: the same text may be of several dtypes."""
+        if len(taken) > MAX_POINTERS:
+            return None
+        key = (text, *(parameter.dtype for parameter in taken))
+        return self._get(key, lambda: compile_numba(text, sizes, taken))
 
     @property
     def texts(self) -> tuple[object, ...]:

@@ -271,9 +271,11 @@ class Reduction(_message.Message):
         OP_UNSPECIFIED: _ClassVar[Reduction.Op]
         SUM: _ClassVar[Reduction.Op]
         MEAN: _ClassVar[Reduction.Op]
+        FIRST: _ClassVar[Reduction.Op]
     OP_UNSPECIFIED: Reduction.Op
     SUM: Reduction.Op
     MEAN: Reduction.Op
+    FIRST: Reduction.Op
     OP_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]

@@ -129,8 +129,8 @@ def test_a_variable_of_another_strategy_is_refused(single, two):
 # ---- Scopes, threads, the end ----
 
 
-def test_only_the_outermost_scope_drops_its_section(single):
-    """An error that is caught around an inner one leaves what was recorded before."""
+def test_what_was_recorded_before_an_error_is_done(single):
+    """Caught around an inner scope, or on its way out of the outermost one; an interrupt gives up what was recorded."""
     w = variable(single)
     with single.scope():
         w.assign_add(np.ones(3))
@@ -141,16 +141,52 @@ def test_only_the_outermost_scope_drops_its_section(single):
     assert w.numpy().tolist() == [1.0] * 3
     kept = []
 
-    def fail():
+    def fail(error):
         with single.scope():
             kept.append(single.extended.update(w, lambda v: v.assign_add(1.0) + 1.0))
-            raise ZeroDivisionError
+            raise error
 
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert w.numpy().tolist() == [1.0] * 3
+    with pytest.raises(StopIteration):
+        fail(StopIteration)
+    assert w.numpy().tolist() == [2.0] * 3
+    assert kept[0].numpy().tolist() == [3.0] * 3
+    with pytest.raises(KeyboardInterrupt):
+        fail(KeyboardInterrupt)
+    assert w.numpy().tolist() == [2.0] * 3
     with pytest.raises(RuntimeError, match="given up"):
-        kept[0].numpy()
+        kept[1].numpy()
+
+
+def test_an_interrupt_within_a_round_ends_the_session(tmp_path):
+    """The servers have its contribution: the next section would be taken for a resend, and its own lost."""
+    with ps.ParameterServerStrategy(devices=["cpu:0"]) as strategy:
+        w = variable(strategy)
+        w.assign_add(1.0)
+        original = strategy._exchange._gather
+        strategy._exchange._gather = lambda futures: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            w.assign_add(1.0)
+        strategy._exchange._gather = original
+        with pytest.raises(ps.errors.Fenced, match="interrupted in round"):
+            w.assign_add(100.0)
+
+
+def test_a_merge_that_recorded_nothing_makes_no_round(single):
+    """Its error is caught, and the replicas go on where they were."""
+    w, before = variable(single), single.round
+
+    def refuse(strategy):
+        raise LookupError
+
+    def step():
+        with pytest.raises(LookupError):
+            here().merge_call(refuse)
+
+    with pytest.raises(LookupError):
+        single.run(step)
+    assert single.round == before
+    w.assign_add(1.0)
+    assert w.numpy().tolist() == [1.0] * 3
 
 
 def test_a_scope_may_be_entered_again(single):

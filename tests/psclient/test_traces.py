@@ -169,6 +169,40 @@ def test_numbers_that_no_trace_can_hold_for_are_computed(strategy):
         assert [update(strategy, v.assign(-0.0), divides, k) for k in (0.0, -0.0)] == [[math.inf], [-math.inf]]
 
 
+def test_a_function_that_asks_for_a_name_is_traced_for_each(strategy):
+    """What it does may depend on it."""
+
+    @ps.update_function
+    def fn(v, k):
+        v.assign_add(k if "weight" in v.name else 0 * k)
+
+    with strategy.scope():
+        named = [ps.Variable(np.zeros(1), name=name) for name in ("weight", "bias")]
+    assert [update(strategy, v, fn, 2.0) for v in named * 2] == [[2.0], [0.0], [4.0], [0.0]]
+
+
+def test_a_number_that_is_returned_is_that_of_the_call(strategy):
+    """And not that of the trace."""
+
+    @ps.update_function
+    def fn(v, k):
+        v.assign_add(k)
+        return k * 2
+
+    v = variable(strategy, np.zeros(1))
+    with strategy.scope():
+        assert [float(strategy.extended.update(v, fn, (k,))) for k in (1.0, 10.0)] == [2.0, 20.0]
+
+
+def test_operands_may_stand_before_variables(strategy):
+    """In any order of the arguments."""
+    add = ps.update_function(lambda v, x, w: v.assign_add(x + w))
+    v, w = variable(strategy, np.zeros(3)), None
+    with strategy.scope(), strategy.extended.colocate_vars_with(v):
+        w = ps.Variable(np.ones(3))
+    assert update(strategy, v, add, np.full(3, 2.0), w) == [3.0] * 3
+
+
 def test_errors_come_back_each_time(strategy):
     """Of the function itself, of numbers beyond a dtype, of what nobody can compare: with the user's line."""
 
@@ -185,7 +219,7 @@ def test_errors_come_back_each_time(strategy):
     for _ in range(2):
         with pytest.raises(ProgramError, match=f"{__file__}:.*300"):
             update(strategy, small, add, 300)
-    with pytest.raises(ProgramError, match=f"{__file__}:.*cannot be compared.*unhashable"):
+    with pytest.raises(ProgramError, match=f"{__file__}:.*a set stands among the arguments"):
         update(strategy, v, fn, {1, 2})
 
 

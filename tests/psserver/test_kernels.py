@@ -255,6 +255,35 @@ def test_what_differs_in_operands_and_shapes_shares_a_kernel(kernels):
     assert len(kernels.compiler.texts) == 2
 
 
+@pytest.mark.parametrize("op", ["isfinite", "logical_not", "astype"])
+def test_one_text_over_several_dtypes_is_several_kernels(kernels, op):
+    """The text does not name the dtypes of its inputs, which the machine code reads all the same."""
+    for dtype in ("float64", "float32", "int8", "float64"):
+        spec = TensorSpec(dtype, (N,))
+        node = Node(op, (0,), (("dtype", "int8"),) if op == "astype" else ())
+        program = Program((Input("value", spec),), (node,), (), (1,))
+        values = np.arange(N).astype(dtype)
+        job = job_of(plan_of(program), [[values]], [])
+        first, second = run_twice(kernels, job, {})
+        assert same_bits(first.given[0], second.given[0])
+
+
+def test_a_kernel_of_very_many_arrays_is_not_compiled(kernels):
+    """It would take the compiler long, and more than a foreign function takes; the interpreter does it."""
+    spec = TensorSpec("float32", (N,))
+    inputs = tuple(Input("value", spec) for _ in range(compiled.MAX_POINTERS + 1))
+    nodes, last = [], 0
+    for number in range(1, len(inputs)):
+        nodes.append(Node("add", (last, number)))
+        last = len(inputs) + number - 1
+    program = Program(inputs, tuple(nodes), (), (last,))
+    for step in kernels.steps(program):
+        if step.shape is not None and len(step.args) > compiled.MAX_POINTERS:
+            assert kernels.kernel(step, {}) is None
+    kernels.compiler.wait()
+    assert kernels.compiler.texts == ()
+
+
 def test_a_compiler_that_fails_is_told_of_once(monkeypatch, caplog):
     """And everything goes on interpreted."""
 

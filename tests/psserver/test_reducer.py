@@ -120,3 +120,13 @@ def test_what_overflows_or_is_undefined_is_silent(op, recwarn):
     assert np.isnan(found[0])
     assert np.isinf(found[1])
     assert not recwarn.list
+
+
+def test_the_first_contribution_that_is_there_counts():
+    """Of replica 0's, or if its process is lost of the next one's, whole and alone."""
+    spec = TensorSpec("float32", (3,))
+    there = [np.full(3, value, "float32") for value in (5.0, 7.0)]
+    given = [(0.0, []), *((1.0, [array]) for array in there)]
+    assert reduce("first", spec, given).tolist() == [5.0] * 3
+    assert reduce("first", spec, given[1:]).tolist() == [5.0] * 3
+    assert reduce("first", spec, given[2:]).tolist() == [7.0] * 3
