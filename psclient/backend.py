@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from psclient import data
@@ -15,6 +16,19 @@ from pswire.tensor import Array
 
 Place = tuple[int, ...]
 """Parameter devices, by number."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Where a reduced value stays, on servers.
+
+    Attributes:
+        place: the parameter devices.
+        label: what it is beside, for messages: a variable's name, or "".
+    """
+
+    place: Place
+    label: str = ""
 
 
 class Group(data.Group, Protocol):
@@ -90,12 +104,12 @@ class Backend(Protocol):
         """
         ...
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Variable | None]]) -> list[Any]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
         """Reduces over all processes.
 
         Args:
-            contributions: this process's share of each, and the variable beside which the value shall be;
-                None where it has to come here.
+            contributions: this process's share of each, and where the value shall stay; None where it has to come
+                here.
 
         Returns:
             Of each an array, or what is read as one.

@@ -9,18 +9,18 @@ from typing import Any
 
 from psclient import context, nest
 from psclient.arrays import Device, is_array, to_device, to_numpy
-from psclient.backend import Backend, Place
+from psclient.backend import Backend, Beside, Place
 from psclient.local import apply_to_copies
 from psclient.readable import Readable, read
 from psclient.reduce_op import ReduceOp
 from psclient.reduction import EVERYONE, LocalValue, combine
-from psclient.stored import CopiedVariable, MirroredVariable, SyncOnReadVariable
+from psclient.stored import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
 from psclient.variables import Variable, VariableAggregation
 from pswire.spec import VariableSpec
 from pswire.tensor import Array
 
-Destination = Variable | tuple[Device, ...]
+Destination = Beside | tuple[Device, ...]
 
 
 class StrategyExtended:
@@ -173,8 +173,9 @@ class StrategyExtended:
             reduce_op: SUM or MEAN, also as a string in any case.
             value: a per-replica value with an array from each local replica; with one local replica a plain
                 array is this worker's contribution.
-            destinations: a variable: the value lives where it does, for `update`; a worker device, a list of
-                them, or a per-replica value (also `value` itself): the value comes to these, or to each replica's.
+            destinations: a variable, or parameter devices, such as `non_slot_devices` returned: the value lives
+                there, for `update` and `update_non_slot`; a worker device, a list of them, or a per-replica value
+                (also `value` itself): the value comes to these, or to each replica's.
             experimental_hints: ignored.
 
         Returns:
@@ -220,7 +221,11 @@ class StrategyExtended:
                 local = self._first(value)
             else:
                 local = self._local(ReduceOp.parse(aggregation.value), value, None)
-            return self._here(local) if destination is None else self._reduced([(local, destination)])[0]
+            return (
+                self._here(local)
+                if destination is None
+                else self._reduced([(local, self._destination(destination, None))])[0]
+            )
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
         """One reduction whose value comes back to every process, at once; see `Strategy.reduce`."""
@@ -239,10 +244,10 @@ class StrategyExtended:
             return self._reduced(list(zip(local, places, strict=True)))
 
     def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Any]:
-        beside = [place if isinstance(place, Variable) else None for _, place in pairs]
+        beside = [place if isinstance(place, Beside) else None for _, place in pairs]
         reduced = self._backend.reduce([(local, to) for (local, _), to in zip(pairs, beside, strict=True)])
         return [
-            value if isinstance(place, Variable) else self._bring(value, place)
+            value if isinstance(place, Beside) else self._bring(value, place)
             for value, (_, place) in zip(reduced, pairs, strict=True)
         ]
 
@@ -272,11 +277,15 @@ class StrategyExtended:
         devices = self._backend.group.devices
         if isinstance(destinations, Variable):
             destinations.check_strategy(self._strategy)
-            return devices if isinstance(destinations, CopiedVariable) else destinations
+            if isinstance(destinations, CopiedVariable | LocalVariable):
+                return devices
+            return Beside(destinations.place, repr(destinations.name))
         if destinations is value or isinstance(destinations, DistributedValues | Readable) or is_array(destinations):
             return devices
         names = [destinations] if isinstance(destinations, str) else destinations
         if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
+            if set(names) <= set(self.parameter_devices) - set(self.worker_devices):
+                return Beside(self._placed(names))
             return tuple(self._worker_device(name) for name in names)
         raise TypeError(
             f"{destinations!r} is no destination; give a variable, a worker device such as "

@@ -7,7 +7,7 @@ from typing import Any
 
 from psclient import context, nest, values
 from psclient.arrays import Device, device_scope
-from psclient.backend import Place
+from psclient.backend import Beside, Place
 from psclient.progress import Progress
 from psclient.reduction import LocalValue
 from psclient.stored import LocalVariable, MirroredVariable, SyncOnReadVariable
@@ -95,7 +95,7 @@ class LocalBackend:
         kind = SyncOnReadVariable if on_read else MirroredVariable
         return _made(kind.stored(strategy, spec, how, tuple(range(len(devices))), devices, value))
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Variable | None]]) -> list[Any]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
         """What the local replicas have is all there is."""
         self._reduced = True
         return [local.alone() for local, _ in contributions]

@@ -9,7 +9,7 @@ from typing import Any
 
 from psclient import context, nest
 from psclient.arrays import Device
-from psclient.backend import Place
+from psclient.backend import Beside, Place
 from psclient.exchange import Exchange
 from psclient.group import Group
 from psclient.reduction import LocalValue
@@ -88,15 +88,14 @@ class RemoteBackend:
 
     # ---- Sections ----
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Variable | None]]) -> list[Any]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
         """Records reductions; their values are lazy."""
         section = self.section_here
         if not context.in_merge_call():
             # The section stays open after this call, and what is reduced may be the caller's buffer.
             contributions = [(local.kept(), to) for local, to in contributions]
         reduced = [
-            section.reduce(local, None if to is None else to.place, "" if to is None else repr(to.name))
-            for local, to in contributions
+            section.reduce(local, *((None,) if to is None else (to.place, to.label))) for local, to in contributions
         ]
         if any(to is None for _, to in contributions):
             section.give_back(reduced)  # The first that is brought here ends the section for all.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from psclient import context, extended, values
+from psclient.backend import Beside
 from psclient.datasets import ArrayDataset
 from psclient.reduce_op import ReduceOp
 from psclient.values import Mirrored
@@ -38,7 +39,7 @@ class StrategyExtended(extended.StrategyExtended):
             if isinstance(tensor, values.DistributedValues) and not isinstance(tensor, Mirrored | Variable):
                 raise ValueError("broadcast_to takes one value, and not a per-replica one; reduce it with reduce_to")
             place = self._destination(destinations, tensor)
-            return self._bring(tensor, self._backend.group.devices[:1] if isinstance(place, Variable) else place)
+            return self._bring(tensor, self._backend.group.devices[:1] if isinstance(place, Beside) else place)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

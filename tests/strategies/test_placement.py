@@ -118,6 +118,20 @@ def test_non_slot_devices_are_for_variables(strategy):
         strategy.extended.non_slot_devices([np.ones(3)])
 
 
+def test_a_value_is_reduced_to_where_non_slot_variables_live(strategy):
+    """For `update_non_slot`, as for `update` to a variable."""
+    v = variable(strategy)
+    extended = strategy.extended
+    where = extended.non_slot_devices([v])
+    with strategy.scope(), extended.colocate_vars_with(where):
+        total = ps.Variable(0.0)
+    ones = strategy.experimental_distribute_values_from_function(lambda _: np.float32(1))
+    with strategy.scope():
+        reduced = extended.reduce_to("sum", ones, where)
+        extended.update_non_slot(where, lambda x: total.assign_add(x), (reduced,))
+    assert float(total) == replicas(strategy)
+
+
 def test_updates_are_for_variables(strategy):
     """A device is updated by `update_non_slot`, which the error says."""
     where = strategy.extended.non_slot_devices([variable(strategy)])
