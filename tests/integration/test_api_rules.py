@@ -397,14 +397,15 @@ def test_an_axis_is_a_number_within_the_shape(single):
 
 
 def test_destinations(strategy):
-    """Devices by their long or short names, a list of them, values; nothing else."""
+    """Devices by their long or short names, a list of them, those of parameters, values; nothing else."""
     extended, x, n = strategy.extended, ones(strategy), replicas(strategy)
-    for place in ("cpu:0", "/cpu:0", extended.worker_devices[0], x, list(extended.worker_devices)):
+    here, there = extended.worker_devices, extended.parameter_devices
+    for place in ("cpu:0", "/cpu:0", here[0], x, list(here), there[0], list(there)):
         assert np.asarray(extended.reduce_to("sum", x, place)).tolist() == [n] * 3
     for place in (None, 5, [], [3]):
         with pytest.raises(TypeError, match="is no destination; give a variable"):
             extended.reduce_to("sum", x, place)
-    for place in ("gpu:7", extended.parameter_devices[0], "nowhere"):
+    for place in ("gpu:7", [there[0], here[0]], "nowhere"):
         with pytest.raises(ValueError, match="is no device"):
             extended.reduce_to("sum", x, place)
 
