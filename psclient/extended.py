@@ -221,11 +221,9 @@ class StrategyExtended:
                 local = self._first(value)
             else:
                 local = self._local(ReduceOp.parse(aggregation.value), value, None)
-            return (
-                self._here(local)
-                if destination is None
-                else self._reduced([(local, self._destination(destination, None))])[0]
-            )
+            if destination is None:
+                return self._here(local)
+            return self._reduced([(local, self._destination(destination, None))])[0]
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
         """One reduction whose value comes back to every process, at once; see `Strategy.reduce`."""

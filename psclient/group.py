@@ -69,8 +69,7 @@ class Group(Progress):
         """
         if self.alone:
             return 0, len(self.devices)
-        epoch = self._newest
-        return sum(member.replicas for member in epoch.members if member.task < self.session.task), epoch.replicas
+        return self._place_in(self._newest)
 
     def share(self) -> tuple[int, int]:
         """The number of this process's first replica among those that share the data, and how many share it.
@@ -92,7 +91,11 @@ class Group(Progress):
                 f"{place.task} has {len(self.devices)} replicas, and had {place.replicas} when the job began, by which "
                 "its share of the data was fixed; start it with as many devices as then"
             )
-        return sum(member.replicas for member in first.members if member.task < place.task), first.replicas
+        return self._place_in(first)
+
+    def _place_in(self, epoch: Epoch) -> tuple[int, int]:
+        """The number of this task's first replica among an epoch's, whether it is in it or not, and their count."""
+        return sum(member.replicas for member in epoch.members if member.task < self.session.task), epoch.replicas
 
     def position(self, dataset: int) -> Position | None:
         """Where a dataset stood when this process joined, or in the checkpoint that was restored."""

@@ -10,7 +10,7 @@ from psclient.arrays import Device, device_scope
 from psclient.backend import Beside, Place
 from psclient.progress import Progress
 from psclient.reduction import LocalValue
-from psclient.stored import LocalVariable, MirroredVariable, SyncOnReadVariable
+from psclient.stored import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient.variables import Variable, VariableAggregation, VariableSynchronization
 from pswire.cluster import Task
 from pswire.spec import Position, VariableSpec
@@ -91,9 +91,9 @@ class LocalBackend:
         devices = self.group.devices
         if context.is_default(strategy):
             synchronization = VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE
-            return _made(LocalVariable.stored(strategy, spec, how, synchronization, devices[0], value))
-        kind = SyncOnReadVariable if on_read else MirroredVariable
-        return _made(kind.stored(strategy, spec, how, tuple(range(len(devices))), devices, value))
+            return LocalVariable.stored(strategy, spec, how, synchronization, devices[0], value)
+        kind: type[CopiedVariable] = SyncOnReadVariable if on_read else MirroredVariable
+        return kind.stored(strategy, spec, how, tuple(range(len(devices))), devices, value)
 
     def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
         """What the local replicas have is all there is."""
@@ -153,8 +153,3 @@ def apply_to_copies(
         with context.enter_update_copy(strategy, index, device), device_scope(device):
             results.append(fn(*own_args, **own_kwargs))
     return results
-
-
-def _made(variable: Any) -> Variable:
-    found: Variable = variable
-    return found

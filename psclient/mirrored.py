@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from psclient import context
@@ -28,14 +27,6 @@ class MirroredStrategy(Strategy):
 
     def __init__(self, devices: Sequence[str] | None = None) -> None:
         super().__init__(LocalBackend(local_devices(devices)))
-
-    def __enter__(self) -> MirroredStrategy:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class DefaultStrategy(Strategy):

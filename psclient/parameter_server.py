@@ -202,12 +202,9 @@ class ParameterServerStrategy(Strategy):
             return str(error)
         return ""
 
-    def __enter__(self) -> ParameterServerStrategy:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._failed = self._failed or kind is not None
-        self.close()
+        super().__exit__(kind, *rest)
 
 
 def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:

@@ -61,16 +61,13 @@ class RemoteBackend:
         self.check_open()
         handle = self._exchange.create(spec, place, value)
         if not on_read:
-            server_variable: Variable = ServerVariable.stored(strategy, spec, how, handle, self.read)
-            return server_variable
+            return ServerVariable.stored(strategy, spec, how, handle, self.read)
         restored = self._exchange.was_restored(handle.id)
         # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
         # aggregation nothing was saved but another job's beginning.
         anew = self.group.late or (restored and how is VariableAggregation.NONE)
         first = value if anew else self.read(handle)
-        variable: SyncOnReadVariable = SyncOnReadVariable.stored(
-            strategy, spec, how, handle.servers, self.group.devices, first
-        )
+        variable = SyncOnReadVariable.stored(strategy, spec, how, handle.servers, self.group.devices, first)
         variable.saved = ServerVariable.stored(strategy, spec, how, handle, self.read)
         if restored:
             variable.share_out(first)
@@ -91,13 +88,15 @@ class RemoteBackend:
     def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
         """Records reductions; their values are lazy."""
         section = self.section_here
-        if not context.in_merge_call():
+        comes_here = any(to is None for _, to in contributions)
+        if not (comes_here or context.in_merge_call()):
             # The section stays open after this call, and what is reduced may be the caller's buffer.
             contributions = [(local.kept(), to) for local, to in contributions]
         reduced = [
-            section.reduce(local, *((None,) if to is None else (to.place, to.label))) for local, to in contributions
+            section.reduce(local, None) if to is None else section.reduce(local, to.place, to.label)
+            for local, to in contributions
         ]
-        if any(to is None for _, to in contributions):
+        if comes_here:
             section.give_back(reduced)  # The first that is brought here ends the section for all.
         return reduced
 

@@ -10,7 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from psclient.exchange import Outgoing
 from psclient.readable import Readable
 from psclient.recording import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient.reduction import LocalValue
-from psclient.stored import ServerVariable
+from psclient.stored import ServerVariable, SyncOnReadVariable
 from psclient.tracer import Tracer
 from psclient.traces import Call, Given, Settings, UpdateFunction
 from psclient.values import DistributedValues, Mirrored, PerReplica
@@ -336,13 +336,11 @@ class _Inputs:
 
     def _variable(self, value: Variable) -> Given:
         value.check_strategy(self.strategy)
-        if not isinstance(value, ServerVariable):
-            raise ValueError(
-                f"{value.name!r} is an ON_READ variable, whose copies differ by replica; read it before, in "
-                "cross-replica context, and pass its value"
-            )
-        handle = value.handle
-        self.variables[handle.id] = value
+        if isinstance(value, SyncOnReadVariable):
+            value.refuse_update()
+        on_server = cast(ServerVariable, value)  # A strategy with sections has no third kind.
+        handle = on_server.handle
+        self.variables[handle.id] = on_server
         return Given("variable", handle.spec.tensor, Ref("variable", handle.id), value)
 
     def lift(self, value: Any) -> Tracer | None:

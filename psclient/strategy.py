@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -260,6 +260,12 @@ class Strategy:
         """Ends the strategy: what needs its replicas or its servers raises from now on. In any context."""
         self.backend.close()
         self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close()
 
 
 class _Scope(threading.local):

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -203,9 +203,10 @@ class Variable(Readable, metaclass=_Created):  # type: ignore[metaclass]  # Only
         self.aggregation = aggregation
 
     @classmethod
-    def stored(cls, *args: Any) -> Any:
+    def stored(cls, *args: Any) -> Self:
         """Makes a variable of this very kind; for the strategies."""
-        return type.__call__(cls, *args)
+        made: Self = type.__call__(cls, *args)
+        return made
 
     # ---- What it is ----
 

@@ -45,7 +45,21 @@ class Constant(LearningRateSchedule):
         return np.full_like(_float(step), self.learning_rate)
 
 
-class ExponentialDecay(LearningRateSchedule):
+class _Decay(LearningRateSchedule):
+    """What decays by the same rule in each `decay_steps` steps."""
+
+    def __init__(
+        self, initial_learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
+    ) -> None:
+        self.initial_learning_rate, self.decay_rate = float(initial_learning_rate), float(decay_rate)
+        self.decay_steps, self.staircase = _positive("decay_steps", decay_steps), staircase
+
+    def _decays(self, step: Any) -> Any:
+        decays = _float(step) / self.decay_steps
+        return np.floor(decays) if self.staircase else decays
+
+
+class ExponentialDecay(_Decay):
     """`initial_learning_rate * decay_rate ** (step / decay_steps)`.
 
     Source: `keras.optimizers.schedules.ExponentialDecay`.
@@ -57,18 +71,11 @@ class ExponentialDecay(LearningRateSchedule):
         staircase: whether the rate changes only every `decay_steps`.
     """
 
-    def __init__(
-        self, initial_learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
-    ) -> None:
-        self.initial_learning_rate, self.decay_rate = float(initial_learning_rate), float(decay_rate)
-        self.decay_steps, self.staircase = _positive("decay_steps", decay_steps), staircase
-
     def __call__(self, step: Any) -> Any:
-        decays = _float(step) / self.decay_steps
-        return self.initial_learning_rate * self.decay_rate ** (np.floor(decays) if self.staircase else decays)
+        return self.initial_learning_rate * self.decay_rate ** self._decays(step)
 
 
-class InverseTimeDecay(LearningRateSchedule):
+class InverseTimeDecay(_Decay):
     """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`.
 
     Source: `keras.optimizers.schedules.InverseTimeDecay`.
@@ -77,15 +84,8 @@ class InverseTimeDecay(LearningRateSchedule):
         initial_learning_rate, decay_steps, decay_rate, staircase: as in `ExponentialDecay`.
     """
 
-    def __init__(
-        self, initial_learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
-    ) -> None:
-        self.initial_learning_rate, self.decay_rate = float(initial_learning_rate), float(decay_rate)
-        self.decay_steps, self.staircase = _positive("decay_steps", decay_steps), staircase
-
     def __call__(self, step: Any) -> Any:
-        decays = _float(step) / self.decay_steps
-        return self.initial_learning_rate / (1 + self.decay_rate * (np.floor(decays) if self.staircase else decays))
+        return self.initial_learning_rate / (1 + self.decay_rate * self._decays(step))
 
 
 class PiecewiseConstantDecay(LearningRateSchedule):

@@ -225,6 +225,18 @@ def test_worker_0_as_chief_dies_and_comes_back(tmp_path):
         job.finish()
 
 
+def come_back_behind(job):
+    """Worker 1 dies in round 2, its next life reads in round 4 and waits, worker 0 goes on; returns what was read."""
+    job.hear(W1, "at", 2)
+    job.kill(W1)
+    job.open("0 at 2")
+    job.hear(W0, "at", 4)
+    job.start(W1)
+    before = job.hear(W1, "open")
+    job.open("0 at 4")
+    return before
+
+
 def look_again(rows, batch):
     """Adds up all rows of a dataset; a life that finds something there waits before it begins."""
     strategy = ps.ParameterServerStrategy()
@@ -247,13 +259,7 @@ def test_what_was_read_before_taking_part_is_read_again(tmp_path):
     """A worker that comes back when the others are done finds nothing left to do, and the value as it is then."""
     gates = ["look", "0 at 2", "1 at 2", "0 at 4"]
     with Job(look_again, tmp_path, (24, 4), workers=2, chief="driver", gates=gates, timeouts=QUICK) as job:
-        job.hear(W1, "at", 2)
-        job.kill(W1)
-        job.open("0 at 2")
-        job.hear(W0, "at", 4)
-        job.start(W1)
-        before = job.hear(W1, "open")
-        job.open("0 at 4")
+        before = come_back_behind(job)
         sums = job.hear(W0, "sums")
         assert 0 < before < sums[0]
         job.open("look")
@@ -283,13 +289,7 @@ def test_a_section_that_was_computed_before_taking_part_does_not_count(tmp_path)
     """Rounds were made since its worker read the variable: the first section after that adds nothing of it."""
     gates = ["look", "0 at 2", "1 at 2", "0 at 4"]
     with Job(count_up, tmp_path, (400, 1000.0), workers=2, chief="driver", gates=gates, timeouts=QUICK) as job:
-        job.hear(W1, "at", 2)
-        job.kill(W1)
-        job.open("0 at 2")
-        job.hear(W0, "at", 4)
-        job.start(W1)
-        job.hear(W1, "open")
-        job.open("0 at 4")
+        come_back_behind(job)
         job.hear(W0, "did", 6)
         job.open("look")
         sums = job.hear(W0, "sums")
