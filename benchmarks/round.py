@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import numpy as np
@@ -31,6 +31,7 @@ from rich.console import Console
 
 import psclient as ps
 from psclient.launch import Cluster
+from psclient.placement import PsStrategy
 from psclient.relay import Line
 from pswire.cluster import Task
 
@@ -49,26 +50,30 @@ class Model:
 
     Attributes:
         nbytes: of all variables together; they are float32.
-        variables: how many of equal size.
+        variables: how many.
         rounds: how many are measured at a time.
         warm: how many come before, not measured.
+        largest: the first variable's part of the bytes; 0 makes all equal.
     """
 
     nbytes: int
     variables: int
     rounds: int
     warm: int
+    largest: float = 0.0
 
     def shapes(self) -> list[tuple[int]]:
         """One for each variable; the first takes the rest."""
-        size, rest = divmod(self.nbytes // 4, self.variables)
-        return [(size + rest,), *[(size,)] * (self.variables - 1)]
+        total, others = self.nbytes // 4, self.variables - 1
+        size = int(total * (1 - self.largest)) // others if self.largest else total // self.variables
+        return [(total - others * size,), *[(size,)] * others]
 
 
 MODELS = {
     "4KB": Model(4_000, 10, 200, 30),
     "4MB": Model(4_000_000, 20, 60, 15),
     "100MB": Model(100_000_000, 50, 12, 4),
+    "skewed": Model(100_000_000, 50, 12, 4, 0.9),
 }
 
 QUICK = 10
@@ -116,16 +121,19 @@ class Options:
         sizes: keys of `MODELS`.
         optimizer: "sgd" or "adam".
         quick: whether to measure a few rounds only.
+        ps_strategy: which server holds a variable.
     """
 
     sizes: tuple[str, ...]
     optimizer: str
     quick: bool
+    ps_strategy: PsStrategy
 
     def args(self) -> tuple[str, ...]:
         """The arguments of the worker script, which is this file."""
         sizes = [arg for size in self.sizes for arg in ("--sizes", size)]
-        return ("--as-worker", *sizes, "--optimizer", self.optimizer, *["--quick"] * self.quick)
+        chosen = ("--optimizer", self.optimizer, "--ps-strategy", self.ps_strategy)
+        return ("--as-worker", *sizes, *chosen, *["--quick"] * self.quick)
 
 
 # ---- In a worker ----
@@ -133,7 +141,7 @@ class Options:
 
 def work(options: Options) -> None:
     """Makes rounds of each model; worker 0 prints a JSON line for each."""
-    with ps.ParameterServerStrategy(devices=["cpu:0"]) as strategy, strategy.scope():
+    with ps.ParameterServerStrategy(devices=["cpu:0"], ps_strategy=options.ps_strategy) as strategy, strategy.scope():
         for size in options.sizes:
             seconds = _rounds(strategy, size, options)
             if strategy.task == Task("worker", 0):
@@ -229,14 +237,14 @@ def report(limits: Limits, total: dict[tuple[str, Setting], Measured], options: 
             "tcp_round_trip_us": spread(limits.ping, 1e6),
         },
         "rounds": [
-            row(size, setting, total[size, setting], options.optimizer, tcp, memcpy)
+            row(size, setting, total[size, setting], options, tcp, memcpy)
             for size in options.sizes
             for setting in [setting for found, setting in total if found == size]
         ],
     }
 
 
-def row(size: str, setting: Setting, measured: Measured, optimizer: str, tcp: float, memcpy: float) -> dict[str, Any]:
+def row(size: str, setting: Setting, measured: Measured, options: Options, tcp: float, memcpy: float) -> dict[str, Any]:
     """One line of the table."""
     model = MODELS[size]
     moved = 2 * model.nbytes * setting.workers
@@ -249,7 +257,8 @@ def row(size: str, setting: Setting, measured: Measured, optimizer: str, tcp: fl
         "servers": setting.servers,
         "chief": setting.chief,
         "lane": "grpc",
-        "optimizer": optimizer,
+        "optimizer": options.optimizer,
+        "ps_strategy": options.ps_strategy,
         "rounds": len(measured.seconds),
         "ms": spread(measured.seconds, 1e3),
         "gb_per_s": rate / 1e9,
@@ -260,11 +269,14 @@ def row(size: str, setting: Setting, measured: Measured, optimizer: str, tcp: fl
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option("--sizes", multiple=True, type=click.Choice(list(MODELS)), help="Models to measure [default: all].")
+@click.option(
+    "--sizes", multiple=True, type=click.Choice(list(MODELS)), help="Models to measure [default: all but skewed]."
+)
 @click.option("--workers", multiple=True, type=click.IntRange(1), default=(1, 2), show_default=True)
 @click.option("--servers", multiple=True, type=click.IntRange(1), default=(1, 2), show_default=True)
 @click.option("--chief", multiple=True, type=click.Choice(list(CHIEFS)), default=tuple(CHIEFS), show_default=True)
 @click.option("--optimizer", type=click.Choice(["sgd", "adam"]), default="sgd", show_default=True)
+@click.option("--ps-strategy", type=click.Choice(get_args(PsStrategy)), default="greedy", show_default=True)
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
 @click.option("--quick", is_flag=True, help="A few rounds only.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
@@ -276,6 +288,7 @@ def main(
     servers: tuple[int, ...],
     chief: tuple[str, ...],
     optimizer: str,
+    ps_strategy: PsStrategy,
     repeats: int | None,
     quick: bool,
     json_file: Path | None,
@@ -283,7 +296,8 @@ def main(
     as_worker: bool,
 ) -> None:
     """Measures, or is a worker of a cluster that is measured."""
-    options = Options(sizes or tuple(MODELS), optimizer, quick)
+    equal = tuple(name for name, model in MODELS.items() if not model.largest)
+    options = Options(sizes or equal, optimizer, quick, ps_strategy)
     if as_worker:
         work(options)
         return

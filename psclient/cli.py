@@ -18,6 +18,7 @@ from psclient.config import (
     LaunchConfig,
     ServerOptions,
     load_launch_config,
+    set_lane,
     task_config,
     timeouts_from,
     wants_colour,
@@ -27,6 +28,7 @@ from psclient.relay import Printer
 from psclient.runner import die_with, end_on_sigterm, run_script, say
 from pswire.cluster import TaskConfig
 from pswire.errors import ConfigError, PSError
+from pswire.lanes import LANES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -69,6 +71,9 @@ class Invocation:
 @click.option("--memory-limit", help="Bytes for variables on each server, such as 4GiB.")
 @click.option("--checkpoint-root", help="Directory below which checkpoints are.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of one update program on each server.")
+@click.option(
+    "--lane", type=click.Choice(LANES), help="The fastest lane that may be used [default: PS_LANE, else shm]."
+)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
 @click.option("--debug", is_flag=True, help="Show tracebacks of this package.")
@@ -80,6 +85,8 @@ def command(script: str, args: tuple[str, ...], **flags: Any) -> Invocation:
     With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
     win over the file.
     """
+    if flags["lane"]:
+        set_lane(flags["lane"])
     given = {name: flags[name] for name in ("ps", "workers", "restarts") if flags[name] is not None}
     names = [field.name for field in dataclasses.fields(ServerOptions) if flags[field.name] is not None]
     server = {name: str(flags[name]) for name in names}
@@ -89,7 +96,7 @@ def command(script: str, args: tuple[str, ...], **flags: Any) -> Invocation:
         given["chief"] = "driver" if flags["has_chief"] else "none"
     launch = None
     if flags["standalone"] or flags["config"]:
-        launch = _launch_config(flags["config"], given, server, script, args, flags["debug"])
+        launch = _launch_config(flags["config"], given, server, script, args, flags["debug"], flags["lane"])
     elif given or server:
         name = next(iter(given | server)).replace("_", "-")
         raise ConfigError(f"--{name} describes a local cluster; add --standalone")
@@ -103,8 +110,11 @@ def _launch_config(
     script: str,
     args: tuple[str, ...],
     debug: bool,
+    lane: str | None,
 ) -> LaunchConfig:
     config = load_launch_config(path) if path else LaunchConfig()
+    if lane:
+        given |= {"lane": lane}
     if script:
         given |= {"script": script, "args": args}
     config = dataclasses.replace(

@@ -10,12 +10,13 @@ import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
+from pswire.lanes import LANES, LaneName
 from pswire.limits import Timeouts, parse_seconds, refuse_unknown
 
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
@@ -24,6 +25,9 @@ GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:
 # gRPC's handlers of fork() abort the child where a call is under way, as one is nearly always. A fork has no part in
 # the job and makes no calls, so that it needs no handlers: a data loader may fork at any time.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+LANE = "PS_LANE"
+"""The environment variable that says which lane to begin with."""
 
 CHIEFS = ("driver", "script", "none")
 """Ways to have a chief: a process that only drives, one that runs the script too, or worker 0."""
@@ -60,6 +64,7 @@ class LaunchConfig:
         server: flags of every server.
         timeouts: handed to every process; by default this process's own.
         debug: whether every process shows tracebacks of this package.
+        lane: the fastest lane that workers may use; by default what `PS_LANE` says.
     """
 
     ps: int = 1
@@ -71,6 +76,7 @@ class LaunchConfig:
     server: ServerOptions = ServerOptions()
     timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
     debug: bool = False
+    lane: str = field(default_factory=lambda: lane_from())
 
     def __post_init__(self) -> None:
         if self.ps < 1:
@@ -79,6 +85,7 @@ class LaunchConfig:
             raise ConfigError("workers and restarts must be numbers from 0")
         if self.chief not in CHIEFS:
             raise ConfigError(f"chief {self.chief!r} is unknown; write one of {', '.join(CHIEFS)}")
+        check_lane(self.lane)
         if self.script and not self.workers and self.chief != "script":
             raise ConfigError(f"nobody would run {self.script}: the cluster has no worker")
 
@@ -118,6 +125,22 @@ def set_visible_gpus(names: Sequence[str], environ: MutableMapping[str, str] = o
 def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
     """The timeouts that `PS_TIMEOUT_*` give; raises `ConfigError` for an unknown name or no number of seconds."""
     return Timeouts.from_environ(environ)
+
+
+def lane_from(environ: Mapping[str, str] = os.environ) -> LaneName:
+    """The fastest lane that may be used, which `PS_LANE` says, else any; raises `ConfigError` for an unknown one."""
+    return check_lane(environ.get(LANE, LANES[0]))
+
+
+def check_lane(name: str) -> LaneName:
+    """The lane of a name; raises `ConfigError` where there is none."""
+    refuse_unknown([name], LANES, "lane")
+    return LANES[LANES.index(cast(LaneName, name))]
+
+
+def set_lane(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `PS_LANE` for this process and its children."""
+    environ[LANE] = check_lane(name)
 
 
 def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str] | None = None) -> dict[str, str]:

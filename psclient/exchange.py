@@ -18,8 +18,9 @@ from psclient.session import Session
 from pswire.api import Contribution, CreateReply, ParameterServer, RestoreReply, RoundReply
 from pswire.errors import CheckpointError, Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
+from pswire.payload import EMPTY, Payload
 from pswire.spec import Plan, Position, Ref, Snapshotted, Variable, VariableSpec
-from pswire.tensor import EMPTY, Array, Payload, portable
+from pswire.tensor import Array, portable
 
 log = logging.getLogger("psclient")
 
@@ -48,7 +49,7 @@ class Outgoing:
         sent = zip(self.plan.reductions, self.contributions, strict=True)
         arrays = [array for reduction, array in sent if array is not None and server in reduction.servers]
         used = zip(self.plan.operands, self.operands, strict=True)
-        return Payload.pack([*arrays, *(array for operand, array in used if server in operand.servers)])
+        return Payload.pack([*(array for operand, array in used if server in operand.servers), *arrays])
 
 
 class Exchange:
@@ -220,8 +221,8 @@ class Exchange:
     def _want(self, plan: Plan, server: int) -> tuple[int, ...]:
         """What to ask back: variables that the plan assigns and that were read since their last assignment."""
         with self._lock:
-            read = plan.writes(server) & self._read
-            return tuple(sorted(id for id in read if self._variables[id].servers[0] == server))
+            written = (id for id in plan.writes(server) if id in self._read)
+            return tuple(id for id in written if self._variables[id].servers[0] == server)
 
     def _push(self, outgoing: Outgoing, server: int, want: tuple[int, ...], observes: bool) -> Future[RoundReply]:
         epoch = self.group.epoch
@@ -287,14 +288,14 @@ class Exchange:
         for server, reply in replies.items():
             given = plan.given(server)
             wanted = [self._variables[id].spec.tensor for id in want[server]]
-            tensors = reply.payload.tensors([spec for _, spec in given] + wanted)
-            values |= zip([ref for ref, _ in given], tensors, strict=False)
-            fresh |= zip(want[server], map(_frozen, tensors[len(given) :]), strict=True)
+            tensors = reply.payload.tensors(wanted + [spec for _, spec in given])
+            fresh |= zip(want[server], map(_frozen, tensors), strict=False)
+            values |= zip([ref for ref, _ in given], tensors[len(wanted) :], strict=True)
             for task in reply.left_out:
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)
         for server in plan.servers:
             self._touched[server] = self.group.round
-        written = frozenset[int]().union(*(plan.writes(server) for server in plan.servers))
+        written = {id for server in plan.servers for id in plan.writes(server)}
         with self._lock:
             self._read -= written
             self._cache = {id: value for id, value in self._cache.items() if id not in written} | fresh

@@ -330,7 +330,7 @@ class StrategyExtended:
             What `fn` returns, merged over the copies; on servers lazily.
 
         Raises:
-            TypeError: `var` is no variable.
+            TypeError: `var` is no variable, or `args` no tuple.
             ProgramError: `fn` cannot be traced.
             ValueError: a per-replica value, or a variable of another strategy, is among the arguments.
             LocalityError: an argument lives on another server.
@@ -343,11 +343,12 @@ class StrategyExtended:
                     f"update takes a variable, and not a {type(var).__name__}; for devices use update_non_slot"
                 )
             place = self._placed(var)
-            self._check_variables(args, kwargs, isinstance(var, SyncOnReadVariable))
+            own, named = context.arguments("update", args, kwargs)
+            self._check_variables(own, named, isinstance(var, SyncOnReadVariable))
             if isinstance(var, CopiedVariable):
                 copies = list(enumerate(self._backend.group.devices))
-                return _merged(apply_to_copies(self._strategy, copies, fn, (var, *args), kwargs or {}), group)
-            return _merged(self._backend.apply(self._strategy, place, fn, (var, *args), kwargs or {}), group)
+                return _merged(apply_to_copies(self._strategy, copies, fn, (var, *own), named), group)
+            return _merged(self._backend.apply(self._strategy, place, fn, (var, *own), named), group)
 
     def update_non_slot(
         self,
@@ -369,12 +370,13 @@ class StrategyExtended:
         """
         with self._cross_replica("update_non_slot"):
             place = self._placed(colocate_with)
-            self._check_variables(args, kwargs, False)
-            return _merged(self._backend.apply(self._strategy, place, fn, args, kwargs or {}), group)
+            own, named = context.arguments("update_non_slot", args, kwargs)
+            self._check_variables(own, named, False)
+            return _merged(self._backend.apply(self._strategy, place, fn, own, named), group)
 
-    def _check_variables(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, by_replica: bool) -> None:
+    def _check_variables(self, args: Sequence[Any], kwargs: Mapping[str, Any], by_replica: bool) -> None:
         """The arguments of an update: `by_replica` says whether what is updated may differ by replica."""
-        for leaf in nest.flatten((tuple(args), dict(kwargs or {}))):
+        for leaf in nest.flatten((args, kwargs)):
             if isinstance(leaf, Variable):
                 leaf.check_strategy(self._strategy)
             if isinstance(leaf, SyncOnReadVariable) and not by_replica:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from psclient.config import LaunchConfig, child_environ
+from psclient.config import LANE, LaunchConfig, child_environ
 from psclient.processes import (
     address_in,
     await_listening,
@@ -221,7 +221,7 @@ class Cluster:
         command = [sys.executable, "-P", "-m", "psclient.cli", "--die-with-parent", str(os.getpid())]
         command += ["--debug"] if self.config.debug else []
         command += ["--", self.config.script, *self.config.args] if runs else []
-        told = self._more | {"TF_CONFIG": self.tf_config(task)}
+        told = {LANE: self.config.lane} | self._more | {"TF_CONFIG": self.tf_config(task)}
         environ = child_environ(self._tasks(), self.config.timeouts, told)
         return spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 

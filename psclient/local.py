@@ -8,6 +8,7 @@ from typing import Any
 from psclient import context, nest, values
 from psclient.arrays import Device, device_scope
 from psclient.backend import Beside, Place
+from psclient.mistakes import refuse_result
 from psclient.progress import Progress
 from psclient.reduction import LocalValue
 from psclient.stored import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
@@ -152,4 +153,5 @@ def apply_to_copies(
         own_args, own_kwargs = values.select((tuple(args), dict(kwargs)), index)
         with context.enter_update_copy(strategy, index, device), device_scope(device):
             results.append(fn(*own_args, **own_kwargs))
+        refuse_result(fn, results[-1])
     return results

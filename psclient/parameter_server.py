@@ -15,11 +15,12 @@ from psclient import context
 from psclient.arrays import local_devices
 from psclient.chief import Chief
 from psclient.cluster_resolver import ClusterResolver, TFConfigClusterResolver, task_of
-from psclient.config import timeouts_from
+from psclient.config import check_lane, lane_from, timeouts_from
 from psclient.consistency import Async, Sync
 from psclient.embedded import EmbeddedServer
 from psclient.exchange import Exchange
 from psclient.group import Group
+from psclient.placement import Placement, PsStrategy, check_ps_strategy
 from psclient.remote import RemoteBackend
 from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
@@ -27,6 +28,7 @@ from psclient.strategy import Strategy
 from psclient.variables import Variable
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import ConfigError, PSError
+from pswire.lanes import LaneName
 from pswire.limits import Timeouts
 from pswire.spec import Snapshotted
 
@@ -48,9 +50,14 @@ class ParameterServerStrategy(Strategy):
         consistency: `Sync()`, the default, or `Async()`; the same in all processes.
         cluster_resolver: tells the cluster and this process's task; by default `TFConfigClusterResolver()`.
         timeouts: by default what `PS_TIMEOUT_*` say.
+        ps_strategy: which server holds a new variable that is not created beside another; the same in all processes.
+            "greedy" takes the one with the fewest bytes, "round_robin" the next in turn, as TensorFlow does by
+            default; both pass over servers whose memory limit leaves no room.
+        lane: the fastest way for values to travel that may be used: "shm", "tcp" or "grpc"; where it does not work
+            the next one is. By default what `PS_LANE` says, else the fastest that works.
 
     Raises:
-        ConfigError: `TF_CONFIG` or a device is wrong, or another process has another consistency.
+        ConfigError: `TF_CONFIG`, a device, `ps_strategy` or `lane` is wrong, or another process has another consistency.
         Unreachable: a server does not answer.
         ChiefLost: no chief began the job in time.
     """
@@ -61,7 +68,12 @@ class ParameterServerStrategy(Strategy):
         consistency: Sync | Async | None = None,
         cluster_resolver: ClusterResolver | None = None,
         timeouts: Timeouts | None = None,
+        ps_strategy: PsStrategy = "greedy",
+        lane: LaneName | None = None,
     ) -> None:
+        check_ps_strategy(ps_strategy)
+        self._lane = lane_from() if lane is None else check_lane(lane)
+        self._ps_strategy = ps_strategy
         self.consistency = consistency or Sync()
         self._timeouts = timeouts or timeouts_from()
         resolver = cluster_resolver or TFConfigClusterResolver()
@@ -88,7 +100,7 @@ class ParameterServerStrategy(Strategy):
 
     def _connect(self) -> None:
         cluster, task = self._config.cluster, self._config.task
-        self._servers = connect(cluster, self._timeouts)
+        self._servers = connect(cluster, self._timeouts, self._lane)
         self._session = Session(
             task, self._servers, len(self._devices), timeouts=self._timeouts, consistency=self.consistency.mode
         )
@@ -101,7 +113,8 @@ class ParameterServerStrategy(Strategy):
         self._session.await_job()
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
         self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
-        self._remote = RemoteBackend(self._exchange)
+        limits = [server.status().memory_limit for server in self._servers]
+        self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits))
         super().__init__(self._remote)
 
     # ---- What it is ----

@@ -14,17 +14,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from psclient import nest
 from psclient.arrays import to_numpy
+from psclient.mistakes import Brought, fail, refuse_result, users_function, users_line, warn_of_large
 from psclient.scalars import Scalar, plain_number
-from psclient.tracer import DType, Tracer, VariableTracer, fail, is_weak
+from psclient.surroundings import Surroundings
+from psclient.tracer import DType, Tracer, VariableTracer, is_weak
 from pswire.errors import InvalidRequest, ProgramError
+from pswire.limits import MAX_NODES
 from pswire.program import OPS, Attr, Input, InputKind, Node, Program, infer
-from pswire.tensor import Array, TensorSpec, portable, spec_of
+from pswire.tensor import DTYPES, Array, TensorSpec, portable, spec_of
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,10 @@ class Recording:
         lift: asked about each object that meets a tracer and is neither a tracer nor a Python scalar;
             returns its tracer, or None to have it taken as an array. So a variable that comes in by a
             closure is found.
+
+    Attributes:
+        named: whether the function has asked for a variable's name.
+        brought: the arrays that were taken as such, in the order in which they were met.
     """
 
     def __init__(self, lift: Callable[[object], Tracer | None] | None = None) -> None:
@@ -89,6 +96,7 @@ class Recording:
         self._known: dict[Hashable, Tracer] = {}
         self._open = True
         self.named = False
+        self.brought: list[Brought] = []
 
     def variable(self, spec: TensorSpec, name: str, origin: Hashable) -> VariableTracer:
         """A variable's tracer; the same one each time for the same origin."""
@@ -143,10 +151,14 @@ class Recording:
             ProgramError: with the caller's file and line, if the op does not take these.
         """
         tracers = [arg if is_weak(arg) else self.tracer(arg) for arg in args]
+        if op in _COMPARISONS and (known := self._compared(op, tracers)) is not None:
+            return known
         numbers = []
         for arg, tracer in zip(args, tracers, strict=True):
             weak = not isinstance(tracer, Tracer)
             numbers.append((self._weak(op, arg, tracers, about) if weak else self.tracer(tracer)).number)
+        if len(self._steps) - len(self._origins) >= MAX_NODES:
+            fail(f"the update function does more than {MAX_NODES} operations; write array operations in place of loops")
         try:
             spec = infer(op, [self._specs[number] for number in numbers], attrs)
         except (ProgramError, InvalidRequest) as error:
@@ -157,19 +169,26 @@ class Recording:
         """The tracer of anything that may meet a tracer in an op, Python scalars taken as arrays."""
         found = value if isinstance(value, Tracer) else self._lift(value) if self._lift else None
         if found is None:
-            return self.operand(value)
+            found = self.operand(value)
+            if not is_weak(value):
+                array = cast(Array, self._origins[found.number])
+                self.brought.append(Brought(value, array, users_line(), users_function()))
         if found.recording is not self or not self._open:
             fail("a value of another update function, or of one that has returned, is used; return it there")
         return found
 
     def astype(self, value: object, dtype: DType) -> Tracer:
         """The value in another dtype."""
-        tracer, name = self.tracer(value), np.dtype(dtype).name
+        try:
+            name = np.dtype(dtype).name
+        except TypeError:
+            fail(f"there is no dtype {dtype!r}; known are {', '.join(DTYPES)}")
+        tracer = self.tracer(value)
         return tracer if tracer.dtype.name == name else self.apply("astype", (tracer,), dtype=name)
 
     def broadcast_to(self, value: object, shape: int | Sequence[int]) -> Tracer:
         """The value in another shape, repeated as NumPy does."""
-        sizes = (shape,) if isinstance(shape, int) else tuple(operator.index(n) for n in shape)
+        sizes = tuple(int(operator.index(n)) for n in ((shape,) if isinstance(shape, int) else shape))
         tracer = self.tracer(value)
         return tracer if tracer.shape == sizes else self.apply("broadcast_to", (tracer,), shape=sizes)
 
@@ -263,6 +282,18 @@ class Recording:
         at = next(i for i, peer in enumerate(peers) if peer is value)
         return self._typed(value, resolved[at], about)
 
+    def _compared(self, op: str, pair: Sequence[Any]) -> Tracer | None:
+        """As NumPy compares integers with a whole number that their dtype does not have: all are less, or more."""
+        array, number = pair if isinstance(pair[0], Tracer) else pair[::-1]
+        if not is_weak(number) or type(plain_number(number)) is not int or array.dtype.kind not in "iu":
+            return None
+        low, high = (int(getattr(np.iinfo(array.dtype.name), end)) for end in ("min", "max"))
+        # A scalar that is not beyond stays an operand, of which nothing is seen.
+        if low <= plain_number(number) <= high or low <= number <= high:
+            return None
+        answer = _COMPARISONS[op](*(low if one is array else one for one in pair))
+        return self.broadcast_to(self.operand(np.asarray(answer)), array.shape)
+
     def _typed(self, value: object, dtype: np.dtype[Any], about: str) -> Tracer:
         try:
             with np.errstate(all="ignore"):
@@ -277,6 +308,7 @@ def trace(
     fn: Callable[..., object],
     args: Sequence[object],
     kwargs: Mapping[str, object] | None = None,
+    around: Surroundings | None = None,
 ) -> Traced:
     """Runs an update function once and gives what it did.
 
@@ -285,11 +317,25 @@ def trace(
         fn: the update function.
         args, kwargs: tracers, and anything else that `fn` takes; Python scalars stay what they are
             and become operands where they meet a tracer.
+        around: what it reads by other ways, where that is known.
 
     Raises:
         ProgramError: with the user's file and line, for what cannot be traced.
     """
-    return recording.finish(fn(*args, **(kwargs or {})))
+    result = fn(*args, **(kwargs or {}))
+    refuse_result(fn, result)
+    warn_of_large(recording.brought, fn, around)
+    return recording.finish(result)
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "equal": operator.eq,
+    "not_equal": operator.ne,
+    "less": operator.lt,
+    "less_equal": operator.le,
+    "greater": operator.gt,
+    "greater_equal": operator.ge,
+}
 
 
 def _weak_type(value: object) -> Any:

@@ -12,6 +12,7 @@ from psclient.arrays import Device
 from psclient.backend import Beside, Place
 from psclient.exchange import Exchange
 from psclient.group import Group
+from psclient.placement import Placement
 from psclient.reduction import LocalValue
 from psclient.section import Section
 from psclient.stored import ServerVariable, SyncOnReadVariable
@@ -31,14 +32,16 @@ class RemoteBackend:
 
     Args:
         exchange: what travels to the servers.
+        placement: where new variables live.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, placement: Placement) -> None:
         self._task = exchange.session.task
         self.parameter_devices = exchange.session.devices
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
         self._copies: list[SyncOnReadVariable] = []
         self._exchange = exchange
+        self._placement = placement
         self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
         self._closed = False
@@ -59,7 +62,8 @@ class RemoteBackend:
     ) -> Variable:
         """Gets or creates it on the servers; an ON_READ variable has there what was saved of it."""
         self.check_open()
-        handle = self._exchange.create(spec, place, value)
+        handle = self._exchange.create(spec, place or self._placement.choose(spec.tensor), value)
+        self._placement.created(handle, chosen=not place)
         if not on_read:
             return ServerVariable.stored(strategy, spec, how, handle, self.read)
         restored = self._exchange.was_restored(handle.id)
@@ -122,10 +126,7 @@ class RemoteBackend:
         try:
             result = call()
         except BaseException:
-            if self._mine() is not None:
-                # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
-                self.drop()
-                self.group.skip_round()
+            self.drop()
             raise
         self.flush(returned=result)
         return result
@@ -173,7 +174,9 @@ class RemoteBackend:
     def drop(self) -> None:
         """Forgets the calling thread's open section: what recorded it failed."""
         if self._mine() is not None:
+            # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
             self._section = None
+            self.group.skip_round()
 
     def snapshot(self, path: str) -> Snapshotted:
         """Ends the open section with a checkpoint; waits until it is complete, or failed."""

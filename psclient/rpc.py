@@ -14,15 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
-from psclient.threads import Threads
+from psclient.lanes import Answered, Lane, LaneLost, Lanes, Offer
+from psclient.threads import Threads, settle
 from pswire import codec, replies
 from pswire.api import (
+    Begun,
     Contribution,
     CreateReply,
     Opened,
@@ -35,10 +38,12 @@ from pswire.api import (
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost, Unreachable
+from pswire.lanes import LaneName
+from pswire.lanes.frames import Frame, frames
 from pswire.limits import PART_BYTES, Timeouts
+from pswire.payload import Assembly, Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.spec import Entry, Mode, Plan, Start, VariableSpec
-from pswire.tensor import Assembly, Frame, Payload, frames
 from pswire.wire import INCARNATION_KEY, UNANSWERED, VERBS, Metadata, Verb, batches, parse, refused
 
 log = logging.getLogger(__name__)
@@ -96,6 +101,7 @@ class RemoteServer:
         task: the server's task, for messages.
         timeouts: of the cluster.
         interceptors: of gRPC, the first outermost; tests inject faults with them.
+        lane: the fastest lane that may be used.
 
     Attributes:
         bytes_sent: payload bytes handed to the network, repeats included.
@@ -108,6 +114,7 @@ class RemoteServer:
         task: Task,
         timeouts: Timeouts | None = None,
         interceptors: Sequence[Interceptor] = (),
+        lane: LaneName = "grpc",
     ) -> None:
         self.address = address
         self.task = task
@@ -115,6 +122,8 @@ class RemoteServer:
         self.bytes_received = 0
         self._timeouts = timeouts or Timeouts()
         self._threads = Threads(f"call {task}")
+        self._lane = lane
+        self._lanes: dict[int, Lanes] = {}  # of each session
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
         self._stubs = {name: _stub(channel, verb.path, verb.streams) for name, verb in VERBS.items()}
@@ -140,6 +149,10 @@ class RemoteServer:
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
         self._metadata = ((INCARNATION_KEY, str(m.incarnation)),)
+        if replicas:
+            host = self.address.rpartition(":")[0].strip("[]")
+            offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path)
+            self._lanes[m.session] = Lanes(str(self.task), offer, self._timeouts.lease, self._lane)
         return Opened(m.session, m.incarnation, m.token, m.server, m.device)
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
@@ -204,7 +217,7 @@ class RemoteServer:
                 break
         return length
 
-    def push(self, contribution: Contribution, payload: Payload) -> Future[RoundReply]:
+    def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """As `ParameterServer.push`; a broken stream is sent again, whole."""
         header = replies.contribution_to_pb(contribution, payload.size).SerializeToString()
 
@@ -213,20 +226,63 @@ class RemoteServer:
             messages = self._frames(header, payload)
             start, request = (self._push_whole, next(messages)) if whole else (self._stubs["Push"], messages)
             call = self._start(start, request, seconds)
-            m, reply = self._receive(call, pb.RoundHeader)
-            return replies.round_from_pb(m, reply)
+            return replies.round_from_pb(*self._receive(call, pb.RoundHeader))
 
-        return self._threads.submit(lambda: self._until_answered(VERBS["Push"], once))
+        def over(lane: Lane) -> Future[Answered]:
+            with self._lock:
+                self.bytes_sent += payload.size
+            return lane.push(header, payload)
+
+        again = partial(self._until_answered, VERBS["Push"], once)
+        return self._ask_on_lane(contribution.session, over, replies.round_from_pb, again)
 
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
         """As `ParameterServer.pull`."""
         data = pb.PullRequest(session=session, variables=variables, after=after).SerializeToString()
 
         def once(seconds: float) -> PullReply:
-            m, reply = self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader)
-            return replies.pull_from_pb(m, reply)
+            return replies.pull_from_pb(*self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader))
 
-        return self._threads.submit(lambda: self._until_answered(VERBS["Pull"], once))
+        again = partial(self._until_answered, VERBS["Pull"], once)
+        return self._ask_on_lane(session, lambda lane: lane.pull(data), replies.pull_from_pb, again)
+
+    def _ask_on_lane(
+        self,
+        session: int,
+        ask: Callable[[Lane], Future[Answered]],
+        decode: Callable[[Any, Payload], T],
+        otherwise: Callable[[], T],
+        lost: Lane | None = None,
+    ) -> Future[T]:
+        """Calls on the best lane that works, and then on the next.
+
+        Args:
+            session: whose call it is.
+            ask: makes the call on a lane.
+            decode: reads its answer.
+            otherwise: makes the call over gRPC.
+            lost: the lane that broke with the call on it.
+        """
+        self._check()
+        lanes = self._lanes.get(session)
+        lane = lanes.best(lost) if lanes else None
+        if lane is None:
+            return self._threads.submit(otherwise)
+        result: Future[T] = Future()
+
+        def answered(answer: Future[Answered]) -> None:
+            if isinstance(answer.exception(), LaneLost):
+                # In another thread: it may take a while to open one.
+                again = partial(self._ask_on_lane, session, ask, decode, otherwise, lane)
+                self._threads.submit(lambda: settle(result, again().result))
+                return
+            if answer.exception() is None:
+                with self._lock:
+                    self.bytes_received += answer.result()[1].size
+            settle(result, lambda: decode(*answer.result()))
+
+        ask(lane).add_done_callback(answered)
+        return result
 
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
         """As `ParameterServer.snapshot`."""
@@ -254,6 +310,8 @@ class RemoteServer:
             self._failure = self._failure or error
             calls = list(self._calls)
         self._failed.set()
+        for lanes in list(self._lanes.values()):
+            lanes.close(error.message)
         for call in calls:
             call.cancel()
 
@@ -311,15 +369,18 @@ class RemoteServer:
         with self._under_way(call):
             for message in call:
                 frame = Frame.decode(message)
-                if header is None:
-                    header = parse(kind, frame.header)
-                    assembly = Assembly(header.size)
-                assembly.add(frame)
+                if header is None or frame.header:
+                    # Of an answer that is sent while it is made the first header has the size, and the last one all.
+                    told = parse(kind, frame.header)
+                    if header is None:
+                        assembly = Assembly(told.size)
+                    header = told
+                assembly.add(frame.offset, frame.data or ())
                 with self._lock:
                     self.bytes_received += _size(frame)
         if header is None:
             raise InvalidRequest(f"{self.address} answered without a header", str(self.task))
-        return header, assembly.payload()
+        return header, assembly.check_whole()
 
     # ---- Until it is answered ----
 
@@ -430,6 +491,6 @@ def _size(frame: Frame) -> int:
     return sum(len(buffer) for buffer in frame.data or ())
 
 
-def connect(cluster: ClusterSpec, timeouts: Timeouts) -> list[RemoteServer]:
-    """A connection to each parameter server of a cluster, in order."""
-    return [RemoteServer(cluster.address(task), task, timeouts) for task in cluster.tasks("ps")]
+def connect(cluster: ClusterSpec, timeouts: Timeouts, lane: LaneName = "grpc") -> list[RemoteServer]:
+    """A connection to each parameter server of a cluster, in order; `lane` is the fastest one that may be used."""
+    return [RemoteServer(cluster.address(task), task, timeouts, lane=lane) for task in cluster.tasks("ps")]

@@ -2,11 +2,12 @@
 
 A `Scalar` computes as the Python number would, and has a `Tape` note how, so that the same can be computed from
 other numbers. Where the function looks at a value, as `if` does, the tape notes what it saw: it holds for numbers
-with which the function would see the same.
+with which the function would see the same. To `isinstance` it is a number of its type; `type(x) is float` is False.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,8 +78,22 @@ class Scalar:
         self.place = place
         self.value = value
 
+    # Not a subclass of float: C code would read the value of one without asking, and so without a note.
+    @property  # type: ignore[misc]  # It cannot be set.
+    def __class__(self) -> type[Any]:
+        return type(self.value)
+
+    def __getattr__(self, name: str) -> Any:
+        # NumPy and others try out names that no number has: that is not yet a look at the value.
+        if name.startswith("__") or not hasattr(type(self.value), name):
+            raise AttributeError(f"{type(self.value).__name__!r} object has no attribute {name!r}")
+        return getattr(self.tape.see(self), name)
+
     def __repr__(self) -> str:
         return f"Scalar({self.value!r})"
+
+    def __str__(self) -> str:
+        return str(self.tape.see(self))
 
     def __bool__(self) -> bool:
         return bool(self.tape.see(self.tape.compute(bool, self)))
@@ -91,6 +106,15 @@ class Scalar:
 
     def __float__(self) -> float:
         return float(self.tape.see(self))
+
+    def __trunc__(self) -> Any:
+        return self.tape.compute(math.trunc, self)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
 
     def __complex__(self) -> complex:
         return complex(self.tape.see(self))
@@ -141,13 +165,13 @@ def _operators() -> None:
 
         return forward, backward
 
-    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
+    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"]:
         forward, backward = binary(getattr(operator, name), False)
-        setattr(Scalar, f"__{name}__", forward)
-        setattr(Scalar, f"__r{name}__", backward)
+        setattr(Scalar, f"__{name.rstrip('_')}__", forward)
+        setattr(Scalar, f"__r{name.rstrip('_')}__", backward)
     for name in ["lt", "le", "eq", "ne", "gt", "ge"]:
         setattr(Scalar, f"__{name}__", binary(getattr(operator, name), True)[0])
-    for name in ["neg", "pos", "abs"]:
+    for name in ["neg", "pos", "abs", "invert"]:
         fn = getattr(operator, name)
         setattr(Scalar, f"__{name}__", lambda self, fn=fn: self.tape.compute(fn, self))
     Scalar.__round__ = lambda self, digits=None: self.tape.compute(round, self, digits)  # type: ignore[attr-defined]

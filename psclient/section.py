@@ -16,13 +16,14 @@ import numpy as np
 
 from psclient import context, nest
 from psclient.arrays import is_array, to_numpy
+from psclient.configured import Settings
 from psclient.exchange import Outgoing
 from psclient.readable import Readable
 from psclient.recording import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient.reduction import LocalValue
 from psclient.stored import ServerVariable, SyncOnReadVariable
 from psclient.tracer import Tracer
-from psclient.traces import Call, Given, Settings, UpdateFunction
+from psclient.traces import Call, Given, UpdateFunction
 from psclient.values import DistributedValues, Mirrored, PerReplica
 from psclient.variables import Variable
 from pswire.errors import LocalityError
@@ -174,10 +175,11 @@ class Section:
                 "an update function has ended the section that it is part of; let it only compute with what it is "
                 "given, and with variables"
             )
+        written = [refs[target].index for target, _ in traced.program.assigns]
+        for id in written:
+            self._check_copies(inputs.variables[id], servers)
+        self._written.update(written)
         self._applies.append(Apply(self._program(traced.program), servers, tuple(refs)))
-        for target, _ in traced.program.assigns:
-            self._check_copies(inputs.variables[refs[target].index], servers)
-            self._written.add(refs[target].index)
         return self._result(traced, refs, inputs.variables)
 
     def _result(self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable]) -> Any:

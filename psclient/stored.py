@@ -93,12 +93,26 @@ class Cell:
         """
         taken = read(value)
         with self._lock, device_scope(self.device):
-            fitting = self.fit(taken)
-            if how != "assign":
-                fitting = self.array + fitting if how == "assign_add" else self.array - fitting
+            fitting = self.fit(taken if how == "assign" else self._changed(how, taken))
             self.array = namespace(self.device).array(fitting, DTYPES[self._spec.dtype])
             if self.device.kind == "cpu":
                 self.array.flags.writeable = False
+
+    def _changed(self, how: str, delta: Any) -> AnyArray:
+        """The array with something added or subtracted, in NumPy's dtype: what is assigned is rounded once, as by
+        update programs."""
+        weak = isinstance(delta, bool | int | float | complex) and not isinstance(delta, np.generic)
+        delta = delta if weak else to_device(as_array(delta), self.device)
+        try:
+            return self.array + delta if how == "assign_add" else self.array - delta
+        except ValueError:
+            raise self._misfit(delta) from None
+
+    def _misfit(self, value: AnyArray) -> ValueError:
+        return ValueError(
+            f"variable {self._name!r} has shape {self._spec.shape}; a value of shape {tuple(value.shape)} "
+            "cannot be assigned to it"
+        )
 
     def fit(self, value: Any) -> AnyArray:
         """The value cast within its kind and broadcast, as NumPy does in place, and as update programs do.
@@ -118,10 +132,7 @@ class Cell:
         try:
             return namespace(self.device).broadcast_to(value.astype(dtype), self._spec.shape)
         except ValueError:
-            raise ValueError(
-                f"variable {self._name!r} has shape {self._spec.shape}; a value of shape {tuple(value.shape)} "
-                "cannot be assigned to it"
-            ) from None
+            raise self._misfit(value) from None
 
 
 class LocalVariable(Variable):

@@ -35,7 +35,7 @@ class Threads:
             spawn = not self._idle
             self._idle -= not spawn
             self._count += spawn
-        self._queue.put(lambda: _settle(future, work))
+        self._queue.put(lambda: settle(future, work))
         if spawn:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return future
@@ -55,7 +55,8 @@ class Threads:
                 self._idle += 1
 
 
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
+def settle(future: Future[T], work: Callable[[], T]) -> None:
+    """Answers a future with the result of a function, or with what it raises."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import inspect
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from psclient.mistakes import UnknownAttribute, fail, instead_of
 from psclient.scalars import Scalar, plain_number
-from pswire.errors import ProgramError
 from pswire.program import OPS, Attr
 from pswire.tensor import DTYPES, TensorSpec
 
 DType = Any  # Whatever `numpy.dtype` takes, or None where that is the default.
 
-_NOT_THE_USERS = frozenset({"psclient", "numpy", "cupy", "cupyx"})
-_CHOOSE = "its value is not known while the update function is traced; write np.where(condition, a, b)"
-_NUMBER = "its value is not known while the update function is traced; leave it an array, or use .astype"
+_NOT_YET = "its value is not known while the update function is traced"
+_CHOOSE = f"{_NOT_YET}; write np.where(condition, a, b)"
+_NUMBER = f"{_NOT_YET}; leave it an array, or use .astype"
 _WHOLE = "update functions work on whole arrays; write array operations, such as np.sum(x, axis=0)"
 _IN_PLACE = "values cannot be changed in place; write x = x + y, or v.assign_add(y) for a variable"
 
@@ -150,8 +148,15 @@ class Tracer(NDArrayOperatorsMixin):
         if out is not None:
             fail(_IN_PLACE)
         low, high = (a_min if min is None else min), (a_max if max is None else max)
-        raised = self if low is None else self.recording.apply("maximum", (self, low))
+        low = None if self._is_bound(low, operator.le, "min") else low
+        high = None if self._is_bound(high, operator.ge, "max") else high
+        raised = self.copy() if low is None else self.recording.apply("maximum", (self, low))
         return raised if high is None else self.recording.apply("minimum", (raised, high))
+
+    def _is_bound(self, value: Any, beyond: Callable[[Any, Any], Any], end: str) -> bool:
+        """Whether a whole number is no bound, since the dtype ends before or there; as NumPy does."""
+        whole = self.dtype.kind in "iu" and type(plain_number(value)) is int
+        return whole and bool(beyond(value, int(getattr(np.iinfo(self.dtype.name), end))))
 
     def round(self, decimals: int = 0, out: None = None) -> Tracer:
         """The nearest whole numbers, as `numpy.ndarray.round` without decimals."""
@@ -207,6 +212,19 @@ class Tracer(NDArrayOperatorsMixin):
             if exponent == 0.5 and inexact:
                 return self.recording.apply("sqrt", (self,))
         return self.recording.apply("pow", (self, exponent))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # Libraries try these out.
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        fail(f"{self!r} has no {name!r} in an update function: {instead_of(name, _known())}", UnknownAttribute)
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            fail(f"{self!r} in the format {spec!r}: {_NOT_YET}; return it, and print what the update returns")
+        return str(self)
+
+    def __round__(self, digits: int | None = None) -> NoReturn:
+        fail(f"round() of {self!r}: write np.round(x)")
 
     def __len__(self) -> int:
         if not self.shape:
@@ -289,22 +307,16 @@ def is_weak(value: object) -> bool:
     return isinstance(value, bool | int | float | complex | Scalar) and not isinstance(value, np.generic)
 
 
-def fail(message: str) -> NoReturn:
-    """Raises `ProgramError` at the user's line: the innermost one outside of this package and NumPy."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
-        frame = frame.f_back
-    where = f"{frame.f_code.co_filename}:{frame.f_lineno}: " if frame else ""
-    raise ProgramError(where + message)
-
-
 def _name(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__name__}".replace("numpy.", "np.", 1)
 
 
 def _unknown(name: str) -> NoReturn:
-    known = sorted({*_BY_UFUNC, *(_name(function).removeprefix("np.") for function in _FUNCTIONS)})
-    fail(f"{name} is not known in update functions; known are {', '.join(known)}")
+    fail(f"{name} is not known in update functions; known are {', '.join(_known())}")
+
+
+def _known() -> list[str]:
+    return sorted({*_BY_UFUNC, *(_name(function).removeprefix("np.") for function in _FUNCTIONS)})
 
 
 # What NumPy's functions become. A handler's signature is the part of NumPy's that is understood.
@@ -328,7 +340,14 @@ def _where(condition: Tracer, *values: object) -> Tracer:
 
 
 def _dot(a: Tracer, b: object) -> Tracer:
-    return a.recording.apply("matmul", (a, b))
+    other = a.recording.tracer(b)
+    if a.ndim == other.ndim == 2:
+        return a.recording.apply("matmul", (a, other))
+    scales = 0 in (a.ndim, other.ndim)
+    if not scales and (a.ndim > 2 or other.ndim > 1 or a.shape[-1] != other.shape[0]):
+        fail(f"np.dot of {a!r} and {other!r} is not known; it takes two vectors, a matrix and a vector, two matrices")
+    product = a.recording.apply("multiply", (a, other))
+    return product if scales else product.sum(axis=-1).astype(product.dtype)
 
 
 def _broadcast_to(array: Tracer, shape: int | Sequence[int]) -> Tracer:
@@ -348,7 +367,9 @@ def _norm(x: Tracer, ord: Any = None, axis: Any = None, keepdims: bool = False) 
 
 
 def _vector_norm(x: Tracer, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Tracer:
-    if x.dtype.kind in "biu":
+    if ord not in (1, 2, np.inf, -np.inf):
+        fail(f"the norm with ord={ord!r} is not known in update functions; known are 1, 2, inf and -inf")
+    if x.dtype.kind not in "fc":  # As NumPy does, for which bfloat16 is no floating dtype.
         x = x.astype(np.float64)
     size = x.recording.apply("abs", (x,)) if ord != 2 or x.dtype.kind == "c" else x
     if ord == 2:
@@ -356,9 +377,7 @@ def _vector_norm(x: Tracer, *, axis: Any = None, keepdims: bool = False, ord: An
         return x.recording.apply("sqrt", (total,))
     if ord == 1:
         return size.sum(axis=axis, keepdims=keepdims)
-    if ord in (np.inf, -np.inf):
-        return size.max(axis=axis, keepdims=keepdims) if ord > 0 else size.min(axis=axis, keepdims=keepdims)
-    fail(f"the norm with ord={ord!r} is not known in update functions; known are 1, 2, inf and -inf")
+    return size.max(axis=axis, keepdims=keepdims) if ord > 0 else size.min(axis=axis, keepdims=keepdims)
 
 
 _FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -7,11 +7,15 @@
 A Python function may read whatever it likes, so that nobody can see from outside whether two calls of it do the same.
 `update_function` is the author's promise that what it does depends on its arguments alone. Then a call whose arguments
 have the same structure, shapes and dtypes makes the same program; numbers among them are the program's operands.
+
+Also seen, for a new trace, is that a global, a variable of an enclosing function, or a method of a configured object's
+class is another object than when the function was traced: of the function itself, and of functions that it finds that
+way. Not seen is what changes within an object: an item of a list, an attribute of a module or of another object, an
+array in place; nor what an installed package's functions read.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
 import itertools
 import types
@@ -21,10 +25,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from psclient import context, nest
+from psclient.configured import NUMBERS, WORDS, Settings
+from psclient.mistakes import fail, refuse_changing, users_function
 from psclient.readable import Readable
 from psclient.recording import Recording, ScalarOrigin, Traced, trace
 from psclient.scalars import Number, Tape
-from psclient.tracer import Tracer, fail
+from psclient.surroundings import Surroundings
+from psclient.tracer import Tracer
 from psclient.values import DistributedValues
 from pswire.program import InputKind
 from pswire.tensor import Array, TensorSpec
@@ -34,12 +41,6 @@ MAX_TRACES = 1024
 
 MAX_TRACES_OF_ONE_KIND = 8
 """How many traces it keeps that differ by what the function saw of numbers."""
-
-_NUMBERS = frozenset({int, float, complex})
-_WORDS = (
-    *(bool, str, bytes, type(None), enum.Enum, type, np.dtype),
-    *(types.FunctionType, types.BuiltinFunctionType, np.ufunc),
-)
 
 
 class Given(NamedTuple):
@@ -56,104 +57,6 @@ class Given(NamedTuple):
     spec: TensorSpec
     source: Any
     variable: Any = None
-
-
-class Configured:
-    """Base of objects of which an update function reads numbers and words: optimizers, schedules.
-
-    Among the arguments of an update function stand its `settings`; the function gets an object of the same class that
-    has the same attributes: numbers, words, functions, tuples of these, and other configured objects. It lacks
-    all else.
-    """
-
-    def settings(self) -> Settings:
-        """What an update function sees of it, as of now."""
-        return self.settings_with()
-
-    def settings_with(self, **replaced: Any) -> Settings:
-        """As `settings`, with other values of some attributes."""
-        taken = {name: _taken(value) for name, value in (vars(self) | replaced).items()}
-        for name, value in taken.items():
-            if value is _LEFT_OUT and hasattr(type(self), name):
-                raise TypeError(
-                    f"attribute {name!r} of {type(self).__name__} hides the class's own, and update functions see "
-                    "numbers, words, functions and tuples only; make it one of these, or give it another name"
-                )
-        return Settings(type(self), {name: value for name, value in taken.items() if value is not _LEFT_OUT})
-
-
-class Settings:
-    """The attributes of a configured object, as an argument of update functions.
-
-    Args:
-        kind: its class.
-        attributes: by name.
-
-    Attributes:
-        key: all but the numbers.
-        numbers: in order.
-    """
-
-    def __init__(self, kind: type, attributes: Mapping[str, Any]) -> None:
-        self._kind = kind
-        self._attributes = attributes
-        self.numbers: list[Number] = []
-        self.view(self.numbers.append)
-        self.key = _Key((kind, *((name, _key(value)) for name, value in attributes.items())))
-
-    def view(self, number: Callable[[Number], Any]) -> Any:
-        """An object of the class with these attributes.
-
-        Args:
-            number: what shall stand for a number.
-        """
-        made: Any = object.__new__(self._kind)
-        made.__dict__ = {name: _seen(value, number) for name, value in self._attributes.items()}
-        return made
-
-
-class _Key:
-    """A hashable that knows its hash."""
-
-    def __init__(self, value: Hashable) -> None:
-        self.value = value
-        self._hash = hash(value)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Key) and self.value == other.value)
-
-
-_LEFT_OUT = object()
-
-
-def _taken(value: Any) -> Any:
-    if isinstance(value, Configured):
-        return value.settings()
-    if isinstance(value, tuple | list):
-        items = tuple(map(_taken, value))
-        return _LEFT_OUT if _LEFT_OUT in items else items
-    if isinstance(value, np.generic):
-        value = value.item()
-    return value if type(value) in _NUMBERS or isinstance(value, _WORDS) else _LEFT_OUT
-
-
-def _seen(value: Any, number: Callable[[Number], Any]) -> Any:
-    if isinstance(value, Settings):
-        return value.view(number)
-    if isinstance(value, tuple):
-        return tuple(_seen(item, number) for item in value)
-    return number(value) if type(value) in _NUMBERS else value
-
-
-def _key(value: Any) -> Hashable:
-    if isinstance(value, Settings):
-        return value.key
-    if isinstance(value, tuple):
-        return tuple(map(_key, value))
-    return (type(value),) if type(value) in _NUMBERS else (type(value), value)
 
 
 class Call(NamedTuple):
@@ -176,22 +79,29 @@ class Trace:
         traced: the origins are places among what was given, arrays of the function's own, or scalars.
         tape: what it computed from numbers.
         numbers: in that call.
+        around: what the function read by other ways.
         names: of the variables in that call, if the function has asked for one; else None.
     """
 
-    def __init__(self, traced: Traced, tape: Tape, numbers: list[Number], names: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        traced: Traced,
+        tape: Tape,
+        numbers: list[Number],
+        around: Surroundings,
+        names: tuple[str, ...] | None = None,
+    ) -> None:
         self._names = names
+        self._around = around
         self._traced = traced
         self._tape = tape
         self._remember(numbers, tape.values)
 
     def call(self, given: Sequence[Given], numbers: list[Number]) -> Call | None:
-        """The same with other arguments; None where the function would have seen other numbers.
-
-        Raises:
-            OverflowError: a number is beyond the range of an operand's dtype.
-        """
+        """The same with other arguments; None where the function would have seen other numbers, or other globals."""
         if self._names is not None and self._names != _names(given):
+            return None
+        if not self._around.unchanged():
             return None
         # Equal numbers may differ as operands: 0.0 == -0.0.
         word, arrays = self._last
@@ -199,7 +109,10 @@ class Trace:
             values = self._tape.replay(numbers)
             if values is None:
                 return None
-            arrays = self._remember(numbers, values)
+            try:
+                arrays = self._remember(numbers, values)
+            except OverflowError:  # Beyond an operand's dtype: a new trace says at which line, or takes another way.
+                return None
         return self._with(given, arrays)
 
     def same(self, given: Sequence[Given]) -> Call:
@@ -261,18 +174,16 @@ class UpdateFunction:
             known = self._traces.get(key, ())
         except TypeError as error:
             fail(f"an argument of {self.__name__} cannot be compared: {error}; give arrays, numbers, words or tuples")
-        try:
-            for found in known:
-                call = found.call(given, numbers)
-                if call is not None:
-                    return call
-        except OverflowError as error:
-            fail(f"an argument of {self.__name__}: {error}")
+        for found in known:
+            call = found.call(given, numbers)
+            if call is not None:
+                return call
         made = self._trace(strategy, args, kwargs, give, given, numbers)
+        call = made.same(given)  # Once the trace is known, another thread may give it other numbers.
         if len(self._traces) >= MAX_TRACES:
             self._traces.clear()
         self._traces[key] = (made, *known[: MAX_TRACES_OF_ONE_KIND - 1])
-        return made.same(given)
+        return call
 
     def _trace(
         self,
@@ -283,6 +194,26 @@ class UpdateFunction:
         given: Sequence[Given],
         numbers: list[Number],
     ) -> Trace:
+        around = _around(self._fn, (args, kwargs))
+
+        def record() -> tuple[Traced, Tape, Recording]:
+            return self._record(strategy, args, kwargs, give, given, numbers, around)
+
+        traced, tape, recording = record()
+        if any(around.name_of(one.value) is None for one in recording.brought):
+            refuse_changing(recording.brought, record()[2].brought)
+        return Trace(traced, tape, numbers, around, _names(given) if recording.named else None)
+
+    def _record(
+        self,
+        strategy: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        give: Callable[[Any], Given | None],
+        given: Sequence[Given],
+        numbers: list[Number],
+        around: Surroundings,
+    ) -> tuple[Traced, Tape, Recording]:
         recording, tape = Recording(self._refuse), Tape(numbers)
         places = itertools.count()
         inputs = [_tracer(recording, given, place) for place in range(len(given))]
@@ -295,19 +226,22 @@ class UpdateFunction:
         def leaf(value: Any) -> Any:
             if isinstance(value, Settings):
                 return value.view(scalar)
-            if type(value) in _NUMBERS:
+            if type(value) in NUMBERS:
                 return scalar(value)
-            return value if isinstance(value, _WORDS) or give(value) is None else next(rest)
+            return value if isinstance(value, WORDS) or give(value) is None else next(rest)
 
-        own = nest.map_structure(leaf, (tuple(args), dict(kwargs)))
+        own, named = nest.map_structure(leaf, (tuple(args), dict(kwargs)))
         with context.enter_update(strategy, self._refuse):
-            traced = trace(recording, self._fn, *own)
-        return Trace(traced, tape, numbers, _names(given) if recording.named else None)
+            traced = trace(recording, self._fn, own, named, around)
+        return traced, tape, recording
 
     def _refuse(self, value: Any) -> None:
         """What a function brings along from elsewhere: arrays are its own, all else belongs among its arguments."""
         if isinstance(value, Readable | DistributedValues):
-            fail(f"{self.__name__} uses {value!r}, which is not among its arguments; pass it")
+            fail(
+                f"{users_function() or self.__name__} uses {value!r}, which is not among its arguments; pass it, or in "
+                "an optimizer keep it in a slot, and a number as an attribute"
+            )
 
 
 def update_function(fn: Callable[..., Any]) -> UpdateFunction:
@@ -315,12 +249,20 @@ def update_function(fn: Callable[..., Any]) -> UpdateFunction:
 
     A call whose arguments have the same structure, dtypes and shapes, and the same words and functions, does what the
     first one did. Numbers (int, float, complex) may differ: they are operands of one program. What the function
-    reads by other ways, by closure or as a global, has to stay what it is. In any context.
+    reads by closure or as a global is looked at again for each call: another object, or another number, makes
+    another trace, as the module says; what is inside of such an object has to stay what it is. In any context.
 
     Args:
         fn: for `strategy.extended.update` and `update_non_slot`. Not a method.
     """
     return UpdateFunction(fn)
+
+
+def _around(fn: Callable[..., Any], args: Any) -> Surroundings:
+    """What a function may read by other ways than its arguments, as of now."""
+    leaves = nest.flatten(args)
+    kinds = (kind for leaf in leaves if isinstance(leaf, Settings) for kind in leaf.kinds())
+    return Surroundings([fn, *(leaf for leaf in leaves if isinstance(leaf, types.FunctionType))], kinds)
 
 
 def _tracer(recording: Recording, given: Sequence[Given], place: int) -> Tracer:
@@ -352,10 +294,10 @@ def _opened(
         if kind is Settings:
             numbers += leaf.numbers
             key.append(leaf.key)
-        elif kind in _NUMBERS:
+        elif kind in NUMBERS:
             numbers.append(leaf)
             key.append((kind,))
-        elif isinstance(leaf, _WORDS):
+        elif isinstance(leaf, WORDS):
             key.append((kind, leaf))
         elif (found := give(leaf)) is None:
             fail(

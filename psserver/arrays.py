@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -85,20 +86,23 @@ class Device:
         """An array of this device in host memory; on the CPU it is the array itself."""
         return np.asarray(array) if self.gpu is None else np.asarray(_cupy().asnumpy(array))
 
-    def elementwise(self, inputs: str, outputs: str, operation: str, preamble: str) -> Any:
+    def elementwise(self, inputs: str, outputs: str, operation: str, preamble: str, scalars: Sequence[bool]) -> Any:
         """A `cupy.ElementwiseKernel`, compiled, for this GPU.
 
         Args:
             inputs, outputs: parameters such as `float32 a0, float32 a1`.
             operation: CUDA statements for one element.
             preamble: CUDA functions that they call.
+            scalars: for each input whether it has one element, for all.
         """
         cupy = _cupy()
         # Without contraction a product is rounded before it is added to something, as the interpreter does.
         kernel = cupy.ElementwiseKernel(
             inputs, outputs, operation, "update", preamble=preamble, options=("--fmad=false",)
         )
-        kernel(*(cupy.zeros(1, parameter.split()[0]) for parameter in inputs.split(", ")))
+        # CuPy compiles at a call, and once more for arguments that lie otherwise: these lie as those of rounds.
+        taken = zip(inputs.split(", "), scalars, strict=True)
+        kernel(*(cupy.zeros(() if scalar else 2, parameter.split()[0]) for parameter, scalar in taken))
         return kernel
 
 

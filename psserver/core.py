@@ -10,21 +10,23 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from psserver import executor
 from psserver.answers import Answer, Submit, answering, do, failing, working
 from psserver.arrays import Device
 from psserver.kernels.kernels import Kernels
 from psserver.log import Log
 from psserver.membership import Membership
-from psserver.rounds import Job, Record, Rounds
+from psserver.rounds import Rounds
+from psserver.runner import Runner
 from psserver.snapshots import Snapshots
 from psserver.store import Store, owned
 from psserver.units import human
 from psserver.waiting import Readers, Resends, Watchers
 from pswire.api import (
+    Begun,
     Contribution,
     CreateReply,
     Opened,
@@ -38,8 +40,8 @@ from pswire.api import (
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NoCheckpoint, PSError, ServerLost
 from pswire.limits import Timeouts
+from pswire.payload import Payload
 from pswire.spec import Approved, Entry, Mode, Plan, Snapshotted, Start, Variable, VariableSpec
-from pswire.tensor import Payload
 
 log = logging.getLogger("psserver")
 
@@ -101,6 +103,16 @@ class Core:
         self._watchers = Watchers(self._log, self._members)
         self._readers = Readers(self._store, self._rounds, submit)
         self._resends = Resends(self._store)
+        self._runner = Runner(
+            server,
+            self._lock,
+            self._store,
+            self._rounds,
+            self._snapshots,
+            self._kernels,
+            submit,
+            self._progress,
+        )
 
     # ---- Sessions ----
 
@@ -281,11 +293,12 @@ class Core:
         self._log.clear()
         self._store.clear()
         self._rounds.clear()
+        self._runner.clear()
         return answers
 
     # ---- Rounds ----
 
-    def push(self, contribution: Contribution, payload: Payload) -> Future[RoundReply]:
+    def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         future: Future[RoundReply] = Future()
         answers: list[Answer] = []
         with self._lock:
@@ -300,54 +313,19 @@ class Core:
                     self._rounds.push(contribution, payload, future)
                 except PSError as error:
                     answers.append(failing(future, error))
+                if begun is not None:
+                    answers += self._runner.listen(contribution, future, begun)
             answers += self._progress()
         do(answers)
+        if not payload.whole:
+            payload.reach(payload.size, self._look)
         return future
 
-    def _execute(self, job: Job, number: int) -> None:
+    def _look(self) -> None:
+        """Something may be ready by now."""
         with self._lock:
-            if number != self._job:
-                return  # everyone who waited was told when the job was started anew
-            lent = self._store.lend(job.plan.writes(self.server))
-            values = self._store.values()
-        error: PSError | None = None
-        outcome = executor.Outcome({}, (), {})
-        try:
-            outcome = executor.run(job, self.server, self._kernels, values, lent)
-        except PSError as caught:
-            error = caught
-        with self._lock:
-            if number != self._job:
-                return
-            self._store.end_loan()
-            if error is None:
-                self._store.commit(outcome.assigned)
-                record, waiters = self._rounds.complete(job, outcome.given)
-                self._snapshots.freeze(job)
-            else:
-                log.warning("round %d failed: %s", job.round, error)
-                record, waiters = self._rounds.fail(job, error)
-            answers = [self._reply(record, said, future, outcome) for said, future in waiters]
-            answers += self._progress()
+            answers = self._progress()
         do(answers)
-
-    def _reply(
-        self,
-        record: Record,
-        said: Contribution,
-        future: Future[RoundReply],
-        outcome: executor.Outcome | None = None,
-    ) -> Answer:
-        """The answer to one member; its wanted variables are read now, which is before the next round."""
-        if record.error is not None or record.epoch is None:
-            return failing(future, record.error or PSError("a round without an epoch"))
-        wanted = outcome.wanted if outcome else {}
-        try:
-            fresh = [wanted[id] if id in wanted else self.device.get(self._store.value(id)) for id in said.want]
-        except PSError as error:
-            return failing(future, error)
-        payload = Payload.pack([*record.given, *fresh])
-        return answering(future, RoundReply(said.round, record.epoch, record.more, record.left_out, payload))
 
     # ---- Checkpoints ----
 
@@ -437,11 +415,10 @@ class Core:
             answers.append(failing(future, error))
             if isinstance(error, Diverged):
                 self._members.fail_all(error)
-        job = self._rounds.next_job()
-        if job is not None:
-            number = self._job
-            answers.append(lambda: self._submit(lambda: self._execute(job, number)))
-        answers += [self._reply(*resend) for resend in self._resends.take()]
+        answers += [partial(kept.follow, again) for kept, again in self._rounds.take_followed()]
+        answers += self._runner.next()
+        for record, said, future in self._resends.take():
+            answers += self._runner.replies(record, [(said, future)])
         answers += self._readers.answers(self._ended)
         answers += self._watchers.answers(self._clock())
         answers += self._snapshots.answers()

@@ -7,19 +7,21 @@ the caller has lent: kernels write into these, and only when nothing of the roun
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from psserver.calls import MAX_PARTS, Call, Parts
+from psserver.job import Job, Part, sent
 from psserver.kernels.kernels import Kernels
 from psserver.kernels.source import Sum
 from psserver.reducer import reduce
-from psserver.rounds import Job, Part, sent
 from psserver.store import owned
+from pswire.cluster import Task
 from pswire.errors import Diverged, MemoryLimit, ProgramError, PSError
 from pswire.program import Program
 from pswire.spec import Apply, Plan, Ref
@@ -44,7 +46,7 @@ class Outcome:
 
 
 def run(job: Job, server: int, kernels: Kernels, values: Mapping[int, Array], lent: Set[int] = frozenset()) -> Outcome:
-    """Runs a round.
+    """Runs a round whose contributions are all there.
 
     Args:
         job: the plan and the contributions.
@@ -56,60 +58,89 @@ def run(job: Job, server: int, kernels: Kernels, values: Mapping[int, Array], le
     Raises:
         PSError: why the round cannot run; then nothing has changed.
     """
+    with told(job, server), kernels.device.scope():
+        return _Run(job, server, kernels).outcome(values, lent)
+
+
+@contextmanager
+def told(job: Job, server: int) -> Iterator[None]:
+    """Whatever goes wrong becomes a `PSError`: everyone in the round is waiting for an answer, and gets the same."""
     try:
-        with kernels.device.scope():
-            return _Run(job, server, kernels, values, lent).outcome()
-    except PSError:
-        raise
+        yield
+    except PSError as error:
+        raise type(error)(_failed(job, error.message), error.task or str(Task("ps", server))) from error
     except MemoryError as error:
-        raise MemoryLimit(f"the server ran out of memory in round {job.round}: {error}") from error
-    except Exception as error:
-        # What the verifier cannot know, a device's errors included. Whatever it is, everyone in the round is
-        # waiting for an answer, and gets the same one.
+        words = _failed(job, f"the server ran out of memory: {error}")
+        raise MemoryLimit(words, str(Task("ps", server))) from error
+    except Exception as error:  # what the verifier cannot know, a device's errors included
         log.exception("round %d failed", job.round)
-        raise ProgramError(f"round {job.round} failed on server {server}: {error}") from error
+        raise ProgramError(_failed(job, str(error)), str(Task("ps", server))) from error
+
+
+def _failed(job: Job, why: str) -> str:
+    return f"round {job.round} ({job.section()}) failed: {why}"
 
 
 class _Run:
     """The values of one round, as they come to be."""
 
-    def __init__(self, job: Job, server: int, kernels: Kernels, values: Mapping[int, Array], lent: Set[int]) -> None:
+    def __init__(self, job: Job, server: int, kernels: Kernels) -> None:
         self.job, self.server, self.kernels, self.device = job, server, kernels, kernels.device
         self.plan: Plan = job.plan
         self.known: dict[Ref, Any] = {}
-        self.contributions: dict[int, list[tuple[float, list[Array]]]] = {}
         self.reduced: dict[int, Any] = {}
+        self.given = [ref for ref, _ in self.plan.given(server)]
         used = [ref for apply in self.plan.applies if server in apply.servers for ref in apply.args]
-        used += [ref for ref, _ in self.plan.given(server)]
-        self.uses = Counter(ref.index for ref in used if ref.kind == "reduction")
-        self.values, self.lent = values, lent
+        self.uses = Counter(ref.index for ref in (*used, *self.given) if ref.kind == "reduction")
+        self.readers = Counter(ref for ref in (*used, *self.given) if ref.kind == "result")
+        self.values: Mapping[int, Array] = {}
         self.assigned: dict[int, Array] = {}
+        self.senders = [_Sender(part, self.plan, server) for part in job.parts if not part.said.observes]
+        self._contributed: dict[int, list[tuple[float, list[Array]]]] = {}
 
-    def outcome(self) -> Outcome:
-        self._receive()
-        calls = self._calls()
-        refs = [ref for ref, _ in self.plan.given(self.server)]
+    def outcome(self, values: Mapping[int, Array], lent: Set[int]) -> Outcome:
+        self.values = values
+        self.receive_operands()
+        calls = [(self.call(apply), first) for apply, first in self.applies()]
+        self._reserve([call for call, _ in calls], lent)
         # What may fail comes before anything is written in place.
-        reduced = {ref: self.device.get(self._reduced(ref.index)) for ref in refs if ref.kind == "reduction"}
+        reduced = {ref: self.device.get(self._reduced(ref.index)) for ref in self.given if ref.kind == "reduction"}
         for call, first in calls:
-            assigned, outputs = call.run(self._value, self.device.xp)
-            self.assigned |= {id: owned(value) for id, value in assigned.items()}
-            self.known |= {Ref("result", number): value for number, value in enumerate(outputs, first)}
-        given = tuple(reduced[ref] if ref in reduced else self.device.get(self._value(ref)) for ref in refs)
+            self.run(call, first)
+        given = tuple(reduced[ref] if ref in reduced else self.value(ref) for ref in self.given)
         want = {id for part in self.job.parts for id in part.said.want} & self.assigned.keys()
         return Outcome(self.assigned, given, {id: self.device.get(self.assigned[id]) for id in want})
 
-    def _calls(self) -> list[tuple[Call, int]]:
-        """The applications of this server, and for each the number of its first result, with all memory they need."""
-        calls, results = [], 0
+    def applies(self) -> Iterator[tuple[Apply, int]]:
+        """The applications of this server, and for each the number of its first result."""
+        results = 0
         for apply in self.plan.applies:
-            program = self.plan.programs[apply.program]
             if self.server in apply.servers:
-                self._check_variables(apply, program)
-                calls.append((Call(apply, program, self.kernels, self._parts), results))
-            results += len(program.outputs)
-        self._reserve([call for call, _ in calls])
-        return calls
+                yield apply, results
+            results += len(self.plan.programs[apply.program].outputs)
+
+    def call(self, apply: Apply) -> Call:
+        program = self.plan.programs[apply.program]
+        self._check_variables(apply, program)
+        return Call(apply, program, self.kernels, self._parts)
+
+    def run(self, call: Call, first: int) -> dict[int, Array]:
+        """Runs a call; returns what it assigned."""
+        assigned, outputs = call.run(self._value, self.device.xp)
+        assigned = {id: owned(value) for id, value in assigned.items()}
+        self.assigned |= assigned
+        made = {Ref("result", number): value for number, value in enumerate(outputs, first)}
+        read = [ref for ref in call.apply.args if ref.kind == "result"]
+        self.known |= made
+        self.readers.subtract(read)
+        for ref in {*made, *read}:
+            if not self.readers[ref]:
+                del self.known[ref]  # Nobody reads it any more.
+        return assigned
+
+    def value(self, ref: Ref) -> Array:
+        """A value on the host."""
+        return self.device.get(self._value(ref))
 
     def _check_variables(self, apply: Apply, program: Program) -> None:
         """Before anything is written: kernels see addresses only."""
@@ -119,7 +150,7 @@ class _Run:
                 found = "none" if value is None else str(spec_of(value))
                 raise ProgramError(f"variable {ref.index} should have a value of {item.spec} here, and has {found}")
 
-    def _reserve(self, calls: Sequence[Call]) -> None:
+    def _reserve(self, calls: Sequence[Call], lent: Set[int]) -> None:
         """Has all kernels decide where they write: in place after the last thing that may fail."""
         risky = at = 0
         for call in calls:
@@ -128,7 +159,7 @@ class _Run:
             risky = at if call.copies else risky
         at, fresh = 0, set[int]()
         for call in calls:
-            call.reserve([n >= risky for n in range(at, at + len(call.stages))], self.lent, fresh)
+            call.reserve([n >= risky for n in range(at, at + len(call.stages))], lent, fresh)
             at += len(call.stages)
             fresh |= call.assigned
 
@@ -137,34 +168,36 @@ class _Run:
         reduction = self.plan.reductions[ref.index]
         if reduction.op == "first":
             return None
-        contributions = self.contributions[ref.index]
+        contributions = self._contributions(ref.index)
         present = [pieces for weight, pieces in contributions if weight]
         if self.uses[ref.index] > 1 or not 0 < len(present) <= MAX_PARTS:
             return None
         combined = Sum(reduction.op, len(present))
         return Parts(combined, present, sum(weight for weight, _ in contributions))
 
-    def _receive(self) -> None:
-        """Takes the contributions, and the operands, which must be equal."""
-        present = [part for part in self.job.parts if not part.said.observes]
-        parts = [_Reader(part, self.plan, self.server) for part in present]
-        for index, reduction in enumerate(self.plan.reductions):
-            if self.server in reduction.servers:
-                self.contributions[index] = [reader.contribution(index, reduction.tensor) for reader in parts]
+    def _contributions(self, index: int) -> list[tuple[float, list[Array]]]:
+        """Weights and pieces of all who contribute to a reduction; the same however often it is asked."""
+        found = self._contributed.get(index)
+        if found is None:
+            spec = self.plan.reductions[index].tensor
+            found = self._contributed[index] = [sender.contribution(index, spec) for sender in self.senders]
+        return found
+
+    def receive_operands(self) -> None:
+        """Takes the operands, which must be equal."""
         for index, operand in enumerate(self.plan.operands):
             if self.server in operand.servers:
-                sent_by = [reader.take(operand.tensor) for reader in parts]
-                self._check_equal(index, present, sent_by)
+                sent_by = [sender.take(Ref("operand", index), operand.tensor) for sender in self.senders]
+                self._check_equal(index, sent_by)
                 self.known[Ref("operand", index)] = self.device.put(join(sent_by[0], operand.tensor))
 
-    def _check_equal(self, index: int, parts: Sequence[Part], sent_by: Sequence[Sequence[Array]]) -> None:
+    def _check_equal(self, index: int, sent_by: Sequence[Sequence[Array]]) -> None:
         first = _bytes(sent_by[0])
-        for part, pieces in zip(parts, sent_by, strict=True):
+        for sender, pieces in zip(self.senders, sent_by, strict=True):
             if _bytes(pieces) != first:
                 raise Diverged(
-                    f"operand {index} of round {self.job.round} ({self.job.section()}) differs: "
-                    f"{parts[0].member.task} sent {_show(sent_by[0])}, "
-                    f"{part.member.task} sent {_show(pieces)}. What an update function takes besides "
+                    f"operand {index} differs: {self.senders[0].task} sent {_show(sent_by[0])}, "
+                    f"{sender.task} sent {_show(pieces)}. What an update function takes besides "
                     "variables and reduced values must be the same on every process"
                 )
 
@@ -184,26 +217,145 @@ class _Run:
         value = self.reduced.pop(index, None)
         if value is None:
             reduction = self.plan.reductions[index]
-            value = self.device.put(reduce(reduction.op, reduction.tensor, self.contributions[index]))
+            value = self.device.put(reduce(reduction.op, reduction.tensor, self._contributions(index)))
         self.uses[index] -= 1
         if self.uses[index]:
             self.reduced[index] = value
         return value
 
 
-class _Reader:
-    """Takes the tensors of one payload in order, leaving out what has a weight of 0."""
+class Stream:
+    """A round that runs while its contributions come: each application as soon as what it needs is there.
+
+    None of its values can be refused, so that only a lack of memory can end it halfway. Used by one thread at a time.
+
+    Args:
+        job: the plan and the contributions; those of its first members are there up to their operands, or will be.
+        server: the number of this server.
+        kernels: of the device where the variables live and the programs run.
+    """
+
+    def __init__(self, job: Job, server: int, kernels: Kernels) -> None:
+        self.job = job
+        self._run = _Run(job, server, kernels)
+        self._steps: deque[tuple[Apply | Ref, int]] = deque(self._run.applies())
+        self._steps += [(ref, 0) for ref in self._run.given]
+        self._last = {id: apply for apply, _ in self._run.applies() for id in self._targets(apply)}
+        self._begun = False
+        self.has_written = False
+        """Whether it has changed a variable."""
+        self.given: list[Array] = []
+        """The plan's returned values of this server, on the host."""
+        self.dropped: set[Task] = set()
+        """Members that were lost before their contributions were whole."""
+
+    def _targets(self, apply: Apply) -> list[int]:
+        return [apply.args[target].index for target, _ in self.job.plan.programs[apply.program].assigns]
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has run."""
+        return self._begun and not self._steps
+
+    def drop(self, sessions: Set[int]) -> bool:
+        """Members are lost: what they have not sent whole is waited for no more; says whether there are new ones."""
+        known = len(self.dropped)
+        for sender in self._run.senders:
+            if sender.part.member.session in sessions and not sender.part.payload.whole:
+                sender.gone = True
+                self.dropped.add(sender.task)
+        return len(self.dropped) > known
+
+    def awaits(self, then: Callable[[], object]) -> bool:
+        """Whether the next step has to wait; then a function is called when it may be worth to look again."""
+        for sender, end in self._needs():
+            if sender.part.payload.end < end and not sender.gone:
+                sender.part.payload.reach(end, then)
+                return True
+        return False
+
+    def _needs(self) -> Iterator[tuple[_Sender, int]]:
+        """Up to where each sender's payload must be there for the next step."""
+        for sender in self._run.senders:
+            if not self._begun:
+                yield sender, sender.operands_end
+            elif self._steps:
+                step, _ = self._steps[0]
+                refs = step.args if isinstance(step, Apply) else [step]
+                yield sender, max((sender.end(ref.index) for ref in refs if ref.kind == "reduction"), default=0)
+
+    @property
+    def reads(self) -> set[int]:
+        """Numbers of the variables that the next step needs."""
+        step = self._steps[0][0] if self._begun and self._steps else None
+        return {ref.index for ref in step.args if ref.kind == "variable"} if isinstance(step, Apply) else set()
+
+    def step(self, values: Mapping[int, Array], alone: Set[int]) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
+        """Makes the next step.
+
+        Args:
+            values: the variables that it reads, by number.
+            alone: variables whose arrays nobody else holds.
+
+        Returns:
+            What it assigned, on the device; and the values that nothing changes any more, variables by number and
+            returned values, on the host.
+        """
+        run = self._run
+        with told(self.job, run.server), run.device.scope():
+            if not self._begun:
+                run.senders = [sender for sender in run.senders if not sender.gone or sender.has_operands]
+                run.receive_operands()
+                self._begun = True
+                return {}, {}
+            step, first = self._steps.popleft()
+            if isinstance(step, Ref):
+                self.given.append(run.value(step))
+                return {}, {step: self.given[-1]}
+            run.values = values
+            call = run.call(step)
+            call.reserve([True] * len(call.stages), alone, frozenset())
+            self.has_written = True
+            assigned, run.assigned = run.run(call, first), {}
+            return assigned, {id: run.device.get(assigned[id]) for id in assigned if self._last[id] is step}
+
+
+class _Sender:
+    """What one member contributes: its tensors, by what they are for."""
 
     def __init__(self, part: Part, plan: Plan, server: int) -> None:
         self.part = part
-        self.offsets = iter(layout(sent(plan, server, part.said))[0])
+        self.task = part.member.task
+        self.gone = False
+        specs = sent(plan, server, part.said)
+        offsets, _ = layout(specs)
+        operands = [Ref("operand", index) for index, operand in enumerate(plan.operands) if server in operand.servers]
+        reductions = [
+            Ref("reduction", index)
+            for index, reduction in enumerate(plan.reductions)
+            if server in reduction.servers and part.said.weights[index]
+        ]
+        places = zip(offsets, (spec.nbytes for spec in specs), strict=True)
+        self._places = dict(zip((*operands, *reductions), places, strict=True))
+        self.operands_end = max((sum(self._places[ref]) for ref in operands), default=0)
 
-    def take(self, spec: TensorSpec) -> list[Array]:
-        return self.part.payload.pieces(next(self.offsets), spec)
+    @property
+    def has_operands(self) -> bool:
+        return self.part.payload.end >= self.operands_end
+
+    def end(self, reduction: int) -> int:
+        """Up to where the payload must be there for a contribution; 0 where there is none."""
+        return sum(self._places.get(Ref("reduction", reduction), (0, 0)))
+
+    def take(self, ref: Ref, spec: TensorSpec) -> list[Array]:
+        return self.part.payload.pieces(self._places[ref][0], spec)
 
     def contribution(self, index: int, spec: TensorSpec) -> tuple[float, list[Array]]:
+        """Weight and pieces; nothing of who is gone and has not sent it whole."""
         weight = self.part.said.weights[index]
-        return weight, self.take(spec) if weight else []
+        if not weight or (self.gone and self.part.payload.end < self.end(index)):
+            return 0.0, []
+        return weight, self.take(Ref("reduction", index), spec)
 
 
 def _bytes(pieces: Sequence[Array]) -> bytes:

@@ -75,7 +75,9 @@ def peak_bytes(program: Program) -> int:
 
 
 def _cast_bytes(node: Node, specs: Sequence[TensorSpec], number: int) -> int:
-    """Memory for arguments in the result's dtype."""
+    """Memory for arguments in the result's dtype, or for a result in another one."""
+    if node.op == "mean" and specs[number].dtype == "float16":
+        return 4 * specs[number].size  # NumPy sums these in float32.
     if not OPS[node.op].casts:
         return 0
     dtype = specs[number].dtype

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from psserver.interpreter import peak_bytes
+from psserver.footprint import plan_bytes
 from psserver.rounds import Rounds
 from psserver.store import Store
 from psserver.units import human
+from psserver.words import Section
 from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, VariableMismatch
 from pswire.limits import MAX_PLANS
@@ -49,7 +50,6 @@ class Log:
         self.proposed: dict[bytes, Plan] = {}
         self._names: dict[str, int] = {}
         self._creators: dict[int, Task] = {}
-        self._turn = 0
 
     def begins_anew(self, entries: Sequence[Entry]) -> bool:
         """Whether these entries are of another job than the one that the log is about."""
@@ -59,7 +59,6 @@ class Log:
         """Forgets a job: its entries, its names, its proposals."""
         for table in (self.entries, self.proposed, self._names, self._creators):
             table.clear()
-        self._turn = 0
 
     @property
     def over(self) -> bool:
@@ -120,16 +119,17 @@ class Log:
     # ---- By clients, at server 0 ----
 
     def name(self, task: Task, ordinal: int, spec: VariableSpec, servers: tuple[int, ...]) -> Variable:
-        """Finds a variable, or names and places a new one.
+        """Finds a variable, or names a new one.
 
         Args:
             task: who creates it.
             ordinal: how many variables that process created before.
             spec: what it says of it.
-            servers: who shall hold it; empty takes the next server in turn.
+            servers: who holds it; empty asks for one that is there, wherever it is.
 
         Raises:
-            VariableMismatch, Diverged: another process created something else in its place.
+            VariableMismatch, Diverged: another process created something else in its place, or placed it elsewhere.
+            InvalidRequest: there are no such servers.
             MemoryLimit: it does not fit on this server.
         """
         known = self._names.get(spec.name)
@@ -141,16 +141,20 @@ class Log:
                     f"{there.spec} as number {there.id}. Every process must create the same variables in the "
                     "same order"
                 )
+            if servers and set(servers) != set(there.servers):
+                raise VariableMismatch(
+                    f"{task} creates variable {spec} on servers {servers}; {self._creators[there.id]} created it on "
+                    f"{there.servers}. Give every process the same ps_strategy, and create variables beside the same "
+                    "others"
+                )
             return there
         if ordinal > len(self._creators):
             raise Diverged(f"{task} creates its variable number {ordinal}, and the job has {len(self._creators)}")
         count = self.servers
-        if not all(0 <= server < count for server in servers):
+        if not servers or not all(0 <= server < count for server in servers):
             raise InvalidRequest(f"servers {servers} of {count}")
-        variable = Variable(ordinal, spec, servers or (self._turn % count,))
+        variable = Variable(ordinal, spec, servers)
         self._store.declare(variable)
-        # A variable that was placed beside another does not advance the turn.
-        self._turn += not servers
         self._names[spec.name] = variable.id
         self._creators[variable.id] = task
         self.entries.append(Created(variable))
@@ -185,20 +189,17 @@ class Log:
     def verify(self, plan: Plan) -> None:
         """Raises `PSError` if a plan may not run here."""
         plan.verify(self._store.variables, self.servers)
-        limit, here = self._store.memory_limit, self._store.server
-        if not limit:
-            return
-        needs = [peak_bytes(plan.programs[apply.program]) for apply in plan.applies if here in apply.servers]
-        needs += [reduction.tensor.nbytes for reduction in plan.reductions if here in reduction.servers]
-        if max(needs, default=0) > limit:
+        limit = self._store.memory_limit
+        need = plan_bytes(plan, self._store.server) if limit else 0
+        if need > limit:
             raise MemoryLimit(
-                f"a section needs {human(max(needs))} while it runs, and the limit is {human(limit)}; "
-                "raise --memory-limit",
+                f"a section needs {human(need)} while it runs, and the limit is {human(limit)}; raise --memory-limit, "
+                f"or make several sections of it ({Section(plan, self._store.variables)})",
                 str(self._task),
             )
 
     def describe(self, plan_id: bytes) -> str:
-        """A section in words, for messages."""
+        """A section in words, for messages; one that is known here is a `Section`."""
         plan = self._rounds.plans.get(plan_id) or self.proposed.get(plan_id)
         # Proposals are at server 0; the others know what the chief has approved.
-        return plan.describe(self._store.variables) if plan else f"a section not yet approved ({plan_id.hex()[:8]})"
+        return Section(plan, self._store.variables) if plan else f"a section not yet approved ({plan_id.hex()[:8]})"

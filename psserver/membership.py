@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from psserver.words import compared
 from pswire.api import SessionState
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, PSError
@@ -188,7 +189,8 @@ class Membership:
 
 def diverged(round: int, positions: Iterable[tuple[Task, str]]) -> Diverged:
     """The error for processes that do different things in one round."""
-    words = "; ".join(f"{task} is at: {section}" for task, section in positions)
+    tasks, sections = zip(*positions, strict=True)
+    words = "; ".join(f"{task} is at: {section}" for task, section in zip(tasks, compared(sections), strict=True))
     return Diverged(
         f"the processes do not run the same program: in round {round} {words}. "
         "Every process must make the same sequence of sections"

@@ -13,62 +13,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
+from psserver.job import Job, Key, Part, sent
 from psserver.membership import diverged
 from pswire.api import Contribution, OpenRound, Place, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
+from pswire.payload import Payload
 from pswire.spec import Epoch, Member, Plan, Position
-from pswire.tensor import Array, Payload, TensorSpec, layout
+from pswire.tensor import Array, layout
 
 Failure = tuple[Future[RoundReply], PSError]
 Waiter = tuple[Contribution, Future[RoundReply]]
-Key = Task | None
-"""Which strand: a task's own, or None for the one that all make together."""
 _Push = tuple[Contribution, Payload, Future[RoundReply]]
 
 RECORDS = 2
 """Rounds whose answers are kept for resends: a worker has one round under way, never two."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One member's share of a round.
-
-    Attributes:
-        member: whose.
-        said: what it said.
-        payload: contributions, then operands.
-    """
-
-    member: Member
-    said: Contribution
-    payload: Payload
-
-
-@dataclass(frozen=True)
-class Job:
-    """A round that can run.
-
-    Attributes:
-        round: which.
-        plan: what it does.
-        parts: what it does it with, in task order.
-        left_out: members without a whole contribution.
-        section: gives the plan in words.
-        strand: whose round it is.
-    """
-
-    round: int
-    plan: Plan
-    parts: tuple[Part, ...]
-    left_out: tuple[Task, ...]
-    section: Callable[[], str]
-    strand: Key = None
-
-    @property
-    def positions(self) -> tuple[Position, ...]:
-        """Where its members' datasets stand after it."""
-        return next((part.said.positions for part in self.parts if part.said.positions), ())
 
 
 @dataclass
@@ -152,6 +111,7 @@ class Rounds:
         # Pushes labelled with an epoch that was not copied here yet, by session: they are no rounds of ours so far.
         self._parked: dict[int, list[_Push]] = {}
         self._failed: list[Failure] = []
+        self._followed: list[tuple[Payload, Payload]] = []
         self._running = False
 
     @property
@@ -185,6 +145,11 @@ class Rounds:
         """Futures that are to be failed, since the last time; the caller does it without the lock."""
         failed, self._failed = self._failed, []
         return failed
+
+    def take_followed(self) -> list[tuple[Payload, Payload]]:
+        """Contributions, and what was sent again of each, since the last time; to be joined without the lock."""
+        followed, self._followed = self._followed, []
+        return followed
 
     def close_epoch(self, epoch: Epoch) -> None:
         """A new epoch holds: members of the one before that are not in it are fenced."""
@@ -231,8 +196,11 @@ class Rounds:
         if waiting.error is not None:
             self._fail(waiting, waiting.error)
             return
-        # A resend does not replace what is there: its arrays may already be in use.
-        if said.session not in waiting.parts:
+        found = waiting.parts.get(said.session)
+        if found is not None:
+            # A resend does not replace what is there: its arrays may already be in use. It brings what is not.
+            self._followed.append((found.payload, payload))
+        else:
             part = Part(member, said, payload)
             waiting.parts[said.session] = part
             plan = self.plans.get(said.plan_id)
@@ -314,37 +282,64 @@ class Rounds:
             if waiting.error is not None:
                 # Its members were told already, and nothing of it may be applied.
                 self._close(key, number, Record(waiting.plan_id, error=waiting.error))
-            elif self._missing(waiting):
+            elif self._awaited(waiting):
                 return None
-            elif not waiting.parts:
+            elif not self._usable(waiting):
                 # All who could have been in it are gone, and left nothing; it must not stop those after it.
                 del strand.open[number]
             else:
                 return self._job(key, number, waiting)
         return None
 
-    def _job(self, key: Key, number: int, waiting: _Open) -> Job | None:
+    def _awaited(self, waiting: _Open) -> bool:
+        """Whether a round has to wait for a member: until it is there whole, or has begun where the round streams."""
         plan = self.plans.get(waiting.plan_id)
-        if plan is None:
-            return None
+        streams = plan is not None and self._streams(plan, waiting)
+        for member in waiting.members:
+            part = waiting.parts.get(member.session)
+            if member.session not in self.fenced and (part is None or not (streams or part.payload.whole)):
+                return True
+        return plan is None
+
+    def _usable(self, waiting: _Open) -> list[Part]:
+        """The contributions that count, in task order: what a member that is gone did not send whole does not."""
+        parts = sorted(waiting.parts.values(), key=lambda part: part.member.task)
+        return [part for part in parts if part.payload.whole or part.member.session not in self.fenced]
+
+    def _streams(self, plan: Plan, waiting: _Open) -> bool:
+        """Whether a round begins before its contributions are whole. One that is small, or that may fail, does not."""
+        together = all(member.mode == "sync" for member in waiting.members)
+        return together and self.server in plan.streams
+
+    def _job(self, key: Key, number: int, waiting: _Open) -> Job:
+        plan = self.plans[waiting.plan_id]
         self._running = True
+        parts = self._usable(waiting)
+        there = {part.member.session for part in parts}
         return Job(
             number,
             plan,
-            tuple(sorted(waiting.parts.values(), key=lambda part: part.member.task)),
-            tuple(m.task for m in waiting.members if m.session not in waiting.parts),
+            tuple(parts),
+            tuple(m.task for m in waiting.members if m.session not in there),
             partial(self._describe, plan.id),
             key,
+            self._streams(plan, waiting),
         )
 
-    def complete(self, job: Job, given: Sequence[Array]) -> tuple[Record, list[Waiter]]:
-        """A round has run; returns its answer, which is kept, and who waits for it."""
+    def complete(self, job: Job, given: Sequence[Array], dropped: Sequence[Task] = ()) -> tuple[Record, list[Waiter]]:
+        """A round has run; returns its answer, which is kept, and who waits for it.
+
+        Args:
+            job: the round.
+            given: the plan's returned values of this server.
+            dropped: members that were lost while it ran, before their contributions were whole.
+        """
         record = Record(
             job.plan.id,
             frozenset(part.member.session for part in job.parts),
             self.epoch,
             any(part.said.more for part in job.parts),
-            job.left_out,
+            tuple(sorted((*job.left_out, *dropped))),
             tuple(given),
         )
         return record, self._close(job.strand, job.round, record)
@@ -401,8 +396,14 @@ class Rounds:
         """All rounds that wait."""
         return (item for strand in self.strands.values() for item in strand.open.items())
 
+    def waiters(self, job: Job) -> list[Waiter]:
+        """Who waits for a round that runs."""
+        return list(self.strands[job.strand].open[job.round].waiters)
+
     def _missing(self, waiting: _Open) -> list[Member]:
-        return [m for m in waiting.members if m.session not in waiting.parts and m.session not in self.fenced]
+        """Members whose contribution is not there whole."""
+        whole = {session for session, part in waiting.parts.items() if part.payload.whole}
+        return [m for m in waiting.members if m.session not in whole | self.fenced]
 
     def _fail(self, waiting: _Open, error: PSError) -> None:
         self._failed += [(future, error) for _, future in waiting.waiters]
@@ -411,15 +412,3 @@ class Rounds:
 
 def _key(member: Member | None) -> Key:
     return member.task if member and member.mode == "async" else None
-
-
-def sent(plan: Plan, server: int, said: Contribution) -> list[TensorSpec]:
-    """What a payload to a server holds: contributions that count, then operands; nothing from who observes."""
-    if said.observes:
-        return []
-    specs = [
-        reduction.tensor
-        for reduction, weight in zip(plan.reductions, said.weights, strict=False)
-        if weight and server in reduction.servers
-    ]
-    return specs + [operand.tensor for operand in plan.operands if server in operand.servers]

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from psserver.lanes import Lanes
 from psserver.service import Service
 from pswire.api import ParameterServer
 from pswire.cluster import Task
@@ -30,12 +31,17 @@ class Server:
         host: the address to listen on.
         port: the port to listen on, 0 to pick one.
         max_payload_bytes: what one message may announce.
+        data_port: the port of the tcp lane, 0 to pick one.
     """
 
-    def __init__(self, core: ParameterServer, task: Task, host: str, port: int, max_payload_bytes: int) -> None:
+    def __init__(
+        self, core: ParameterServer, task: Task, host: str, port: int, max_payload_bytes: int, data_port: int = 0
+    ) -> None:
         self._host = host
         self._port = port
-        self._service = Service(core, task, core.status().incarnation, max_payload_bytes)
+        self._data_port = data_port
+        self._lanes = Lanes(core, task, host, data_port, max_payload_bytes)
+        self._service = Service(core, task, core.status().incarnation, max_payload_bytes, self._lanes)
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> int:
@@ -53,6 +59,10 @@ class Server:
             port = server.add_insecure_port(join_address(self._host, self._port))
         except RuntimeError:
             raise ConfigError(_cannot(self._host, self._port, "gRPC refused it")) from None
+        try:
+            self._lanes.start()
+        except OSError as error:
+            raise ConfigError(_cannot(self._host, self._data_port, error.strerror or str(error))) from None
         await server.start()
         self._server = server
         return port
@@ -63,6 +73,7 @@ class Server:
         if self._server:
             await self._server.stop(grace)
             self._server = None
+        self._lanes.stop()
 
 
 async def serve(server: Server, stopped: asyncio.Event, ready: Callable[[int], None], grace: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +19,14 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from psserver.lanes import Lanes
 from pswire import codec, replies
-from pswire.api import ParameterServer, Watched
+from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, PSError, ServerLost
+from pswire.lanes.frames import Frame, frames
+from pswire.payload import Assembly, Cutter, Part, Payload
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.tensor import Assembly, Frame, Payload, frames
 from pswire.wire import INCARNATION_KEY, VERBS, fitting, parse, refusal
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ Answer = Callable[[ParameterServer, bytes], Message]
 # ---- Verbs of one request and one reply, that answer at once ----
 
 
-def _open(core: ParameterServer, data: bytes) -> Message:
+def _open(core: ParameterServer, data: bytes) -> pb.OpenReply:
     m = parse(pb.OpenRequest, data)
     opened = core.open(codec.task_from_pb(m.task), m.replicas, m.session, m.drives, codec.mode_from_pb(m.mode))
     return pb.OpenReply(
@@ -96,7 +98,6 @@ class Prompt:
 
 
 PROMPT: Mapping[str, Prompt] = {
-    "Open": Prompt(_open),
     "Beat": Prompt(_beat, threaded=False),
     "Leave": Prompt(_leave),
     "Propose": Prompt(_propose),
@@ -156,21 +157,30 @@ class Service(grpc.GenericRpcHandler):
         task: which task this is, for messages.
         incarnation: the core's life; calls that name another are refused with `ServerLost`.
         max_payload_bytes: what one message may announce; more is refused before a byte is kept.
+        lanes: the other ways to push and pull.
     """
 
-    def __init__(self, core: ParameterServer, task: Task, incarnation: int, max_payload_bytes: int) -> None:
+    def __init__(
+        self, core: ParameterServer, task: Task, incarnation: int, max_payload_bytes: int, lanes: Lanes
+    ) -> None:
+        self._lanes = lanes
         self._core = core
         self._task = str(task)
         self._incarnation = str(incarnation)
         self._max_payload_bytes = max_payload_bytes
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._bells: set[_Bell] = set()
         self._closed = False
-        streams: dict[str, Handler] = {"Create": self._create, "Push": self._push, "Pull": self._pull}
+        own: dict[str, Handler] = {
+            "Open": self._open,
+            "Create": self._create,
+            "Push": self._push,
+            "Pull": self._pull,
+        }
         prompt = {name: self._prompt(row) for name, row in PROMPT.items()}
         waiting = {name: self._waiting(ask) for name, ask in WAITING.items()}
         self._methods = {
             VERBS[name].path: _method(VERBS[name].streams, self._told(name, handler))
-            for name, handler in {**prompt, **waiting, **streams}.items()
+            for name, handler in {**prompt, **waiting, **own}.items()
         }
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
@@ -180,9 +190,8 @@ class Service(grpc.GenericRpcHandler):
     def close(self) -> None:
         """Ends all calls that wait, and all that come, with `ServerLost`. On the event loop."""
         self._closed = True
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_exception(self._ended())
+        for bell in self._bells:
+            bell.ring()
 
     def _ended(self) -> ServerLost:
         return ServerLost("was stopped; its variables are gone; start it and restart from a checkpoint", self._task)
@@ -219,20 +228,30 @@ class Service(grpc.GenericRpcHandler):
 
     async def _wait(self, future: Future[T]) -> T:
         """Waits for a future of the core without owning it: a client that goes away cancels nothing."""
-        if self._closed:
-            raise self._ended()
         if not future.done():
-            loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[None] = loop.create_future()
-            self._waiters.add(waiter)
-            future.add_done_callback(lambda _: _wake(loop, waiter))
-            try:
-                await waiter
-            finally:
-                self._waiters.discard(waiter)
+            bell = _Bell()
+            future.add_done_callback(lambda _: bell.ring())
+            await self._hear(bell)
         return future.result()
 
+    async def _hear(self, bell: _Bell) -> None:
+        """Waits for a bell, or for the end of this server."""
+        if not self._closed:
+            self._bells.add(bell)
+            try:
+                await bell.heard()
+            finally:
+                self._bells.discard(bell)
+        if self._closed:
+            raise self._ended()
+
     # ---- One request, one reply ----
+
+    async def _open(self, data: bytes, context: Context) -> bytes:
+        reply = await asyncio.to_thread(_open, self._core, data)
+        reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
+        reply.lane_token = self._lanes.token(reply.session)
+        return reply.SerializeToString()
 
     def _prompt(self, row: Prompt) -> Handler:
         async def handler(data: bytes, context: Context) -> bytes:
@@ -259,7 +278,7 @@ class Service(grpc.GenericRpcHandler):
         first = await _first(context)
         header = parse(pb.CreateHeader, first.header)
         spec = codec.spec_from_pb(header.spec)
-        value = await self._payload(first, context, spec.tensor.nbytes) if header.has_value else None
+        value = await self._received(first, context, spec.tensor.nbytes) if header.has_value else None
         reply = await asyncio.to_thread(
             self._core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
         )
@@ -271,17 +290,40 @@ class Service(grpc.GenericRpcHandler):
     async def _push(self, messages: object, context: Context) -> None:
         first = await _first(context)
         header = parse(pb.PushHeader, first.header)
-        payload = await self._payload(first, context, header.size)
-        reply = await self._wait(self._core.push(replies.contribution_from_pb(header), payload))
-        await _send(context, replies.round_to_pb(reply), reply.payload)
+        assembly = self._assembly(first, header.size)
+        answer = _Answer()
+        future = self._core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
+        future.add_done_callback(lambda _: answer.bell.ring())
+        if assembly.payload.whole:
+            await self._send_answer(context, future, answer)
+        else:
+            await _both(_rest(context, assembly), self._send_answer(context, future, answer))
+
+    async def _send_answer(self, context: Context, future: Future[RoundReply], answer: _Answer) -> None:
+        """Sends an answer, and its parts as they come to be. The first header tells their size, the last one all."""
+        header = b""
+        while not future.done() or not answer.sent:
+            part = answer.next()
+            if part is None:
+                if future.done() and (answer.cutter is None or future.exception()):
+                    break
+                await self._hear(answer.bell)
+            else:
+                header = b"" if header else answer.header()
+                await context.write(Frame(header, *part).encode())
+        reply = future.result()
+        if answer.cutter is None:
+            await _send(context, replies.round_to_pb(reply), reply.payload)
+        else:
+            await context.write(Frame(replies.round_to_pb(reply).SerializeToString()).encode())
 
     async def _pull(self, data: bytes, context: Context) -> None:
         m = parse(pb.PullRequest, data)
         reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
         await _send(context, replies.pull_to_pb(reply), reply.payload)
 
-    async def _payload(self, first: Frame, context: Context, size: int) -> Payload:
-        """The payload of a stream, whose first frame is there already."""
+    def _assembly(self, first: Frame, size: int) -> Assembly:
+        """Where a payload is collected whose first part is there."""
         if size > self._max_payload_bytes:
             raise MemoryLimit(
                 f"a message of {size} bytes is above this server's limit of {self._max_payload_bytes}; "
@@ -289,16 +331,14 @@ class Service(grpc.GenericRpcHandler):
                 self._task,
             )
         assembly = Assembly(size)
-        assembly.add(first)
-        while not assembly.whole:
-            message = await context.read()
-            if message is grpc.aio.EOF:
-                break
-            frame = Frame.decode(message)
-            if frame.header or frame.data is None:
-                raise InvalidRequest("a frame within a stream has a header, or no part")
-            assembly.add(frame)
-        return assembly.payload()
+        assembly.add(first.offset, first.data or ())
+        return assembly
+
+    async def _received(self, first: Frame, context: Context, size: int) -> Payload:
+        """A payload whose first part is there, once it is whole."""
+        assembly = self._assembly(first, size)
+        await _rest(context, assembly)
+        return assembly.payload
 
 
 def _method(streams: tuple[bool, bool], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
@@ -310,6 +350,19 @@ def _method(streams: tuple[bool, bool], handler: Handler) -> grpc.RpcMethodHandl
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
     return kinds[streams](handler)
+
+
+async def _rest(context: Context, assembly: Assembly) -> None:
+    """Collects the parts of a payload until it is whole."""
+    while not assembly.payload.whole:
+        message = await context.read()
+        if message is grpc.aio.EOF:
+            break
+        frame = Frame.decode(message)
+        if frame.header or frame.data is None:
+            raise InvalidRequest("a frame within a stream has a header, or no part")
+        assembly.add(frame.offset, frame.data)
+    assembly.check_whole()
 
 
 async def _first(context: Context) -> Frame:
@@ -324,12 +377,69 @@ async def _send(context: Context, header: Message, payload: Payload) -> None:
         await context.write(frame.encode())
 
 
-def _wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-    def wake() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
+class _Bell:
+    """Wakes a coroutine of the running loop, from any thread."""
 
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rung = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wakes who waits now, or next."""
+        try:
+            self._loop.call_soon_threadsafe(self._rung.set)
+        except RuntimeError:  # the loop is closed: the server has ended, and nobody waits
+            pass
+
+    async def heard(self) -> None:
+        await self._rung.wait()
+        self._rung.clear()
+
+
+class _Answer:
+    """The payload of an answer that may be sent while it is made.
+
+    Attributes:
+        bell: rings when there is more of it.
+        cutter: cuts it; None where it is not sent before it is whole.
+    """
+
+    def __init__(self) -> None:
+        self.bell = _Bell()
+        self.cutter: Cutter | None = None
+        self._payload: Payload | None = None
+
+    def begin(self, payload: Payload) -> None:
+        """It begins to grow; called from any thread."""
+        self._payload = payload
+        self.bell.ring()
+
+    @property
+    def sent(self) -> bool:
+        return self.cutter is not None and self.cutter.done
+
+    def header(self) -> bytes:
+        """The first header."""
+        return pb.RoundHeader(size=self._payload.size if self._payload else 0).SerializeToString()
+
+    def next(self) -> Part | None:
+        """The next part; the bell rings when there may be another."""
+        if self.cutter is None and self._payload is not None and self._payload.size:
+            self.cutter = Cutter(self._payload)
+        part = self.cutter.next() if self.cutter else None
+        if part is None and self.cutter and not self.cutter.done:
+            self.cutter.when(self.bell.ring)
+        return part
+
+
+async def _both(receiving: Coroutine[Any, Any, None], sending: Coroutine[Any, Any, None]) -> None:
+    """Receives a request while its answer is sent; ends with the answer, or with what is wrong with the request."""
+    tasks = [asyncio.ensure_future(receiving), asyncio.ensure_future(sending)]
     try:
-        loop.call_soon_threadsafe(wake)
-    except RuntimeError:  # the loop is closed: the server has ended, and nobody waits
-        pass
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+        await tasks[1]
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from psserver import checkpoint
 from psserver.answers import Answer, Submit, working
 from psserver.checkpoint import Frozen, Restored
-from psserver.rounds import Job
+from psserver.job import Job
 from psserver.store import Store
 from pswire.api import RestoreReply, Shard
 from pswire.cluster import Task

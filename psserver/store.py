@@ -1,8 +1,8 @@
 """The variables of one server.
 
 An array that somebody holds never changes: a reader that still sends it, and a snapshot that is still being written,
-need no copy and no lock. A round replaces such an array. An array that nobody but the store holds is lent to the round,
-which may write into it; whoever wants to read it then waits for the end of the round.
+need no copy and no lock. A round replaces such an array. Into an array that nobody but the store holds the round may
+write. Whoever wants to read what a round assigns waits for its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Store:
         memory_limit: bytes that the values may take, 0 for no limit.
 
     Attributes:
-        lent: variables whose arrays the round that runs may write into.
+        lent: variables that the round which runs assigns.
     """
 
     def __init__(self, server: int, device: Device, memory_limit: int) -> None:
@@ -98,10 +98,13 @@ class Store:
         """All values, by number."""
         return dict(self._values)
 
-    def lend(self, ids: Iterable[int]) -> frozenset[int]:
-        """A round that is going to assign these variables begins; returns those that it may write into."""
-        self.lent = frozenset(id for id in ids if self._alone(id))
-        return self.lent
+    def lend(self, ids: Iterable[int]) -> None:
+        """A round that is going to assign these variables begins; nobody reads them before its end."""
+        self.lent = frozenset(ids)
+
+    def alone(self, ids: Iterable[int]) -> frozenset[int]:
+        """Those of these variables whose arrays nobody else holds: a round may write into them."""
+        return frozenset(id for id in ids if self._alone(id))
 
     def end_loan(self) -> None:
         """The round has ended: all values may be read again."""

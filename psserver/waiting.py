@@ -12,7 +12,7 @@ from psserver.rounds import Record, Rounds
 from psserver.store import Store
 from pswire.api import Contribution, PullReply, RoundReply, Watched
 from pswire.errors import PSError
-from pswire.tensor import Payload
+from pswire.payload import Payload
 
 
 class Watchers:

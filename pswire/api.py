@@ -8,15 +8,16 @@ recorded answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from pswire.cluster import Task
+from pswire.payload import Payload
 from pswire.program import PROGRAM_VERSION
 from pswire.spec import Entry, Epoch, Member, Mode, Plan, Position, Start, VariableSpec
-from pswire.tensor import Payload, TensorSpec
+from pswire.tensor import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class RoundReply:
         epoch: the newest epoch that the server knew when the round completed.
         more: whether any member has a batch after this one.
         left_out: members whose contribution is not in this round.
-        payload: the plan's returned values of this server, then the wanted variables.
+        payload: the wanted variables, then the plan's returned values of this server.
     """
 
     round: int
@@ -252,6 +253,10 @@ class Shard:
     tensors: tuple[tuple[str, TensorSpec], ...]
 
 
+Begun = Callable[[Payload], object]
+"""Told, once, of the payload of an answer that begins to grow."""
+
+
 class ParameterServer(Protocol):
     """One server, as its clients see it. All methods may be called from any thread."""
 
@@ -305,7 +310,7 @@ class ParameterServer(Protocol):
     ) -> CreateReply:
         """Gets or creates a variable. Key: the name; the first value wins.
 
-        At server 0 with `id` -1, this names and places the variable; at each server that holds it,
+        At server 0 with `id` -1, this names the variable and keeps its place; at each server that holds it,
         with its id, this gives the first value.
 
         Args:
@@ -313,7 +318,7 @@ class ParameterServer(Protocol):
             ordinal: how many variables this process created before.
             id: the variable's number, or -1.
             spec: name, dtype, shape.
-            servers: who holds it; empty lets server 0 choose.
+            servers: who holds it; empty asks for one that is there, wherever it is.
             value: the first value, or None to ask whether there is one.
 
         Raises:
@@ -354,10 +359,16 @@ class ParameterServer(Protocol):
         """
         ...
 
-    def push(self, contribution: Contribution, payload: Payload) -> Future[RoundReply]:
+    def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """Contributes to a round, and waits for its completion. Key: (task, session, round).
 
         In async mode the round is the sender's own: it is complete with this contribution alone.
+
+        Args:
+            contribution: what is said.
+            payload: operands of the plan, then contributions; it may still grow.
+            begun: of a large round told of the answer's payload before the answer is there: it grows as variables are
+                updated. Where the round fails, or where it is small, never called.
         """
         ...
 

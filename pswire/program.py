@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
@@ -100,6 +100,13 @@ class Program:
             raise ProgramError("the program returns a value that is not there")
         return tuple(specs)
 
+    @cached_property
+    def may_refuse(self) -> bool:
+        """Whether an op may refuse a value that comes to it."""
+        return any(
+            DTYPES[self.specs[arg].dtype].kind in OPS[node.op].refuses for node in self.nodes for arg in node.args
+        )
+
     @property
     def output_specs(self) -> tuple[TensorSpec, ...]:
         """The specs of what the program gives back."""
@@ -186,12 +193,15 @@ def _where_loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple
 
 
 def _astype(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
-    return TensorSpec(str(attrs["dtype"]), specs[0].shape).check()
+    dtype = attrs["dtype"]
+    if not isinstance(dtype, str):
+        raise TypeError(f"dtype {dtype!r} is no name")
+    return TensorSpec(dtype, specs[0].shape).check()
 
 
 def _astype_loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple[str, ...]:
-    # What a real number beyond the range of integers becomes is up to the machine.
-    unsure = DTYPES[specs[0].dtype].kind == "f" and DTYPES[str(attrs["dtype"])].kind in "iu"
+    # What a real number beyond the range of integers becomes is up to the machine. Of bfloat16 NumPy knows no kind.
+    unsure = DTYPES[specs[0].dtype].kind in "fV" and DTYPES[str(attrs["dtype"])].kind in "iu"
     return () if unsure else (specs[0].dtype,)
 
 
@@ -199,9 +209,14 @@ def _call_astype(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any
     return args[0].astype(DTYPES[str(attrs["dtype"])])
 
 
+def _are_numbers(value: Attr) -> TypeGuard[tuple[int, ...]]:
+    """Whether an attribute is a tuple of numbers; NumPy does not take bools for numbers everywhere."""
+    return isinstance(value, tuple) and all(type(number) is int for number in value)
+
+
 def _broadcast_to(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
     shape = attrs["shape"]
-    if not isinstance(shape, tuple) or np.broadcast_shapes(specs[0].shape, shape) != shape:
+    if not _are_numbers(shape) or np.broadcast_shapes(specs[0].shape, shape) != shape:
         raise ValueError(f"{specs[0].shape} does not broadcast to {shape}")
     return TensorSpec(specs[0].dtype, shape).check()
 
@@ -218,13 +233,14 @@ def _reduction(function: str) -> Rule:
     numpy = getattr(np, function)
 
     def rule(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
-        axis = attrs.get("axis")
-        if not (axis is None or isinstance(axis, int | tuple)):
+        axis, keep = attrs.get("axis"), attrs.get("keepdims", False)
+        if not (axis is None or type(axis) is int or _are_numbers(axis)):
             raise TypeError(f"axis {axis!r} is neither a number, nor numbers, nor None")
+        if not isinstance(keep, bool):
+            raise TypeError(f"keepdims {keep!r} is neither True nor False")
         probe = np.zeros((1,) * len(specs[0].shape), DTYPES[specs[0].dtype])
         dtype = numpy(probe).dtype
         drop = np.lib.array_utils.normalize_axis_tuple(tuple(range(probe.ndim)) if axis is None else axis, probe.ndim)
-        keep = bool(attrs.get("keepdims", False))
         shape = tuple(1 if i in drop else n for i, n in enumerate(specs[0].shape) if keep or i not in drop)
         if function in ("max", "min") and any(specs[0].shape[i] == 0 for i in drop):
             raise ValueError(f"{function} of no elements")
@@ -235,7 +251,7 @@ def _reduction(function: str) -> Rule:
 
 def _call_reduction(function: str) -> Call:
     def call(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
-        return getattr(xp, function)(args[0], axis=attrs.get("axis"), keepdims=bool(attrs.get("keepdims", False)))
+        return getattr(xp, function)(args[0], axis=attrs.get("axis"), keepdims=attrs.get("keepdims", False))
 
     return call
 

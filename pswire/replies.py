@@ -30,8 +30,8 @@ from pswire.codec import (
     tensor_from_pb,
     tensor_to_pb,
 )
+from pswire.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.tensor import Payload
 
 
 def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:

@@ -6,14 +6,16 @@ All are frozen values; equal values have equal `repr`, from which a plan's id is
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, LocalityError, ProgramError
-from pswire.limits import MAX_NAME
+from pswire.limits import MAX_NAME, PART_BYTES
 from pswire.program import Program
 from pswire.tensor import DTYPES, TensorSpec
 
@@ -176,19 +178,30 @@ class Plan:
         """All that has servers."""
         return (*self.reductions, *self.operands, *self.applies)
 
-    def writes(self, server: int) -> frozenset[int]:
-        """Ids of the variables that the plan assigns on a server."""
-        return frozenset(
-            apply.args[target].index
-            for apply in self.applies
-            if server in apply.servers
-            for target, _ in self.programs[apply.program].assigns
-        )
+    def writes(self, server: int) -> tuple[int, ...]:
+        """Ids of the variables that the plan assigns on a server, in the order in which their last values are there."""
+        return self._writes.get(server, ())
 
-    def sent(self, server: int) -> list[TensorSpec]:
-        """What a worker's payload to a server holds: contributions, then operands."""
-        sent: tuple[Reduction | Operand, ...] = (*self.reductions, *self.operands)
-        return [item.tensor for item in sent if server in item.servers]
+    @cached_property
+    def _writes(self) -> dict[int, tuple[int, ...]]:
+        last: dict[int, dict[int, None]] = {}
+        for apply in self.applies:
+            for server, (target, _) in product(apply.servers, self.programs[apply.program].assigns):
+                written, id = last.setdefault(server, {}), apply.args[target].index
+                written.pop(id, None)
+                written[id] = None
+        return {server: tuple(written) for server, written in last.items()}
+
+    @cached_property
+    def streams(self) -> frozenset[int]:
+        """The servers that may apply this plan bit by bit, as contributions come: where that is worth it, and if no
+        value can be refused halfway."""
+        if any(program.may_refuse for program in self.programs):
+            return frozenset()
+        sent = Counter[int]()
+        for reduction in self.reductions:
+            sent.update(dict.fromkeys(reduction.servers, reduction.tensor.nbytes))
+        return frozenset(server for server, nbytes in sent.items() if nbytes > PART_BYTES)
 
     def given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
         """What a server gives back: each returned value comes from the first server that has it."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from pswire.errors import BY_NAME, InvalidRequest, PSError
+from pswire.pb import parameter_server_pb2 as pb
 
 SERVICE = "paramserver.v1.ParameterServer"
 
@@ -102,17 +103,32 @@ UNANSWERED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOW
 Metadata = tuple[tuple[str, str], ...]
 
 
+def _named(error: PSError) -> str:
+    """The name of an error's class, or of the nearest that clients know."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in STATUS)
+
+
 def refusal(error: PSError) -> tuple[str, str, Metadata]:
     """An error as it travels.
 
     Returns:
         The name of its status, its message, and its trailing metadata.
     """
-    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in STATUS)
+    name = _named(error)
     details = error.message.encode(errors="replace")[:MAX_DETAILS_BYTES].decode(errors="ignore")
     # A header that is not plain ASCII would make gRPC drop the whole answer.
     task = error.task if error.task.isascii() and error.task.isprintable() else ""
     return STATUS[name], details, ((ERROR_KEY, name), *([(TASK_KEY, task)] if task else []))
+
+
+def refusal_to_pb(error: PSError) -> pb.Refusal:
+    """An error as it travels on a lane."""
+    return pb.Refusal(error=_named(error), message=error.message, task=error.task)
+
+
+def refusal_from_pb(message: pb.Refusal) -> PSError:
+    """The error that a server refused a call on a lane with."""
+    return BY_NAME.get(message.error, PSError)(message.message, message.task)
 
 
 def refused(details: str, metadata: Iterable[tuple[str, str | bytes]]) -> PSError | None:

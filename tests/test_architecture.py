@@ -27,6 +27,8 @@ FORBIDDEN = {
     "psserver": {"psclient"},
     "psclient": {"psserver"},
 }
+HAVE_LOCKS = {"pswire.payload", "pswire.lanes.sockets"}
+"""What is filled by one thread and read by another needs one; no module of the contract starts a thread."""
 
 
 def name_of(path: Path) -> str:
@@ -82,7 +84,7 @@ def tops(module: str) -> set[str]:
 def test_packages_do_not_look_sideways(module):
     """psclient -> pswire <- psserver: the sides never import each other, and the contract neither."""
     forbidden = FORBIDDEN[module.partition(".")[0]]
-    assert not tops(module) & forbidden
+    assert not tops(module) & forbidden - ({"threading"} if module in HAVE_LOCKS else set())
 
 
 @parametrize_modules

@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from psclient.optimizers.base import LearningRate, Optimizer, Options
+from psclient.optimizers.base import Optimizer
+from psclient.optimizers.options import LearningRate, Options
 from psclient.variables import Variable
 from pswire.tensor import Array
 
@@ -63,6 +64,8 @@ class Adam(Moments):
         options: as in `Optimizer`.
     """
 
+    _slot_of = {"amsgrad": "v_hat"}
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -73,15 +76,15 @@ class Adam(Moments):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, beta_1, beta_2, epsilon, **options)
-        self.amsgrad = bool(amsgrad)
         self.slots = ("m", "v", "v_hat") if amsgrad else ("m", "v")
+        self.amsgrad = bool(amsgrad)
 
     def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
         m, s, *largest = slots
         first, second = self.corrections(iterations)
         rate = (self.learning_rate * np.sqrt(second) / first).astype(gradient.dtype)
         self.move(gradient, m, s)
-        for x in largest:
+        for x in largest if self.amsgrad else ():
             s = x.assign(np.maximum(x, s))
         v.assign_sub(rate * m / (np.sqrt(s) + self.epsilon))
 

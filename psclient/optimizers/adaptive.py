@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from psclient.optimizers.base import LearningRate, Optimizer, Options
+from psclient.optimizers.base import Optimizer
+from psclient.optimizers.options import LearningRate, Options
 from psclient.variables import Variable
 from pswire.tensor import Array
 
@@ -94,6 +95,8 @@ class RMSprop(Optimizer):
         ValueError: momentum is not between 0 and 1.
     """
 
+    _slot_of = {"centered": "mean", "momentum": "momentum"}
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -106,20 +109,22 @@ class RMSprop(Optimizer):
         super().__init__(learning_rate, **options)
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum is {momentum!r}, and must be between 0 and 1")
-        self.rho, self.momentum, self.epsilon, self.centered = rho, momentum, epsilon, bool(centered)
-        more = {"mean": self.centered, "momentum": bool(momentum)}
+        more = {"mean": centered, "momentum": momentum}
         self.slots = ("squares", *(slot for slot, wanted in more.items() if wanted))
+        self.rho, self.momentum, self.epsilon, self.centered = rho, momentum, epsilon, bool(centered)
 
     def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
-        squares, *rest = slots
+        kept = dict(zip(self.slots, slots, strict=True))
+        squares = kept["squares"]
         squares.assign(self.rho * squares + (1 - self.rho) * gradient * gradient)
         size = squares.value()
         if self.centered:
-            mean = rest.pop(0)
+            mean = kept["mean"]
             mean.assign(self.rho * mean + (1 - self.rho) * gradient)
             size = size - mean * mean
         step = self.learning_rate * gradient / np.sqrt(size + self.epsilon)
-        for m in rest:
+        if self.momentum:
+            m = kept["momentum"]
             step = m.assign(self.momentum * m + step).value()
         v.assign_sub(step)
 

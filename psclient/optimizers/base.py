@@ -7,39 +7,23 @@ and runs on the server, beside the variable. What all have in common is done aro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import numpy as np
 
 from psclient import context, values
+from psclient.configured import Configured, Settings, is_view
+from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate
+from psclient.optimizers.pairs import check_gradient, check_variables
 from psclient.optimizers.scaling import DynamicLossScale
 from psclient.optimizers.schedules import LearningRateSchedule
-from psclient.optimizers.state import State
-from psclient.optimizers.step import apply, become, begin, collect, measure, state_dtype, total
+from psclient.optimizers.state import Needs, State
+from psclient.optimizers.step import apply, become, begin, measure, state_dtype, total
 from psclient.reduce_op import ReduceOp
 from psclient.section import bring
-from psclient.traces import Configured, Settings
 from psclient.variables import Variable
 from pswire.tensor import Array
-
-LearningRate = float | LearningRateSchedule | Callable[[], float]
-"""A number, a schedule, or a function that each process calls for each step, and that gives all the same."""
-
-
-class Options(TypedDict, total=False):
-    """What every optimizer takes beside its own arguments; see `Optimizer`."""
-
-    weight_decay: float | None
-    clipnorm: float | None
-    clipvalue: float | None
-    global_clipnorm: float | None
-    use_ema: bool
-    ema_momentum: float
-    ema_overwrite_frequency: int | None
-    loss_scale_factor: float | DynamicLossScale | None
-    gradient_accumulation_steps: int | None
-    name: str | None
 
 
 class Optimizer(Configured):
@@ -50,7 +34,8 @@ class Optimizer(Configured):
     Attributes:
         slots: names of the state that each variable has beside it, in the order in which `update` takes it.
         learning_rate: may be changed between steps; that makes no new program, and neither does any other number that
-            an optimizer has as an attribute.
+            an optimizer has as an attribute. What says which state there is stays as it was created: `name`, `slots`,
+            `use_ema`, `gradient_accumulation_steps`, and whether the loss scale is a dynamic one.
 
     Args:
         learning_rate: step size: a number, a schedule, or a function without arguments that gives a number, the same
@@ -66,7 +51,8 @@ class Optimizer(Configured):
         ema_overwrite_frequency: after how many steps variables become their averages; None for never.
         loss_scale_factor: by which the loss was multiplied, so that gradients are divided by it; or a
             `DynamicLossScale`. See `scale_loss`.
-        gradient_accumulation_steps: of how many calls the gradients are averaged for one step.
+        gradient_accumulation_steps: of how many calls the gradients are averaged for one step. A schedule then goes by
+            calls.
 
     Raises:
         ValueError: more than one way of clipping, or an option that is out of its range.
@@ -74,6 +60,20 @@ class Optimizer(Configured):
     """
 
     slots: tuple[str, ...] = ()
+    _fixed: ClassVar[Set[str]] = frozenset({"name", "gradient_accumulation_steps"})
+    _fixed_once_built: ClassVar[Set[str]] = frozenset({"slots", "use_ema"})
+    _slot_of: ClassVar[Mapping[str, str]] = {}
+    """Attributes that need a slot if they are true, and which."""
+
+    weight_decay: float | None
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
+    loss_scale_factor: float | DynamicLossScale | None
+    gradient_accumulation_steps: int | None
 
     def __init__(
         self,
@@ -90,19 +90,74 @@ class Optimizer(Configured):
         loss_scale_factor: float | DynamicLossScale | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> None:
-        _check_options(clipnorm, clipvalue, global_clipnorm, loss_scale_factor)
-        _check_counts(ema_momentum, use_ema, ema_overwrite_frequency, gradient_accumulation_steps)
-        self.learning_rate: Any = _check_rate(learning_rate)
+        self._learning_rate: Any = check_rate(learning_rate)
         self.name = name or type(self).__name__.lower()
-        self.weight_decay = weight_decay
-        self.clipnorm, self.clipvalue, self.global_clipnorm = clipnorm, clipvalue, global_clipnorm
-        self.use_ema, self.ema_momentum = use_ema, ema_momentum
-        self.ema_overwrite_frequency = ema_overwrite_frequency
-        self.loss_scale_factor = loss_scale_factor
-        self.gradient_accumulation_steps = gradient_accumulation_steps
+        options = {
+            "weight_decay": weight_decay,
+            "clipnorm": clipnorm,
+            "clipvalue": clipvalue,
+            "global_clipnorm": global_clipnorm,
+            "use_ema": use_ema,
+            "ema_momentum": ema_momentum,
+            "ema_overwrite_frequency": ema_overwrite_frequency,
+            "loss_scale_factor": loss_scale_factor,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+        }
+        vars(self).update(check_options(options))
         self._state = State(self.name, self._first_state())
         self._excluded: dict[int, Variable] = {}
         self._excluded_names: set[str] = set()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What stands for an optimizer in an update function has no state.
+        if "_state" in vars(self):
+            self._check_change(name, value)
+            if name in OPTIONS:
+                options = {option: getattr(self, option) for option in OPTIONS}
+                value = check_options(options | {name: value})[name]
+        super().__setattr__(name, value)
+
+    def _check_change(self, name: str, value: Any) -> None:
+        """Raises `AttributeError` where an attribute's new value would need other state than there is."""
+        slot = self._slot_of.get(name)
+        if slot is not None and value and slot not in self.slots:
+            raise AttributeError(
+                f"{name} needs a slot {slot!r}, and this {type(self).__name__} was created without; create another one"
+            )
+        scale = name == "loss_scale_factor" and any(
+            isinstance(factor, DynamicLossScale) for factor in (value, self.loss_scale_factor)
+        )
+        fixed = name in self._fixed or (name in self._fixed_once_built and self._state.built)
+        if (scale or fixed) and value is not (old := getattr(self, name)) and (scale or value != old):
+            raise AttributeError(
+                f"{name} of this {type(self).__name__} is {old!r} and stays so, since it says what the optimizer "
+                "keeps; create another one"
+            )
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of now, a number: of a schedule, that of the next step.
+
+        It may be set between steps, to whatever the constructor takes. In an update function, what stands for it.
+
+        Raises:
+            TypeError: on setting, it is no learning rate.
+        """
+        rate = self._learning_rate
+        if "_state" not in vars(self) or not callable(rate):
+            return rate
+        if not isinstance(rate, LearningRateSchedule):
+            return float(rate())
+        return float(rate(self._calls if self._state.built else 0))
+
+    @learning_rate.setter
+    def learning_rate(self, rate: Any) -> None:
+        self._learning_rate = check_rate(rate) if "_state" in vars(self) else rate
+
+    @property
+    def _calls(self) -> int:
+        steps, count = self.gradient_accumulation_steps, int(self.iterations)
+        return count * steps + int(self._state.shared("accumulated")) if steps else count
 
     def _first_state(self) -> dict[str, Array]:
         first: dict[str, Array] = {"iterations": np.zeros((), np.int64)}
@@ -127,7 +182,9 @@ class Optimizer(Configured):
             iterations: steps applied, this one included.
             slots: this variable's slots.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say what a step is; write update(self, v, gradient, iterations, *slots)"
+        )
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
         """What a slot holds at first: zeros of the variable's shape, float32 for a variable of half precision.
@@ -162,11 +219,11 @@ class Optimizer(Configured):
 
     def _build(self, strategy: Any, variables: Sequence[Variable]) -> None:
         self._check_variables(variables)
-        kept = bool(self.gradient_accumulation_steps) or self._in_stages(strategy, variables)
-        self._state.build(strategy, variables, self._first_slots, self.use_ema, kept)
+        self._state.build(variables, self._needs, self._in_stages(strategy, variables))
 
-    def _first_slots(self, v: Variable) -> dict[str, Array]:
-        return {slot: self.initial_slot(slot, v) for slot in self.slots}
+    def _needs(self, v: Variable) -> Needs:
+        slots = {slot: self.initial_slot(slot, v) for slot in self.slots}
+        return Needs(slots, self.use_ema, bool(self.gradient_accumulation_steps))
 
     @property
     def variables(self) -> list[Variable]:
@@ -211,15 +268,17 @@ class Optimizer(Configured):
         return cast(Variable, self._state.of(values.container(v)).average)
 
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
-        """Gives variables the values of their averages. In cross-replica context, or outside of every scope.
+        """Gives variables the values of their averages; without `use_ema` they stay what they are.
+
+        In cross-replica context, or outside of every scope.
 
         Args:
             var_list: variables that this optimizer trains.
 
         Raises:
-            RuntimeError: as `average`.
+            RuntimeError: before `build` or the first step.
         """
-        for v in map(values.container, var_list):
+        for v in map(values.container, var_list if self.use_ema else ()):
             v.strategy.extended.update(v, become, (self.average(v),))
 
     def exclude_from_weight_decay(
@@ -253,21 +312,7 @@ class Optimizer(Configured):
         return loss if factor is None else loss * factor
 
     def _check_variables(self, variables: Sequence[Any]) -> None:
-        if not variables:
-            raise ValueError("the optimizer is given no variables; give at least one, with its gradient")
-        for v in variables:
-            if not isinstance(v, Variable):
-                raise TypeError(
-                    f"a {type(v).__name__} stands where a variable should; give (gradient, variable) pairs, with the "
-                    "same variables in all replicas"
-                )
-            if not v.trainable:
-                raise ValueError(f"variable {v.name!r} is not trainable; create it so, or leave it out")
-            if v.dtype.kind in "iub":
-                raise ValueError(f"variable {v.name!r} is of {v.dtype}, and steps are fractions; take a floating dtype")
-            v.check_strategy(variables[0].strategy)
-        if len(set(map(id, variables))) < len(variables):
-            raise ValueError("a variable stands in several pairs; add up its gradients first")
+        check_variables(variables)
         if self._state.strategy not in (None, variables[0].strategy):
             raise ValueError(
                 f"this {type(self).__name__} keeps state in another strategy than that of {variables[0].name!r}; "
@@ -295,11 +340,23 @@ class Optimizer(Configured):
         self._check_variables(variables)
         with variables[0].strategy.scope():
             if context.in_cross_replica_context():
-                self._apply(variables[0].strategy, grads, variables)
+                self._apply_whole(variables[0].strategy, grads, variables)
             else:
                 replica = context.require_replica("apply_gradients")
                 # Replicas that were given one gradient object have a gradient each: it counts once for each.
                 replica.merge_call(self._apply_boxes, args=(context.Box(tuple(grads)), variables))
+
+    def _apply_whole(self, strategy: Any, grads: list[Any], variables: list[Variable]) -> None:
+        """As `_apply`; what fails is given up altogether, as `merge_call` does with all that it runs."""
+        if context.in_merge_call():
+            self._apply(strategy, grads, variables)
+            return
+        strategy.backend.flush()  # What was begun before is no part of this.
+        try:
+            self._apply(strategy, grads, variables)
+        except BaseException:
+            strategy.backend.drop()
+            raise
 
     def _apply_boxes(self, strategy: Any, boxes: Any, variables: list[Variable]) -> None:
         self._apply(strategy, context.unbox(boxes), variables)
@@ -307,17 +364,16 @@ class Optimizer(Configured):
     def _apply(self, strategy: Any, grads: list[Any], variables: list[Variable]) -> None:
         self._check_variables(variables)
         for gradient, v in zip(grads, variables, strict=True):
-            _check_gradient(gradient, v)
+            check_gradient(gradient, v)
         self._build(strategy, variables)
         extended, settings, state = strategy.extended, self.settings(), self._state
         sums = extended.batch_reduce_to(ReduceOp.SUM, list(zip(grads, variables, strict=True)))
-        kept = bool(self.gradient_accumulation_steps) or self._in_stages(strategy, variables)
-        if kept:
-            for v, own in zip(variables, sums, strict=True):
-                scale = state.beside(v).get("loss_scale")
-                extended.update(v, collect, (settings, own, state.of(v).gradient, scale))
-            sums = [state.of(v).gradient for v in variables]
-        measured = self._measured(strategy, settings, variables, sums, kept)
+        if self._in_stages(strategy, variables):
+            staged = [cast(Variable, state.of(v).staged) for v in variables]
+            for keeps, gradient in zip(staged, sums, strict=True):
+                extended.update(keeps, become, (gradient,))
+            sums = staged
+        measured = self._measured(strategy, settings, variables, sums)
         begun = {
             id(shared): extended.update_non_slot(
                 shared["iterations"].devices, begin, (settings, shared, measured.get("finite"))
@@ -327,17 +383,17 @@ class Optimizer(Configured):
         for v, gradient in zip(variables, sums, strict=True):
             own, now = state.of(v), begun[id(state.beside(v))]
             rest = (measured.get("norm"), own.average, self._decays(v), own.slots)
-            extended.update(v, apply, (settings, gradient, kept, now, *rest))
+            extended.update(v, apply, (settings, gradient, own.accumulator, now, *rest))
 
     def _measured(
-        self, strategy: Any, settings: Settings, variables: Sequence[Variable], sums: Sequence[Any], kept: bool
+        self, strategy: Any, settings: Settings, variables: Sequence[Variable], sums: Sequence[Any]
     ) -> dict[str, Any]:
         """The norm of all gradients, and whether they are finite, as far as these are needed."""
         if not self._measures:
             return {}
-        extended = strategy.extended
+        extended, state = strategy.extended, self._state
         parts = [
-            extended.update(v, measure, (settings, own, kept, self._state.beside(v).get("loss_scale")))
+            extended.update(v, measure, (settings, own, state.of(v).accumulator, state.beside(v).get("loss_scale")))
             for v, own in zip(variables, sums, strict=True)
         ]
         if not self._in_stages(strategy, variables):
@@ -360,7 +416,11 @@ class Optimizer(Configured):
                 "with DynamicLossScale another asynchronous worker may change the scale between a loss and its "
                 "gradient's division; give loss_scale_factor a number"
             )
-        if not self._measures or len({v.place for v in variables}) == 1:
+        places = {v.place for v in variables}
+        if isinstance(self.loss_scale_factor, DynamicLossScale):
+            # All copies of the loss scale have to be told, whether or not a variable of this step is beside them.
+            places |= {shared["iterations"].place for shared in self._state.everywhere}
+        if not self._measures or len(places) == 1:
             return False
         if alone:
             raise ValueError(
@@ -371,62 +431,17 @@ class Optimizer(Configured):
 
     def settings(self) -> Settings:
         """What update functions see of it, as of now."""
-        rate = self.learning_rate
+        rate = self._learning_rate
         if not isinstance(rate, LearningRateSchedule):
             rate = float(rate() if callable(rate) else rate)
-        return self.settings_with(learning_rate=rate)
+        return self.settings_with(_learning_rate=rate)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(
-                f"{type(self).__name__} has no attribute {name!r}; an update function sees of its optimizer only "
-                "attributes that are numbers, words, functions or tuples of these"
-            )
-
-
-def _check_gradient(gradient: Any, v: Variable) -> None:
-    for own in values.local_results(gradient):
-        if own is None:
-            raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")
-        shape = tuple(own.shape) if hasattr(own, "shape") else np.shape(own)
-        if shape != v.shape:
-            raise ValueError(f"the gradient of variable {v.name!r} has shape {shape}, and the variable {v.shape}")
-
-
-def _check_rate(rate: Any) -> Any:
-    if isinstance(rate, LearningRateSchedule) or callable(rate):
-        return rate
-    if isinstance(rate, bool | str) or np.ndim(rate) or not hasattr(type(rate), "__float__"):
-        raise TypeError(f"learning_rate is {rate!r}; give a number, a schedule, or a function that returns a number")
-    return float(rate)
-
-
-def _check_options(
-    clipnorm: float | None,
-    clipvalue: float | None,
-    global_clipnorm: float | None,
-    loss_scale_factor: float | DynamicLossScale | None,
-) -> None:
-    clips = {"clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm}
-    given = {name: value for name, value in clips.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"gradients are clipped in one way, and {' and '.join(given)} are given; keep one")
-    if isinstance(loss_scale_factor, int | float):
-        given["loss_scale_factor"] = loss_scale_factor
-    for name, value in given.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value!r}, and must be more than 0")
-
-
-def _check_counts(ema_momentum: float, use_ema: bool, overwrites: int | None, accumulates: int | None) -> None:
-    if not 0 <= ema_momentum <= 1:
-        raise ValueError(f"ema_momentum is {ema_momentum!r}, and must be between 0 and 1")
-    if overwrites is not None and not use_ema:
-        raise ValueError("ema_overwrite_frequency is given, and there is no average; add use_ema=True")
-    for name, count, least in (
-        ("ema_overwrite_frequency", overwrites, 1),
-        ("gradient_accumulation_steps", accumulates, 2),
-    ):
-        if count is not None and not (isinstance(count, int) and count >= least):
-            raise ValueError(f"{name} is {count!r}, and must be a whole number of at least {least}, or None")
+            if not (is_view(self) or "_state" in vars(self)):
+                raise AttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}; its __init__ has to call "
+                    "super().__init__(learning_rate, **options)"
+                )
+            super().__getattr__(name)

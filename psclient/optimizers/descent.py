@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from psclient.optimizers.base import LearningRate, Optimizer, Options
+from psclient.optimizers.base import Optimizer
+from psclient.optimizers.options import LearningRate, Options
 
 
 class SGD(Optimizer):
@@ -24,6 +25,8 @@ class SGD(Optimizer):
         ValueError: momentum is not between 0 and 1.
     """
 
+    _slot_of = {"momentum": "momentum"}
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.01,
@@ -34,8 +37,8 @@ class SGD(Optimizer):
         super().__init__(learning_rate, **options)
         if not isinstance(momentum, int | float) or not 0 <= momentum <= 1:
             raise ValueError(f"momentum is {momentum!r}, and must be between 0 and 1")
-        self.momentum, self.nesterov = momentum, bool(nesterov)
         self.slots = ("momentum",) if momentum else ()
+        self.momentum, self.nesterov = momentum, bool(nesterov)
 
     def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
         step = self.learning_rate * gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psclient.traces import Configured
+from psclient.configured import Configured
 
 
 class DynamicLossScale(Configured):

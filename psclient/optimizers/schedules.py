@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from psclient.traces import Configured
+from psclient.configured import Configured
 
 
 class LearningRateSchedule(Configured):
@@ -28,7 +28,7 @@ class LearningRateSchedule(Configured):
             step: how many steps were applied before, a number or what stands for it in an update function: take NumPy
                 functions, and `np.where` in place of `if`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say what the rate is; write __call__(self, step)")
 
 
 class Constant(LearningRateSchedule):

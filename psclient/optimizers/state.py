@@ -13,6 +13,21 @@ from psclient.variables import Variable
 from pswire.tensor import Array
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a variable shall have beside it.
+
+    Attributes:
+        slots: their first values, by name.
+        average: whether it has a moving average.
+        accumulator: whether the gradients of several calls make a step.
+    """
+
+    slots: Mapping[str, Array]
+    average: bool
+    accumulator: bool
+
+
 @dataclass
 class Own:
     """What one variable has beside it.
@@ -21,13 +36,19 @@ class Own:
         variable: the variable.
         slots: the optimizer's, in order.
         average: its moving average, if it has one.
-        gradient: keeps its gradient where that is needed in more than one round, if that was so.
+        accumulator: has the gradients of the calls before, if several make a step.
+        staged: has the gradient of a call between its two rounds, if there ever were two.
     """
 
     variable: Variable
     slots: tuple[Variable, ...]
     average: Variable | None
-    gradient: Variable | None = None
+    accumulator: Variable | None
+    staged: Variable | None = None
+
+    def __iter__(self) -> Iterator[Variable]:
+        """All that is beside the variable."""
+        yield from (x for x in (*self.slots, self.average, self.accumulator, self.staged) if x is not None)
 
 
 class State:
@@ -54,7 +75,7 @@ class State:
         for shared in self._shared:
             yield from shared.values()
         for own in self._own.values():
-            yield from (x for x in (*own.slots, own.average, own.gradient) if x is not None)
+            yield from own
 
     @property
     def everywhere(self) -> list[dict[str, Variable]]:
@@ -83,39 +104,40 @@ class State:
     def _covers(shared: Mapping[str, Variable], v: Variable) -> bool:
         return set(v.devices) <= set(shared["iterations"].devices)
 
-    def build(
-        self,
-        strategy: Any,
-        variables: Sequence[Variable],
-        slots: Callable[[Variable], Mapping[str, Array]],
-        averaged: bool,
-        kept: bool,
-    ) -> None:
+    def build(self, variables: Sequence[Variable], needs: Callable[[Variable], Needs], staged: bool) -> None:
         """Creates what is missing. In cross-replica context.
 
         Args:
-            strategy: the variables'.
-            variables: whose.
-            slots: the first values of a variable's slots, by name.
-            averaged: whether each has a moving average.
-            kept: whether gradients are kept.
+            variables: whose; of one strategy.
+            needs: what a variable shall have beside it.
+            staged: whether gradients are kept between two rounds.
         """
-        self.strategy, extended = strategy, strategy.extended
-        # Variables that came later may live where the count is not: there it gets another copy.
-        uncounted = [v for v in variables if not any(self._covers(shared, v) for shared in self._shared)]
-        if uncounted:
-            now = {name: v.numpy() for name, v in self._shared[0].items()} if self._shared else self._first
-            with extended.colocate_vars_with(extended.non_slot_devices(uncounted)):
-                self._shared.append({n: Variable(value, False, f"{self._name}/{n}") for n, value in now.items()})
+        self.strategy = variables[0].strategy
+        self._build_shared([v for v in variables if not any(self._covers(shared, v) for shared in self._shared)])
         for v in variables:
-            with extended.colocate_vars_with(v):
+            with self.strategy.extended.colocate_vars_with(v):
                 if id(v) not in self._own:
-                    made = tuple(self._beside(v, name, value) for name, value in slots(v).items())
-                    first = v.numpy().astype(state_dtype(v.dtype)) if averaged else None
-                    self._own[id(v)] = Own(v, made, None if first is None else self._beside(v, "average", first))
+                    self._own[id(v)] = self._first_own(v, needs(v))
                 own = self._own[id(v)]
-                if kept and own.gradient is None:
-                    own.gradient = self._beside(v, "gradient", np.zeros(v.shape, state_dtype(v.dtype)))
+                if staged and own.staged is None:
+                    own.staged = self._beside(v, "gradient_staged", np.zeros(v.shape, state_dtype(v.dtype)))
+
+    def _build_shared(self, uncounted: Sequence[Variable]) -> None:
+        """Variables that came later may live where the count is not: there it gets another copy."""
+        if not uncounted:
+            return
+        now = {name: v.numpy() for name, v in self._shared[0].items()} if self._shared else self._first
+        extended = self.strategy.extended
+        with extended.colocate_vars_with(extended.non_slot_devices(uncounted)):
+            self._shared.append({n: Variable(value, False, f"{self._name}/{n}") for n, value in now.items()})
+
+    def _first_own(self, v: Variable, needs: Needs) -> Own:
+        dtype = state_dtype(v.dtype)
+        slots = tuple(self._beside(v, name, value) for name, value in needs.slots.items())
+        average = self._beside(v, "average", v.numpy().astype(dtype)) if needs.average else None
+        zeros = np.zeros(v.shape, dtype)
+        accumulator = self._beside(v, "gradient_accumulator", zeros) if needs.accumulator else None
+        return Own(v, slots, average, accumulator)
 
     def _beside(self, v: Variable, name: str, value: Array) -> Variable:
         return Variable(value, False, f"{self._name}/{v.name}/{name}")

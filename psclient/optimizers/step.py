@@ -1,11 +1,12 @@
 """The update functions that make a step: what all optimizers do around their own `update`.
 
-    collect    each variable    keeps the gradient for later, where it is needed in more than one round or step
+    become     each variable    keeps its gradient for the second round, where a step takes two
     measure    each variable    how large its gradient is, and whether it is finite
     total      each server      that of all variables together
-    begin      each server      counts the step, computes its learning rate, decides whether it is made
-    apply      each variable    clips, decays, updates, averages
+    begin      each server      counts the call, computes its learning rate, decides whether it makes a step
+    apply      each variable    accumulates, clips, decays, updates, averages
 
+Whatever stays is assigned by the last two, which are of one round: a call that does not come to it leaves nothing.
 They depend on their arguments alone, so that each is traced once. `optimizer` is what `Optimizer.settings` lets
 through.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from psclient.mistakes import fail, refuse_result, refuse_return
 from psclient.optimizers.scaling import DynamicLossScale
 from psclient.optimizers.schedules import LearningRateSchedule
 from psclient.traces import update_function
@@ -34,33 +36,23 @@ SMALLEST_SCALE = 2.0**-100
 
 
 @update_function
-def collect(v: Any, optimizer: Any, gradient: Any, kept: Any, scale: Any) -> None:
-    """Keeps a gradient: adds it to those of the calls before, if several make a step.
+def become(v: Any, value: Any) -> None:
+    """Gives a variable the value of something else, in its own dtype."""
+    v.assign(value.astype(v.dtype))
+
+
+@update_function
+def measure(v: Any, optimizer: Any, gradient: Any, accumulator: Any, scale: Any) -> dict[str, Any]:
+    """The sum of squares of a gradient, float64, and whether all of it is finite, as far as they are needed.
 
     Args:
         v: the variable.
         optimizer: as the module says.
-        gradient: the sum over all replicas.
-        kept: the variable that keeps it.
+        gradient: the sum over all replicas, multiplied by the loss scale.
+        accumulator: the variable that has the gradients of the calls before, if several make a step; else None.
         scale: the dynamic loss scale, or None.
     """
-    unscaled = _unscaled(v, optimizer, gradient, scale)
-    if optimizer.gradient_accumulation_steps:
-        kept.assign_add(unscaled)
-    else:
-        kept.assign(unscaled)
-
-
-@update_function
-def measure(v: Any, optimizer: Any, gradient: Any, is_kept: bool, scale: Any) -> dict[str, Any]:
-    """The sum of squares of a gradient, float64, and whether all of it is finite, as far as they are needed.
-
-    Args:
-        v, optimizer, scale: as in `collect`.
-        gradient: the sum over all replicas, or what keeps it.
-        is_kept: whether it is the latter.
-    """
-    whole = _whole(v, optimizer, gradient, is_kept, scale)
+    whole = _whole(optimizer, _unscaled(v, optimizer, gradient, scale), accumulator)
     found = {}
     if optimizer.global_clipnorm is not None:
         found["squares"] = np.sum(np.square(whole)).astype(np.float64)
@@ -95,34 +87,46 @@ def begin(optimizer: Any, state: Mapping[str, Any], finite: Any) -> dict[str, An
         finite: whether all gradients are; None if it does not matter.
 
     Returns:
-        `t`: the step's number, from 1; of a schedule `rate`; of gradients that are kept, `due`: whether the step is
-        made now; with a loss scale, `scale`: by which gradients are to be divided; `go`: whether anything is to change.
+        `t`: the step's number, from 1; of a schedule `rate`; with a loss scale `scale`, by which gradients are to be
+        divided, and `finite`; where a call may make no step, `go`: whether it does.
     """
     before = state["iterations"].value()
     found: dict[str, Any] = {"t": before + 1}
-    if isinstance(optimizer.learning_rate, LearningRateSchedule):
-        found["rate"] = optimizer.learning_rate(before)
+    calls = before
     if "accumulated" in state:
-        calls = state["accumulated"].value() + 1
-        found["go"] = found["due"] = calls >= optimizer.gradient_accumulation_steps
-        state["accumulated"].assign(np.where(found["due"], 0, calls))
+        kept = state["accumulated"].value()
+        calls = before * optimizer.gradient_accumulation_steps + kept
+        found["go"] = kept + 1 >= optimizer.gradient_accumulation_steps
+    if isinstance(optimizer.learning_rate, LearningRateSchedule):
+        found["rate"] = _rate(optimizer.learning_rate, calls)
     if finite is not None:
-        found["scale"] = state["loss_scale"].value()
-        _rescale(optimizer.loss_scale_factor, state, finite, found.get("due", np.equal(found["scale"], found["scale"])))
+        found |= {"finite": finite, "scale": state["loss_scale"].value()}
         found["go"] = np.logical_and(finite, found["go"]) if "go" in found else finite
+        _rescale(optimizer.loss_scale_factor, state, finite)
+    if "accumulated" in state:
+        more = kept + 1 if finite is None else np.where(finite, kept + 1, kept)
+        state["accumulated"].assign(np.where(found["go"], 0, more))
     state["iterations"].assign(np.where(found["go"], before + 1, before) if "go" in found else before + 1)
     return found
 
 
-def _rescale(rule: Any, state: Mapping[str, Any], finite: Any, due: Any) -> None:
+def _rate(schedule: Any, calls: Any) -> Any:
+    """The learning rate of a call; a schedule may also return a plain number."""
+    rate = schedule(calls)
+    refuse_result(schedule.__call__, rate)
+    shape: tuple[int, ...] = getattr(rate, "shape", ())
+    if shape or isinstance(rate, bool | str | None):
+        fail(f"the schedule {type(schedule).__name__} returns {rate!r}; it has to return one number for each step")
+    return rate if hasattr(rate, "astype") else np.full_like(calls, rate, dtype=np.float64)
+
+
+def _rescale(rule: Any, state: Mapping[str, Any], finite: Any) -> None:
     scale, good = state["loss_scale"].value(), state["good_steps"].value() + 1
     grown = np.logical_and(good >= rule.dynamic_growth_steps, np.isfinite(scale * 2))
     better = np.where(grown, scale * 2, scale)
-    state["loss_scale"].assign(np.where(due, np.where(finite, better, np.maximum(scale / 2, SMALLEST_SCALE)), scale))
-    again = np.where(np.logical_and(finite, np.logical_not(grown)), good, 0)
-    state["good_steps"].assign(np.where(due, again, good - 1))
-    left_out = np.logical_and(due, np.logical_not(finite))
-    state["skipped_steps"].assign_add(np.where(left_out, 1, 0))
+    state["loss_scale"].assign(np.where(finite, better, np.maximum(scale / 2, SMALLEST_SCALE)))
+    state["good_steps"].assign(np.where(np.logical_and(finite, np.logical_not(grown)), good, 0))
+    state["skipped_steps"].assign_add(np.where(finite, 0, 1))
 
 
 @update_function
@@ -130,7 +134,7 @@ def apply(
     v: Any,
     optimizer: Any,
     gradient: Any,
-    is_kept: bool,
+    accumulator: Any,
     begun: Mapping[str, Any],
     norm: Any,
     average: Any,
@@ -140,25 +144,32 @@ def apply(
     """Makes a step of one variable; nothing of it, where `begun` says so.
 
     Args:
-        v, optimizer, gradient, is_kept: as in `measure`.
+        v, optimizer, gradient, accumulator: as in `measure`.
         begun: what `begin` returned.
         norm: of all gradients, where they are clipped by it, else None.
         average: the variable's moving average, or None.
         decays: whether the variable takes part in weight decay.
         slots: the variable's.
     """
-    whole = _whole(v, optimizer, gradient, is_kept, begun.get("scale"))
+    own = _unscaled(v, optimizer, gradient, begun.get("scale"))
     if "go" not in begun:
-        _change(v, optimizer, _clipped(optimizer, whole, norm), begun, average, decays, slots)
+        _change(v, optimizer, _clipped(optimizer, own, norm), begun, average, decays, slots)
         return
     changing = [v, *slots] if average is None else [v, *slots, average]
     before = [x.value() for x in changing]
     with np.errstate(all="ignore"):  # What is not finite is left out.
+        whole = _whole(optimizer, own, accumulator)
         _change(v, optimizer, _clipped(optimizer, whole, norm), begun, average, decays, slots)
-    for x, old in zip(changing, before, strict=True):
-        x.assign(np.where(begun["go"], x.value(), old))
-    if is_kept and "due" in begun:
-        gradient.assign(np.where(begun["due"], np.zeros_like(whole), gradient.value()))
+        for x, old in zip(changing, before, strict=True):
+            x.assign(np.where(begun["go"], x.value(), old))
+        if accumulator is not None:
+            _accumulate(accumulator, own, begun)
+
+
+def _accumulate(accumulator: Any, own: Any, begun: Mapping[str, Any]) -> None:
+    old = accumulator.value()
+    more = np.where(begun["finite"], old + own, old) if "finite" in begun else old + own
+    accumulator.assign(np.where(begun["go"], np.zeros_like(own), more))
 
 
 def _change(
@@ -171,19 +182,13 @@ def _change(
     slots: Sequence[Any],
 ) -> None:
     if "rate" in begun:
-        optimizer.learning_rate = begun["rate"].astype(own.dtype)
+        vars(optimizer)["_learning_rate"] = begun["rate"].astype(own.dtype)
     if decays:
         value = v.astype(own.dtype)
         v.assign(value - value * optimizer.weight_decay * optimizer.learning_rate)
-    optimizer.update(v, own, begun["t"], *slots)
+    refuse_return(optimizer, optimizer.update(v, own, begun["t"], *slots), (v, *slots))
     if average is not None:
         _average(v, optimizer, begun["t"], average)
-
-
-@update_function
-def become(v: Any, other: Any) -> None:
-    """Gives a variable the value of another."""
-    v.assign(other.value())
 
 
 def _unscaled(v: Any, optimizer: Any, gradient: Any, scale: Any) -> Any:
@@ -193,11 +198,10 @@ def _unscaled(v: Any, optimizer: Any, gradient: Any, scale: Any) -> Any:
     return own if optimizer.loss_scale_factor is None else own / optimizer.loss_scale_factor
 
 
-def _whole(v: Any, optimizer: Any, gradient: Any, is_kept: bool, scale: Any) -> Any:
-    if not is_kept:
-        return _unscaled(v, optimizer, gradient, scale)
-    calls = optimizer.gradient_accumulation_steps
-    return gradient.value() / calls if calls else gradient.value()
+def _whole(optimizer: Any, own: Any, accumulator: Any) -> Any:
+    if accumulator is None:
+        return own
+    return (own + accumulator.value()) / optimizer.gradient_accumulation_steps
 
 
 def _clipped(optimizer: Any, own: Any, norm: Any) -> Any:
@@ -207,7 +211,8 @@ def _clipped(optimizer: Any, own: Any, norm: Any) -> Any:
         return own * (optimizer.clipnorm / np.maximum(np.sqrt(np.sum(np.square(own))), optimizer.clipnorm))
     if norm is not None:
         limit = optimizer.global_clipnorm
-        return own * (limit / np.maximum(norm, limit)).astype(own.dtype)
+        # The difference is 0, or makes all gradients NaN where one is not finite.
+        return own * (limit / np.maximum(norm, limit) + (norm - norm)).astype(own.dtype)
     return own
 
 

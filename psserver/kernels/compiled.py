@@ -9,16 +9,18 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from psserver.arrays import Device
+from psserver.kernels.background import Background
+from psserver.kernels.groups import ARRAYS, NUMBERS, grouping
 from psserver.kernels.source import Form, Parameter, parameters
 from pswire.tensor import DTYPES
 
@@ -30,11 +32,16 @@ PATIENCE = 2
 MAX_POINTERS = 200
 """What a kernel on the CPU takes at most; more takes the compiler long, and ctypes has a limit."""
 
+STOP_SECONDS = 1.0
+"""How long the end of a server waits for a kernel that is being compiled."""
+
 MAX_KERNELS = 1000
 """Kernels of one server. Whoever makes more has a program that is another one in each round."""
 
 NumbaKernel = Callable[..., None]
 """Takes sizes and addresses; releases the GIL while it runs."""
+
+Definition = Callable[[Any], Callable[..., None]]
 
 
 class Compiler:
@@ -48,16 +55,17 @@ class Compiler:
     def __init__(self, device: Device, patience: int = PATIENCE) -> None:
         self._device = device
         self._patience = patience
+        self._background = Background("kernels")
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None  # Guarded by the lock, as all below.
-        self._asked: dict[object, int] = {}
+        self._asked: dict[object, int] = {}  # Guarded by the lock, as all below.
         self._kernels: dict[object, Future[Any]] = {}
         self._told = False
 
     def elementwise(self, form: Form) -> Any | None:
         """The kernel of a form: a `NumbaKernel` or a `cupy.ElementwiseKernel`; None while there is none."""
         if self._device.gpu is not None:
-            return self._get(form.cuda, lambda: self._device.elementwise(*form.cuda))
+            scalars = [p.single for p in parameters(form) if p.role != "output"]
+            return self._get(form.cuda, lambda: self._device.elementwise(*form.cuda, scalars))
         return self._pointed(form.numba, 1, parameters(form))
 
     def rows(self, form: Form) -> NumbaKernel | None:
@@ -66,12 +74,20 @@ class Compiler:
         index = Parameter("array", 0, "int64")
         return self._pointed(form.rows, 4, [index] * 3 + parameters(form) + buffers)
 
+    def groups(self) -> NumbaKernel | None:
+        """`groups.grouping`, compiled; None while it is not."""
+        return self._get(grouping, lambda: self._numba(grouping, NUMBERS, ["int64"] * ARRAYS))
+
     def _pointed(self, text: str, sizes: int, taken: list[Parameter]) -> NumbaKernel | None:
         """The kernel of a text for these pointers: the same text may be of several dtypes."""
         if len(taken) > MAX_POINTERS:
             return None
-        key = (text, *(parameter.dtype for parameter in taken))
-        return self._get(key, lambda: compile_numba(text, sizes, taken))
+        dtypes = [parameter.dtype for parameter in taken]
+        return self._get((text, *dtypes), lambda: self._numba(text, sizes, dtypes))
+
+    def _numba(self, kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -> NumbaKernel:
+        with _stoppable(self._background):
+            return compile_numba(kernel, sizes, dtypes)
 
     @property
     def texts(self) -> tuple[object, ...]:
@@ -86,12 +102,8 @@ class Compiler:
         wait(pending)
 
     def close(self) -> None:
-        """Compiles no more; waits for what is being compiled."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-            self._patience = sys.maxsize
-        if pool:
-            pool.shutdown(cancel_futures=True)
+        """Compiles no more; breaks off what is being compiled, or leaves it alone if it does not end soon."""
+        self._background.close(STOP_SECONDS)
 
     def _get(self, key: object, build: Callable[[], Any]) -> Any | None:
         with self._lock:
@@ -106,13 +118,14 @@ class Compiler:
             return
         self._asked[key] = self._asked.get(key, 0) + 1
         if self._asked[key] >= self._patience:
-            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="kernels")
-            self._kernels[key] = self._pool.submit(self._build, build)
+            self._kernels[key] = self._background.submit(lambda: self._build(build))
 
     def _build(self, build: Callable[[], Any]) -> Any | None:
         try:
             with self._device.scope():
                 return build()
+        except _Stopped:
+            return None
         except Exception:  # Whatever a compiler says, there is still the interpreter.
             with self._lock:
                 told, self._told = self._told, True
@@ -121,33 +134,73 @@ class Compiler:
             return None
 
 
-def compile_numba(text: str, sizes: int, taken: list[Parameter]) -> NumbaKernel:
-    """Compiles a text of `source` to machine code.
+class _Stopped(BaseException):
+    """The server ends; no `except Exception` of a compiler may keep it."""
+
+
+class _Stop:
+    """Hears of each pass of Numba's compiler, and breaks off those of a thread that is to end."""
+
+    def __init__(self, background: Background) -> None:
+        self._background = background
+        self._thread = threading.get_ident()
+
+    def notify(self, event: Any) -> None:
+        """Called by Numba, in the thread that compiles."""
+        if event.is_start and self._background.closed and threading.get_ident() == self._thread:
+            raise _Stopped
+
+
+def _stoppable(background: Background) -> ExitStack:
+    """A context in which Numba stops compiling in the calling thread as soon as it has been closed."""
+    events: Any = import_module("numba.core.event")
+    events.Listener.register(_Stop)
+    stop, stack = _Stop(background), ExitStack()
+    for kind in ("numba:compile", "numba:run_pass"):
+        stack.enter_context(events.install_listener(kind, stop))
+    return stack
+
+
+def compile_numba(kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -> NumbaKernel:
+    """Compiles a text of `source`, or a function of ours, to machine code.
 
     Args:
-        text: defines `kernel`.
+        kernel: a text that defines `kernel`, or what defines a function, given Numba's `carray`.
         sizes: how many numbers it takes first.
-        taken: the pointers that follow.
+        dtypes: of the pointers that follow.
     """
     logging.getLogger("numba").setLevel(logging.WARNING)  # at debug level it writes a book for each kernel
     numba: Any = import_module("numba")
     types = numba.types
+    pointers = [types.CPointer(numba.from_dtype(DTYPES[dtype])) for dtype in dtypes]
+    signature = types.void(*[types.intp] * sizes, *pointers)
+    function = _defined(kernel, numba) if isinstance(kernel, str) else kernel(numba.carray)
+    compiled = numba.cfunc(signature, error_model="numpy", nogil=True)(function)
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * sizes, *[ctypes.c_void_p] * len(dtypes))
+    made = prototype(compiled.address)
+    made.compiled = compiled  # type: ignore[attr-defined]  # keeps the machine code alive
+    return made
+
+
+def _defined(text: str, numba: Any) -> Callable[..., None]:
+    """The function of a text, among those that it calls."""
+    types = numba.types
     scope: dict[str, Any] = {**_FUNCTIONS, "carray": numba.carray, "range": range, "min": min}
     scope |= {name: numba.njit(function, error_model="numpy") for name, function in _HELPERS.items()}
     scope |= {str(dtype): getattr(types, str(dtype)) for dtype in DTYPES if hasattr(types, str(dtype))}
-    scope |= {"bool": types.boolean, "prefetch": _prefetch()}
+    scope |= {"bool": types.boolean, "fetch": _prefetch(to_write=0, near=2), "prepare": _prefetch(to_write=1, near=3)}
     exec(text, scope)  # Generated by `source` from the table of ops; nothing received is in it.
-    pointers = [types.CPointer(numba.from_dtype(DTYPES[p.dtype])) for p in taken]
-    signature = types.void(*[types.intp] * sizes, *pointers)
-    compiled = numba.cfunc(signature, error_model="numpy", nogil=True)(scope["kernel"])
-    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_ssize_t] * sizes, *[ctypes.c_void_p] * len(taken))
-    function = prototype(compiled.address)
-    function.compiled = compiled  # type: ignore[attr-defined]  # keeps the machine code alive
-    return function
+    defined: Callable[..., None] = scope["kernel"]
+    return defined
 
 
-def _prefetch() -> Any:
-    """A function of a kernel: has an element of an array fetched, to be written soon."""
+def _prefetch(to_write: int, near: int) -> Any:
+    """A function of a kernel: has an element of an array brought nearer.
+
+    Args:
+        to_write: 1 if it will be written.
+        near: 2 for the second cache, 3 for the first.
+    """
     extending, ir = import_module("numba.extending"), import_module("llvmlite.ir")
     types: Any = import_module("numba.core.types")
 
@@ -158,7 +211,7 @@ def _prefetch() -> Any:
             kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
             function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
             address = builder.bitcast(builder.gep(data, [args[1]]), byte)
-            builder.call(function, [address, i32(1), i32(3), i32(1)])  # to write, to keep, as data
+            builder.call(function, [address, i32(to_write), i32(near), i32(1)])  # the last: it is data
             return context.get_dummy_value()
 
         return types.void(array, types.intp), generate

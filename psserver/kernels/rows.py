@@ -14,58 +14,16 @@ from typing import Any
 import numpy as np
 
 from psserver import interpreter
+from psserver.kernels.groups import Groups
 from psserver.kernels.kernels import Kernel, Kernels
 from psserver.kernels.launch import address_of
 from psserver.kernels.steps import Shape, Step
-from pswire.errors import InvalidRequest, ProgramError
+from pswire.errors import ProgramError
 from pswire.program import OPS, Input, Node, Program
 from pswire.tensor import Array, TensorSpec, spec_of
 
 RUN = 1024
 """Rows of a table that one thread takes at a time."""
-
-
-class Groups:
-    """Which rows belong together.
-
-    Args:
-        ids: int64[n], where each row belongs.
-        size: rows of the table.
-
-    Attributes:
-        ids: int64[k], the places, in increasing order, each once.
-        order: int64[n], the rows in the order of their places, and of how they came.
-        starts: int64[k + 1], where each place's rows begin in `order`, and the end.
-
-    Raises:
-        InvalidRequest: an id is no row of the table.
-    """
-
-    def __init__(self, ids: Array, size: int) -> None:
-        numbers = np.asarray(ids, np.int64)
-        if numbers.ndim != 1 or (numbers.size and (numbers.min() < 0 or numbers.max() >= size)):
-            raise InvalidRequest(f"ids of shape {numbers.shape} are not all rows of a table of {size}")
-        # Sorting pairs packed into one number is several times as fast as a stable sort.
-        bits = max(numbers.size - 1, 0).bit_length()
-        width = (size - 1).bit_length() + bits
-        if width > 63:
-            raise InvalidRequest(f"{numbers.size} rows for a table of {size} are too many at once")
-        pairs = numbers << bits | np.arange(numbers.size)
-        pairs = np.sort(pairs.astype(np.uint32) if width <= 32 else pairs).astype(np.int64)
-        places = pairs >> bits
-        self.order = pairs & ((1 << bits) - 1)
-        new = np.flatnonzero(np.diff(places, prepend=-1))
-        self.ids = places[new]
-        self.starts = np.append(new, numbers.size)
-
-    def sum(self, rows: Any, xp: Any) -> Any:
-        """One row for each place: the sum of those that belong there."""
-        total = rows[xp.asarray(self.order[self.starts[:-1]])]
-        counts = np.diff(self.starts)
-        for nth in range(1, int(counts.max(initial=0))):
-            more = np.flatnonzero(counts > nth)
-            total[xp.asarray(more)] += rows[xp.asarray(self.order[self.starts[more] + nth])]
-        return total
 
 
 def apply_rows(kernels: Kernels, program: Program, inputs: Sequence[Any], ids: Array) -> None:
@@ -84,7 +42,7 @@ def apply_rows(kernels: Kernels, program: Program, inputs: Sequence[Any], ids: A
         InvalidRequest: an id is no row.
     """
     shape = _table(program)
-    groups = Groups(ids, shape[0])
+    groups = Groups.of(ids, shape[0], kernels.compiler.groups())
     _check_inputs(program, inputs, (len(groups.order), *shape[1:]))
     steps = kernels.steps(program)
     kernel = kernels.rows(steps[-1]) if kernels.device.gpu is None and _is_fused(steps, shape) else None

@@ -7,13 +7,14 @@ and what is given back. What reaches the text of what came over the network are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from pswire.program import OPS, Node, Program
 from pswire.spec import ReduceOp
+from pswire.tensor import DTYPES
 
 _C = {
     "bool": "bool",
@@ -175,11 +176,15 @@ def numba_source(form: Form) -> str:
     return "\n".join(lines) + "\n"
 
 
-AHEAD = 4
-"""Rows that are fetched from memory before it is their turn: they lie anywhere, so the processor cannot guess them."""
+FAR, NEAR = 16, 4
+"""Rows that are fetched before it is their turn, into the second cache and into the first: they lie anywhere, so the
+processor cannot guess them. Going into the first at once, most of them come too late."""
 
-LINE = 16
-"""Elements of a cache line; of those of eight bytes every other line comes by itself."""
+LINE = 64
+"""Bytes of a cache line."""
+
+FETCHED = 256
+"""Elements of a row that are fetched at most; the processor sees by itself how a long one goes on."""
 
 
 def rows_source(form: Form) -> str:
@@ -200,8 +205,7 @@ def rows_source(form: Form) -> str:
     lines += [f"    all_{p.name} = carray(p_{p.name}, count * width)" for p in rows]
     lines += [f"    b{p.value} = carray(p_b{p.value}, width)" for p in rows]
     lines += ["    for r in range(n):"]
-    lines += [f"        ahead = ids[min(r + {AHEAD}, n - 1)] * width", f"        for i in range(0, width, {LINE}):"]
-    lines += [f"            prefetch(all_{p.name}, ahead + i)" for p in tables]
+    lines += ["        " + line for line in _fetching(tables, rows)]
     lines += ["        base, first, low, high = ids[r] * width, order[starts[r]] * width, starts[r] + 1, starts[r + 1]"]
     lines += [f"        {p.name} = all_{p.name}[base : base + width]" for p in tables]
     for p in rows:
@@ -209,6 +213,19 @@ def rows_source(form: Form) -> str:
     lines += ["        for i in range(width):"]
     lines += ["            " + line for line in _body(form, NUMBA)]
     return "\n".join(lines) + "\n"
+
+
+def _fetching(tables: Sequence[Parameter], rows: Sequence[Parameter]) -> Iterator[str]:
+    """What will be read is brought nearer."""
+    step = LINE // max(DTYPES[p.dtype].itemsize for p in (*tables, *rows))
+    lines = f"for i in range(0, min(width, {FETCHED}), {step}):"
+    yield f"far, near = min(r + {FAR}, n - 1), min(r + {NEAR}, n - 1)"
+    yield "later, soon, given = ids[far] * width, ids[near] * width, order[starts[far]] * width"
+    yield lines
+    yield from (f"    fetch(all_{p.name}, later + i)" for p in tables)
+    yield from (f"    fetch(all_{p.name}, given + i)" for p in rows)
+    yield lines
+    yield from (f"    prepare(all_{p.name}, soon + i)" for p in tables)
 
 
 def _row_sum(p: Parameter) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Cuts a program into steps: elementwise ones, which become one kernel each, and the rest, which is interpreted.
 
 A node can be in a kernel if the table of ops has an expression for it, its result is no scalar, and each argument is a
-scalar or has the result's shape. Scalars are computed by the interpreter, before the kernels that read them.
+scalar or has the result's shape; but what the interpreter alone reads as a view stays one. Scalars are computed by the
+interpreter, before the kernels that read them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ SCALARS = 1 << 12
 
 MAX_FUSED = 500
 """Nodes of one kernel: compilers take more than twice as long for twice as many."""
+
+MAX_STEPS = 200
+"""Steps of one program: each costs a little in every round."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,8 @@ class Step:
         if self.shape is not None:
             return False
         specs, made = self.program.specs, range(len(self.args), len(self.program.specs))
-        return any(specs[n].shape for n in (*made, *(value for _, value in self.program.assigns))) or any(
-            DTYPES[specs[arg].dtype].kind in OPS[node.op].refuses for node in self.program.nodes for arg in node.args
-        )
+        takes_memory = any(specs[n].shape for n in (*made, *(value for _, value in self.program.assigns)))
+        return takes_memory or self.program.may_refuse
 
 
 def whole(program: Program) -> Step:
@@ -70,7 +73,10 @@ def split(program: Program) -> tuple[Step, ...]:
     Values are the same bits as when the interpreter runs the whole. If no kernel comes of it, or if steps would take
     more memory than the whole, there is one step, which is interpreted.
     """
-    steps = _marked(tuple(_Splitting(program).steps()), program)
+    splitting = _Splitting(program)
+    if len(splitting.order) > MAX_STEPS:
+        return (whole(program),)
+    steps = _marked(tuple(splitting.steps()), program)
     fused = [step for step in steps if step.shape is not None]
     too_long = any(len(step.program.nodes) > MAX_FUSED for step in fused)
     if not fused or too_long or _peak(steps) > peak_bytes(program) + SCALARS:
@@ -82,10 +88,10 @@ def _marked(steps: Sequence[Step], program: Program) -> tuple[Step, ...]:
     """The steps, each knowing what nobody reads after it."""
     marked: list[Step] = []
     needed = set(program.outputs)
-    for at in reversed(range(len(steps))):
-        there = {number for step in steps[: at + 1] for number in step.results}
-        read = {*steps[at].args, *steps[at].results}
-        marked.append(replace(steps[at], done=frozenset((read & there) - needed)))
+    made = {number for step in steps for number in step.results}
+    for step in reversed(steps):
+        read = {*step.args, *step.results}
+        marked.append(replace(step, done=frozenset((read & made) - needed)))
         needed |= read
     return tuple(reversed(marked))
 
@@ -127,20 +133,44 @@ Group = tuple[int, Shape | None]
 
 
 class _Splitting:
+    """Which node is in which step.
+
+    Attributes:
+        order: the steps' groups; interpreted ones before kernels of the same level.
+    """
+
     def __init__(self, program: Program) -> None:
         self.program = program
         self.specs = program.specs
         self.first = len(program.inputs)
+        self.outputs = frozenset(program.outputs)
         self.nodes = list(enumerate(program.nodes, self.first))
-        self.shapes = {
-            number: fused_shape(node, [self.specs[arg] for arg in node.args], self.specs[number])
-            for number, node in self.nodes
-        }
         self.users: dict[int, list[int]] = {number: [] for number in range(len(self.specs))}
         for number, node in self.nodes:
             for arg in dict.fromkeys(node.args):
                 self.users[arg].append(number)
+        self.assigned: dict[int, list[int]] = {}
+        for target, value in program.assigns:
+            self.assigned.setdefault(value, []).append(target)
+        self.shapes = self._shapes()
         self.groups = self._groups()
+        self.last = max((level for level, _ in self.groups.values()), default=0)
+        self.places = {target: self._place(target, value) for target, value in program.assigns}
+        found = {*self.groups.values(), *self.places.values()}
+        self.order = sorted(found, key=lambda group: (group[0], group[1] is not None))
+        self.turn = {group: at for at, group in enumerate(self.order)}
+
+    def _shapes(self) -> dict[int, Shape | None]:
+        """For each node the shape of the kernel that it is in; None if it is in none."""
+        shapes = {
+            number: fused_shape(node, [self.specs[arg] for arg in node.args], self.specs[number])
+            for number, node in self.nodes
+        }
+        for number, node in reversed(self.nodes):
+            kept = number in self.outputs or number in self.assigned
+            if OPS[node.op].view and not kept and all(shapes[user] != shapes[number] for user in self.users[number]):
+                shapes[number] = None
+        return shapes
 
     def _groups(self) -> dict[int, Group]:
         """Interpreted nodes as early as they can, fused ones as late: then the fewest values wait between steps."""
@@ -161,29 +191,30 @@ class _Splitting:
         return int(self.shapes[one] != self.shapes[other])
 
     def steps(self) -> Iterator[Step]:
-        """The steps in order; interpreted ones before kernels of the same level."""
-        places = {target: self._place(target, value) for target, value in self.program.assigns}
-        order = sorted({*self.groups.values(), *places.values()}, key=lambda group: (group[0], group[1] is not None))
-        for at, group in enumerate(order):
-            assigns = [(t, v) for t, v in self.program.assigns if places[t] == group]
-            step = self._step(group, assigns, set(order[at + 1 :]))
-            if step.shape is None or assigns or step.results:  # else nothing needs what it computes
+        """The steps in order."""
+        nodes: dict[Group, list[tuple[int, Node]]] = {group: [] for group in self.order}
+        assigns: dict[Group, list[tuple[int, int]]] = {group: [] for group in self.order}
+        for number, node in self.nodes:
+            nodes[self.groups[number]].append((number, node))
+        for target, value in self.program.assigns:
+            assigns[self.places[target]].append((target, value))
+        for group in self.order:
+            step = self._step(group, nodes[group], assigns[group])
+            if step.shape is None or assigns[group] or step.results:  # else nothing needs what it computes
                 yield step
 
     def _place(self, target: int, value: int) -> Group:
         """The step that assigns a variable: the one that computes the value, or one at the end for an input."""
         if value in self.groups:
             return self.groups[value]
-        last = max((level for level, _ in self.groups.values()), default=0)
         spec = self.specs[target]
-        return last, spec.shape if spec.shape and spec.dtype in KERNEL_DTYPES else None
+        return self.last, spec.shape if spec.shape and spec.dtype in KERNEL_DTYPES else None
 
-    def _step(self, group: Group, assigns: Sequence[tuple[int, int]], later: set[Group]) -> Step:
-        mine = [(number, node) for number, node in self.nodes if self.groups[number] == group]
+    def _step(self, group: Group, mine: Sequence[tuple[int, Node]], assigns: Sequence[tuple[int, int]]) -> Step:
         own = {number for number, _ in mine}
         read = {arg for _, node in mine for arg in node.args} | {number for pair in assigns for number in pair}
         args = tuple(sorted(read - own))
-        results = tuple(n for n, _ in mine if n in self.program.outputs or set(self.users[n]) - own)
+        results = tuple(n for n, _ in mine if n in self.outputs or set(self.users[n]) - own)
         holders = {value: target for target, value in assigns} if group[1] is not None else {}
         place = {number: index for index, number in enumerate((*args, *(number for number, _ in mine)))}
         shared = tuple((number, place[holders[number]]) for number in results if number in holders)
@@ -194,16 +225,15 @@ class _Splitting:
             tuple((place[target], place[value]) for target, value in assigns),
             tuple(place[number] for number in results),
         )
-        kept = frozenset(place[t] for t, _ in assigns if self._read_in(t, later))
+        kept = frozenset(place[t] for t, _ in assigns if self._read_after(t, self.turn[group]))
         return Step(program, args, results, group[1], shared, kept)
 
-    def _read_in(self, target: int, later: set[Group]) -> bool:
+    def _read_after(self, target: int, turn: int) -> bool:
         """Whether a later step, or what the program gives back, needs a variable's old value."""
-        copied = [t for t, value in self.program.assigns if value == target and t != target]
         return (
-            target in self.program.outputs
-            or any(self.groups[user] in later for user in self.users[target])
-            or any(self._place(t, target) in later for t in copied)
+            target in self.outputs
+            or any(self.turn[self.groups[user]] > turn for user in self.users[target])
+            or any(self.turn[self.places[t]] > turn for t in self.assigned.get(target, ()) if t != target)
         )
 
     def _input(self, number: int) -> Input:

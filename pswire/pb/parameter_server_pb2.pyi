@@ -93,18 +93,42 @@ class OpenRequest(_message.Message):
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("session", "incarnation", "token", "server", "device")
+    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
+    DATA_PATH_FIELD_NUMBER: _ClassVar[int]
+    LANE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     token: int
     server: int
     device: str
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    data_port: int
+    data_path: str
+    lane_token: bytes
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ...) -> None: ...
+
+class LaneHello(_message.Message):
+    __slots__ = ("session", "token")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    token: bytes
+    def __init__(self, session: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("error", "message", "task")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    message: str
+    task: str
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., task: _Optional[str] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
     __slots__ = ("session", "round", "plan_id")

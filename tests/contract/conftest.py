@@ -1,4 +1,4 @@
-"""Each test of this folder runs over a core in process, one with a thread beside it, and one behind gRPC."""
+"""Each test of this folder runs over a core in process, one with a thread beside it, and one behind each lane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rig import Job, Servers, serving
 Serve = Callable[..., Servers]
 
 
-@pytest.fixture(params=["core", "thread", "grpc"])
+@pytest.fixture(params=["core", "thread", "grpc", "tcp", "shm"])
 def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve]:
     """Starts servers: `serve(count, memory_limit)`."""
     with ExitStack() as stack:

@@ -14,8 +14,9 @@ from safetensors.numpy import load_file
 
 from pswire.api import RestoreReply
 from pswire.errors import CheckpointError, Fenced, NoCheckpoint, ServerLost, VariableMismatch
+from pswire.payload import Payload
 from pswire.spec import Position, SnapshotOrder, Snapshotted, VariableSpec
-from pswire.tensor import Payload, TensorSpec
+from pswire.tensor import TensorSpec
 
 A, B = WORKERS[:2]
 BOTH = (0, 1)
@@ -78,7 +79,7 @@ def test_what_was_saved_comes_back(job, worker):
         np.array([True, False]),
         np.array([1 + 2j]),
     ]
-    variables = [job.variable(worker, value, ()) for value in values]
+    variables = [job.variable(worker, value, (index % 2,)) for index, value in enumerate(values)]
     assert {variable.servers for variable in variables} == {(0,), (1,)}
     save(job, worker)
     add(job, worker, variables[0], 100)

@@ -15,8 +15,9 @@ from pswire.api import Contribution, ServerStatus
 from pswire.cluster import Task
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, RoundTimeout, ServerLost
 from pswire.limits import Timeouts
+from pswire.payload import EMPTY, Payload
 from pswire.spec import VariableSpec
-from pswire.tensor import EMPTY, Payload, TensorSpec
+from pswire.tensor import TensorSpec
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
@@ -169,7 +170,7 @@ def test_nonsense_is_refused(connect):
     server = connect(core(0))
     session = server.open(A, 1, 0, False).session
     with pytest.raises(InvalidRequest):
-        server.create(session, 0, -1, VariableSpec("w", TensorSpec("float32", (1 << 50,))), (), None)
+        server.create(session, 0, -1, VariableSpec("w", TensorSpec("float32", (1 << 50,))), (0,), None)
     with pytest.raises(PSError):
         server.open(Task("baker", 0), 1, 0, False)
     assert server.status().server == 0

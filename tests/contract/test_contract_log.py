@@ -135,7 +135,7 @@ def test_a_new_job_drops_everything(job, worker):
     status = job.verbs[0].status()
     assert (status.log, status.variables, status.nbytes, status.epoch, status.round) == (1, 0, 0, None, -1)
     job.verbs[0].beat(other.session, -1, b"")
-    named = job.verbs[0].create(other.session, 0, -1, VariableSpec("new", PAIR), (), None)
+    named = job.verbs[0].create(other.session, 0, -1, VariableSpec("new", PAIR), (0,), None)
     assert (named.id, named.servers) == (0, (0,))
 
 

@@ -9,8 +9,9 @@ from rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
 
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, ServerLost, VariableMismatch
 from pswire.limits import PART_BYTES
+from pswire.payload import Payload
 from pswire.spec import VariableSpec
-from pswire.tensor import DTYPES, Payload, TensorSpec
+from pswire.tensor import DTYPES, TensorSpec
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
@@ -46,11 +47,15 @@ def test_a_value_is_read_as_it_was_given(job, worker, name):
     assert back.tobytes() == np.ascontiguousarray(value).astype(back.dtype).tobytes()
 
 
-def test_variables_go_to_the_servers_in_turn(job, worker):
-    """Whoever says where, does not advance the turn."""
-    wanted = [(), (), (1,), (0, 1), (), ()]
-    placed = [job.variable(worker, np.zeros(2), servers).servers for servers in wanted]
-    assert placed == [(0,), (1,), (1,), (0, 1), (0,), (1,)]
+def test_a_variable_stays_where_it_was_placed(job, worker):
+    """Who creates it elsewhere is told both places; who does not say where is told its place."""
+    variable = job.variable(worker, np.zeros(2), (1,))
+    other = job.open(B).session
+    assert job.verbs[0].create(other, 0, -1, variable.spec, (), None).servers == (1,)
+    for elsewhere in [(0,), (0, 1)]:
+        with pytest.raises(VariableMismatch, match="ps_strategy") as told:
+            job.verbs[0].create(other, 0, -1, variable.spec, elsewhere, None)
+        assert all(word in str(told.value) for word in (str(A), str(B), str(elsewhere), "(1,)"))
 
 
 def test_creating_again_changes_nothing(job, worker):
@@ -110,7 +115,7 @@ def test_a_gap_in_the_order_is_a_divergence(job, worker):
         job.verbs[0].create(worker.session, 2, -1, VariableSpec("w", NUMBER), (), None)
 
 
-@pytest.mark.parametrize("servers", [(2,), (0, 7)])
+@pytest.mark.parametrize("servers", [(), (2,), (0, 7)])
 def test_a_server_that_is_not_there_is_refused(job, worker, servers):
     """Nothing is placed where nobody could find it."""
     with pytest.raises(InvalidRequest, match="of 2"):
@@ -130,7 +135,7 @@ def test_a_server_that_is_not_there_is_refused(job, worker, servers):
 def test_what_cannot_be_is_refused(job, worker, spec):
     """Names that nobody can read, dtypes that do not travel, sizes that nothing can hold."""
     with pytest.raises(InvalidRequest):
-        job.verbs[0].create(worker.session, 0, -1, spec, (), None)
+        job.verbs[0].create(worker.session, 0, -1, spec, (0,), None)
     assert job.verbs[0].status().variables == 0
 
 
@@ -199,7 +204,7 @@ def test_a_name_that_does_not_fit_is_not_taken(serve):
     (worker,) = job.join(A)
     length = job.verbs[0].status().log
     with pytest.raises(MemoryLimit):
-        job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", TensorSpec("int8", (1001,))), (), None)
+        job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", TensorSpec("int8", (1001,))), (0,), None)
     assert job.verbs[0].status().log == length
     assert job.variable(worker, np.array(1)).id == 0
 

@@ -21,7 +21,7 @@ from psserver.interpreter import run
 from pswire import codec
 from pswire.errors import ProgramError
 from pswire.program import OPS, Input, Node
-from pswire.tensor import TensorSpec, spec_of
+from pswire.tensor import DTYPES, TensorSpec, spec_of
 
 
 class Plain(np.ndarray):
@@ -326,6 +326,17 @@ def test_numpy_functions_work_on_tracers(name, dtype):
     check(FUNCTIONS[name], Val(F.astype(dtype)))
 
 
+@pytest.mark.parametrize("ord", [None, 1, np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_of_any_dtype_is_numpys(dtype, ord):
+    """Computed in NumPy's dtype: what has no kind of floating numbers is squared and summed in float64."""
+    x = np.full(7, 20.3).astype(dtype)
+    expected = np.linalg.norm(x, ord)
+    found = execute(traced(lambda x: np.linalg.norm(x, ord), Val(x)), [Val(x)])[1]
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(found, expected, rtol=4 * np.finfo(expected.dtype).eps)
+
+
 @pytest.mark.parametrize("scalar", [2, -1.5, True, 3.0, np.float64(2), np.int8(3), np.float16(0.1), 1j, 200])
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int64", "float16", "float32", "complex64"])
 def test_scalars_are_weak_as_in_numpy(scalar, dtype):
@@ -344,6 +355,52 @@ def test_scalars_are_weak_as_in_numpy(scalar, dtype):
             )[1],
             expected,
         )
+
+
+INTEGERS = ["int8", "uint8", "int16", "uint32", "int64", "uint64"]
+WIDE = st.sampled_from([-(2**70), -(2**63), -129, -128, -5, 0, 3, 127, 128, 255, 300, 2**63, 2**64, 2**70])
+COMPARISONS = [np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal]
+
+
+@settings(max_examples=200, deadline=None)
+@given(dtype=st.sampled_from(INTEGERS), compare=st.sampled_from(COMPARISONS), k=WIDE)
+def test_integers_are_compared_with_any_whole_number(dtype, compare, k):
+    """Also with one that their dtype does not have; on either side."""
+    info = np.iinfo(dtype)
+    check(lambda x: [compare(x, k), compare(k, x)], Val(np.array([info.min, 3, info.max], dtype)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(dtype=st.sampled_from(INTEGERS), low=st.none() | WIDE, high=st.none() | WIDE)
+def test_integers_are_clipped_as_by_numpy(dtype, low, high):
+    """A bound outside of the dtype is none, or no bound can be; then both refuse it."""
+    info = np.iinfo(dtype)
+    x = np.array([info.min, 3, info.max], dtype)
+    try:
+        np.clip(x, low, high)
+    except OverflowError:
+        with pytest.raises(ProgramError, match=r"out of bounds|too large"):
+            traced(lambda x: np.clip(x, low, high), Val(x))
+    else:
+        check(lambda x: np.clip(x, low, high), Val(x))
+
+
+def test_what_is_clipped_is_another_value():
+    """Also without bounds: a later assignment to the variable does not change it."""
+
+    def fn(v):
+        before = np.clip(v, None, 300)
+        v.assign(v + 1)
+        return before
+
+    check(fn, Var(np.ones(2, "int8")))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int8", "uint16", "bool", "complex64"])
+def test_dot_takes_vectors_as_well(dtype):
+    """Whole numbers, so that no rounding tells one order of summation from another."""
+    a, b = np.array([1, 0, 1]).astype(dtype), np.array([[1, 1, 1], [0, 1, 1]]).astype(dtype)
+    check(lambda a, b: [np.dot(a, a), np.dot(b, a), np.dot(b, b.dtype.type(1)), np.dot(a, 2.0)], Val(a), Val(b))
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "int64", "float16", "float32", "complex64"])
@@ -448,6 +505,11 @@ def in_place(v):
     v += 1
 
 
+def loops(v):
+    for _ in range(6000):
+        v = v * 2 + 1
+
+
 REFUSED = [
     (lambda v: 1 if v > 0 else 2, "write np.where(condition, a, b) (or ps.ops.where)"),
     (lambda v: v > 0 and v < 1, "`and`"),
@@ -487,6 +549,20 @@ REFUSED = [
     (lambda v: v * object(), "object cannot be used"),
     (lambda v: v.astype("S3"), "unknown dtype"),
     (lambda v: v.astype("uint8") + 300, "300 out of bounds for uint8"),
+    (lambda v: v.T, "has no 'T' in an update function: values keep their shapes"),
+    (lambda v: v.reshape(1, 3), "has no 'reshape' in an update function: values keep their shapes"),
+    (lambda v: v.sum().item(), "its value is not known while the update function is traced; leave it an array"),
+    (lambda v: v.numpy(), "its value is not known"),
+    (lambda v: v.std(), "write np.sqrt(np.mean(np.square(x - np.mean(x))))"),
+    (lambda v: v.sqrt(), "write np.sqrt(x)"),
+    (lambda v: v.to("cuda"), "write x.astype(dtype)"),
+    (lambda v: (v * 2).assign(v), "only variables are assigned"),
+    (lambda v: v.relu(), "write NumPy functions or ps.ops"),
+    (lambda v: f"{v:.3f}", "in the format '.3f'"),
+    (lambda v: round(v), "write np.round(x)"),
+    (lambda v: v.astype("float8"), "there is no dtype 'float8'; known are bool, int8"),
+    (lambda v: np.dot(v, np.ones(1)), "np.dot of VariableTracer(float64[3]) and Tracer(float64[1]) is not known"),
+    (loops, "more than 10000 operations; write array operations in place of loops"),
 ]
 
 
@@ -500,6 +576,17 @@ def test_what_cannot_be_traced_says_what_to_write_and_where(fn, text):
     assert str(caught.value).startswith(tuple(f"{__file__}:{n}: " for n in range(first, last + 1)))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_code_may_ask_what_a_tracer_has():
+    """What it has not is missing to `hasattr`, and for libraries that try out names; it is printed without a format."""
+
+    def fn(v):
+        assert (hasattr(v, "numpy"), hasattr(v, "__cuda_array_interface__"), getattr(v, "T", 3)) == (False, False, 3)
+        assert (f"{v}", str(v.sum())) == ("VariableTracer(float64[3])", "Tracer(float64[])")
+        return v + 1
+
+    assert traced(fn, Var(D)).program.nodes
 
 
 def test_values_do_not_outlive_their_function():

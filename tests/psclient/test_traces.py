@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
 import operator
 import statistics
+import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -72,7 +75,7 @@ def test_arrays_and_reduced_values_are_inputs(strategy, traced):
             total = strategy.extended.reduce_to("sum", np.full(3, k, "float32"), v)
             strategy.extended.update(v, fn, ({"a": total},), {"named": np.full(3, k, "float32")})
         assert v.numpy().tolist() == [2 * k, 3 * k, 4 * k]
-    assert len(traced) == 1
+        assert len(traced) == 2  # The second time to see that it makes the same array again.
 
 
 class Way(enum.Enum):
@@ -223,6 +226,20 @@ def test_errors_come_back_each_time(strategy):
         update(strategy, v, fn, {1, 2})
 
 
+def test_a_call_is_made_before_its_trace_is_anothers(strategy):
+    """A thread that finds the trace as soon as it is there, with a number of its own, changes nothing of that call."""
+    fn, first, second = ps.update_function(lambda v, k: v.assign_add(k)), variable(strategy), variable(strategy)
+
+    class Watched(dict):
+        def __setitem__(self, key, found):
+            super().__setitem__(key, found)
+            strategy.extended.update(second, fn, (100.0,))
+
+    fn._traces = Watched()
+    strategy.extended.update(first, fn, (2.0,))
+    assert [v.numpy().tolist() for v in (first, second)] == [[2.0] * 3, [100.0] * 3]
+
+
 def test_what_is_no_argument_is_refused(strategy):
     """A variable or a reduced value by a closure would be the first call's for ever."""
     v, other = variable(strategy), variable(strategy)
@@ -232,6 +249,108 @@ def test_what_is_no_argument_is_refused(strategy):
         total = strategy.extended.reduce_to("sum", np.ones(3, "float32"), v)
         with pytest.raises(ProgramError, match="not among its arguments"):
             strategy.extended.update(v, ps.update_function(lambda v: v.assign(v + total)))
+
+
+# ---- What a function reads by other ways ----
+
+FACTOR = 2.0
+
+
+def doubled(x):
+    return x * FACTOR
+
+
+def test_what_a_function_finds_by_name_may_become_something_else(strategy, traced, monkeypatch):
+    """A global, one of a helper, the helper, a variable around it: another object is seen, the same one traced once."""
+    around, v = 1.0, variable(strategy, [1.0])
+
+    @ps.update_function
+    def fn(v):
+        (found,) = [doubled(x) + around for x in (v,)]
+        return found
+
+    def both():
+        return [update(strategy, v, fn) for _ in range(2)]
+
+    module = sys.modules[__name__]
+    assert both() == [[3.0], [3.0]]
+    around = 10.0
+    assert both() == [[12.0], [12.0]]
+    monkeypatch.setattr(module, "FACTOR", 3.0)
+    assert both() == [[13.0], [13.0]]
+    monkeypatch.setattr(module, "doubled", lambda x: x - FACTOR)
+    assert both() == [[8.0], [8.0]]
+    monkeypatch.setattr(module, "FACTOR", 4.0)
+    assert both() == [[7.0], [7.0]]
+    assert len(traced) == 5
+    monkeypatch.undo()
+    assert both() == [[12.0], [12.0]]
+    assert len(traced) == 5
+
+
+def test_a_function_among_the_arguments_is_looked_into(strategy):
+    """What it reads may become something else as well."""
+    factor, v = 2.0, variable(strategy, [1.0])
+    fn = ps.update_function(lambda v, g: g(v))
+
+    def times(x):
+        return x * factor
+
+    assert update(strategy, v, fn, times) == [2.0]
+    factor = 5.0
+    assert update(strategy, v, fn, times) == [5.0]
+
+
+class Plain(ps.optimizers.Optimizer):
+    """Its numbers are the class's."""
+
+    length = 1.0
+
+    @property
+    def twice(self):
+        return self.length * 2
+
+    def update(self, v, gradient, iterations):
+        v.assign_sub(self.twice * gradient * FACTOR)
+
+
+def test_a_class_may_be_changed(strategy, traced, monkeypatch):
+    """Its numbers are operands as an object's are; another method, or another global of a method, makes a trace."""
+    v, optimizer = variable(strategy, [0.0]), Plain(1.0)
+
+    def moved():
+        before = float(v.numpy()[0])
+        for _ in range(2):
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
+        return (before - float(v.numpy()[0])) / 2
+
+    assert moved() == 4.0
+    count = len(traced)
+    monkeypatch.setattr(Plain, "length", 3.0)
+    assert moved() == 12.0
+    assert len(traced) == count
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 1.0)
+    assert moved() == 6.0
+    monkeypatch.setattr(Plain, "twice", property(lambda self: self.length * 3))
+    assert moved() == 9.0
+    monkeypatch.setattr(Plain, "update", lambda self, v, gradient, iterations: v.assign_sub(gradient))
+    assert moved() == 1.0
+
+
+def test_names_without_a_value_yet_are_no_hindrance(strategy):
+    """What a function does not come to may be there later; then it is seen."""
+    v = variable(strategy, [1.0])
+
+    @ps.update_function
+    def fn(v, later):
+        return v + (number if later else 0.0)  # noqa: F821
+
+    assert update(strategy, v, fn, False) == [1.0]
+    number = 2.0
+    assert update(strategy, v, fn, True) == [3.0]
+    number = 3.0
+    assert update(strategy, v, fn, True) == [4.0]
+    del number
 
 
 def test_it_is_the_function_elsewhere():
@@ -263,15 +382,24 @@ def test_memory_is_bounded(strategy, monkeypatch):
 
 # ---- Scalars ----
 
+
+def bits(op, x, y):
+    """Of whole numbers alone."""
+    return op(x, y) if isinstance(x, int) and isinstance(y, int) else x
+
+
 NUMBER = st.one_of(st.integers(-5, 5), st.floats(-4, 4, width=16))
 ARITHMETIC = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod")},
+    **{name: partial(bits, getattr(operator, name)) for name in ("and_", "or_", "xor")},
     "lt": lambda x, y: int(x < y),
     "eq": lambda x, y: int(x == y),
     "if": lambda x, y: x if y else -y,
     "neg": lambda x, y: -x,
     "abs": lambda x, y: abs(x),
     "round": lambda x, y: round(x),
+    "trunc": lambda x, y: math.trunc(x),
+    "divmod": lambda x, y: divmod(x, y)[0] + divmod(7, y)[1],
     "int": lambda x, y: int(x),
 }
 STEP = st.tuples(
@@ -324,6 +452,35 @@ def test_scalars_are_numbers_to_numpy():
     assert f"{scalar:.3f} {scalar!r}" == "0.100 Scalar(0.1)"
     assert {scalar: 1}[0.1] == 1
     assert complex(scalar) == 0.1
+
+
+@pytest.mark.parametrize("number", [0.5, 3, 2j])
+def test_a_scalar_is_a_number_of_its_type(number):
+    """To `isinstance`, to the numbers' classes, and in what a number has; to ask for its type is no look at it."""
+    tape = Tape([number])
+    scalar = tape.scalar(0)
+    for kind in (bool, int, float, complex, numbers.Number, numbers.Real, numbers.Integral, Scalar, str, np.ndarray):
+        assert isinstance(scalar, kind) == (isinstance(number, kind) or kind is Scalar)
+    assert not hasattr(scalar, "shape")
+    assert tape.replay([number * 2]) is not None
+    assert (scalar.real, scalar.imag, str(scalar)) == (number.real, number.imag, str(number))
+    assert tape.replay([number * 2]) is None
+
+
+def test_a_function_may_ask_for_the_type_of_a_number(strategy, traced):
+    """As in Python; other numbers of that type need no other trace, one of another type does."""
+
+    @ps.update_function
+    def fn(v, k):
+        match k:
+            case int():
+                return v + k * 10
+            case float() if isinstance(k, float):
+                return v + k
+
+    v = variable(strategy, [1.0])
+    assert [update(strategy, v, fn, k) for k in (1.0, 2.0, 3, 4)] == [[2.0], [3.0], [31.0], [41.0]]
+    assert len(traced) == 2
 
 
 # ---- Optimizers keep the promise ----
@@ -398,7 +555,7 @@ def test_tracing_once_is_cheap(strategy):
         total = extended.reduce_to("sum", np.ones((64, 10), "float32"), w)
         shared = state.everywhere[0]
         begun = extended.update_non_slot(shared["iterations"].devices, begin, (own, shared, None))
-        args = (own, total, False, begun, None, None, False, state.of(w).slots)
+        args = (own, total, None, begun, None, None, False, state.of(w).slots)
         kept, anew = median(apply, args, 400), median(apply.__wrapped__, args, 40)
         strategy.backend.drop()
     assert kept < anew / 4

@@ -14,8 +14,9 @@ from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerLost
 from pswire.limits import Timeouts
+from pswire.payload import Payload
 from pswire.spec import Approved, Done, VariableSpec
-from pswire.tensor import Payload, TensorSpec
+from pswire.tensor import TensorSpec
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

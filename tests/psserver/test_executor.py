@@ -8,13 +8,14 @@ from rig import WORKERS, adding, payload, reduce_only, sgd, sum_into
 
 from psserver import executor, interpreter
 from psserver.arrays import Device
+from psserver.job import Job, Part
 from psserver.kernels.kernels import Kernels
-from psserver.rounds import Job, Part
 from pswire.api import Contribution
 from pswire.errors import Diverged, MemoryLimit, ProgramError
+from pswire.payload import EMPTY
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Member, Operand, Plan, Reduction, Ref, Variable, VariableSpec
-from pswire.tensor import EMPTY, TensorSpec
+from pswire.tensor import TensorSpec
 
 NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))
@@ -66,7 +67,7 @@ def test_a_second_program_that_fails_leaves_nothing():
         (Reduction("sum", NUMBER, (0,)),), (), (adding(NUMBER), power), (Apply(0, (0,), refs), Apply(1, (0,), refs))
     )
     values = {0: np.array(2)}
-    with pytest.raises(ProgramError, match="pow"):
+    with pytest.raises(ProgramError, match=r"^/job:ps/task:0: round 4 \(the section\) failed: pow of int64"):
         run(plan, [part(0, plan, [-1])], values)
     assert int(values[0]) == 2
     outcome = run(plan, [part(0, plan, [3])], values)
@@ -174,11 +175,12 @@ def failing(kind):
     ("raised", "told"), [(MemoryError, MemoryLimit), (RuntimeError, ProgramError), (KeyError, ProgramError)]
 )
 def test_whatever_goes_wrong_is_told(monkeypatch, raised, told):
-    """With the round and what was said, as an error of ours."""
+    """With the task, the round, what was updated in it and what was said, as an error of ours."""
     monkeypatch.setattr(interpreter, "run", failing(raised))
     plan = sum_into(V)
-    with pytest.raises(told, match=r"round 4.*what the machine says"):
+    with pytest.raises(told, match=r"round 4 \(the section\) failed: .*what the machine says") as caught:
         run(plan, [part(0, plan, [1])], {0: np.array(1)})
+    assert caught.value.task == "/job:ps/task:0"
 
 
 def test_a_reduction_alone_assigns_nothing():

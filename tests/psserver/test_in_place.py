@@ -15,16 +15,17 @@ from psserver.arrays import Device
 from psserver.kernels.kernels import SMALLEST, Kernels
 from psserver.store import Store
 from pswire.errors import ProgramError
+from pswire.payload import Payload
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Plan, Reduction, Ref, Variable, VariableSpec
-from pswire.tensor import Payload, TensorSpec, as_bytes
+from pswire.tensor import TensorSpec, as_bytes
 
 N = SMALLEST
 SPEC = TensorSpec("float32", (N,))
 ADD = Program((Input("variable", SPEC), Input("value", SPEC)), (Node("add", (0, 1)),), ((0, 2),), ())
 
 
-# ---- What the store lends ----
+# ---- What is written in place ----
 
 
 def store(value):
@@ -48,26 +49,24 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_what_somebody_holds_is_not_lent(holder):
-    """However it is held; once it is let go it is lent again."""
+def test_what_somebody_holds_is_not_alone(holder):
+    """However it is held; once it is let go it is."""
     held = store(np.zeros(64))
     kept = HOLDERS[holder](held.value(0))
-    assert held.lend([0]) == frozenset()
+    assert held.alone([0]) == frozenset()
     del kept
-    assert held.lend([0]) == {0}
-    held.end_loan()
-    assert held.lent == frozenset()
+    assert held.alone([0]) == {0}
 
 
-def test_only_memory_of_its_own_is_lent():
-    """Of a view nobody can say who else looks at it; what may not be written, or lies otherwise, is not lent either."""
+def test_only_memory_of_its_own_is_alone():
+    """Of a view nobody can say who else looks at it; what may not be written, or lies otherwise, is not either."""
     locked = np.zeros(4)
     locked.flags.writeable = False
     for value in (np.zeros(8)[2:], np.zeros((2, 3)).T, np.frombuffer(bytes(16)), locked):
         held = store(value)
         del value
-        assert held.lend([0]) == frozenset()
-    assert store(np.zeros(4)).lend([7]) == frozenset()
+        assert held.alone([0]) == frozenset()
+    assert store(np.zeros(4)).alone([7]) == frozenset()
 
 
 # ---- What a round writes ----

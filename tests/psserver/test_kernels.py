@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -93,7 +95,7 @@ def test_each_op_of_a_kernel_gives_the_interpreters_bits(dtype):
     (step,) = split(program)
     assert step.shape == (N,)
     form = Form(step.program)
-    kernel = compile_numba(numba_source(form), 1, parameters(form))
+    kernel = compile_numba(numba_source(form), 1, [parameter.dtype for parameter in parameters(form)])
     inputs = [numbers(dtype, N, 1), numbers(dtype, N, 2), numbers("bool", N, 3)]
     _, wanted = expected(program, inputs)
     made = [np.empty_like(array) for array in wanted]
@@ -319,6 +321,36 @@ def test_a_closed_compiler_makes_nothing():
     assert compiler.elementwise(Form(split(program)[-1].program)) is None
     compiler.wait()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kernels")]
+
+
+def test_a_server_that_ends_does_not_wait_for_a_compiler(monkeypatch):
+    """What is being compiled is broken off at its next pass, and whatever does not end soon is left alone."""
+    compiling, closed = threading.Event(), threading.Event()
+
+    def held(*args):
+        compiling.set()
+        closed.wait(20)
+        return compile_numba(*args)
+
+    monkeypatch.setattr(compiled, "compile_numba", held)
+    monkeypatch.setattr(compiled, "STOP_SECONDS", 0)
+    compiler = Compiler(Device(), patience=1)
+    forms = [Form(split(traced(fn, [VECTOR] * 3, [VECTOR])[0])[-1].program) for fn in (adam, lambda w, *_: w * w)]
+    assert [compiler.elementwise(form) for form in forms] == [None, None]
+    assert compiling.wait(20)
+    compiler.close()
+    closed.set()
+    compiler.wait()
+    assert [compiler.elementwise(form) for form in forms] == [None, None]
+    for thread in [thread for thread in threading.enumerate() if thread.name == "kernels"]:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_server_starts_without_numba():
+    """It costs 90 MB and half a second; who asks for no kernel pays neither."""
+    program = "import sys, psserver.cli, psserver.core; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 # ---- The text ----

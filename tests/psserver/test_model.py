@@ -35,9 +35,10 @@ from pswire.api import Contribution, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, PSError
 from pswire.limits import Timeouts
+from pswire.payload import Payload
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Epoch, EpochClosed, Mode, Operand, Plan, Reduction, Ref, Started, VariableSpec
-from pswire.tensor import Payload, TensorSpec
+from pswire.tensor import TensorSpec, layout
 
 VALUE = TensorSpec("int64", ())
 LEASE = 10.0
@@ -464,7 +465,9 @@ class Model(RuleBasedStateMachine):
         """The number that a message brings to its server, 0 where it brings none."""
         plan = next(plan for plan in self.plans if plan.id == message.said.plan_id)
         here = next(i for i, reduction in enumerate(plan.reductions) if message.server in reduction.servers)
-        return int(message.payload.pieces(0, VALUE)[0][0]) if message.said.weights[here] else 0
+        operands = [item.tensor for item in plan.operands if message.server in item.servers]
+        at = layout([*operands, VALUE])[0][-1]
+        return int(message.payload.pieces(at, VALUE)[0][0]) if message.said.weights[here] else 0
 
     def is_open(self, session: int) -> bool:
         """Whether a worker's session holds."""
@@ -540,9 +543,10 @@ class Model(RuleBasedStateMachine):
                 assert not self.is_open(message.said.session), "a living session is told that it is not"
             else:
                 reply = answer.result()
-                known = self.replies.setdefault(self._name(message.server, message.task, message.said.round), reply)
-                assert (reply.epoch, reply.left_out, reply.more) == (known.epoch, known.left_out, known.more)
-                assert reply.payload.pieces(0, VALUE) == known.payload.pieces(0, VALUE)
+                at = layout([VALUE] * (1 + len(message.said.want)))[0][-1]
+                told = reply.epoch, reply.left_out, reply.more, int(reply.payload.pieces(at, VALUE)[0][0])
+                name = self._name(message.server, message.task, message.said.round)
+                assert self.replies.setdefault(name, told) == told
             if not message.travels and not message.reply.done():
                 if error is not None:
                     message.reply.set_exception(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 from programs import expected, same_bits, traced
 
 from psserver.arrays import Device
+from psserver.kernels.groups import Groups
 from psserver.kernels.kernels import Kernels
-from psserver.kernels.rows import Groups, apply_rows
+from psserver.kernels.rows import apply_rows
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.tensor import DTYPES, TensorSpec
 
@@ -61,7 +64,7 @@ def dense(program, inputs, shape, ids):
 @settings(max_examples=60)
 @given(
     ids=st.lists(st.integers(0, SIZE - 1), max_size=20),
-    tail=st.sampled_from([(), (1,), (5,), (2, 16)]),
+    tail=st.sampled_from([(), (1,), (5,), (2, 16), (300,), (0,)]),
     dtype=st.sampled_from(["float32", "float64", "float16"]),
     fn=st.sampled_from([adagrad, smooth]),
 )
@@ -100,10 +103,26 @@ def test_many_rows_by_several_threads(kernels):
     assert all(same_bits(inputs[target][touched], value[touched]) for target, value in wanted.items())
 
 
-@given(ids=st.lists(st.integers(0, 30), max_size=40), size=st.sampled_from([31, 1 << 31, 1 << 50]))
-def test_groups_hold_every_row_once_in_order(ids, size):
-    """Places increase, and within a place rows stay as they came, however large the table is."""
-    groups = Groups(np.array(ids, "int64"), size)
+def test_one_table_by_two_names(kernels):
+    """Interpreted or compiled, both are read before either is written, and the last write stays."""
+    spec = TensorSpec("float32", (SIZE, 3))
+    program, _ = traced(lambda w, acc, g: (w.assign(acc + g), acc.assign(w - g)), [spec, spec], [spec])
+    for _ in range(2):
+        table, rows = np.ones((SIZE, 3), "float32"), np.full((2, 3), 5, "float32")
+        inputs = [rows if item.kind == "value" else table for item in program.inputs]
+        wanted = dense(program, inputs, (SIZE, 3), [4, 2])
+        apply_rows(kernels, program, inputs, np.array([4, 2]))
+        assert same_bits(table[[4, 2]], list(wanted.values())[-1][[4, 2]])
+        kernels.compiler.wait()
+
+
+@given(ids=st.lists(st.integers(0, 3000), max_size=40), size=st.sampled_from([3001, 1 << 31, 1 << 50]))
+def test_groups_hold_every_row_once_in_order(kernels, ids, size):
+    """Places increase, and within a place rows stay as they came, however large the table is, by NumPy or compiled."""
+    kernels.compiler.groups()
+    kernels.compiler.wait()
+    by_numpy, groups = (Groups.of(np.array(ids, "int64"), size, made) for made in (None, kernels.compiler.groups()))
+    assert all(same_bits(*pair) for pair in zip(astuple(by_numpy), astuple(groups), strict=True))
     found = [
         (id, groups.order[low:high].tolist())
         for id, low, high in zip(groups.ids.tolist(), groups.starts, groups.starts[1:], strict=False)
@@ -111,7 +130,7 @@ def test_groups_hold_every_row_once_in_order(ids, size):
     assert found == [(id, [at for at, other in enumerate(ids) if other == id]) for id in sorted(set(ids))]
 
 
-@pytest.mark.parametrize("ids", [[-1], [SIZE], [[0]]])
+@pytest.mark.parametrize("ids", [[-1], [SIZE], [[0]], 0])
 def test_ids_outside_of_the_table_are_refused(kernels, ids):
     """Before anything is written."""
     spec = TensorSpec("float32", (SIZE, 2))

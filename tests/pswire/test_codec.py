@@ -26,6 +26,7 @@ from pswire.api import (
 from pswire.cluster import JOBS, Task
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
+from pswire.payload import EMPTY
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
 from pswire.spec import (
@@ -52,7 +53,7 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
-from pswire.tensor import DTYPES, EMPTY, TensorSpec
+from pswire.tensor import DTYPES, TensorSpec
 from pswire.wire import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, fitting, parse, refusal, refused
 
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -93,7 +94,14 @@ HOSTILE = {
     "unknown dtype": program([Node("astype", (0,), (("dtype", "object"),))]),
     "too large": program([Node("sum", (0,), (("axis", 1 << 70),))]),
     "axis 2 is out of bounds": program([Node("max", (0,), (("axis", 2),))]),
-    "neither a number": program([Node("sum", (0,), (("axis", "0"),))]),
+    "'0' is neither a number": program([Node("sum", (0,), (("axis", "0"),))]),
+    "False is neither a number": program([Node("sum", (0,), (("axis", False),))]),
+    r"\(0, True\) is neither a number": program([Node("sum", (0,), (("axis", (0, True)),))]),
+    "keepdims 1 is neither": program([Node("sum", (0,), (("keepdims", 1),))]),
+    "keepdims nan is neither": program([Node("sum", (0,), (("keepdims", math.nan),))]),
+    "dtype True is no name": program([Node("astype", (0,), (("dtype", True),))]),
+    "'dtype'": program([Node("astype", (0,))]),
+    r"broadcast to \(True, 2, 3\)": program([Node("broadcast_to", (0,), (("shape", (True, 2, 3)),))]),
     "shape mismatch": program([Node("add", (0, 3))], inputs=(V, X, S, Input("value", TensorSpec("int8", (5,))))),
     "two matrices": program([Node("matmul", (0, 1))]),
     "impossible shape (-1,)": program(inputs=(Input("value", TensorSpec("float32", (-1,))),)),

@@ -80,6 +80,8 @@ def test_averages_follow_the_weights(strategy):
     assert value(w) == [-2.25] * 2
     with pytest.raises(RuntimeError, match="use_ema=True"):
         SGD().average(w)
+    SGD().finalize_variable_values([w])
+    assert value(w) == [-2.25] * 2
 
 
 def test_averages_overwrite_the_weights_now_and_then(strategy):
@@ -158,21 +160,28 @@ def test_steps_that_are_not_finite_are_left_out(strategy, bad):
 
 
 def test_options_work_together(strategy):
-    """Scale, accumulation, the norm of all and a schedule: a step that is not finite is one whole batch of them."""
+    """Scale, accumulation, the norm of all and a schedule: a call that is not finite is left out, and no other."""
     w, u = variable(strategy, np.zeros(2)), variable(strategy, np.zeros(1))
     optimizer = SGD(
-        schedules.PiecewiseConstantDecay([0], [1.0, 0.5]),
+        schedules.PiecewiseConstantDecay([1], [1.0, 0.5]),
         global_clipnorm=6.5,
         gradient_accumulation_steps=2,
         loss_scale_factor=ps.optimizers.DynamicLossScale(2.0, 1000),
     )
-    for gradient in (np.inf, 0.0):
-        apply(strategy, optimizer, ([0.0, 0.0], w), ([gradient], u))
-    assert [value(w), value(u), int(optimizer.skipped_steps)] == [[0.0, 0.0], [0.0], 1]
-    for _ in range(4):  # 3, 4 and 12 in each, with a scale of 1
-        apply(strategy, optimizer, ([3.0, 4.0], w), ([12.0], u))
-    assert [value(w), value(u)] == [[-2.25, -3.0], [-9.0]]
-    assert (float(optimizer.loss_scale), int(optimizer.iterations)) == (1.0, 2)
+    for number, (g, steps) in enumerate([(1.0, 0), (np.inf, 0), (0.5, 1), (np.nan, 1), (0.25, 1), (0.25, 2)]):
+        # 3, 4 and 12 in each step, multiplied by the scale of the call
+        apply(strategy, optimizer, ([6.0 * g, 8.0 * g], w), ([24.0 * g], u))
+        assert int(optimizer.iterations) == steps, f"after call {number}"
+    assert [value(w), value(u)] == [[-2.25 * 2 / 3 - 0.75, -2.0 - 1.0], [-6.0 - 3.0]]
+    assert (float(optimizer.loss_scale), int(optimizer.skipped_steps)) == (0.5, 2)
+
+
+def test_a_norm_that_is_not_finite_is_seen_in_all(strategy):
+    """As in Keras: one gradient without a norm leaves no variable as if nothing were wrong."""
+    w, u = variable(strategy, np.zeros(2)), variable(strategy, np.zeros(1))
+    with np.errstate(all="ignore"):
+        apply(strategy, SGD(1.0, global_clipnorm=1.0), ([3.0, 4.0], w), ([np.inf], u))
+    assert np.isnan(w.numpy()).all()
 
 
 # ---- Learning rates ----
@@ -198,6 +207,22 @@ def test_a_function_is_asked_for_each_step(strategy):
         assert value(w) == [expected]
 
 
+def test_the_rate_of_now_can_be_read(strategy):
+    """A number, whatever it was given as; of a schedule that of the next step."""
+    w = variable(strategy, np.zeros(1))
+    rate = schedules.PiecewiseConstantDecay([2], [1.0, 0.5])
+    whole, piecewise = SGD(rate), SGD(rate, gradient_accumulation_steps=2)
+    assert [x.learning_rate for x in (whole, piecewise, SGD(lambda: 0.25), SGD(2))] == [1.0, 1.0, 0.25, 2.0]
+    seen = []
+    for _ in range(4):
+        for optimizer in (whole, piecewise):
+            apply(strategy, optimizer, ([1.0], w))
+            seen.append(optimizer.learning_rate)
+    assert seen == [1.0] * 4 + [0.5] * 4
+    whole.learning_rate = 3
+    assert whole.learning_rate == 3.0
+
+
 def test_scheduled_and_changed_rates_make_no_new_trace(strategy, monkeypatch):
     """Nor do other numbers of the optimizer; without servers nothing is traced at all."""
     traced = []
@@ -213,6 +238,117 @@ def test_scheduled_and_changed_rates_make_no_new_trace(strategy, monkeypatch):
         optimizer.learning_rate = schedules.CosineDecay(0.1 + step, 10 + step)
         apply(strategy, optimizer, (np.ones(7), w))
     assert len(traced) == first
+
+
+# ---- What may be changed later ----
+
+CHANGES = {
+    "learning_rate": (1.0, 2),
+    "weight_decay": (0.5, np.float32(0.25)),
+    "clipnorm": (2.0, 1),
+    "clipvalue": (2.0, 1),
+    "global_clipnorm": (2.0, 1),
+    "ema_momentum": (0.5, 0.25),
+    "ema_overwrite_frequency": (3, 2),
+    "loss_scale_factor": (2.0, 4),
+    "momentum": (0.5, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_number_may_be_changed_later(strategy, monkeypatch, name):
+    """The next steps are those of an optimizer that was created with it, and by the same program."""
+    before, after = CHANGES[name]
+    averages = {"use_ema": True} if name.startswith("ema") else {}
+    own, traced = traces.trace, []
+    monkeypatch.setattr(traces, "trace", lambda *args: traced.append(args) or own(*args))
+
+    def trained(first, then):
+        w = variable(strategy, np.full(5, 2.0))
+        optimizer = SGD(**({"momentum": 0.25} | averages | {name: first, "learning_rate": 0.0}))
+        apply(strategy, optimizer, (np.full(5, 3.0), w))  # A step of no length.
+        optimizer.learning_rate = 1.0
+        setattr(optimizer, name, then)
+        count = len(traced)
+        for _ in range(3):
+            apply(strategy, optimizer, (np.full(5, 3.0), w))
+        assert len(traced) == count
+        return [x.numpy().tolist() for x in (w, *optimizer.variables)]
+
+    assert trained(before, after) == trained(after, after)
+    assert trained(before, after) != trained(before, before)
+
+
+def test_what_says_which_state_there_is_stays(strategy):
+    """A change that would need other state is refused by name; one that does not is nothing."""
+    w = variable(strategy)
+    scaled = SGD(loss_scale_factor=ps.optimizers.DynamicLossScale())
+    cases = [
+        (SGD(), "gradient_accumulation_steps", 2, "is None and stays so"),
+        (SGD(gradient_accumulation_steps=2), "gradient_accumulation_steps", 3, "is 2 and stays so"),
+        (SGD(), "name", "other", "is 'sgd' and stays so"),
+        (SGD(), "loss_scale_factor", ps.optimizers.DynamicLossScale(), "is None and stays so"),
+        (scaled, "loss_scale_factor", None, "stays so"),
+        (SGD(), "use_ema", True, "is False and stays so"),
+        (SGD(), "slots", ("m",), r"is \(\) and stays so"),
+        (SGD(), "momentum", 0.5, "'momentum', and this SGD was created without"),
+        (ps.optimizers.Adam(), "amsgrad", True, "'v_hat', and this Adam was created without"),
+        (ps.optimizers.RMSprop(), "centered", True, "'mean', and this RMSprop was created without"),
+    ]
+    for optimizer, name, other, text in cases:
+        optimizer.build([w])
+        setattr(optimizer, name, vars(optimizer)[name])
+        with pytest.raises(AttributeError, match=f"{name}.*{text}.*create another one"):
+            setattr(optimizer, name, other)
+        apply(strategy, optimizer, (np.ones(3), w))
+    before_it_is_built = SGD()
+    before_it_is_built.use_ema = True
+    apply(strategy, before_it_is_built, (np.ones(3), w))
+    assert before_it_is_built.average(w).shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "without"),
+    [
+        (lambda **o: ps.optimizers.RMSprop(0.1, **({"momentum": 0.5} | o)), "centered", False),
+        (lambda **o: ps.optimizers.RMSprop(0.1, **({"centered": True} | o)), "momentum", 0.0),
+        (lambda **o: ps.optimizers.Adam(0.1, **o), "amsgrad", False),
+        (lambda **o: SGD(0.1, **o), "momentum", 0.0),
+    ],
+)
+def test_a_slot_may_rest(strategy, make, name, without):
+    """What a slot was for can be turned off: the steps are those of an optimizer that never had it."""
+    found = []
+    for given in (0.5 if name == "momentum" else True, without):
+        w, optimizer = variable(strategy), make(**{name: given})
+        optimizer.build([w])
+        setattr(optimizer, name, without)
+        for gradient in (2.0, 1.0):
+            apply(strategy, optimizer, (np.full(3, gradient), w))
+        found.append((value(w), len(optimizer.variables)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == found[1][1] + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "text"),
+    [
+        ("clipvalue", 0, "must be more than 0"),
+        ("clipnorm", 1.0, "clipnorm and clipvalue are given"),
+        ("ema_momentum", 2, "between 0 and 1"),
+        ("ema_overwrite_frequency", 2, "add use_ema=True"),
+        ("loss_scale_factor", -1.0, "must be more than 0"),
+    ],
+)
+def test_a_change_keeps_the_rules(name, wrong, text):
+    """Those of the constructor; what was set before stays."""
+    optimizer = SGD(clipvalue=1.0)
+    old = getattr(optimizer, name)
+    with pytest.raises(ValueError, match=text):
+        setattr(optimizer, name, wrong)
+    with pytest.raises(TypeError, match="give a number, a schedule"):
+        optimizer.learning_rate = "0.1"
+    assert (getattr(optimizer, name), optimizer.learning_rate) == (old, 0.01)
 
 
 # ---- Extension ----

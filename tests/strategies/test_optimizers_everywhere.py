@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from strategies import by_replica, in_replicas, merged, replicas, variable
+from strategies import by_replica, in_replicas, merged, opened, replicas, variable
 
 import psclient as ps
 
@@ -100,6 +100,41 @@ def test_floating_dtypes_are_trained(strategy, name, dtype):
     assert w.numpy().dtype == dtype
     room = STEPS * 8 * float(ml_dtypes.finfo(dtype).eps)
     np.testing.assert_allclose(w.numpy().astype(float), reference(rule, replicas(strategy)), rtol=room, atol=room)
+
+
+HALF = {
+    "SGD": lambda: ps.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: ps.optimizers.Adam(0.1, amsgrad=True),
+    "AdamW": lambda: ps.optimizers.AdamW(0.1, use_ema=True, ema_overwrite_frequency=3),
+    "Nadam": lambda: ps.optimizers.Nadam(0.1),
+    "Lamb": lambda: ps.optimizers.Lamb(0.1),
+    "Ftrl": lambda: ps.optimizers.Ftrl(0.1, l1_regularization_strength=0.01, learning_rate_power=-0.7),
+    "RMSprop": lambda: ps.optimizers.RMSprop(
+        ps.optimizers.schedules.CosineDecayRestarts(0.1, 3), momentum=0.9, centered=True
+    ),
+    "accumulated": lambda: ps.optimizers.Adam(0.1, gradient_accumulation_steps=2, clipnorm=0.5),
+    "scaled": lambda: ps.optimizers.Adam(0.1, loss_scale_factor=ps.optimizers.DynamicLossScale(4.0, 2)),
+    "clipped": lambda: ps.optimizers.SGD(0.1, global_clipnorm=0.3, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_has_the_same_bits_without_servers(dtype):
+    """Every optimizer rounds a step once, where it is assigned."""
+    found = []
+    for kind in ("embedded-1", "mirrored-1"):
+        with opened(kind) as strategy:
+            found.append({name: trained(strategy, make(), dtype) for name, make in HALF.items()})
+    assert [name for name in HALF if found[0][name] != found[1][name]] == []
+
+
+def trained(strategy, optimizer, dtype):
+    """The bytes of a variable after some steps."""
+    w = variable(strategy, np.linspace(-1, 1, 50).astype(dtype))
+    for t in range(STEPS):
+        g = np.random.default_rng(t).normal(size=50).astype(dtype)
+        strategy.run(lambda g=g: optimizer.apply_gradients([(g, w)]))
+    return w.numpy().tobytes()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -206,6 +206,20 @@ def test_several_variables_are_assigned(strategy):
         assert len({tuple(np.asarray(copy)) for copy in strategy.experimental_local_results(x)}) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("how", ["assign_add", "assign_sub"])
+def test_what_is_added_is_rounded_once(strategy, how, dtype):
+    """The sum is NumPy's, in its dtype; only that is cast to the variable's, wherever the variable lives."""
+    first = np.array([1000.0, -0.1, 3.0]).astype(dtype)
+    plain = {"assign_add": operator.add, "assign_sub": operator.sub}[how]
+    for delta in (np.array([-1000.3, 0.3, 1e-3]), np.float32([1000.3, 7.7, 1e-4]), np.array(0.3), 0.3, 2):
+        v = variable(strategy, first)
+        strategy.extended.update(v, lambda v, x: getattr(v, how)(x), (delta,))
+        assert v.numpy().tolist() == plain(first, delta).astype(dtype).tolist()
+    with pytest.raises(ValueError, match=f"variable '{v.name}'"):
+        strategy.extended.update(v, lambda v: getattr(v, how)(np.ones(2, dtype)))
+
+
 def test_updates_are_made_in_their_order(strategy):
     """In one merge call, with a read in between."""
     v = variable(strategy)

@@ -12,15 +12,17 @@ from rig import WORKERS
 
 from psclient.recording import Recording, trace
 from psserver import interpreter
-from psserver.rounds import Job, Part
+from psserver.job import Job, Part
 from pswire.api import Contribution
 from pswire.errors import ProgramError
+from pswire.payload import Payload
 from pswire.program import OPS, Attr, Input, Node, Program, infer
 from pswire.spec import Apply, Member, Operand, Plan, ReduceOp, Reduction, Ref
-from pswire.tensor import DTYPES, Array, Payload, TensorSpec, spec_of
+from pswire.tensor import DTYPES, Array, TensorSpec, spec_of
 
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, np.nan]
-DTYPES_OF_PROGRAMS = ["float32", "float64", "int32", "int64", "uint8", "bool", "float16"]
+DTYPES_OF_VALUES = ["float32", "float64", "int32", "int64", "bfloat16"]
+DTYPES_OF_PROGRAMS = [*DTYPES_OF_VALUES, "int8", "int16", "uint8", "uint16", "uint32", "uint64", "bool", "float16"]
 
 
 def numbers(dtype: str, size: int, seed: int) -> Array:
@@ -39,10 +41,11 @@ def same_bits(one: Array, other: Array) -> bool:
     """Whether two arrays are equal to the last bit and sign; any NaN is as good as another."""
     if spec_of(one) != spec_of(other):
         return False
-    if one.dtype.kind != "f":
+    if one.dtype.kind in "biu":
         return one.tobytes() == other.tobytes()
-    both = (one != one) & (other != other)
-    return bool(np.all(both | ((one == other) & (np.signbit(one) == np.signbit(other)))))
+    bits = np.dtype(f"u{one.itemsize}")
+    nan = (one != one) & (other != other)
+    return bool(np.all(nan | (np.ascontiguousarray(one).view(bits) == np.ascontiguousarray(other).view(bits))))
 
 
 def traced(
@@ -76,35 +79,42 @@ def job_of(
     """A round of a plan: for each worker what it contributes to each reduction, cut into parts."""
     parts = []
     for place, arrays in enumerate(contributions):
-        packed = Payload.pack([*arrays, *operands])
+        packed = Payload.pack([*operands, *arrays])
         chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in packed.parts(part_bytes)]
         said = Contribution(place + 1, 1, 4, plan.id, tuple(float(place + 1) for _ in arrays))
         parts.append(Part(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, packed.size)))
     return Job(4, plan, tuple(parts), (), lambda: "the section")
 
 
+def _reduced(draw: Any, spec: TensorSpec, shape: tuple[int, ...]) -> dict[str, Attr]:
+    axes: list[Attr] = [None, (), *range(-len(spec.shape), len(spec.shape)), tuple(range(len(spec.shape)))]
+    return {"axis": draw(st.sampled_from(axes)), "keepdims": draw(st.booleans())}
+
+
 _ATTRS: dict[str, Callable[[Any, TensorSpec, Any], dict[str, Attr]]] = {
     "astype": lambda draw, spec, shape: {"dtype": draw(st.sampled_from(DTYPES_OF_PROGRAMS))},
-    "broadcast_to": lambda draw, spec, shape: {"shape": shape},
+    "broadcast_to": lambda draw, spec, shape: {"shape": draw(st.sampled_from([shape, (2, *shape)]))},
+    **dict.fromkeys(("sum", "mean", "max", "min", "all", "any"), _reduced),
 }
 
 
 @st.composite
-def programs(draw: Any, shapes: Sequence[tuple[int, ...]] = ((7,), (2, 3), (0,), ())) -> Program:
-    """A random verified program on arrays of one shape and on scalars; every op of the table may be in it."""
+def programs(draw: Any, shapes: Sequence[tuple[int, ...]] = ((7,), (2, 3), (0,), (3, 0), ())) -> Program:
+    """A random verified program on arrays of one shape, on what broadcasts to it, and on scalars; of any ops."""
     shape = draw(st.sampled_from(shapes))
+    narrow = draw(st.sampled_from([(), shape, (1,) * len(shape), shape[-1:]]))
     kinds: Any = ["variable", "variable", "value", "operand"]
     inputs = []
-    for kind in kinds:
-        dtype = draw(st.sampled_from(DTYPES_OF_PROGRAMS if kind != "value" else DTYPES_OF_PROGRAMS[:4]))
-        inputs.append(Input(kind, TensorSpec(dtype, () if kind == "operand" else shape)))
+    for kind, of in zip(kinds, (shape, draw(st.sampled_from([shape, narrow])), shape, narrow), strict=True):
+        dtype = draw(st.sampled_from(DTYPES_OF_VALUES if kind == "value" else DTYPES_OF_PROGRAMS))
+        inputs.append(Input(kind, TensorSpec(dtype, of)))
     specs, nodes = [item.spec for item in inputs], list[Node]()
     for name in draw(st.lists(st.sampled_from(tuple(OPS)), min_size=1, max_size=10)):
         args = tuple(draw(st.integers(0, len(specs) - 1)) for _ in range(OPS[name].arity))
         attrs = _ATTRS.get(name, lambda *_: {})(draw, specs[args[0]], shape)
         try:
             specs.append(infer(name, [specs[arg] for arg in args], attrs))
-            nodes.append(Node(name, args, tuple(attrs.items())))
+            nodes.append(Node(name, args, tuple(sorted(attrs.items()))))
         except ProgramError:
             pass  # These do not go together; another one comes.
     assigns = []
@@ -119,3 +129,20 @@ def programs(draw: Any, shapes: Sequence[tuple[int, ...]] = ((7,), (2, 3), (0,),
 def expected(program: Program, inputs: Sequence[Array]) -> tuple[dict[int, Array], list[Array]]:
     """What the interpreter makes of a program."""
     return interpreter.run(program, inputs, xp)
+
+
+def plain(program: Program, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """What a user would write for a program: calls of NumPy on arrays, or on tracers.
+
+    Returns:
+        What is assigned, in the order of `program.assigns`, and the outputs.
+    """
+    values = list(arrays)
+    with np.errstate(all="ignore"):
+        for node in program.nodes:
+            args, attrs = [values[arg] for arg in node.args], dict(node.attrs)
+            if node.op == "astype":
+                values.append(args[0].astype(attrs["dtype"]))
+            else:
+                values.append(getattr(np, OPS[node.op].numpy)(*args, **attrs))
+    return [values[value] for _, value in program.assigns], [values[value] for value in program.outputs]

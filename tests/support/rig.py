@@ -18,7 +18,9 @@ from psserver.core import Core
 from psserver.server import ServerThread
 from pswire.api import Contribution, Opened, ParameterServer, RoundReply
 from pswire.cluster import Task
+from pswire.lanes import LANES, LaneName
 from pswire.limits import Timeouts
+from pswire.payload import Payload
 from pswire.program import Input, Node, Program
 from pswire.spec import (
     Apply,
@@ -40,7 +42,7 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
-from pswire.tensor import Array, Payload, TensorSpec, portable, spec_of
+from pswire.tensor import Array, TensorSpec, portable, spec_of
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))
@@ -123,7 +125,7 @@ class Servers:
 
 @contextmanager
 def serving(kind: str, count: int, root: Path, memory_limit: int = 0) -> Iterator[Servers]:
-    """Runs servers: `core` in the caller's thread, `thread` with array work beside it, `grpc` over a network."""
+    """Runs servers: `core` in the caller's thread, `thread` with array work beside it, a lane's name over a network."""
     clock = Clock()
     with ExitStack() as stack:
         cores = []
@@ -133,18 +135,18 @@ def serving(kind: str, count: int, root: Path, memory_limit: int = 0) -> Iterato
                 submit = stack.enter_context(ThreadPoolExecutor(1)).submit
             cores.append(core(number, 0, memory_limit, root, clock, submit))
         verbs: list[ParameterServer] = list(cores)
-        if kind == "grpc":
-            verbs = [stack.enter_context(remote(one)) for one in cores]
-        yield Servers(verbs, cores, clock, root, kind == "grpc")
+        if kind in LANES:
+            verbs = [stack.enter_context(remote(one, lane=kind)) for one in cores]
+        yield Servers(verbs, cores, clock, root, kind in LANES)
         for one in cores:
             one.close()
 
 
 @contextmanager
-def remote(behind: Core, port: int = 0) -> Iterator[RemoteServer]:
+def remote(behind: Core, port: int = 0, lane: LaneName = "grpc") -> Iterator[RemoteServer]:
     """A core behind a real connection."""
     with ServerThread(behind, behind.task, port=port, grace=0.0) as thread:
-        server = RemoteServer(thread.address, behind.task, Timeouts(lease=4.0, call=10.0, round=SOON))
+        server = RemoteServer(thread.address, behind.task, Timeouts(lease=4.0, call=10.0, round=SOON), lane=lane)
         try:
             yield server
         finally:
@@ -290,14 +292,14 @@ class Worker:
 def payload(
     plan: Plan, server: int, values: Sequence[Any], weights: Sequence[float], operands: Sequence[Any]
 ) -> Payload:
-    """What goes to one server: the contributions that count, then the operands."""
-    arrays = [
+    """What goes to one server: the operands, then the contributions that count."""
+    used = zip(plan.operands, operands, strict=True)
+    arrays = [portable(np.asarray(value, one.tensor.dtype)) for one, value in used if server in one.servers]
+    arrays += [
         portable(np.asarray(value, reduction.tensor.dtype))
         for reduction, value, weight in zip(plan.reductions, values, weights, strict=True)
         if weight and server in reduction.servers
     ]
-    used = zip(plan.operands, operands, strict=True)
-    arrays += [portable(np.asarray(value, one.tensor.dtype)) for one, value in used if server in one.servers]
     return Payload.pack(arrays)
 
 
@@ -308,8 +310,9 @@ def together(*futures: Future[RoundReply]) -> list[RoundReply]:
 
 def given(reply: RoundReply, plan: Plan, server: int = 0, want: Sequence[Variable] = ()) -> list[Array]:
     """The values in an answer: what the plan returns, then the wanted variables."""
-    specs = [spec for _, spec in plan.given(server)] + [variable.spec.tensor for variable in want]
-    return reply.payload.tensors(specs)
+    specs = [variable.spec.tensor for variable in want] + [spec for _, spec in plan.given(server)]
+    tensors = reply.payload.tensors(specs)
+    return [*tensors[len(want) :], *tensors[: len(want)]]
 
 
 # ---- Plans ----

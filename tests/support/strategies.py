@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import psclient as ps
+from psclient.processes import start_server
 
 MIRRORED = ("mirrored-1", "mirrored-2", "mirrored-4")
 EMBEDDED = ("embedded-1", "embedded-2", "embedded-4")
@@ -23,13 +24,40 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def opened(kind: str) -> Iterator[Any]:
-    """A strategy of one of the `KINDS`, with CPU replicas; it is closed at the end."""
+    """A strategy of one of the `KINDS`, with CPU replicas; it is closed at the end.
+
+    Also `servers-3`: one replica, and variables on three servers in turn.
+    """
     if kind == "default":
         yield ps.get_strategy()
         return
     name, _, count = kind.partition("-")
+    if name == "servers":
+        with _on_servers(int(count)) as strategy:
+            yield strategy
+        return
     with _MADE[name](devices=[f"cpu:{index}" for index in range(int(count))]) as strategy:
         yield strategy
+
+
+@contextlib.contextmanager
+def _on_servers(count: int) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+        addresses = [stack.enter_context(_server(task)) for task in range(count)]
+        spec = ps.ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:0"]})
+        resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
+        yield stack.enter_context(ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=resolver))
+
+
+@contextlib.contextmanager
+def _server(task: int) -> Iterator[str]:
+    process, address = start_server(task)
+    with process:
+        try:
+            yield address
+        finally:
+            if process.stdin:
+                process.stdin.close()  # its lifeline
 
 
 def kind_of(strategy: Any) -> str:

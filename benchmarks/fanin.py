@@ -1,0 +1,344 @@
+"""Many clients of one server: time of a round against workers, and what a connection costs the server.
+
+    python benchmarks/fanin.py             1 to 64 workers
+    python benchmarks/fanin.py --quick     fewer rounds of fewer workers, for a first look
+
+Every client is a worker task with a `ParameterServerStrategy` of its own: its own session, lease and connections, and
+rounds that end when all workers have pushed. A machine of few cores has no room for 64 Python processes that compute,
+so clients share processes, as threads: one each as long as there are no more clients than `--processes`, then several
+in each. The server cannot tell: it has as many connections and pushes, each with its bytes. The round's time has
+the clients' own work in it, which they do on the same cores; so what the server spends of processor time for a
+round stands beside it, which does not depend on how the clients share their processes. What comes out is checked.
+
+`--json FILE` writes `{"format", "machine", "nbytes", "processes", "rows"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from figures import machine, spread
+from rich.console import Console
+from rich.table import Table
+
+import psclient as ps
+from psclient.config import child_environ
+from psclient.launch import start_server
+from psclient.processes import send, spawn
+
+FORMAT = 1
+WORKERS = (1, 2, 4, 8, 16, 32, 64)
+QUICK_WORKERS = (1, 4, 16)
+PROCESSES = 8
+"""That clients share."""
+
+NBYTES = 4000
+"""Of the variable, and of each push and each answer."""
+
+ROUNDS, QUICK_ROUNDS, WARM = 200, 10, 20
+RATE, STEP = 0.125, 2.0**-10
+"""Powers of two, so that float32 computes exactly."""
+
+SECONDS = 300.0
+"""How long anything may take that is waited for."""
+
+PLOT = Path(__file__).resolve().parent.parent / "docs" / "fanin.png"
+
+
+# ---- In a process of clients ----
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process of clients is told.
+
+    Attributes:
+        server: the server's address.
+        workers: how many clients there are in all.
+        mine: the numbers of those in this process.
+        rounds: how many are measured.
+        nbytes: of the variable.
+    """
+
+    server: str
+    workers: int
+    mine: tuple[int, ...]
+    rounds: int
+    nbytes: int
+
+    @classmethod
+    def from_text(cls, text: str) -> Share:
+        """What `json.dumps(vars(share))` said."""
+        said = json.loads(text)
+        return cls(**{**said, "mine": tuple(said["mine"])})
+
+
+def be_clients(share: Share) -> None:
+    """Runs this process's clients in threads; at each gate says so, and waits for a line of the launcher."""
+    gate = threading.Barrier(len(share.mine), action=_ask)
+    with ThreadPoolExecutor(len(share.mine)) as threads:
+        series = list(threads.map(lambda worker: be_client(share, worker, gate), share.mine))
+    print(json.dumps(series[0]), flush=True)
+
+
+def _ask() -> None:
+    print("at the gate", flush=True)
+    if not sys.stdin.readline():
+        raise RuntimeError("the launcher is gone")
+
+
+def be_client(share: Share, worker: int, gate: threading.Barrier) -> list[float]:
+    """One client, in a thread of its own; returns the seconds of its rounds.
+
+    Raises:
+        ValueError: the variable does not have the value that it must have.
+    """
+    cluster = ps.ClusterSpec({"ps": [share.server], "worker": ["127.0.0.1:0"] * share.workers})
+    resolver = ps.SimpleClusterResolver(cluster, task_type="worker", task_id=worker)
+    with ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=resolver) as strategy, strategy.scope():
+        variable = ps.Variable(np.zeros(share.nbytes // 4, "float32"), name="v")
+        gradient = np.full(share.nbytes // 4, (worker + 1) * STEP, "float32")
+        optimizer = ps.optimizers.SGD(RATE)
+
+        def make_round() -> float:
+            start = time.perf_counter()
+            strategy.run(optimizer.apply_gradients, args=([(gradient, variable)],))
+            variable.numpy()
+            return time.perf_counter() - start
+
+        for _ in range(WARM):
+            make_round()
+        gate.wait(SECONDS)
+        seconds = [make_round() for _ in range(share.rounds)]
+        _check(variable.numpy(), share)
+        gate.wait(SECONDS)
+    return seconds
+
+
+def _check(value: Any, share: Share) -> None:
+    right = -RATE * STEP * sum(range(1, share.workers + 1)) * (WARM + share.rounds)
+    if not np.all(value == np.float32(right)):
+        raise ValueError(f"the variable should be {right} after all rounds, is {value}")
+
+
+# ---- In the launcher ----
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a server's process has used so far; Linux tells.
+
+    Attributes:
+        seconds: of processor time.
+        rss: resident bytes.
+        threads: how many it has.
+    """
+
+    seconds: float
+    rss: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Cost:
+        """As it is now."""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        rss = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+        return cls(ticks / os.sysconf("SC_CLK_TCK"), rss, int(fields[17]))
+
+
+def measure(workers: int, processes: int, rounds: int, nbytes: int) -> dict[str, Any]:
+    """Starts a server and its clients, has them make rounds, and ends them; one row of the report.
+
+    Raises:
+        ClickException: a process failed.
+    """
+    with ExitStack() as stack:
+        server, address = stack.enter_context(_server())
+        alone = Cost.of(server.pid)
+        mine = [tuple(range(first, workers, processes)) for first in range(min(workers, processes))]
+        shares = [Share(address, workers, each, rounds, nbytes) for each in mine]
+        clients = [stack.enter_context(_clients(share, len(mine) + 1)) for share in shares]
+        before = _pass_gate(clients, server)
+        after = _pass_gate(clients, server)
+        series = [json.loads(_hear(client)) for client in clients]
+        for client in clients:
+            client.wait(SECONDS)
+    cpu = (after.seconds - before.seconds) / rounds
+    return {
+        "workers": workers,
+        "rounds": rounds,
+        "ms": spread(series[0], 1e3),
+        "server_ms": 1e3 * cpu,
+        "server_us_per_push": 1e6 * cpu / workers,
+        "server_rss_mb": after.rss / 1e6,
+        "server_rss_alone_mb": alone.rss / 1e6,
+        "server_threads": after.threads,
+    }
+
+
+@contextmanager
+def _server() -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    process, address = start_server(flags=("--log-level", "warning"))
+    with process:
+        try:
+            yield process, address
+        finally:
+            if process.stdin:
+                process.stdin.close()  # its lifeline
+
+
+@contextmanager
+def _clients(share: Share, tasks: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--as-clients", json.dumps(vars(share))]
+    process = spawn(command, child_environ(tasks, None), subprocess.PIPE, None)
+    with process:
+        try:
+            yield process
+        finally:
+            send(process, signal.SIGKILL)
+
+
+def _pass_gate(clients: Sequence[subprocess.Popen[bytes]], server: subprocess.Popen[bytes]) -> Cost:
+    """Waits until all clients stand at their gate, looks at the server, and lets them go on."""
+    for client in clients:
+        _hear(client)
+    cost = Cost.of(server.pid)
+    for client in clients:
+        assert client.stdin is not None  # we asked for the pipe
+        client.stdin.write(b"\n")
+    return cost
+
+
+def _hear(client: subprocess.Popen[bytes]) -> str:
+    assert client.stdout is not None  # we asked for the pipe
+    line = client.stdout.readline().decode()
+    if not line:
+        raise click.ClickException("a process of clients failed; see its output above")
+    return line
+
+
+# ---- Results ----
+
+
+def report(rows: Sequence[dict[str, Any]], processes: int, nbytes: int) -> dict[str, Any]:
+    """Everything as it is written with `--json`; memory for each worker is the slope of the least squares."""
+    found: dict[str, Any] = {
+        "format": FORMAT,
+        "machine": machine(),
+        "nbytes": nbytes,
+        "processes": processes,
+        "rows": list(rows),
+    }
+    if len(rows) > 1:
+        slope, _ = np.polyfit([row["workers"] for row in rows], [row["server_rss_mb"] for row in rows], 1)
+        found["server_kb_per_worker"] = 1e3 * float(slope)
+    return found
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "workers": lambda row: str(row["workers"]),
+    "ms": lambda row: f"{row['ms']['median']:.3g}",
+    "p90": lambda row: f"{row['ms']['p90']:.3g}",
+    "ms/worker": lambda row: f"{row['ms']['median'] / row['workers']:.3g}",
+    "server ms": lambda row: f"{row['server_ms']:.3g}",
+    "us/push": lambda row: f"{row['server_us_per_push']:.0f}",
+    "MB": lambda row: f"{row['server_rss_mb']:.0f}",
+    "threads": lambda row: str(row["server_threads"]),
+}
+"""Headings of the table, and what stands below them. `server ms` and `us/push` are the server's processor time for a
+round and a push, `MB` is its resident memory."""
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The report as a table."""
+    drawn = Table(title=f"Synchronous rounds of one variable of {found['nbytes']} bytes", title_justify="left")
+    for heading in COLUMNS:
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for row in found["rows"]:
+        drawn.add_row(*(write(row) for write in COLUMNS.values()))
+    if "server_kb_per_worker" in found:
+        drawn.caption = f"memory of the server for each worker: {found['server_kb_per_worker']:.0f} KB"
+    return drawn
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draws the time of a round, and what the server needs of it, against the number of workers.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(10, 4))
+    workers = [row["workers"] for row in found["rows"]]
+    times.plot(workers, [row["ms"]["median"] for row in found["rows"]], "o-", label="a round, median")
+    times.plot(workers, [row["server_ms"] for row in found["rows"]], "o--", label="the server's processor time")
+    times.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms")
+    times.legend(fontsize="small")
+    rss = [row["server_rss_mb"] for row in found["rows"]]
+    memory.plot(workers, rss, "o-")
+    memory.set(xlabel="workers", ylabel="resident memory of the server, MB", ylim=(0, 1.2 * max(rss)))
+    for axes in (times, memory):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.option("--workers", multiple=True, type=click.IntRange(1), help=f"How many [default: {WORKERS}].")
+@click.option("--processes", type=click.IntRange(1), default=PROCESSES, show_default=True, help="For all clients.")
+@click.option("--nbytes", type=click.IntRange(4), default=NBYTES, show_default=True, help="Of the variable.")
+@click.option("--quick", is_flag=True, help=f"A few rounds, of {QUICK_WORKERS} workers.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@click.option("--plot", is_flag=True, help="Also draw docs/fanin.png; needs matplotlib, which the extra `bench` has.")
+@click.option("--as-clients", hidden=True)
+def main(
+    workers: tuple[int, ...],
+    processes: int,
+    nbytes: int,
+    quick: bool,
+    json_file: Path | None,
+    plot: bool,
+    as_clients: str | None,
+) -> None:
+    """Measures, or is a process of clients."""
+    if as_clients:
+        be_clients(Share.from_text(as_clients))
+        return
+    console = Console()
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    rows = []
+    for count in workers or (QUICK_WORKERS if quick else WORKERS):
+        with console.status(f"{count} workers"):
+            rows.append(measure(count, processes, rounds, nbytes))
+    found = report(rows, processes, nbytes)
+    console.print(table(found))
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if plot:
+        try:
+            draw(found, PLOT)
+        except ImportError:
+            console.print("not drawn: matplotlib is not installed; pip install 'paramserver[bench]'")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""The lanes of a client: pushes and pulls over a plain socket, their data in the socket or in shared memory.
+
+A thread for each lane receives; calls are sent by the thread that makes them, as far as the system takes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import selectors
+import socket
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pswire.errors import InvalidRequest, PSError
+from pswire.lanes import LANES, LaneName
+from pswire.lanes.rings import Mirror, Ring, Segment
+from pswire.lanes.sockets import Channel, Kind, Link, Message
+from pswire.payload import Assembly, Payload
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.wire import parse, refusal_from_pb
+
+log = logging.getLogger(__name__)
+
+SHARED = "/dev/shm"
+"""What a server and its clients have in common where the shm lane works."""
+
+CONNECT_SECONDS = 5.0
+"""How long it may take to connect, and to be welcomed."""
+
+
+LOSSES = 3
+"""How often a lane may break before it is used no more."""
+
+
+class LaneLost(Exception):
+    """A lane is broken, or cannot be opened: what was under way on it goes another way."""
+
+
+Header = pb.RoundHeader | pb.PullHeader
+Answered = tuple[Any, Payload]
+"""The header of an answer, a `Header`, and its payload."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a server offers to a session.
+
+    Attributes:
+        session: whose lanes they are.
+        token: what shows it.
+        host, port: of the tcp lane; the port is 0 where there is none.
+        path: of the shm lane's socket; "" where there is none.
+    """
+
+    session: int
+    token: bytes
+    host: str
+    port: int
+    path: str
+
+
+@dataclass
+class _Call:
+    """A call under way.
+
+    Attributes:
+        kind: of the answer's header.
+        future: its answer.
+        assembly: collects the answer's payload, once its size is known.
+        header: the answer's, once it is there.
+    """
+
+    kind: type[pb.RoundHeader] | type[pb.PullHeader]
+    future: Future[Answered]
+    assembly: Assembly | None = None
+    header: Header | None = None
+
+
+class Lane:
+    """A connection to a server's lane. May be used by any thread.
+
+    Args:
+        name: which one, "tcp" or "shm".
+        offer: the server's.
+        silence: seconds after which a host that does not acknowledge is lost.
+
+    Raises:
+        LaneLost: it cannot be opened; the message says why.
+    """
+
+    def __init__(self, name: LaneName, offer: Offer, silence: float) -> None:
+        self.name = name
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # guards the calls, and that it is lost once
+        self._why: str | None = None
+        self._mirror: Mirror | None = None
+        try:
+            self._sock = _connect(name, offer, silence)
+            self._link = Link(self._sock)
+            self._link.trust()
+            self._bell, self._rope = socket.socketpair()
+            self._rope.setblocking(False)
+            self._channel = Channel(self._link, self._share() if name == "shm" else None, self._ring_bell)
+            self._welcome = threading.Event()
+            hello = pb.LaneHello(session=offer.session, token=offer.token)
+            self._channel.tell(Kind.HELLO, header=hello.SerializeToString())
+        except OSError as error:
+            raise LaneLost(_why(name, offer, error)) from None
+        threading.Thread(target=self._run, name=f"lane {name}", daemon=True).start()
+        if not self._welcome.wait(CONNECT_SECONDS) or self._why is not None:
+            self.close(self._why or f"{offer.host}:{offer.port} does not answer")
+            raise LaneLost(self._why)
+
+    def _share(self) -> Ring:
+        """Hands memory to the server, with the first byte."""
+        segment, file = Segment.make()
+        try:
+            self._sock.setblocking(True)
+            socket.send_fds(self._sock, [b"\0"], [file])
+            self._sock.setblocking(False)
+        finally:
+            os.close(file)
+        self._mirror = Mirror(segment.half(1), lambda place: self._channel.let_go([place]))
+        return Ring(segment.half(0))
+
+    def push(self, header: bytes, payload: Payload) -> Future[Answered]:
+        """Sends a contribution; the future gives the answer's header and payload, or raises `LaneLost`."""
+        return self._ask(Kind.PUSH, header, payload, pb.RoundHeader)
+
+    def pull(self, header: bytes) -> Future[Answered]:
+        """Asks for values; as `push`."""
+        return self._ask(Kind.PULL, header, Payload(), pb.PullHeader)
+
+    def _ask(
+        self, kind: Kind, header: bytes, payload: Payload, answer: type[pb.RoundHeader] | type[pb.PullHeader]
+    ) -> Future[Answered]:
+        call = _Call(answer, Future())
+        number = next(self._numbers)
+        with self._lock:
+            if self._why is not None:
+                call.future.set_exception(LaneLost(self._why))
+                return call.future
+            self._calls[number] = call
+        self._channel.send(kind, number, header, payload)
+        return call.future
+
+    def close(self, why: str) -> None:
+        """Ends the lane; calls under way raise `LaneLost`."""
+        with self._lock:
+            if self._why is not None:
+                return
+            self._why = why
+            calls, self._calls = list(self._calls.values()), {}
+        self._welcome.set()
+        self._ring_bell()
+        for call in calls:
+            call.future.set_exception(LaneLost(why))
+
+    # ---- The thread that receives ----
+
+    def _ring_bell(self) -> None:
+        with suppress(OSError):  # it has rung often enough, or nobody listens any more
+            self._rope.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._bell, selectors.EVENT_READ)
+                selector.register(self._sock, selectors.EVENT_READ)
+                while self._why is None:
+                    self._turn(selector)
+        except (OSError, PSError) as error:
+            self.close(str(error))
+        finally:
+            for sock in (self._sock, self._bell, self._rope):
+                sock.close()
+
+    def _turn(self, selector: selectors.BaseSelector) -> None:
+        for key, events in selector.select():
+            if key.fileobj is self._bell:
+                self._bell.recv(4096)
+                selector.modify(self._sock, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            elif events & selectors.EVENT_WRITE and not self._channel.flush():
+                selector.modify(self._sock, selectors.EVENT_READ)
+            if key.fileobj is self._sock and events & selectors.EVENT_READ:
+                for message in self._link.receive():
+                    self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        if message.kind is Kind.WELCOME:
+            self._welcome.set()
+        elif message.kind is Kind.FREED:
+            self._channel.freed(message.place)
+        else:
+            self._answer(message)
+
+    def _answer(self, message: Message) -> None:
+        data = self._data(message) if message.size else None
+        call = self._calls.get(message.call)
+        if call is None:
+            return  # nobody waits for it any more
+        if message.kind is Kind.REFUSAL:
+            self._end(message.call, refusal_from_pb(parse(pb.Refusal, message.header)))
+            return
+        if message.kind is Kind.ANSWER or message.header:
+            header = parse(call.kind, message.header)
+            call.assembly = call.assembly or Assembly(header.size)
+            call.header = header if message.kind is Kind.ANSWER else None
+        if call.assembly is None:
+            raise InvalidRequest("a part of an answer without a header")
+        if data is not None:
+            call.assembly.add(message.offset, (data,))
+        if call.header is not None and call.assembly.payload.whole:
+            self._end(message.call, (call.header, call.assembly.payload))
+
+    def _end(self, number: int, answer: Answered | PSError) -> None:
+        with self._lock:
+            call = self._calls.pop(number, None)
+        if call is None:
+            return
+        if isinstance(answer, PSError):
+            self._channel.drop(number)
+            call.future.set_exception(answer)
+        else:
+            call.future.set_result(answer)
+
+    def _data(self, message: Message) -> memoryview:
+        if message.data is not None:
+            return message.data
+        if self._mirror is None:
+            raise InvalidRequest("data without memory")
+        return self._mirror.copy(message.place, message.size)
+
+
+def _connect(name: LaneName, offer: Offer, silence: float) -> socket.socket:
+    if name == "shm":
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(CONNECT_SECONDS)
+        sock.connect(offer.path)
+        return sock
+    sock = socket.create_connection((offer.host, offer.port), CONNECT_SECONDS)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that loses its power says nothing.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", silence / 2), ("TCP_KEEPINTVL", silence / 4), ("TCP_KEEPCNT", 2)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(int(value), 1))
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+    return sock
+
+
+def _why(name: LaneName, offer: Offer, error: OSError) -> str:
+    if name == "shm":
+        return f"{offer.path} cannot be opened ({error.strerror or error}): server and client share no {SHARED}"
+    return f"{offer.host}:{offer.port} cannot be reached ({error.strerror or error})"
+
+
+class Lanes:
+    """A session's lanes to one server, of which the best that works is used. May be used by any thread.
+
+    Args:
+        server: the server, for messages.
+        offer: which lanes it has.
+        silence: seconds after which a host that does not acknowledge is lost.
+        wanted: which lane to begin with; the ones after it are fallen back to.
+    """
+
+    def __init__(self, server: str, offer: Offer, silence: float, wanted: LaneName = "shm") -> None:
+        self._server = server
+        self._silence = silence
+        self._left = list(LANES[LANES.index(wanted) :])
+        self._losses = 0
+        self._offer: Offer | None = offer
+        self._lane: Lane | None = None
+        self._lock = threading.Lock()  # guards that one lane is opened at a time
+        self.best()
+
+    def best(self, lost: Lane | None = None) -> Lane | None:
+        """The lane to use; None for calls of gRPC.
+
+        Args:
+            lost: the one that was used and is broken.
+        """
+        if self._lane is not lost or self._offer is None or self._left[0] == "grpc":
+            return self._lane
+        with self._lock:
+            if self._lane is lost and self._offer is not None:
+                self._losses += lost is not None
+                if self._losses > LOSSES:
+                    self._skip("it breaks again and again")
+                self._lane = self._open(self._offer)
+        return self._lane
+
+    def _open(self, offer: Offer) -> Lane | None:
+        while self._left[0] != "grpc":
+            name = self._left[0]
+            try:
+                if not (offer.path if name == "shm" else offer.port):
+                    raise LaneLost("the server has none")
+                lane = Lane(name, offer, self._silence)
+            except LaneLost as error:
+                self._skip(str(error))
+            else:
+                log.info("%s lane to %s", name, self._server)
+                return lane
+        log.info("grpc lane to %s", self._server)
+        return None
+
+    def _skip(self, why: str) -> None:
+        """Uses one lane no more."""
+        log.info("no %s lane to %s: %s", self._left.pop(0), self._server, why)
+        self._losses = 0
+
+    def close(self, why: str) -> None:
+        """Ends the lane."""
+        self._offer = None
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            lane.close(why)

@@ -1,0 +1,53 @@
+"""Pairs of a gradient and a variable: which an optimizer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from psclient import values
+from psclient.variables import Variable
+
+
+def check_variables(variables: Sequence[Any]) -> None:
+    """Whether an optimizer can train these together.
+
+    Raises:
+        ValueError: there are none, or one is not trainable, or of integers, or given twice, or of another strategy.
+        TypeError: one of them is no variable.
+    """
+    if not variables:
+        raise ValueError("the optimizer is given no variables; give at least one, with its gradient")
+    for v in variables:
+        if not isinstance(v, Variable):
+            raise TypeError(
+                f"a {type(v).__name__} stands where a variable should; give (gradient, variable) pairs, with the "
+                "same variables in all replicas"
+            )
+        if not v.trainable:
+            raise ValueError(f"variable {v.name!r} is not trainable; create it so, or leave it out")
+        if v.dtype.kind in "iub":
+            raise ValueError(f"variable {v.name!r} is of {v.dtype}, and steps are fractions; take a floating dtype")
+        v.check_strategy(variables[0].strategy)
+    if len(set(map(id, variables))) < len(variables):
+        raise ValueError("a variable stands in several pairs; add up its gradients first")
+
+
+def check_gradient(gradient: Any, v: Variable) -> None:
+    """Whether all replicas' gradients can be steps of the variable.
+
+    Raises:
+        ValueError: one is None, or of another shape, or complex where the variable is not.
+    """
+    for own in values.local_results(gradient):
+        if own is None:
+            raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")
+        shape = tuple(own.shape) if hasattr(own, "shape") else np.shape(own)
+        if shape != v.shape:
+            raise ValueError(f"the gradient of variable {v.name!r} has shape {shape}, and the variable {v.shape}")
+        if np.iscomplexobj(own) and v.dtype.kind != "c":
+            raise ValueError(
+                f"the gradient of variable {v.name!r} is complex, and the variable {v.dtype}; give gradient.real"
+            )

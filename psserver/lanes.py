@@ -1,0 +1,361 @@
+"""The lanes of a server: pushes and pulls over plain sockets, their data in the socket or in shared memory.
+
+One event loop serves all clients. What a client sends is read into memory once, or not at all where the memory is
+shared; answers are sent by the thread that makes them, as far as the system takes them, and then by the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+from pswire import replies
+from pswire.api import ParameterServer, PullReply, RoundReply
+from pswire.cluster import Task
+from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError
+from pswire.lanes.rings import Mirror, Ring, Segment
+from pswire.lanes.sockets import Channel, Kind, Link, Message
+from pswire.payload import Assembly, Payload
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.wire import parse, refusal_to_pb
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 10.0
+"""How long a connection may take to say who it is."""
+
+MAX_STRANGERS = 256
+"""Connections that have not said who they are; the oldest has to go."""
+
+SHARED = Path("/dev/shm")
+"""Where the Unix socket is, if there is such a place: containers that share memory share it."""
+
+
+class Lanes:
+    """Listens for the lanes of all sessions. All methods belong to the event loop, but `token`.
+
+    Args:
+        core: the server proper.
+        task: which task this is, for messages.
+        host: the address to listen on.
+        port: the port of the tcp lane, 0 to pick one.
+        max_payload_bytes: what one message may announce.
+    """
+
+    def __init__(self, core: ParameterServer, task: Task, host: str, port: int, max_payload_bytes: int) -> None:
+        self.core = core
+        self.task = str(task)
+        self.max_payload_bytes = max_payload_bytes
+        self.port = 0
+        """Of the tcp lane, once it listens."""
+        self.path = ""
+        """Of the shm lane's socket, once it listens; "" where the system has none."""
+        self._host = host
+        self._wanted = port
+        self._tokens: dict[int, bytes] = {}
+        self._listeners: list[socket.socket] = []
+        self.connections: list[Connection] = []
+
+    def token(self, session: int) -> bytes:
+        """What the client of a session says to show that it is."""
+        return self._tokens.setdefault(session, secrets.token_bytes(16))
+
+    def owns(self, session: int, token: bytes) -> bool:
+        """Whether a client has shown that a session is its own."""
+        known = self._tokens.get(session)
+        return known is not None and hmac.compare_digest(known, token)
+
+    def start(self) -> None:
+        """Listens from now on; raises `OSError` where the port cannot be had."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        tcp = socket.create_server((self._host.strip("[]"), self._wanted), family=family, backlog=128)
+        self.port = tcp.getsockname()[1]
+        self._listen(tcp, False)
+        with contextlib.suppress(OSError):  # a system without Unix sockets, or a place that cannot be written
+            self._listen(self._unix(), True)
+
+    def _unix(self) -> socket.socket:
+        folder = SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
+        path = folder / f"paramserver-{secrets.token_hex(8)}"
+        unix = socket.socket(socket.AF_UNIX)
+        try:
+            unix.bind(str(path))
+            path.chmod(0o666 if folder == SHARED else 0o600)  # what opens it is the token
+            unix.listen(128)
+        except OSError:
+            unix.close()
+            raise
+        self.path = str(path)
+        return unix
+
+    def _listen(self, listener: socket.socket, shared: bool) -> None:
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener, shared)
+
+    def _accept(self, listener: socket.socket, shared: bool) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        if not shared:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        strangers = [connection for connection in self.connections if connection.session is None]
+        if len(strangers) >= MAX_STRANGERS:
+            strangers[0].close("too many connections that say nothing")
+        self.connections.append(Connection(self, sock, shared))
+
+    def stop(self) -> None:
+        """Ends all connections."""
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.remove_reader(listener)
+            listener.close()
+        self._listeners.clear()
+        if self.path:
+            Path(self.path).unlink(missing_ok=True)
+        for connection in list(self.connections):
+            connection.close("the server ends")
+
+
+class Connection:
+    """One client's lane. Belongs to the event loop, but for what answers.
+
+    Args:
+        lanes: who has accepted it.
+        sock: the connection.
+        shared: whether data are in memory that the client will hand over.
+    """
+
+    def __init__(self, lanes: Lanes, sock: socket.socket, shared: bool) -> None:
+        self.session: int | None = None
+        """Whose it is, once it has said so."""
+        self._lanes = lanes
+        self._sock = sock
+        self._shared = shared
+        self._loop = asyncio.get_running_loop()
+        self._link = Link(sock)
+        self._channel = Channel(self._link, None, self._blocked)
+        self._mirror: Mirror | None = None
+        self._freed: deque[int] = deque()
+        self._assemblies: dict[int, Assembly] = {}
+        self._closed = self._armed = False
+        self._late = self._loop.call_later(HELLO_SECONDS, self._check_hello)
+        self._loop.add_reader(sock, self._readable)
+
+    def close(self, why: str) -> None:
+        """Ends the connection; what its client has not sent whole, it sends again on another."""
+        if self._closed:
+            return
+        self._closed = True
+        self._late.cancel()
+        self._loop.remove_reader(self._sock)
+        if self._armed:
+            self._loop.remove_writer(self._sock)
+        self._sock.close()
+        self._assemblies.clear()
+        self._lanes.connections.remove(self)
+        log.debug("a lane of session %s is closed: %s", self.session, why)
+
+    def _check_hello(self) -> None:
+        if self.session is None:
+            self.close("no hello")
+
+    # ---- The socket ----
+
+    def _readable(self) -> None:
+        try:
+            if self._shared and self._mirror is None:
+                self._take_segment()
+            for message in self._link.receive():
+                self._handle(message)
+                if self._closed:
+                    return
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.close(str(error))
+        except InvalidRequest as error:
+            log.warning("a lane is closed, since what came is malformed: %s", error)
+            self.close(error.message)
+
+    def _take_segment(self) -> None:
+        """The first byte of a client that shares memory brings the memory."""
+        _, files, _, _ = socket.recv_fds(self._sock, 1, 1)
+        try:
+            if len(files) != 1:
+                raise InvalidRequest("no memory was handed over")
+            segment = Segment.take(files[0])
+        finally:
+            for file in files:
+                os.close(file)
+        self._mirror = Mirror(segment.half(0), self._let_go)
+        self._channel = Channel(self._link, Ring(segment.half(1)), self._blocked)
+
+    def _blocked(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._loop.call_soon_threadsafe(self._arm)
+
+    def _arm(self) -> None:
+        if not self._closed and not self._armed:
+            self._armed = True
+            self._loop.add_writer(self._sock, self._writable)
+
+    def _writable(self) -> None:
+        try:
+            left = self._channel.flush()
+        except OSError as error:
+            self.close(str(error))
+            return
+        if not left:
+            self._armed = False
+            self._loop.remove_writer(self._sock)
+
+    def _let_go(self, place: int) -> None:
+        """Data are needed no more; told by any thread, at any time."""
+        self._freed.append(place)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._tell_freed)
+
+    def _tell_freed(self) -> None:
+        places = [self._freed.popleft() for _ in range(len(self._freed))]
+        if places and not self._closed:
+            self._channel.let_go(places)
+
+    # ---- Messages ----
+
+    def _handle(self, message: Message) -> None:
+        if self.session is None:
+            self._hello(message)
+            return
+        match message.kind:
+            case Kind.PUSH:
+                self._call(message, self._push)
+            case Kind.PULL:
+                self._call(message, self._pull)
+            case Kind.PART:
+                self._part(message)
+            case Kind.FREED:
+                self._channel.freed(message.place)
+            case _:
+                raise InvalidRequest(f"a client sends no {message.kind.name}")
+
+    def _hello(self, message: Message) -> None:
+        hello = parse(pb.LaneHello, message.header)
+        if message.kind is not Kind.HELLO or not self._lanes.owns(hello.session, hello.token):
+            raise InvalidRequest("a connection has not shown whose it is")
+        self.session = hello.session
+        self._late.cancel()
+        self._link.trust()
+        self._channel.tell(Kind.WELCOME)
+
+    def _call(self, message: Message, call: Callable[[Message], None]) -> None:
+        """Whatever goes wrong with a call is told to the client."""
+        try:
+            call(message)
+        except PSError as error:
+            self._refuse(message.call, error)
+
+    def _push(self, message: Message) -> None:
+        header = parse(pb.PushHeader, message.header)
+        self._check_session(header.session)
+        if header.size > self._lanes.max_payload_bytes:
+            raise MemoryLimit(
+                f"a message of {header.size} bytes is above this server's limit of {self._lanes.max_payload_bytes}; "
+                "give the server more memory, or spread the variables over more servers",
+                self._lanes.task,
+            )
+        assembly = Assembly(header.size)
+        self._assemblies[message.call] = assembly
+        self._part(message)
+        answer = _Answer(self._channel, message.call)
+        future = self._lanes.core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
+        future.add_done_callback(partial(self._answer_round, answer))
+
+    def _answer_round(self, answer: _Answer, future: Future[RoundReply]) -> None:
+        try:
+            reply = future.result()
+            answer.send(replies.round_to_pb(reply).SerializeToString(), reply.payload)
+        except PSError as error:
+            self._channel.drop(answer.call)
+            self._refuse(answer.call, error)
+
+    def _pull(self, message: Message) -> None:
+        header = parse(pb.PullRequest, message.header)
+        self._check_session(header.session)
+        future = self._lanes.core.pull(header.session, tuple(header.variables), header.after)
+        future.add_done_callback(partial(self._answer_pull, message.call))
+
+    def _answer_pull(self, call: int, future: Future[PullReply]) -> None:
+        try:
+            reply = future.result()
+            self._channel.send(Kind.ANSWER, call, replies.pull_to_pb(reply).SerializeToString(), reply.payload)
+        except PSError as error:
+            self._refuse(call, error)
+
+    def _check_session(self, session: int) -> None:
+        if session != self.session:
+            raise Fenced(f"this lane is of session {self.session}, not of {session}")
+
+    def _part(self, message: Message) -> None:
+        data = self._data(message) if message.size else None
+        assembly = self._assemblies.get(message.call)
+        if assembly is None:
+            return  # what is left of a call that has failed
+        if data is not None:
+            assembly.add(message.offset, (data,))
+        if assembly.payload.whole:
+            del self._assemblies[message.call]
+
+    def _data(self, message: Message) -> memoryview:
+        """The data of a message. While half of the shared memory is in use, they are copied, so that more can come."""
+        if message.data is not None:
+            return message.data
+        if self._mirror is None:
+            raise InvalidRequest("data without memory")
+        crowded = self._mirror.borrowed + message.size > self._mirror.size // 2
+        look = self._mirror.copy if crowded else self._mirror.look
+        return look(message.place, message.size)
+
+    def _refuse(self, call: int, error: PSError) -> None:
+        self._assemblies.pop(call, None)
+        self._channel.tell(Kind.REFUSAL, call, refusal_to_pb(error).SerializeToString())
+
+
+class _Answer:
+    """An answer to a push, which may be sent while it is made.
+
+    Args:
+        channel: where to.
+        call: to which call.
+    """
+
+    def __init__(self, channel: Channel, call: int) -> None:
+        self.call = call
+        self._channel = channel
+        self._begun = False
+
+    def begin(self, payload: Payload) -> None:
+        """It begins to grow."""
+        if payload.size:
+            self._begun = True
+            header = pb.RoundHeader(size=payload.size).SerializeToString()
+            self._channel.send(Kind.PART, self.call, header, payload, ends=True)
+
+    def send(self, header: bytes, payload: Payload) -> None:
+        """All of it is there."""
+        if self._begun:
+            self._channel.end(Kind.ANSWER, self.call, header)
+        else:
+            self._channel.send(Kind.ANSWER, self.call, header, payload)

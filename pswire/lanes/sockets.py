@@ -1,0 +1,342 @@
+"""Messages on the plain socket of a lane, tcp or shm: both ends are the same.
+
+A message is a head of fixed size, a header, which is an encoded protobuf message or nothing, and maybe the data of a
+part. On the tcp lane the data follow in the socket; on the shm lane they lie in memory that both ends share, and the
+message says where. The receiver of such data says when it needs them no more.
+
+    kind, 3 zero bytes, size of header (4), call (8), offset (8), size of data (8), place (8), header, data
+
+Sizes are in bytes, and all numbers are little-endian. `call` is a number that the client gave; `offset` is where the
+data belong in their payload, as in `Part`.
+"""
+
+from __future__ import annotations
+
+import ssl
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+from socket import socket
+
+import numpy as np
+
+from pswire.errors import InvalidRequest
+from pswire.lanes.rings import Ring
+from pswire.payload import Cutter, Payload
+
+HEAD = struct.Struct("<B3xIQQQQ")
+
+INLINE = (1 << 64) - 1
+"""The place of data that follow in the socket."""
+
+MAX_HEADER_BYTES = 4 << 20
+"""Of one header; a hello has far less."""
+
+MAX_HELLO_BYTES = 1 << 10
+"""Of the header of a hello."""
+
+MAX_PART_BYTES = 4 << 20
+"""Of the data of one message."""
+
+SCRATCH = 1 << 16
+"""Bytes that are read at once where a message may be small."""
+
+BUFFERS = 256
+"""Buffers that are handed to the system at once."""
+
+BLOCKED = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HELLO = 1
+    """The first of a client: who it is."""
+    WELCOME = 2
+    """The first of a server: the hello was right."""
+    PUSH = 3
+    """A PushHeader, and maybe the first part."""
+    PULL = 4
+    """A PullRequest."""
+    PART = 5
+    """A part; the first of an answer that is sent while it is made has a RoundHeader with the size."""
+    ANSWER = 6
+    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part."""
+    REFUSAL = 7
+    """The last message of a call that failed: a Refusal."""
+    FREED = 8
+    """Data in shared memory are needed no more: `place` says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: what it is.
+        call: to which call it belongs.
+        header: an encoded protobuf message, or empty.
+        offset: where the data belong in their payload.
+        size: bytes of data.
+        place: where they are in shared memory, or `INLINE`.
+        data: the data that came in the socket.
+    """
+
+    kind: Kind
+    call: int = 0
+    header: bytes = b""
+    offset: int = 0
+    size: int = 0
+    place: int = INLINE
+    data: memoryview | None = None
+
+    def head(self) -> bytes:
+        """The head and the header as they travel."""
+        head = HEAD.pack(self.kind, len(self.header), self.call, self.offset, self.size, self.place)
+        return head + self.header
+
+
+class Link:
+    """A socket that never blocks, with messages. May be written by any thread, is read by one.
+
+    Args:
+        sock: connected.
+    """
+
+    def __init__(self, sock: socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self._out: deque[memoryview] = deque()
+        self._lock = threading.Lock()  # guards what is to be sent
+        self.max_header, self.max_data = MAX_HELLO_BYTES, 0
+        """What one message may have; more once the other end has said who it is."""
+        self._scratch = memoryview(bytearray(SCRATCH))
+        self._read = self._filled = 0
+        self._incoming = self._messages()
+
+    def trust(self) -> None:
+        """The other end has said who it is: its messages may be large."""
+        self.max_header, self.max_data = MAX_HEADER_BYTES, MAX_PART_BYTES
+
+    def send(self, buffers: Iterable[bytes | memoryview]) -> bool:
+        """Sends buffers, in order, as far as the system takes them; says whether something is left for `flush`.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        with self._lock:
+            self._out.extend(memoryview(buffer) for buffer in buffers if len(buffer))
+            self._flush()
+            return bool(self._out)
+
+    def flush(self) -> bool:
+        """Goes on with what is left; as `send`."""
+        with self._lock:
+            self._flush()
+            return bool(self._out)
+
+    def _flush(self) -> None:
+        while self._out:
+            try:
+                sent = self._send(list(islice(self._out, BUFFERS)))
+            except BLOCKED:
+                return
+            while sent:
+                first = self._out[0]
+                if len(first) > sent:
+                    self._out[0] = first[sent:]
+                    return
+                sent -= len(self._out.popleft())
+
+    def _send(self, buffers: Sequence[memoryview]) -> int:
+        if isinstance(self.sock, ssl.SSLSocket):
+            return self.sock.send(buffers[0])
+        return self.sock.sendmsg(buffers)
+
+    def receive(self) -> Iterator[Message]:
+        """The messages that are there; ends where the next one is not whole yet.
+
+        Raises:
+            OSError: the connection is broken, or the other end has closed it.
+            InvalidRequest: what came is no message.
+        """
+        while (message := next(self._incoming)) is not None:
+            yield message
+
+    def _messages(self) -> Generator[Message | None, None, None]:
+        head = bytearray(HEAD.size)
+        while True:
+            yield from self._fill(memoryview(head))
+            number, header_size, call, offset, size, place = HEAD.unpack(head)
+            kind = _kind(number)
+            if header_size > self.max_header or size > self.max_data:
+                raise InvalidRequest(f"a message of {header_size} and {size} bytes is larger than it may be")
+            header = bytearray(header_size)
+            yield from self._fill(memoryview(header))
+            data = None
+            if size and place == INLINE:
+                data = np.empty(size, np.uint8).data
+                yield from self._fill(data)
+            yield Message(kind, call, bytes(header), offset, size, place, data)
+
+    def _fill(self, buffer: memoryview) -> Generator[None, None, None]:
+        """Reads until a buffer is full; gives None each time that nothing is there."""
+        at = 0
+        while at < len(buffer):
+            if self._read < self._filled:
+                count = min(len(buffer) - at, self._filled - self._read)
+                buffer[at : at + count] = self._scratch[self._read : self._read + count]
+                self._read += count
+                at += count
+                continue
+            direct = len(buffer) - at >= SCRATCH
+            try:
+                count = self.sock.recv_into(buffer[at:] if direct else self._scratch)
+            except BLOCKED:
+                yield None
+                continue
+            if not count:
+                raise ConnectionResetError("the other end has closed the connection")
+            if direct:
+                at += count
+            else:
+                self._read, self._filled = 0, count
+
+
+def _kind(number: int) -> Kind:
+    try:
+        return Kind(number)
+    except ValueError:
+        raise InvalidRequest(f"a message of the unknown kind {number}") from None
+
+
+@dataclass
+class _Stream:
+    """A payload on its way out.
+
+    Attributes:
+        call: to which call it belongs.
+        cutter: cuts it.
+        first: kind and header of its first message.
+        ends: whether a message comes after its last part.
+        last: kind and header of that message, once it is known.
+        listens: whether it goes on by itself when the payload has grown.
+    """
+
+    call: int
+    cutter: Cutter
+    first: tuple[Kind, bytes]
+    ends: bool
+    last: tuple[Kind, bytes] | None = None
+    listens: bool = False
+
+
+class Channel:
+    """Messages with payloads on a link, in the socket or through shared memory. May be used by any thread.
+
+    Args:
+        link: the socket.
+        ring: shared memory into which the data of parts are written; None sends them in the socket.
+        blocked: called when something is left for `flush`, by any thread.
+    """
+
+    def __init__(self, link: Link, ring: Ring | None, blocked: Callable[[], object]) -> None:
+        self.link = link
+        self._ring = ring
+        self._blocked = blocked
+        self._part_bytes = min(MAX_PART_BYTES, ring.size // 8) if ring else MAX_PART_BYTES
+        self._lock = threading.RLock()  # guards the streams and the ring
+        self._streams: deque[_Stream] = deque()
+
+    def tell(self, kind: Kind, call: int = 0, header: bytes = b"") -> None:
+        """Sends a message without data."""
+        self._send((Message(kind, call, header).head(),))
+
+    def let_go(self, places: Iterable[int]) -> None:
+        """Tells the other end that data in shared memory are needed no more."""
+        self._send([Message(Kind.FREED, place=place).head() for place in places])
+
+    def send(self, kind: Kind, call: int, header: bytes, payload: Payload, ends: bool = False) -> None:
+        """Sends a header and a payload, which may still grow.
+
+        Args:
+            kind: of the first message; those after it are parts.
+            call: to which call they belong.
+            header: of the first message.
+            payload: what is sent.
+            ends: whether `end` will be called.
+        """
+        with self._lock:
+            self._streams.append(_Stream(call, Cutter(payload, self._part_bytes), (kind, header), ends))
+            self.pump()
+
+    def end(self, kind: Kind, call: int, header: bytes) -> None:
+        """Sends a message after the last part of a call's payload."""
+        with self._lock:
+            for stream in self._streams:
+                if stream.call == call:
+                    stream.last = kind, header
+                    self.pump()
+                    return
+        self.tell(kind, call, header)
+
+    def drop(self, call: int) -> None:
+        """Sends no more of a call's payload."""
+        with self._lock:
+            self._streams = deque(stream for stream in self._streams if stream.call != call)
+
+    def freed(self, place: int) -> None:
+        """The other end needs data in shared memory no more."""
+        with self._lock:
+            if self._ring is not None:
+                self._ring.free(place)
+            self.pump()
+
+    def flush(self) -> bool:
+        """Goes on with what the system did not take; says whether something is left."""
+        return self.link.flush()
+
+    def pump(self) -> None:
+        """Sends what can be sent of all payloads on their way."""
+        with self._lock:
+            for stream in tuple(self._streams):
+                if self._run(stream):
+                    self._streams.remove(stream)
+
+    def _run(self, stream: _Stream) -> bool:
+        """Sends what there is of a payload; says whether that was the last."""
+        while not (stream.cutter.done and stream.first[0] is Kind.PART):
+            place = INLINE
+            if self._ring is not None and not self._ring.has(self._part_bytes):
+                return False
+            part = stream.cutter.next()
+            if part is None and not stream.cutter.done:
+                if not stream.listens:
+                    stream.listens = True
+                    stream.cutter.when(lambda: self._grown(stream))
+                return False
+            offset, buffers = part or (0, [])
+            size = sum(map(len, buffers))
+            if self._ring is not None and size:
+                place, buffers = self._ring.put(buffers, size), []
+            (kind, header), stream.first = stream.first, (Kind.PART, b"")
+            self._send((Message(kind, stream.call, header, offset, size, place).head(), *buffers))
+        if stream.last is not None:
+            self.tell(stream.last[0], stream.call, stream.last[1])
+        return stream.last is not None or not stream.ends
+
+    def _grown(self, stream: _Stream) -> None:
+        with self._lock:
+            stream.listens = False
+            self.pump()
+
+    def _send(self, buffers: Iterable[bytes | memoryview]) -> None:
+        try:
+            if self.link.send(buffers):
+                self._blocked()
+        except OSError:
+            self._blocked()  # whoever reads the link finds out

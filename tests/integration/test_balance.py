@@ -1,0 +1,123 @@
+"""Placement in real jobs: the same in every process, whatever died; within memory limits; of no matter to a restore."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from inside import ME, add_all, gate, say
+from jobs import CHIEF, W0, W1, Job
+
+import psclient as ps
+from psclient.config import ServerOptions
+
+STRATEGIES = ("greedy", "round_robin")
+
+
+def grow():
+    """Variables with slots, a gate, more variables, and a round on both servers."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        variables = [ps.Variable(np.zeros(size), name=f"v{size}") for size in (90, 3, 2, 4)]
+        ps.optimizers.Adam().build(variables)
+        say("built", [v.place for v in variables])
+        gate("more")
+        more = [ps.Variable(np.ones(size), name=f"v{size}") for size in (200, 60, 30)]
+    say("placed", [v.place for v in more])
+    strategy.run(lambda: add_all([(v, np.ones(v.shape)) for v in more]))
+
+
+def test_places_outlive_the_chief_and_a_worker(tmp_path):
+    """A worker that comes back places what it creates next where the others do; slot variables count."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["more"]}
+    with Job(grow, tmp_path, **keys) as job:
+        for task in (W0, W1):
+            assert job.hear(task, "built") == [[0], [1], [1], [1]]
+        for task in (CHIEF, W1):
+            job.kill(task)
+            job.start(task)
+        assert job.hear(W1, "built") == [[0], [1], [1], [1]]
+        job.open("more")
+        for task in (W0, W1):
+            # With slots server 0 holds 270 numbers, server 1 holds 27; then 227, then 287.
+            assert job.hear(task, "placed") == [[1], [1], [0]]
+        job.finish()
+
+
+def disagree():
+    """Each worker places variables otherwise."""
+    strategy = ps.ParameterServerStrategy(ps_strategy=["greedy", "round_robin"][ME])
+    try:
+        with strategy.scope():
+            for size in (10, 1, 1):
+                ps.Variable(np.zeros(size))
+        say("told", "")
+    except ps.errors.VariableMismatch as error:
+        say("told", str(error))
+
+
+def test_processes_that_place_otherwise_are_told(tmp_path):
+    """Whoever comes second to the first variable that differs, with both places."""
+    with Job(disagree, tmp_path, ps=2, workers=2) as job:
+        told = [job.hear(task, "told") for task in (W0, W1)]
+        job.finish()
+    (message,) = filter(None, told)
+    assert all(word in message for word in ("(0,)", "(1,)", str(W0), str(W1), "ps_strategy"))
+
+
+def keep(path, ps_strategy):
+    """Two steps of Adam, saved; or what was saved."""
+    strategy = ps.ParameterServerStrategy(ps_strategy=ps_strategy)
+    checkpoint = ps.Checkpoint(strategy)
+    with strategy.scope():
+        variables = [ps.Variable(np.full(size, 1.0), name=f"v{size}") for size in (90, 3, 2, 4, 7)]
+        optimizer = ps.optimizers.Adam(0.1)
+        optimizer.build(variables)
+    if path:
+        checkpoint.restore(path)
+    else:
+        for _ in range(2):
+            strategy.run(optimizer.apply_gradients, args=([(v.numpy() * 2.0, v) for v in variables],))
+        say("saved", checkpoint.save("run"))
+    say("places", [v.place for v in variables])
+    with strategy.scope():
+        say("values", [v.numpy() for v in [*variables, *optimizer.variables]])
+
+
+def test_a_checkpoint_does_not_know_places(tmp_path):
+    """It comes back bit by bit on any number of servers, placed anyhow, slots and step count included."""
+    root = ServerOptions(checkpoint_root=str(tmp_path / "checkpoints"))
+    places, values = [], []
+    for servers, path, name in [(2, "", "greedy"), (3, "run", "round_robin"), (1, "run", "greedy")]:
+        directory = tmp_path / str(servers)
+        directory.mkdir()
+        with Job(keep, directory, (path, name), ps=servers, server=root) as job:
+            job.finish()
+        places += job.said(W0, "places")
+        values += job.said(W0, "values")
+    # The number of checkpoints, which `Checkpoint` keeps on server 0, is there before the first variable.
+    assert places == [[[1], [0], [0], [0], [0]], [[0], [1], [2], [0], [1]], [[0]] * 5]
+    assert values[0] == values[1] == values[2]
+    assert values[0][0] != [1.0] * 90
+
+
+def fill(ps_strategy):
+    """Creates variables until no server has room for one, and then a small one."""
+    strategy = ps.ParameterServerStrategy(ps_strategy=ps_strategy)
+    with strategy.scope():
+        say("placed", [ps.Variable(np.zeros(size), name=f"v{size}").place for size in (800, 500, 400, 150, 100)])
+        try:
+            ps.Variable(np.zeros(101), name="v101")
+        except ps.errors.MemoryLimit as error:
+            say("refused", str(error))
+        say("small", float(ps.Variable(7.0)))
+
+
+@pytest.mark.parametrize("ps_strategy", STRATEGIES)
+def test_a_full_server_is_passed_over(tmp_path, ps_strategy):
+    """What does not fit on one goes to another, by either strategy; what fits on none is refused, with the limit."""
+    with Job(fill, tmp_path, (ps_strategy,), ps=2, server=ServerOptions(memory_limit="8000")) as job:
+        job.finish()
+    assert job.said(W0, "placed") == [[[0], [1], [1], [0], [1]]]
+    (message,) = job.said(W0, "refused")
+    assert all(word in message for word in ("v101", "808 bytes", "--memory-limit", "/job:ps/task:"))
+    assert job.said(W0, "small") == [7.0]

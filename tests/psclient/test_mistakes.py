@@ -1,0 +1,157 @@
+"""Mistakes in update functions that Python does not tell of: they are refused, or said, at the user's line."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import warnings
+
+import numpy as np
+import pytest
+from strategies import opened, variable
+
+import psclient as ps
+from psclient import mistakes
+from pswire.errors import ProgramError
+
+
+@pytest.fixture(scope="module", params=["default", "mirrored-2", "embedded-1"])
+def strategy(request):
+    with opened(request.param) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with opened("embedded-1") as strategy:
+        yield strategy
+
+
+def line_of(fn):
+    return f"{__file__}:{fn.__code__.co_firstlineno}: "
+
+
+# ---- Functions that do not run ----
+
+
+def generates(v):
+    yield v.assign(v * 2)
+
+
+async def awaits(v):
+    v.assign(v * 2)
+
+
+async def both(v):
+    yield v.assign(v * 2)
+
+
+def expression(v):
+    return (x.assign(x * 2) for x in [v])
+
+
+@pytest.mark.parametrize("fn", [generates, awaits, both, expression])
+@pytest.mark.parametrize("wrapped", [lambda fn: fn, ps.update_function, functools.partial])
+def test_a_function_that_does_not_run_is_refused(strategy, fn, wrapped):
+    """Generators and coroutines: nothing of them has run when they return; on every kind of strategy."""
+    v = variable(strategy, [1.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ProgramError) as caught:
+            strategy.extended.update(v, wrapped(fn))
+    assert str(caught.value).startswith(line_of(fn) + fn.__name__)
+    assert "write a plain function" in str(caught.value)
+    assert v.numpy().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("args", [2.0, np.ones(3), "a"])
+def test_arguments_are_a_tuple(strategy, args):
+    """Of `update` and `update_non_slot`; the error says how to write it."""
+    v = variable(strategy)
+    extended = strategy.extended
+    with pytest.raises(TypeError, match=r"^update takes a tuple of arguments.*write args=\(x,\)"):
+        extended.update(v, lambda v, x: v.assign(x), args)
+    with pytest.raises(TypeError, match=r"^update_non_slot takes a tuple of arguments.*write args=\(x,\)"):
+        extended.update_non_slot(extended.non_slot_devices([v]), lambda x: x, args)
+
+
+# ---- Arrays that a function brings along ----
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda v: np.random.normal(size=v.shape),
+        lambda v: RNG.random(v.shape, "float32"),
+        lambda v: np.random.default_rng().integers(1 << 60),
+        lambda v: [random.random() for _ in range(3)],
+    ],
+)
+def test_noise_is_refused_in_what_is_traced_once(servers, noise):
+    """The first call's would be that of all; a function that is traced at each call may make some."""
+    v = variable(servers, np.ones(3))
+
+    def fn(v):
+        v.assign(v * noise(v))
+
+    servers.extended.update(v, fn)
+    before = v.numpy().tolist()
+    with pytest.raises(ProgramError, match=r"another one in each call.*pass it as an argument") as caught:
+        servers.extended.update(v, ps.update_function(fn))
+    assert str(caught.value).startswith(f"{__file__}:{fn.__code__.co_firstlineno + 1}: fn makes an array (")
+    assert v.numpy().tolist() == before
+
+
+def test_arrays_that_are_the_same_in_each_call_are_taken(servers):
+    """Made in the function, read by closure, of a generator that begins anew: each call has them."""
+    own = np.array([1.0, 2.0, 3.0], "float32")
+
+    @ps.update_function
+    def fn(v):
+        v.assign(own + np.ones(3, "float32") + np.random.default_rng(1).integers(5, size=3) * v)
+
+    v = variable(servers)
+    for _ in range(2):
+        servers.extended.update(v, fn)
+    expected = np.random.default_rng(1).integers(5, size=3) * (own + 1) + own + 1
+    np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6)
+
+
+MASK = np.ones((600, 500), "float32")
+
+
+def test_large_arrays_that_travel_are_told_once(servers, caplog):
+    """By name and size, for each line; small ones, arguments and variables are not."""
+    v = variable(servers, np.ones((600, 500), "float32"))
+    with servers.scope(), servers.extended.colocate_vars_with(v):
+        beside = ps.Variable(MASK, name="beside the large one")
+    row, scale = MASK[0], MASK * 2
+
+    def masked(v):
+        v.assign(v * MASK * scale)
+
+    def small(v, mask, beside):
+        v.assign(v * row * mask * beside)
+
+    caplog.set_level(logging.WARNING, "psclient")
+    for fn in (masked, ps.update_function(masked)) * 2:
+        servers.extended.update(v, fn)
+        servers.extended.update(v, small, (MASK, beside))
+    texts = [record.getMessage() for record in caplog.records if record.name == mistakes.log.name]
+    assert len(texts) == 2
+    for name, text in zip(("MASK", "scale"), texts, strict=True):
+        assert text.startswith(f"{__file__}:{masked.__code__.co_firstlineno + 1}: masked brings {name} along")
+        assert "float32[600,500], 1 MiB" in text
+        assert "make it a variable" in text
+
+
+def test_a_number_beyond_a_dtype_is_another_way(servers):
+    """A trace with a number that fits does not hold for one that does not, and the other way round."""
+    fn = ps.update_function(lambda v, k: v.assign(np.where(v > k, v, 0)))
+    for k, expected in ((3, 7), (300, 0), (6, 7), (-300, 7), (301, 0), (7, 0)):
+        v = variable(servers, np.array([7], "uint8"))
+        servers.extended.update(v, fn, (k,))
+        assert v.numpy().tolist() == [expected], k

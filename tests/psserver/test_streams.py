@@ -1,0 +1,618 @@
+"""Rounds that stream: a variable is updated as soon as all contributions to it are there, and nobody sees half a round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rig import SOON, WORKERS, Job, adding, given, reduce_only, serving, sum_into, together
+from safetensors.numpy import load_file
+from streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
+
+from psserver import executor, interpreter
+from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
+from pswire.program import Input, Node, Program
+from pswire.spec import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
+from pswire.tensor import TensorSpec
+
+A, B, C = WORKERS[:3]
+VECTOR = TensorSpec("float64", (SIZE,))
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    """All plans of this module stream that have more than one variable."""
+    streaming(monkeypatch)
+
+
+@pytest.fixture
+def job(tmp_path: Path):
+    """A job on one core, which works in the caller's thread."""
+    with serving("core", 1, tmp_path) as servers:
+        yield Job(servers)
+
+
+@pytest.fixture
+def two(job):
+    """Two members."""
+    return job.join(A, B)
+
+
+@pytest.fixture
+def three(job, two):
+    """Three variables, all zero."""
+    return [job.variable(two[0], value) for value in zeros(3)]
+
+
+@pytest.fixture
+def plan(job, two, three):
+    """Adds to each variable what is summed for it."""
+    return job.approve(sum_into(*three, returned=False), two[0])
+
+
+def ids(variables):
+    return tuple(variable.id for variable in variables)
+
+
+def wanted(reply, variables):
+    """The wanted variables in an answer, each of which has one number throughout."""
+    tensors = reply.payload.tensors([variable.spec.tensor for variable in variables])
+    assert all((tensor == tensor[0]).all() for tensor in tensors)
+    return [float(tensor[0]) for tensor in tensors]
+
+
+def failure(future):
+    """The error that a future ends with, at once."""
+    assert future.done()
+    error = future.exception()
+    assert isinstance(error, PSError), error
+    return error
+
+
+# ---- In order ----
+
+
+def test_a_variable_is_updated_before_the_rest_has_come(job, two, three, plan):
+    """As soon as everyone's contribution to it is whole; the answer comes at the end."""
+    first = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
+    assert stored(job, *three) == [0, 0, 0]
+    assert first.begun == []
+    second = Sending(two[1], plan, full(10, 20, 30), want=ids(three))
+    assert stored(job, *three) == [0, 0, 0]
+    second.come(LIMIT - 16)
+    assert stored(job, *three) == [0, 0, 0]
+    second.come(16)
+    assert stored(job, *three) == [11, 0, 0]
+    second.come(LIMIT + 16)
+    assert stored(job, *three) == [11, 22, 0]
+    assert [waiting.missing for waiting in job.verbs[0].status().waiting] == [(B,)]
+    assert not first.reply.done()
+    second.come()
+    assert stored(job, *three) == [11, 22, 33]
+    for reply in together(first.reply, second.reply):
+        assert (reply.round, reply.left_out) == (0, ())
+        assert wanted(reply, three) == [11, 22, 33]
+    assert job.verbs[0].status().waiting == ()
+
+
+def test_an_answer_grows_while_contributions_come(job, two, three, plan):
+    """All who want the same share it; it is what they are answered with."""
+    sent = [Sending(worker, plan, full(1, 2, 3), want=ids(three)) for worker in two]
+    answer = sent[0].told()
+    assert sent[1].told() is answer
+    assert (answer.end, answer.size) == (0, 3 * LIMIT)
+    for step in (1, 2, 3):
+        for sending in sent:
+            assert len(arrays(answer)) == step - 1
+            sending.come(LIMIT)
+        assert arrays(answer) == [2, 4, 6][:step]
+    assert [reply.payload is answer for reply in together(*(sending.reply for sending in sent))] == [True, True]
+
+
+def test_answers_are_in_the_order_of_what_is_wanted(job, two, three, plan):
+    """Whatever the order of the updates: what is wanted first is sent first, and what is not wanted not at all."""
+    backwards = Sending(two[0], plan, full(1, 2, 3), want=ids(three[::-1]))
+    middle = Sending(two[1], plan, full(1, 2, 3), want=ids(three[1:2]))
+    seen = []
+    for _ in range(3):
+        for sending in (backwards, middle):
+            sending.come(LIMIT)
+        seen.append((arrays(backwards.told()), arrays(middle.told())))
+    assert seen == [([], []), ([], [4]), ([6, 4, 2], [4])]
+    assert wanted(backwards.reply.result(SOON), three[::-1]) == [6, 4, 2]
+    assert wanted(middle.reply.result(SOON), three[1:2]) == [4]
+
+
+def test_what_the_round_does_not_assign_is_sent_at_once(job, two, three, plan):
+    """It is as it was, and stays so."""
+    other = job.variable(two[0], np.full(SIZE, 7.0))
+    sent = [Sending(worker, plan, full(1, 2, 3), want=(other.id, *ids(three))) for worker in two]
+    assert arrays(sent[0].told()) == [7]
+    for sending in sent:
+        sending.come()
+    assert wanted(sent[0].reply.result(SOON), [other, *three]) == [7, 2, 4, 6]
+
+
+def test_who_wants_nothing_is_answered_at_the_end(job, two, three, plan):
+    """And so is who wants what is not here: with an error of its own."""
+    nothing = Sending(two[0], plan, full(1, 2, 3)).come()
+    missing = Sending(two[1], plan, full(1, 2, 3), want=(77,)).come()
+    assert nothing.reply.result(SOON).payload.size == 0
+    assert isinstance(failure(missing.reply), InvalidRequest)
+    assert missing.begun == []
+    assert stored(job, *three) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_of_two_updates_the_last_is_delivered(job, two, three, same):
+    """Also where the plan names one application twice."""
+    v, w, _ = three
+    first = Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 0)))
+    again = first if same else Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 2)))
+    plan = Plan(
+        tuple(Reduction("sum", VECTOR, (0,), str(n)) for n in range(3)),
+        (),
+        (adding(VECTOR),),
+        (first, Apply(0, (0,), (Ref("variable", w.id), Ref("reduction", 1))), again),
+    )
+    job.approve(plan, two[0])
+    sent = [Sending(worker, plan, full(1, 2, 4), want=ids((v, w))) for worker in two]
+    seen = []
+    for _ in range(3):
+        for sending in sent:
+            sending.come(LIMIT)
+        seen.append((stored(job, v, w), arrays(sent[0].told())))
+    last = 4 if same else 10
+    before = ([2, 0], []), ([2, 4] if not same else [4, 4], [] if not same else [4, 4])
+    assert seen == [*before, ([last, 4], [last, 4])]
+    assert wanted(sent[1].reply.result(SOON), (v, w)) == [last, 4]
+
+
+def test_returned_values_come_after_what_is_wanted(job, two, three):
+    """Reductions and results, of which one may be returned twice; each as soon as it is there."""
+    v, w, _ = three
+    doubling = Program((Input("value", VECTOR),), (Node("add", (0, 0)),), (), (1,))
+    plan = Plan(
+        tuple(Reduction("sum", VECTOR, (0,), str(n)) for n in range(2)),
+        (),
+        (adding(VECTOR), doubling),
+        (
+            Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 0))),
+            Apply(1, (0,), (Ref("reduction", 1),)),
+        ),
+        (Ref("reduction", 0), Ref("result", 0), Ref("reduction", 0)),
+    )
+    job.approve(plan, two[0])
+    sent = [Sending(worker, plan, full(1, 2), want=ids((w, v))) for worker in two]
+    for sending in sent:
+        sending.come(LIMIT)
+    assert arrays(sent[0].told()) == [0, 2]
+    for sending in sent:
+        sending.come(LIMIT)
+    replies = together(*(sending.reply for sending in sent))
+    assert [[float(x[0]) for x in given(reply, plan, 0, (w, v))] for reply in replies] == [[2, 8, 2, 0, 2]] * 2
+
+
+def test_a_reduction_that_no_program_uses_is_given(job, two):
+    """It is made when all of it is there."""
+    plan = job.approve(reduce_only(TensorSpec("float64", (2 * SIZE,)), "mean"), two[0])
+    sent = [Sending(worker, plan, [np.full(2 * SIZE, value)]) for worker, value in zip(two, (1.0, 3.0), strict=True)]
+    sent[0].come()
+    sent[1].come(LIMIT)
+    assert sent[1].told().end == 0
+    sent[1].come()
+    replies = together(*(sending.reply for sending in sent))
+    assert [given(reply, plan)[0].tolist() for reply in replies] == [[2.0] * 2 * SIZE] * 2
+
+
+def test_rounds_that_are_small_wait_for_everything(job, two, three):
+    """They are made at once or not at all, and nobody is told of half an answer."""
+    plan = job.approve(sum_into(three[0], returned=False), two[0])
+    assert plan.streams == frozenset()
+    sent = [Sending(worker, plan, full(1), want=ids(three)) for worker in two]
+    for sending in sent:
+        sending.come(LIMIT - 16)
+    assert stored(job, *three) == [0, 0, 0]
+    for sending in sent:
+        sending.come()
+    assert wanted(sent[0].reply.result(SOON), three) == [2, 0, 0]
+    assert [sending.begun for sending in sent] == [[], []]
+
+
+def test_a_program_that_may_refuse_a_value_waits_for_everything(job, two):
+    """What it refuses must leave nothing behind."""
+    spec = TensorSpec("int64", (SIZE,))
+    v, w = (job.variable(two[0], np.full(SIZE, 2)) for _ in range(2))
+    power = Program((Input("variable", spec), Input("value", spec)), (Node("pow", (0, 1)),), ((0, 2),), ())
+    applies = tuple(Apply(n, (0,), (Ref("variable", v.id), Ref("reduction", n))) for n, v in enumerate((v, w)))
+    plan = Plan(tuple(Reduction("sum", spec, (0,)) for _ in range(2)), (), (adding(spec), power), applies)
+    job.approve(plan, two[0])
+    sent = [Sending(worker, plan, [np.full(SIZE, 3), np.full(SIZE, -1)]).come() for worker in two]
+    assert all("pow" in str(failure(sending.reply)) for sending in sent)
+    assert stored(job, v, w) == [2, 2]
+
+
+def test_asynchronous_rounds_wait_for_everything(job):
+    """They hold up nobody else's while they come."""
+    one, other = job.join(A, B, mode="async")
+    variables = [job.variable(one, value) for value in zeros(2)]
+    plan = job.approve(sum_into(*variables, returned=False), one)
+    assert plan.streams == {0}
+    slow = Sending(one, plan, full(1, 2), want=ids(variables)).come(LIMIT)
+    assert stored(job, *variables) == [0, 0]
+    fast = Sending(other, plan, full(10, 20), want=ids(variables)).come()
+    assert wanted(fast.reply.result(SOON), variables) == [10, 20]
+    slow.come()
+    assert wanted(slow.reply.result(SOON), variables) == [11, 22]
+    assert slow.begun == fast.begun == []
+
+
+def test_a_plan_that_is_approved_late_begins_in_the_middle(job, two, three):
+    """With what is there by then."""
+    plan = sum_into(*three, returned=False)
+    sent = [Sending(worker, plan, full(1, 2, 3), want=ids(three)).come(LIMIT) for worker in two]
+    assert stored(job, *three) == [0, 0, 0]
+    job.approve(plan, two[0])
+    assert stored(job, *three) == [2, 0, 0]
+    for sending in sent:
+        sending.come()
+    assert wanted(sent[0].reply.result(SOON), three) == [2, 4, 6]
+
+
+def test_who_observes_is_answered_and_not_waited_for(job, two, three, plan):
+    """Its answer grows as the others' do."""
+    observer = Sending(two[1], plan, want=ids(three), observes=True)
+    sending = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come(LIMIT)
+    assert arrays(observer.told()) == [1]
+    sending.come()
+    assert wanted(observer.reply.result(SOON), three) == [1, 2, 3]
+
+
+def test_a_weight_of_nothing_is_not_waited_for(job, two, three, plan):
+    """Its payload has no place for it."""
+    first = Sending(two[0], plan, [None, *full(2, 3)], weights=(0.0, 1.0, 1.0))
+    second = Sending(two[1], plan, full(1, 2, 3)).come(LIMIT)
+    assert stored(job, *three) == [1, 0, 0]
+    second.come()
+    first.come(LIMIT)
+    assert stored(job, *three) == [1, 4, 0]
+    first.come()
+    together(first.reply, second.reply)
+    assert stored(job, *three) == [1, 4, 6]
+
+
+# ---- Readers ----
+
+
+def test_nobody_reads_half_a_round(job, two, three, plan):
+    """Neither the variables that it has updated nor those that it will; others are read at once."""
+    other = job.variable(two[0], np.full(SIZE, 7.0))
+    sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
+    reading = [job.verbs[0].pull(two[0].session, [variable.id], -1) for variable in three]
+    assert float(job.value(two[0], other)[0]) == 7
+    assert not any(future.done() for future in reading)
+    for sending in sent:
+        sending.come()
+    values = [future.result(SOON).payload.tensors([VECTOR])[0] for future in reading]
+    assert [float(value[0]) for value in values] == [2, 4, 6]
+
+
+def test_who_asks_again_for_the_last_round_does_not_read_half_of_this_one(job, two, three, plan):
+    """It is answered after it."""
+    last = together(*(Sending(worker, plan, full(1, 2, 3), want=ids(three)).come().reply for worker in two))
+    two[1].round += 1
+    early = Sending(two[1], plan, full(1, 2, 3)).come()
+    asking = two[0].push(plan, full(1, 2, 3), want=ids(three))
+    assert wanted(asking.result(SOON), three) == [2, 4, 6]
+    two[0].round += 1
+    now = Sending(two[0], plan, full(1, 2, 3)).come(LIMIT)
+    two[1].round -= 1
+    asking = two[1].push(plan, full(1, 2, 3), want=ids(three))
+    assert not asking.done()
+    now.come()
+    together(now.reply, early.reply)
+    assert wanted(asking.result(SOON), three) == [4, 8, 12]
+    assert wanted(last[0], three) == [2, 4, 6]
+
+
+def test_a_snapshot_is_of_the_whole_round(job, two, three):
+    """It is written when the round is over, and has all of its updates."""
+    adds = sum_into(*three, returned=False)
+    plan = Plan(adds.reductions, (), adds.programs, adds.applies, (), SnapshotOrder("here", (0,)))
+    job.approve(plan, two[0])
+    sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
+    shard = job.verbs[0].snapshot(job.token, plan.id, "")
+    assert not shard.done()
+    for sending in sent:
+        sending.come()
+    written = shard.result(SOON)
+    values = load_file(job.servers.root / "here" / written.file)
+    assert [float(values[v.spec.name][0]) for v in three] == [2, 4, 6]
+
+
+# ---- Members that are lost ----
+
+
+def test_what_a_member_has_not_sent_whole_is_left_out(job, two):
+    """Of that alone, and the answer names it; a mean is over those whose contributions are in it."""
+    (third,) = job.join(C)
+    one, other = two
+    for worker in two:
+        worker.epoch = job.epoch.number
+    variables = [job.variable(one, value) for value in zeros(3)]
+    plan = job.approve(sum_into(*variables, op="mean", returned=False), one)
+    sent = [
+        Sending(worker, plan, full(*values), weights=(weight,) * 3, want=ids(variables)).come(nbytes)
+        for worker, values, weight, nbytes in [
+            (one, (1, 1, 1), 1.0, LIMIT),
+            (other, (30, 30, 30), 3.0, 2 * LIMIT - 16),
+            (third, (8, 8, 8), 1.0, 3 * LIMIT),
+        ]
+    ]
+    assert stored(job, *variables) == [39 / 5, 0, 0]
+    job.close([one.member, third.member])
+    assert isinstance(failure(sent[1].reply), Fenced)
+    assert stored(job, *variables) == [39 / 5, 0, 0]
+    sent[0].come()
+    assert stored(job, *variables) == [39 / 5, 9 / 2, 9 / 2]
+    for reply in together(sent[0].reply, sent[2].reply):
+        assert reply.left_out == (B,)
+        assert reply.epoch.number == job.epoch.number
+        assert wanted(reply, variables) == [39 / 5, 9 / 2, 9 / 2]
+
+
+def test_what_a_lost_member_has_sent_whole_counts(job, two, three, plan):
+    """It is in the round, and nobody is left out."""
+    gone = Sending(two[1], plan, full(10, 20, 30)).come()
+    sending = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come(LIMIT)
+    job.close([two[0].member])
+    assert isinstance(failure(gone.reply), Fenced)
+    sending.come()
+    reply = sending.reply.result(SOON)
+    assert (reply.left_out, wanted(reply, three)) == ((), [11, 22, 33])
+
+
+def test_who_is_lost_before_the_round_begins_has_no_part_in_it(job, two, three, plan):
+    """However much of it has come: nothing was done with it."""
+    Sending(two[1], plan, full(10, 20, 30)).come(2 * LIMIT)
+    job.close([two[0].member])
+    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(SOON)
+    assert (reply.left_out, wanted(reply, three)) == ((B,), [1, 2, 3])
+
+
+def test_operands_of_a_lost_member_are_not_waited_for(job, two):
+    """Where it has not sent them whole nothing of it counts."""
+    variables, plan = steps(job, two)
+    gone = Sending(two[1], plan, full(1, 2), operands=full(5), want=ids(variables)).come(16)
+    sending = Sending(two[0], plan, full(1, 2), operands=full(5), want=ids(variables)).come()
+    job.close([two[0].member])
+    assert isinstance(failure(gone.reply), Fenced)
+    reply = sending.reply.result(SOON)
+    assert (reply.left_out, wanted(reply, variables)) == ((B,), [5, 10])
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("sent", [0, LIMIT, 2 * LIMIT])
+def test_when_all_are_lost_nothing_more_is_made(job, two, three, op, sent):
+    """What nobody sent whole changes no variable; the job goes on with new members."""
+    plan = job.approve(sum_into(*three, op=op, returned=False), two[0])
+    for worker in two:
+        Sending(worker, plan, full(2, 4, 6), weights=(1.0,) * 3).come(sent)
+    job.close([])
+    scale = 2 if op == "sum" else 1
+    made = [2 * scale, 4 * scale, 6 * scale][: sent // LIMIT] + [0] * (3 - sent // LIMIT)
+    assert stored(job, *three) == made
+    (new,) = job.join(C)
+    new.round = 1
+    assert [float(job.value(new, variable)[0]) for variable in three] == made
+    reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(SOON)
+    assert (reply.left_out, wanted(reply, three)) == ((), [value + 1 for value in made])
+
+
+# ---- What goes wrong ----
+
+
+def steps(job, members):
+    """Two variables, and a plan that subtracts from each a sum times the same operand."""
+    variables = [job.variable(members[0], value) for value in zeros(2)]
+    scaling = Program(
+        (Input("variable", VECTOR), Input("value", VECTOR), Input("operand", VECTOR)),
+        (Node("multiply", (1, 2)), Node("add", (0, 3))),
+        ((0, 4),),
+        (),
+    )
+    plan = Plan(
+        tuple(Reduction("sum", VECTOR, (0,), v.spec.name) for v in variables),
+        (Operand(VECTOR, (0,)),),
+        (scaling,),
+        tuple(
+            Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", n), Ref("operand", 0)))
+            for n, v in enumerate(variables)
+        ),
+    )
+    return variables, job.approve(plan, members[0])
+
+
+def test_operands_that_differ_change_nothing(job, two):
+    """They come first, so that the divergence is found, and told, before anything is written."""
+    variables, plan = steps(job, two)
+    whole = Sending(two[0], plan, full(1, 2), operands=full(5)).come()
+    sending = Sending(two[1], plan, full(1, 2), operands=full(6)).come(LIMIT)
+    for one in (whole, sending):
+        assert isinstance(failure(one.reply), Diverged)
+    assert stored(job, *variables) == [0, 0]
+    sending.come()
+    assert stored(job, *variables) == [0, 0]
+
+
+def test_operands_are_waited_for(job, two):
+    """Of everyone, however much else is there."""
+    variables, plan = steps(job, two)
+    whole = Sending(two[0], plan, full(1, 2), operands=full(5)).come()
+    sending = Sending(two[1], plan, full(1, 2), operands=full(5)).come(LIMIT - 16)
+    assert stored(job, *variables) == [0, 0]
+    sending.come(16 + LIMIT)
+    assert stored(job, *variables) == [10, 0]
+    sending.come()
+    together(whole.reply, sending.reply)
+    assert stored(job, *variables) == [10, 20]
+
+
+def test_a_variable_without_a_value_is_found_before_anything_is_written(job, two, three):
+    """Its creator was lost before it gave one."""
+    spec = VariableSpec("late", VECTOR)
+    named = job.verbs[0].create(two[0].session, 3, -1, spec, (0,), None)
+    late = Apply(0, (0,), (Ref("variable", named.id), Ref("reduction", 1)))
+    first = Apply(0, (0,), (Ref("variable", three[0].id), Ref("reduction", 0)))
+    plan = Plan((Reduction("sum", VECTOR, (0,)),) * 2, (), (adding(VECTOR),), (first, late))
+    job.approve(plan, two[0])
+    sent = [Sending(worker, plan, full(1, 2)).come() for worker in two]
+    for sending in sent:
+        error = failure(sending.reply)
+        assert not isinstance(error, ServerLost)
+        assert "late" in str(error)
+    assert stored(job, three[0]) == [0]
+
+
+def short(monkeypatch, after):
+    """Lets the memory end at a program after so many others."""
+    run, made = interpreter.run, []
+
+    def counted(*args):
+        made.append(1)
+        if len(made) > after:
+            raise MemoryError("no more")
+        return run(*args)
+
+    monkeypatch.setattr(interpreter, "run", counted)
+
+
+def test_memory_that_ends_halfway_ends_the_job(job, two, three, plan, monkeypatch):
+    """Everyone is told that the server is lost, and nobody reads, or goes on with, half of a round."""
+    other = job.open(C).session
+    short(monkeypatch, after=1)
+    sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
+    reading = job.verbs[0].pull(other, [three[0].id], -1)
+    for sending in sent:
+        sending.come(LIMIT)
+    for sending in sent:
+        error = failure(sending.reply)
+        assert isinstance(error, ServerLost)
+        assert all(word in str(error) for word in ("round 0", "no more", "checkpoint"))
+        sending.come()
+    assert isinstance(failure(reading), ServerLost)
+    server = job.verbs[0]
+    for call in (
+        lambda: server.pull(other, [three[0].id], -1).result(SOON),
+        lambda: two[0].push(plan, full(1, 2, 3)).result(SOON),
+        lambda: server.beat(two[0].session, -1, b""),
+        lambda: job.close([]),
+    ):
+        with pytest.raises(ServerLost):
+            call()
+
+
+def test_a_job_that_is_begun_anew_after_half_a_round_works(job, two, three, plan, monkeypatch):
+    """It has nothing of the last one."""
+    with monkeypatch.context() as patch:
+        short(patch, after=1)
+        sent = [Sending(worker, plan, full(1, 2, 3)).come() for worker in two]
+    assert all(isinstance(failure(sending.reply), ServerLost) for sending in sent)
+    again(job)
+
+
+def again(job):
+    """Begins the job anew, and makes a round of it."""
+    job.begin()
+    (new,) = job.join(C)
+    variables = [job.variable(new, value) for value in zeros(3)]
+    plan = job.approve(sum_into(*variables, returned=False), new)
+    sending = Sending(new, plan, full(1, 2, 3), want=ids(variables)).come(LIMIT)
+    assert arrays(sending.told()) == [1]
+    assert wanted(sending.come().reply.result(SOON), variables) == [1, 2, 3]
+
+
+def test_a_job_that_begins_anew_throws_a_stream_away(job, two, three, plan):
+    """Who was in it is told, and what still comes changes nothing."""
+    sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
+    old = job.servers.cores[0]._store.value(three[1].id)
+    job.begin()
+    for sending in sent:
+        assert isinstance(failure(sending.reply), ServerLost)
+        sending.come()
+    assert not old.any()
+    again(job)
+
+
+def test_a_server_that_ends_tells_everyone(job, two, three, plan):
+    """In the middle of a round; what comes later is served by nobody."""
+    sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
+    job.servers.cores[0].close()
+    for sending in sent:
+        assert isinstance(failure(sending.reply), ServerLost)
+        sending.come()
+
+
+def test_who_is_refused_hears_nothing_of_the_answer(job, two, three, plan):
+    """A stranger that names the round that runs gets an error alone."""
+    (third,) = job.join(C)
+    third.epoch = two[0].epoch
+    sent = [Sending(worker, plan, full(1, 2, 3), want=ids(three)).come(LIMIT) for worker in two]
+    stranger = Sending(third, plan, full(1, 2, 3), want=ids(three))
+    assert isinstance(failure(stranger.reply), Fenced)
+    assert stranger.begun == []
+    for sending in sent:
+        sending.come()
+    assert wanted(sent[0].reply.result(SOON), three) == [2, 4, 6]
+
+
+# ---- What is sent again ----
+
+
+def test_a_push_is_taken_up_where_it_was_cut(job, two, three, plan):
+    """What is there already changes nothing; both attempts are answered, with one answer."""
+    whole = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
+    cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT + 32)
+    assert stored(job, *three) == [11, 0, 0]
+    sending = Sending(two[1], plan, full(10, 20, 30), want=ids(three))
+    assert sending.told() is cut.told()
+    sending.come(2 * LIMIT, step=48)
+    assert stored(job, *three) == [11, 22, 0]
+    sending.come()
+    for reply in together(whole.reply, cut.reply, sending.reply):
+        assert wanted(reply, three) == [11, 22, 33]
+    assert stored(job, *three) == [11, 22, 33]
+
+
+def test_a_push_sent_again_after_the_end_is_answered(job, two, three, plan):
+    """From the record, before its first byte, and counts no second time."""
+    together(*(Sending(worker, plan, full(1, 2, 3)).come().reply for worker in two))
+    late = Sending(two[1], plan, full(1, 2, 3), want=ids(three))
+    assert wanted(late.reply.result(SOON), three) == [2, 4, 6]
+    assert late.begun == []
+    late.come()
+    assert stored(job, *three) == [2, 4, 6]
+
+
+def test_the_same_payload_may_be_pushed_again(job, two, three, plan):
+    """Where there is no network between, a resend is the same object: it takes nothing from itself."""
+    cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT)
+    said = two[1].member.session
+    contribution = next(
+        part.said for part in job.servers.cores[0]._rounds.strands[None].open[0].parts.values() if part.said.session == said
+    )
+    resent = job.verbs[0].push(contribution, cut.payload)
+    cut.come()
+    whole = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
+    for reply in together(resent, cut.reply, whole.reply):
+        assert wanted(reply, three) == [11, 22, 33]
+
+
+@pytest.mark.parametrize("resent", [full(10), full(10, 20, 30, 40)])
+def test_a_resend_of_another_size_is_refused(job, two, three, plan, resent):
+    """It can be no second attempt, and what is there stays as it was."""
+    cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT)
+    weights = (1.0,) * 3
+    other = Sending.__new__(Sending)
+    del other, weights, resent, cut
