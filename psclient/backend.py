@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from psclient import data
 from psclient.arrays import Device
@@ -13,6 +13,10 @@ from psclient.reduction import LocalValue
 from psclient.variables import Variable, VariableAggregation
 from pswire.spec import VariableSpec
 from pswire.tensor import Array
+
+if TYPE_CHECKING:
+    from psclient.scalars import Number
+    from psclient.section import Kept
 
 Place = tuple[int, ...]
 """Parameter devices, by number."""
@@ -120,6 +124,29 @@ class Backend(Protocol):
         self, strategy: Any, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
         """Runs an update function beside the variables of a place; returns its result for each copy of them."""
+        ...
+
+    def complete(self, numbers: list[Number]) -> Kept | None:
+        """Ends the recording of what the calling thread has begun.
+
+        Args:
+            numbers: of which the update functions took all their numbers.
+
+        Returns:
+            What was recorded, where it can be repeated.
+        """
+        ...
+
+    def repeat(self, kept: Kept, numbers: list[Number]) -> bool:
+        """Does behind the reductions that the calling thread has begun with what was done behind the same ones before.
+
+        Args:
+            kept: what was done.
+            numbers: in place of those of then.
+
+        Returns:
+            False if it is not known that this would be the same: then nothing is done.
+        """
         ...
 
     def section(self, call: Callable[[], Any]) -> Any:

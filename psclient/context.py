@@ -10,9 +10,9 @@ Each thread has its own stack of contexts; the innermost counts.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -181,10 +181,11 @@ class _Stack(threading.local):
     default = _Context("default", None)
 
     def __init__(self) -> None:
-        self.contexts: list[_Context] = []
+        self.entries: list[_Entry] = []
 
 
 _stack = _Stack()
+_INSIDE = nullcontext()
 
 
 def install_default(strategy: Any) -> None:
@@ -203,26 +204,49 @@ def is_default(strategy: Any) -> bool:
     return strategy is _Stack.default.strategy
 
 
-def enter_default_replica() -> contextlib.AbstractContextManager[None]:
+def enter_default_replica() -> AbstractContextManager[None]:
     """A context manager: the calling thread runs the function of the default strategy's one replica."""
-    return _entered(replace(_Stack.default, kind="replica"))
+    return _Entry(replace(_Stack.default, kind="replica"))
 
 
 def _current() -> _Context:
-    return _stack.contexts[-1] if _stack.contexts else _Stack.default
+    entries = _stack.entries
+    return entries[-1].context if entries else _Stack.default
 
 
-@contextlib.contextmanager
-def _entered(context: _Context) -> Iterator[None]:
-    contexts = _stack.contexts
-    contexts.append(context)
-    try:
-        yield
-    finally:
-        innermost = contexts[-1] is context
-        contexts.remove(context)
+class _Entry:
+    """A context manager: a context of the calling thread, while it is in it. A class, since each step enters many."""
+
+    __slots__ = ("_stack", "context")
+
+    def __init__(self, context: _Context) -> None:
+        self.context = context
+
+    def __enter__(self) -> None:
+        self._stack = _stack.entries
+        self._stack.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        innermost = self._stack[-1] is self
+        self._stack.remove(self)
         if not innermost:
-            raise RuntimeError(f"a {context.kind} context is left before one that was entered in it")
+            raise RuntimeError(f"a {self.context.kind} context is left before one that was entered in it")
+
+
+class _ScopeEntry(_Entry):
+    """As `_Entry`, of a strategy's scope: which context that is shows when it is entered."""
+
+    __slots__ = ("_strategy",)
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> None:
+        current = _current()
+        _check_same(self._strategy, current)
+        again = current.strategy is self._strategy
+        self.context = current if again else _Context("cross-replica", self._strategy)
+        super().__enter__()
 
 
 def get_strategy() -> Any:
@@ -258,38 +282,41 @@ def in_merge_call() -> bool:
     return _current().merging
 
 
-@contextlib.contextmanager
-def enter_strategy_scope(strategy: Any) -> Iterator[None]:
-    """Makes a strategy current. Within its own scopes and replicas nothing changes.
+def enter_strategy_scope(strategy: Any) -> AbstractContextManager[None]:
+    """A context manager: makes a strategy current. Within its own scopes and replicas nothing changes.
 
     Raises:
-        RuntimeError: another strategy is current.
+        RuntimeError: on entering, another strategy is current.
     """
-    current = _current()
-    _check_same(strategy, current)
-    again = current.strategy is strategy
-    with _entered(replace(current) if again else _Context("cross-replica", strategy)):
-        yield
+    return _ScopeEntry(strategy)
 
 
-def enter_replica(context: ReplicaContext) -> contextlib.AbstractContextManager[None]:
+def within(strategy: Any) -> AbstractContextManager[object]:
+    """A context manager: the strategy's scope, for the calling thread; nothing where that is in it already."""
+    if has_strategy() and _current().strategy is strategy:
+        return _INSIDE
+    scope: AbstractContextManager[object] = strategy.scope()
+    return scope
+
+
+def enter_replica(context: ReplicaContext) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs a replica's function."""
-    return _entered(_Context("replica", context.strategy, context))
+    return _Entry(_Context("replica", context.strategy, context))
 
 
-def enter_cross_replica(strategy: Any) -> contextlib.AbstractContextManager[None]:
+def enter_cross_replica(strategy: Any) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs what `merge_call` was given."""
-    return _entered(_Context("cross-replica", strategy, merging=True))
+    return _Entry(_Context("cross-replica", strategy, merging=True))
 
 
-def enter_update(strategy: Any, lift: Lift | None = None) -> contextlib.AbstractContextManager[None]:
+def enter_update(strategy: Any, lift: Lift | None = None) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs an update function; `lift` makes tracers for it."""
-    return _entered(_Context("update", strategy, lift=lift))
+    return _Entry(_Context("update", strategy, lift=lift))
 
 
-def enter_update_copy(strategy: Any, copy: int, device: Device) -> contextlib.AbstractContextManager[None]:
+def enter_update_copy(strategy: Any, copy: int, device: Device) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs an update function on one copy of the variables, on its device."""
-    return _entered(_Context("update", strategy, copy=copy, device=device))
+    return _Entry(_Context("update", strategy, copy=copy, device=device))
 
 
 def in_update() -> bool:

@@ -288,8 +288,8 @@ class Exchange:
         for server, reply in replies.items():
             given = plan.given(server)
             wanted = [self._variables[id].spec.tensor for id in want[server]]
-            tensors = reply.payload.tensors(wanted + [spec for _, spec in given])
-            fresh |= zip(want[server], map(_frozen, tensors), strict=False)
+            tensors = [_frozen(array) for array in reply.payload.tensors(wanted + [spec for _, spec in given])]
+            fresh |= zip(want[server], tensors, strict=False)
             values |= zip([ref for ref, _ in given], tensors[len(wanted) :], strict=True)
             for task in reply.left_out:
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)
@@ -298,7 +298,9 @@ class Exchange:
         written = {id for server in plan.servers for id in plan.writes(server)}
         with self._lock:
             self._read -= written
-            self._cache = {id: value for id, value in self._cache.items() if id not in written} | fresh
+            for id in written:
+                self._cache.pop(id, None)
+            self._cache |= fresh
             self._brought = set(fresh)
         epochs = [reply.epoch for reply in replies.values()]
         newest = max(epochs, key=lambda epoch: epoch.number, default=None)
@@ -348,6 +350,6 @@ class Exchange:
 
 
 def _frozen(array: Array) -> Array:
-    """The array, read-only: it is shared by all who read the variable."""
+    """The array, read-only: it is shared by all who read it."""
     array.flags.writeable = False
     return array

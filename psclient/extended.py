@@ -384,7 +384,7 @@ class StrategyExtended:
 
     @contextlib.contextmanager
     def _cross_replica(self, what: str) -> Iterator[None]:
-        with self._strategy.scope():
+        with context.within(self._strategy):
             context.require_cross_replica(self._strategy, what)
             self._backend.check_open()
             yield

@@ -11,6 +11,7 @@ import os
 import selectors
 import socket
 import threading
+from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 from pswire.errors import InvalidRequest, PSError
 from pswire.lanes import LANES, LaneName
-from pswire.lanes.rings import Mirror, Ring, Segment
+from pswire.lanes.rings import CLIENT_BYTES, Mirror, Ring, Segment
 from pswire.lanes.sockets import Channel, Kind, Link, Message
 from pswire.payload import Assembly, Payload
 from pswire.pb import parameter_server_pb2 as pb
@@ -100,17 +101,18 @@ class Lane:
         self._lock = threading.Lock()  # guards the calls, and that it is lost once
         self._why: str | None = None
         self._mirror: Mirror | None = None
+        self._freed: deque[int] = deque()
         try:
             self._sock = _connect(name, offer, silence)
             self._link = Link(self._sock)
             self._link.trust()
             self._bell, self._rope = socket.socketpair()
             self._rope.setblocking(False)
-            self._channel = Channel(self._link, self._share() if name == "shm" else None, self._ring_bell)
+            self._channel = Channel(self._link, self._share() if name == "shm" else None, True, self._ring_bell)
             self._welcome = threading.Event()
             hello = pb.LaneHello(session=offer.session, token=offer.token)
             self._channel.tell(Kind.HELLO, header=hello.SerializeToString())
-        except OSError as error:
+        except (OSError, InvalidRequest) as error:
             raise LaneLost(_why(name, offer, error)) from None
         threading.Thread(target=self._run, name=f"lane {name}", daemon=True).start()
         if not self._welcome.wait(CONNECT_SECONDS) or self._why is not None:
@@ -118,16 +120,27 @@ class Lane:
             raise LaneLost(self._why)
 
     def _share(self) -> Ring:
-        """Hands memory to the server, with the first byte."""
-        segment, file = Segment.make()
+        """Hands memory to the server, with the first byte; gets the server's with its first."""
+        segment, file = Segment.make(CLIENT_BYTES)
+        files: list[int] = [file]
         try:
-            self._sock.setblocking(True)
+            self._sock.settimeout(CONNECT_SECONDS)
             socket.send_fds(self._sock, [b"\0"], [file])
-            self._sock.setblocking(False)
+            _, taken, _, _ = socket.recv_fds(self._sock, 1, 1)
+            files += taken
+            if len(taken) != 1:
+                raise OSError("the server hands over no memory")
+            self._mirror = Mirror(Segment.take(taken[0]).memory, self._let_go)
         finally:
-            os.close(file)
-        self._mirror = Mirror(segment.half(1), lambda place: self._channel.let_go([place]))
-        return Ring(segment.half(0))
+            self._sock.setblocking(False)
+            for each in files:
+                os.close(each)
+        return Ring(segment.memory)
+
+    def _let_go(self, place: int) -> None:
+        """Data are needed no more; told by any thread, at any time."""
+        self._freed.append(place)
+        self._ring_bell()
 
     def push(self, header: bytes, payload: Payload) -> Future[Answered]:
         """Sends a contribution; the future gives the answer's header and payload, or raises `LaneLost`."""
@@ -185,6 +198,7 @@ class Lane:
         for key, events in selector.select():
             if key.fileobj is self._bell:
                 self._bell.recv(4096)
+                self._channel.let_go([self._freed.popleft() for _ in range(len(self._freed))])
                 selector.modify(self._sock, selectors.EVENT_READ | selectors.EVENT_WRITE)
             elif events & selectors.EVENT_WRITE and not self._channel.flush():
                 selector.modify(self._sock, selectors.EVENT_READ)
@@ -235,7 +249,7 @@ class Lane:
             return message.data
         if self._mirror is None:
             raise InvalidRequest("data without memory")
-        return self._mirror.copy(message.place, message.size)
+        return self._mirror.read(message.place, message.size)
 
 
 def _connect(name: LaneName, offer: Offer, silence: float) -> socket.socket:
@@ -256,10 +270,11 @@ def _connect(name: LaneName, offer: Offer, silence: float) -> socket.socket:
     return sock
 
 
-def _why(name: LaneName, offer: Offer, error: OSError) -> str:
+def _why(name: LaneName, offer: Offer, error: Exception) -> str:
+    said = getattr(error, "strerror", None) or error
     if name == "shm":
-        return f"{offer.path} cannot be opened ({error.strerror or error}): server and client share no {SHARED}"
-    return f"{offer.host}:{offer.port} cannot be reached ({error.strerror or error})"
+        return f"{offer.path} cannot be used ({said}); do server and client share {SHARED}?"
+    return f"{offer.host}:{offer.port} cannot be reached ({said})"
 
 
 class Lanes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from psclient import context, nest, values
 from psclient.arrays import Device, device_scope
@@ -16,6 +16,10 @@ from psclient.variables import Variable, VariableAggregation, VariableSynchroniz
 from pswire.cluster import Task
 from pswire.spec import Position, VariableSpec
 from pswire.tensor import Array
+
+if TYPE_CHECKING:
+    from psclient.scalars import Number
+    from psclient.section import Kept
 
 LOCALHOST = Task("localhost", 0)
 """The task of a process that is in no cluster."""
@@ -106,6 +110,13 @@ class LocalBackend:
     ) -> list[Any]:
         """Calls the function for each copy, with the copies that are there."""
         return apply_to_copies(strategy, [(index, self.group.devices[index]) for index in place], fn, args, kwargs)
+
+    def complete(self, numbers: list[Number]) -> None:
+        """Nothing: each update runs at once."""
+
+    def repeat(self, kept: Kept, numbers: list[Number]) -> bool:
+        """False: nothing is recorded that could be."""
+        return False
 
     def section(self, call: Callable[[], Any]) -> Any:
         """Runs it; what it reduced was its round."""

@@ -143,7 +143,21 @@ def map_structure(fn: Callable[..., Any], *structures: Nest, is_leaf: Callable[[
     Raises:
         ValueError: the structures differ; the message names the path where they do.
     """
+    if len(structures) == 1:
+        return _map_one(fn, structures[0], is_leaf)
     return _map(fn, structures, "", is_leaf)
+
+
+def _map_one(fn: Callable[..., Any], value: Nest, is_leaf: Callable[[Any], bool] | None) -> Nest:
+    """As `_map` of one structure, which differs from none: arguments are taken apart for each replica and round."""
+    opener = _opener(type(value))
+    if opener is None or (is_leaf is not None and is_leaf(value)):
+        return fn(value)
+    if opener is _open_sequence:
+        mapped = [_map_one(fn, child, is_leaf) for child in value]
+        return mapped if type(value) is list else type(value)(mapped)
+    node = opener(value)
+    return node.build([_map_one(fn, child, is_leaf) for child in node.children])
 
 
 def _map(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -79,15 +80,19 @@ def combine(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axis: in
     """
     axis = None if axis is None else _checked_axis(axis)
     taken = [_checked_value(value, axis) for value in values]
-    sum_dtype, dtype = _sum_dtypes(op, np.result_type(*(array.dtype for array in taken)), axis)
+    common = taken[0].dtype if len(taken) == 1 else np.result_type(*(array.dtype for array in taken))
+    sum_dtype, dtype = _sum_dtypes(op, common, axis is not None)
     weight = 0.0
     total: Any = None
     for replica, value in enumerate(taken):
-        with device_scope(device_of(value)):
-            if axis is not None:
+        if axis is not None:
+            with device_scope(device_of(value)):
                 count, value = float(value.shape[axis]), value.sum(axis=axis, dtype=sum_dtype)
-            else:
-                count, value = float(replica not in empty), value.astype(sum_dtype, copy=False)
+        else:
+            count = float(replica not in empty)
+            if value.dtype != sum_dtype:
+                with device_scope(device_of(value)):
+                    value = value.astype(sum_dtype)
         if total is None:
             total = value
         elif total.shape != value.shape:
@@ -98,7 +103,7 @@ def combine(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axis: in
         elif count:
             total = value if not weight else add(total, value)
         weight += count
-    return LocalValue(op, weight, TensorSpec(dtype.name, tuple(total.shape)).check(), total)
+    return LocalValue(op, weight, _spec(dtype, tuple(total.shape)), total)
 
 
 def _checked_axis(axis: Any) -> int:
@@ -120,7 +125,16 @@ def _checked_value(value: Any, axis: int | None) -> AnyArray:
     return array
 
 
-def _sum_dtypes(op: ReduceOp, dtype: np.dtype[Any], axis: int | None) -> tuple[np.dtype[Any], np.dtype[Any]]:
+# A step reduces values of the same few dtypes and shapes as the one before it.
+
+
+@lru_cache(maxsize=1024)
+def _spec(dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(dtype.name, shape).check()
+
+
+@lru_cache(maxsize=1024)
+def _sum_dtypes(op: ReduceOp, dtype: np.dtype[Any], over_axis: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
     """In which dtype this process adds up, and in which its sum travels.
 
     Half precision cannot count a batch: there means are float32, and sums over an axis are rounded once.
@@ -134,4 +148,4 @@ def _sum_dtypes(op: ReduceOp, dtype: np.dtype[Any], axis: int | None) -> tuple[n
     single = np.dtype(np.float32)
     if op == "mean":
         return single, single
-    return (dtype if axis is None else single), dtype
+    return (single if over_axis else dtype), dtype

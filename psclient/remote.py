@@ -14,7 +14,8 @@ from psclient.exchange import Exchange
 from psclient.group import Group
 from psclient.placement import Placement
 from psclient.reduction import LocalValue
-from psclient.section import Section
+from psclient.scalars import Number
+from psclient.section import Kept, Section
 from psclient.stored import ServerVariable, SyncOnReadVariable
 from psclient.variables import Variable, VariableAggregation
 from pswire.errors import LocalityError
@@ -130,6 +131,15 @@ class RemoteBackend:
             raise
         self.flush(returned=result)
         return result
+
+    def complete(self, numbers: list[Number]) -> Kept | None:
+        """Ends the recording of the calling thread's section, which is to be repeated; see `Section.complete`."""
+        section = self._mine()
+        return None if section is None else section.complete(numbers)
+
+    def repeat(self, kept: Kept, numbers: list[Number]) -> bool:
+        """Records in the calling thread's section what another one recorded; see `Section.repeat`."""
+        return self.section_here.repeat(kept, numbers)
 
     @property
     def section_here(self) -> Section:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -21,14 +21,15 @@ from psclient.exchange import Outgoing
 from psclient.readable import Readable
 from psclient.recording import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient.reduction import LocalValue
+from psclient.scalars import Number
 from psclient.stored import ServerVariable, SyncOnReadVariable
 from psclient.tracer import Tracer
-from psclient.traces import Call, Given, UpdateFunction
+from psclient.traces import Call, Given, Trace, UpdateFunction
 from psclient.values import DistributedValues, Mirrored, PerReplica
 from psclient.variables import Variable
 from pswire.errors import LocalityError
 from pswire.program import Program
-from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, SnapshotOrder
+from pswire.spec import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
 from pswire.tensor import Array, TensorSpec, portable, spec_of
 
 
@@ -59,13 +60,31 @@ class Located(Readable):
         return f"Located({self.spec}, {self.section.state(self.ref)})"
 
 
-@dataclass
-class _Reduction:
-    op: ReduceOp
-    spec: TensorSpec
-    servers: set[int]
-    floating: bool
-    target: str
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What one section recorded, for others that differ by their contributions, and by numbers.
+
+    Attributes:
+        plan: as it travels.
+        written: ids of the variables that it assigns.
+        traces: of its update functions, each with whether there were numbers among its arguments.
+        sources: for each operand of the plan, of which trace it is which input.
+    """
+
+    plan: Plan
+    written: frozenset[int]
+    traces: Mapping[Trace, bool]
+    sources: tuple[tuple[Trace, int], ...]
+
+    def operands(self, numbers: list[Number]) -> tuple[Array, ...] | None:
+        """The operands with other numbers; None where a function would do something else."""
+        found: dict[Trace, list[Array | None]] = {}
+        for one, takes in self.traces.items():
+            arrays = one.operands(numbers if takes else [])
+            if arrays is None:
+                return None
+            found[one] = arrays
+        return tuple(cast(Array, found[one][place]) for one, place in self.sources)
 
 
 class Section:
@@ -79,7 +98,8 @@ class Section:
     def __init__(self, servers: int, flush: Callable[[Section], object]) -> None:
         self._servers = servers
         self._flush = flush
-        self._reductions: list[_Reduction] = []
+        self._reductions: list[Reduction] = []
+        self._floating: set[int] = set()  # reductions that get their place where they are used
         self._local: list[LocalValue] = []
         self._operands: list[tuple[Array, tuple[int, ...]]] = []
         self._programs: dict[Program, int] = {}
@@ -91,6 +111,9 @@ class Section:
         self._returned: set[Ref] = set()
         self._snapshot: SnapshotOrder | None = None
         self._written: set[int] = set()
+        self._calls: list[Call] | None = []  # None once what is recorded depends on more than these.
+        self._sources: list[tuple[Trace, int]] = []
+        self._whole: Plan | None = None
         self._values: dict[Ref, Array] | None = None
         self._thread = threading.current_thread()
 
@@ -131,10 +154,12 @@ class Section:
             servers: where the value shall be; None where it only has to come back here.
             target: what it is for, in words.
         """
-        self._reductions.append(_Reduction(local.op, local.spec, set(servers or ()), servers is None, target))
+        self._check_more()
+        located = Located(self, Ref("reduction", len(self._reductions)), local.spec)
+        self._reductions.append(Reduction(local.op, local.spec, tuple(sorted(set(servers or ()))), target))
         self._local.append(local)
-        located = Located(self, Ref("reduction", len(self._reductions) - 1), local.spec)
         if servers is None:
+            self._floating.add(located.ref.index)
             self.give_back(located)
         return located
 
@@ -160,12 +185,16 @@ class Section:
             ValueError: an argument is a per-replica value, or a variable of another strategy.
             RuntimeError: the function ends the section.
         """
+        self._check_more()
         strategy = context.get_strategy()
         inputs = _Inputs(self, servers, strategy)
         if isinstance(fn, UpdateFunction):
             call = fn.call(strategy, args, kwargs, inputs.give)
             traced, refs = call.traced, self._refs_of_call(call, servers)
+            if self._calls is not None:
+                self._calls.append(call)
         else:
+            self._calls = None
             with context.enter_update(strategy, inputs.lift):
                 own = nest.map_structure(inputs.argument, (tuple(args), dict(kwargs)))
                 traced = trace(inputs.recording, fn, *own)
@@ -205,14 +234,18 @@ class Section:
     def _refs_of_call(self, call: Call, servers: tuple[int, ...]) -> list[Ref]:
         """Where the inputs of a traced function's call come from; calls with the same numbers share operands."""
         refs = []
-        for origin in call.inputs:
+        for place, origin in enumerate(call.inputs):
             if isinstance(origin, Given):
-                known = isinstance(origin.source, Ref)
-                refs.append(origin.source if known else self._operand(portable(np.array(origin.source)), servers))
+                if isinstance(origin.source, Ref):
+                    refs.append(origin.source)
+                    continue
+                self._calls = None  # The next call may be given another array.
+                refs.append(self._operand(portable(np.array(origin.source)), servers))
             else:
                 shared = self._shared.get((id(origin), servers))
                 if shared is None:
                     shared = self._shared[id(origin), servers] = self._operand(origin, servers)
+                    self._sources.append((call.trace, place))
                 refs.append(shared)
         return refs
 
@@ -230,8 +263,10 @@ class Section:
 
     def pin(self, ref: Ref, servers: tuple[int, ...]) -> None:
         """A reduction that has no place yet gets one where it is used."""
-        if ref.kind == "reduction" and self._reductions[ref.index].floating:
-            self._reductions[ref.index].servers.update(servers)
+        if ref.kind == "reduction" and ref.index in self._floating:
+            floating = self._reductions[ref.index]
+            placed = tuple(sorted({*floating.servers, *servers}))
+            self._reductions[ref.index] = replace(floating, servers=placed)
 
     def order_snapshot(self, path: str, round: int) -> None:
         """Records that a checkpoint of all servers is wanted, of the round that this section will be."""
@@ -250,33 +285,75 @@ class Section:
         results = {Ref("result", index) for index in range(self._results)}
         self._returned |= (reductions | results) - used
 
+    # ---- Repeating ----
+
+    def complete(self, numbers: list[Number]) -> Kept | None:
+        """Ends the recording.
+
+        Args:
+            numbers: among the arguments of update functions, which may be others when this is repeated.
+
+        Returns:
+            What was recorded; None if that may depend on anything but reductions and these numbers.
+        """
+        if self._calls is None or any(call.numbers and repr(call.numbers) != repr(numbers) for call in self._calls):
+            return None
+        self._whole = self._plan()
+        traces = {call.trace: bool(call.numbers) for call in self._calls}
+        return Kept(self._whole, frozenset(self._written), traces, tuple(self._sources))
+
+    def repeat(self, kept: Kept, numbers: list[Number]) -> bool:
+        """Records, behind the same reductions, all that another section of the same strategy has recorded.
+
+        Args:
+            kept: that.
+            numbers: in place of those that it was recorded with.
+
+        Returns:
+            Whether it does: False if the reductions are others, or something else was recorded, or an update function
+            would do something else by now. Then nothing is done.
+        """
+        only_reduced = not (self._applies or self._operands or self._returned or self._snapshot)
+        if not (only_reduced and tuple(self._reductions) == kept.plan.reductions):
+            return False
+        operands = kept.operands(numbers)
+        if operands is None:
+            return False
+        places = (operand.servers for operand in kept.plan.operands)
+        self._operands = list(zip(operands, places, strict=True))
+        self._written.update(kept.written)
+        self._whole = kept.plan
+        return True
+
+    def _check_more(self) -> None:
+        if self._whole is not None:
+            raise RuntimeError("this section is complete, and repeats as a whole; record what follows in another one")
+
     # ---- Sending ----
 
     def outgoing(self) -> Outgoing:
         """The section as it is sent."""
-        plan = Plan(
-            tuple(Reduction(r.op, r.spec, self._place(r), r.target) for r in self._reductions),
+        weights = tuple(local.weight for local in self._local)
+        contributions = tuple(local.array for local in self._local)
+        operands = tuple(array for array, _ in self._operands)
+        return Outgoing(self._whole or self._plan(), weights, contributions, operands)
+
+    def _plan(self) -> Plan:
+        return Plan(
+            tuple(r if r.servers else replace(r, servers=self._place()) for r in self._reductions),
             tuple(Operand(spec_of(array), servers) for array, servers in self._operands),
             tuple(self._programs),
             tuple(self._applies),
             tuple(sorted(self._returned)),
             self._snapshot,
         )
-        return Outgoing(
-            plan,
-            tuple(local.weight for local in self._local),
-            tuple(local.array for local in self._local),
-            tuple(array for array, _ in self._operands),
-        )
 
-    def _place(self, reduction: _Reduction) -> tuple[int, ...]:
-        """Where a reduction is made; one without a place shares a server with the others if it can."""
-        if reduction.servers:
-            return tuple(sorted(reduction.servers))
+    def _place(self) -> tuple[int, ...]:
+        """Where a reduction without a place is made: it shares a server with the others if it can."""
         used = {s for r in self._reductions for s in r.servers} | {s for a in self._applies for s in a.servers}
         if used:
             return (min(used),)
-        words = repr([(r.op, r.spec, r.target) for r in self._reductions])
+        words = repr([(r.op, r.tensor, r.target) for r in self._reductions])
         return (zlib.crc32(words.encode()) % self._servers,)
 
     def arrived(self, values: dict[Ref, Array]) -> None:

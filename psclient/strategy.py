@@ -99,7 +99,7 @@ class Strategy:
             TypeError: `args` is no tuple or list.
             ValueError: a distributed argument is of another number of replicas.
         """
-        with self.scope():
+        with context.within(self):
             context.require_cross_replica(self, "run")
             self.backend.check_open()
             self.backend.begin_run()

@@ -66,10 +66,14 @@ class Call(NamedTuple):
         traced: what it does.
         inputs: of the program: what was given, and arrays of the function's own and of numbers. Such an array is the
             same object in one call and the next, as long as the numbers are the same.
+        trace: knows the same with other numbers.
+        numbers: among the arguments.
     """
 
     traced: Traced
     inputs: list[Given | Array]
+    trace: Trace
+    numbers: list[Number]
 
 
 class Trace:
@@ -101,6 +105,11 @@ class Trace:
         """The same with other arguments; None where the function would have seen other numbers, or other globals."""
         if self._names is not None and self._names != _names(given):
             return None
+        arrays = self.operands(numbers)
+        return None if arrays is None else self._with(given, arrays, numbers)
+
+    def operands(self, numbers: list[Number]) -> list[Array | None] | None:
+        """Of each input the array, if it is the function's own or of a number; None in all where `call` gives none."""
         if not self._around.unchanged():
             return None
         # Equal numbers may differ as operands: 0.0 == -0.0.
@@ -113,15 +122,16 @@ class Trace:
                 arrays = self._remember(numbers, values)
             except OverflowError:  # Beyond an operand's dtype: a new trace says at which line, or takes another way.
                 return None
-        return self._with(given, arrays)
+        return arrays
 
-    def same(self, given: Sequence[Given]) -> Call:
+    def same(self, given: Sequence[Given], numbers: list[Number]) -> Call:
         """The same with other inputs, and with the numbers of the last call."""
-        return self._with(given, self._last[1])
+        return self._with(given, self._last[1], numbers)
 
-    def _with(self, given: Sequence[Given], arrays: Sequence[Array | None]) -> Call:
+    def _with(self, given: Sequence[Given], arrays: Sequence[Array | None], numbers: list[Number]) -> Call:
         found = zip(self._traced.origins, arrays, strict=True)
-        return Call(self._traced, [given[cast(int, place)] if array is None else array for place, array in found])
+        inputs = [given[cast(int, place)] if array is None else array for place, array in found]
+        return Call(self._traced, inputs, self, numbers)
 
     def _remember(self, numbers: list[Number], values: Sequence[Any]) -> list[Array | None]:
         arrays = [_array(origin, values) for origin in self._traced.origins]
@@ -179,7 +189,7 @@ class UpdateFunction:
             if call is not None:
                 return call
         made = self._trace(strategy, args, kwargs, give, given, numbers)
-        call = made.same(given)  # Once the trace is known, another thread may give it other numbers.
+        call = made.same(given, numbers)  # Once the trace is known, another thread may give it other numbers.
         if len(self._traces) >= MAX_TRACES:
             self._traces.clear()
         self._traces[key] = (made, *known[: MAX_TRACES_OF_ONE_KIND - 1])

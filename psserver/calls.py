@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from psserver import interpreter
 from psserver.kernels.kernels import Kernel, Kernels
 from psserver.kernels.launch import Copy, Pieces
 from psserver.kernels.source import Parameter, Role, Sum
-from psserver.kernels.steps import Step, whole
+from psserver.kernels.steps import Step
 from pswire.program import Program
 from pswire.spec import Apply, Ref
 from pswire.tensor import DTYPES, Array, TensorSpec
@@ -76,7 +75,7 @@ class Call:
         self.apply = apply
         self.program = program
         self._kernels = kernels
-        self.stages = self._compiled(parts) or [Stage(whole(program))]
+        self.stages = self._compiled(parts) or [Stage(kernels.whole(program))]
 
     def _compiled(self, parts: Callable[[Ref], Parts | None]) -> list[Stage] | None:
         """All stages, if the kernels are there."""
@@ -189,7 +188,7 @@ class Call:
         step, kernel = stage.step, stage.kernel
         inputs = {i: get(number) for i, number in enumerate(step.args) if i not in stage.parts}
         if kernel is None:
-            return interpreter.run(step.program, list(inputs.values()), xp)
+            return step.script.run(list(inputs.values()), xp)
         if self._kernels.device.gpu is not None:
             return _on_gpu(kernel, inputs, xp)
         arrays = [_memory(stage, parameter, inputs) for parameter in kernel.parameters]

@@ -170,9 +170,15 @@ class Core:
             elif session not in self._sessions:
                 raise Fenced("this session was not opened here, or its job is over; restart the process")
             self._rounds.check(session)
+            self._check_unbroken()
         except PSError as error:
             return error
         return None
+
+    def _check_unbroken(self) -> None:
+        """Raises `ServerLost` if a round has failed halfway: nobody may compute on a mixture."""
+        if self._runner.broken:
+            raise ServerLost(self._runner.broken.message, str(self.task))
 
     # ---- Variables ----
 
@@ -268,6 +274,7 @@ class Core:
             self._check_token(token)
             if self._log.begins_anew(entries):
                 answers = self._restart()
+            self._check_unbroken()
             agreed = self._log.append(index, entries)
             for entry in entries:
                 if isinstance(entry, Snapshotted):
@@ -301,6 +308,7 @@ class Core:
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         future: Future[RoundReply] = Future()
         answers: list[Answer] = []
+        whole = payload.whole  # else it may become so unseen before somebody waits for it
         with self._lock:
             self._check(contribution.session)
             record = self._rounds.recorded(contribution)
@@ -313,11 +321,12 @@ class Core:
                     self._rounds.push(contribution, payload, future)
                 except PSError as error:
                     answers.append(failing(future, error))
-                if begun is not None:
-                    answers += self._runner.listen(contribution, future, begun)
+                else:
+                    if begun is not None:
+                        answers += self._runner.listen(contribution, future, begun)
             answers += self._progress()
         do(answers)
-        if not payload.whole:
+        if not whole:
             payload.reach(payload.size, self._look)
         return future
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from psserver.calls import MAX_PARTS, Call, Parts
-from psserver.job import Job, Part, sent
+from psserver.job import Job, Part, places
 from psserver.kernels.kernels import Kernels
 from psserver.kernels.source import Sum
 from psserver.reducer import reduce
@@ -25,7 +25,7 @@ from pswire.cluster import Task
 from pswire.errors import Diverged, MemoryLimit, ProgramError, PSError
 from pswire.program import Program
 from pswire.spec import Apply, Plan, Ref
-from pswire.tensor import Array, TensorSpec, join, layout, spec_of
+from pswire.tensor import Array, TensorSpec, join, spec_of
 
 log = logging.getLogger("psserver")
 
@@ -107,7 +107,7 @@ class _Run:
         reduced = {ref: self.device.get(self._reduced(ref.index)) for ref in self.given if ref.kind == "reduction"}
         for call, first in calls:
             self.run(call, first)
-        given = tuple(reduced[ref] if ref in reduced else self.value(ref) for ref in self.given)
+        given = tuple(owned(reduced[ref] if ref in reduced else self.value(ref)) for ref in self.given)
         want = {id for part in self.job.parts for id in part.said.want} & self.assigned.keys()
         return Outcome(self.assigned, given, {id: self.device.get(self.assigned[id]) for id in want})
 
@@ -183,6 +183,14 @@ class _Run:
             found = self._contributed[index] = [sender.contribution(index, spec) for sender in self.senders]
         return found
 
+    def contributed(self, index: int) -> bool:
+        """Whether anybody contributes to a reduction."""
+        return any(weight for weight, _ in self._contributions(index))
+
+    def forget(self, index: int) -> None:
+        """Nobody reads the contributions to a reduction any more."""
+        self._contributed.pop(index, None)
+
     def receive_operands(self) -> None:
         """Takes the operands, which must be equal."""
         for index, operand in enumerate(self.plan.operands):
@@ -238,9 +246,14 @@ class Stream:
     def __init__(self, job: Job, server: int, kernels: Kernels) -> None:
         self.job = job
         self._run = _Run(job, server, kernels)
+        self._senders = self._run.senders
         self._steps: deque[tuple[Apply | Ref, int]] = deque(self._run.applies())
         self._steps += [(ref, 0) for ref in self._run.given]
-        self._last = {id: apply for apply, _ in self._run.applies() for id in self._targets(apply)}
+        # By how many steps come after it, since a plan may name one application twice.
+        left = range(len(self._steps) - 1, -1, -1)
+        applies = zip(left, self._run.applies(), strict=False)
+        self._last = {id: after for after, (apply, _) in applies for id in self._targets(apply)}
+        self._readers = Counter(ref.index for step, _ in self._steps for ref in _refs(step) if ref.kind == "reduction")
         self._begun = False
         self.has_written = False
         """Whether it has changed a variable."""
@@ -256,6 +269,11 @@ class Stream:
     def done(self) -> bool:
         """Whether all of it has run."""
         return self._begun and not self._steps
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether all are lost who contribute."""
+        return bool(self._senders) and all(sender.gone for sender in self._senders)
 
     def drop(self, sessions: Set[int]) -> bool:
         """Members are lost: what they have not sent whole is waited for no more; says whether there are new ones."""
@@ -278,17 +296,16 @@ class Stream:
         """Up to where each sender's payload must be there for the next step."""
         for sender in self._run.senders:
             if not self._begun:
-                yield sender, sender.operands_end
+                yield sender, sender.places.operands
             elif self._steps:
-                step, _ = self._steps[0]
-                refs = step.args if isinstance(step, Apply) else [step]
+                refs = _refs(self._steps[0][0])
                 yield sender, max((sender.end(ref.index) for ref in refs if ref.kind == "reduction"), default=0)
 
     @property
     def reads(self) -> set[int]:
-        """Numbers of the variables that the next step needs."""
-        step = self._steps[0][0] if self._begun and self._steps else None
-        return {ref.index for ref in step.args if ref.kind == "variable"} if isinstance(step, Apply) else set()
+        """Numbers of the variables that must be there for the next step; for the first one all."""
+        steps = [self._steps[0]] if self._begun else self._steps
+        return {ref.index for step, _ in steps for ref in _refs(step) if ref.kind == "variable"}
 
     def step(self, values: Mapping[int, Array], alone: Set[int]) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
         """Makes the next step.
@@ -305,19 +322,47 @@ class Stream:
         with told(self.job, run.server), run.device.scope():
             if not self._begun:
                 run.senders = [sender for sender in run.senders if not sender.gone or sender.has_operands]
+                self._check_contributed(bool(run.senders))
                 run.receive_operands()
                 self._begun = True
+                largest = max(reduction.tensor.nbytes for reduction in self.job.plan.reductions)
+                for sender in run.senders:
+                    sender.part.payload.reader = largest
                 return {}, {}
             step, first = self._steps.popleft()
+            reduced = [ref.index for ref in _refs(step) if ref.kind == "reduction"]
+            self._check_contributed(all(map(run.contributed, reduced)))
             if isinstance(step, Ref):
-                self.given.append(run.value(step))
+                self.given.append(owned(run.value(step)))
+                self._let_go(reduced)
                 return {}, {step: self.given[-1]}
             run.values = values
             call = run.call(step)
             call.reserve([True] * len(call.stages), alone, frozenset())
             self.has_written = True
             assigned, run.assigned = run.run(call, first), {}
-            return assigned, {id: run.device.get(assigned[id]) for id in assigned if self._last[id] is step}
+            del call  # with it goes what it holds of the contributions
+            self._let_go(reduced)
+            left = len(self._steps)
+            return assigned, {id: run.device.get(assigned[id]) for id in assigned if self._last[id] == left}
+
+    def _let_go(self, reduced: Iterable[int]) -> None:
+        """Frees the memory of contributions that no step needs any more."""
+        self._readers.subtract(reduced)
+        for index in {index for index in reduced if not self._readers[index]}:
+            self._run.forget(index)
+        for sender in self._run.senders:
+            sender.let_go(self._readers)
+
+    def _check_contributed(self, contributed: bool) -> None:
+        """What nobody has sent whole changes no variable."""
+        if self.abandoned and not contributed:
+            raise ProgramError("all who contribute were lost before their contributions were whole")
+
+
+def _refs(step: Apply | Ref) -> Sequence[Ref]:
+    """What a step needs."""
+    return step.args if isinstance(step, Apply) else [step]
 
 
 class _Sender:
@@ -327,28 +372,24 @@ class _Sender:
         self.part = part
         self.task = part.member.task
         self.gone = False
-        specs = sent(plan, server, part.said)
-        offsets, _ = layout(specs)
-        operands = [Ref("operand", index) for index, operand in enumerate(plan.operands) if server in operand.servers]
-        reductions = [
-            Ref("reduction", index)
-            for index, reduction in enumerate(plan.reductions)
-            if server in reduction.servers and part.said.weights[index]
-        ]
-        places = zip(offsets, (spec.nbytes for spec in specs), strict=True)
-        self._places = dict(zip((*operands, *reductions), places, strict=True))
-        self.operands_end = max((sum(self._places[ref]) for ref in operands), default=0)
+        self.places = places(plan, server, part.said)
+        self._left = deque((ref.index, end) for ref, (_, end) in self.places.of.items() if ref.kind == "reduction")
 
     @property
     def has_operands(self) -> bool:
-        return self.part.payload.end >= self.operands_end
+        return self.part.payload.end >= self.places.operands
 
     def end(self, reduction: int) -> int:
         """Up to where the payload must be there for a contribution; 0 where there is none."""
-        return sum(self._places.get(Ref("reduction", reduction), (0, 0)))
+        return self.places.of.get(Ref("reduction", reduction), (0, 0))[1]
 
     def take(self, ref: Ref, spec: TensorSpec) -> list[Array]:
-        return self.part.payload.pieces(self._places[ref][0], spec)
+        return self.part.payload.pieces(self.places.of[ref][0], spec)
+
+    def let_go(self, readers: Mapping[int, int]) -> None:
+        """Frees the memory of the contributions before the first that somebody has still to read."""
+        while self._left and not readers[self._left[0][0]]:
+            self.part.payload.release(self._left.popleft()[1])
 
     def contribution(self, index: int, spec: TensorSpec) -> tuple[float, list[Array]]:
         """Weight and pieces; nothing of who is gone and has not sent it whole."""

@@ -11,8 +11,70 @@ from typing import Any
 import numpy as np
 
 from pswire.errors import ProgramError
-from pswire.program import OPS, Attr, Node, Program
+from pswire.program import OPS, Attr, Node, Op, Program
 from pswire.tensor import DTYPES, TensorSpec
+
+Copied = tuple[int, bool]
+"""The number of a value, and whether it is copied to be a result: what it is may be somebody else's."""
+
+
+class Script:
+    """A program, ready to run.
+
+    Args:
+        program: a verified program, or one that is verified here.
+
+    Raises:
+        ProgramError: it is not what it should be.
+    """
+
+    def __init__(self, program: Program) -> None:
+        specs, dead = program.specs, _dead_after(program)
+        first = len(program.inputs)
+        self.program = program
+        self._inputs = [(DTYPES[item.spec.dtype], item.spec.shape) for item in program.inputs]
+        self._steps = [
+            (OPS[node.op], node.args, dict(node.attrs), DTYPES[specs[number].dtype], dead[number])
+            for number, node in enumerate(program.nodes, first)
+        ]
+        gone = {number for numbers in dead for number in numbers}
+        own = {number for number, node in enumerate(program.nodes, first) if not OPS[node.op].view} - gone
+        self._assigns = [(target, self._copied(value, own)) for target, value in program.assigns]
+        self._outputs = [self._copied(value, own) for value in program.outputs]
+
+    @staticmethod
+    def _copied(value: int, own: set[int]) -> Copied:
+        mine = value in own
+        own.discard(value)
+        return value, not mine
+
+    def run(self, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
+        """Runs it; as `run`."""
+        self._check(inputs)
+        values: list[Any] = list(inputs)
+        with np.errstate(all="ignore"):
+            for op, args, attrs, dtype, dead in self._steps:
+                values.append(_step(op, [values[arg] for arg in args], attrs, dtype, xp))
+                for number in dead:
+                    values[number] = None
+
+        def result(copied: Copied) -> Any:
+            value = values[copied[0]]
+            if copied[1]:
+                return xp.array(value, copy=True, order="C")
+            return value if value.flags.c_contiguous else xp.array(value, order="C")
+
+        assigned = {target: result(copied) for target, copied in self._assigns}
+        return assigned, [result(copied) for copied in self._outputs]
+
+    def _check(self, inputs: Sequence[Any]) -> None:
+        expected = self.program.inputs
+        if len(inputs) != len(expected):
+            raise ProgramError(f"the program has {len(expected)} inputs, and {len(inputs)} are given")
+        for index, ((dtype, shape), array) in enumerate(zip(self._inputs, inputs, strict=True)):
+            if array.dtype != dtype or array.shape != shape:
+                given = TensorSpec(array.dtype.name, tuple(array.shape))
+                raise ProgramError(f"input {index} of the program is {expected[index].spec}, and {given} is given")
 
 
 def run(program: Program, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
@@ -31,30 +93,7 @@ def run(program: Program, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any
         ProgramError: the program or an input is not what it should be, or an op refuses these values, such
             as a negative power of an integer. Nothing has changed then.
     """
-    specs = program.specs
-    _check_inputs(program, inputs)
-    values: list[Any] = list(inputs)
-    dead = _dead_after(program)
-    with np.errstate(all="ignore"):
-        for node in program.nodes:
-            values.append(_step(node, [values[arg] for arg in node.args], specs[len(values)], xp))
-            for number in dead[len(values) - 1]:
-                values[number] = None
-    own = {
-        number
-        for number, node in enumerate(program.nodes, len(program.inputs))
-        if not OPS[node.op].view and values[number] is not None
-    }
-
-    def result(number: int) -> Any:
-        if number not in own:
-            return xp.array(values[number], copy=True, order="C")
-        own.discard(number)
-        value = values[number]
-        return value if value.flags.c_contiguous else xp.array(value, order="C")
-
-    assigned = {target: result(value) for target, value in program.assigns}
-    return assigned, [result(value) for value in program.outputs]
+    return Script(program).run(inputs, xp)
 
 
 def peak_bytes(program: Program) -> int:
@@ -84,15 +123,6 @@ def _cast_bytes(node: Node, specs: Sequence[TensorSpec], number: int) -> int:
     return sum(specs[arg].size * DTYPES[dtype].itemsize for arg in node.args if specs[arg].dtype != dtype)
 
 
-def _check_inputs(program: Program, inputs: Sequence[Any]) -> None:
-    if len(inputs) != len(program.inputs):
-        raise ProgramError(f"the program has {len(program.inputs)} inputs, and {len(inputs)} are given")
-    for index, (item, array) in enumerate(zip(program.inputs, inputs, strict=True)):
-        given = TensorSpec(array.dtype.name, tuple(array.shape))
-        if given != item.spec:
-            raise ProgramError(f"input {index} of the program is {item.spec}, and {given} is given")
-
-
 def _dead_after(program: Program) -> list[list[int]]:
     """For each value, the values that nothing reads once it is there."""
     count = len(program.inputs) + len(program.nodes)
@@ -108,15 +138,11 @@ def _dead_after(program: Program) -> list[list[int]]:
     return dead
 
 
-def _step(node: Node, args: Sequence[Any], spec: TensorSpec, xp: Any) -> Any:
+def _step(op: Op, args: Sequence[Any], attrs: Mapping[str, Attr], dtype: np.dtype[Any], xp: Any) -> Any:
     try:
-        value = xp.asarray(_call(node.op, args, dict(node.attrs), xp))
+        value = op.call(xp, args, attrs) if op.call else getattr(xp, op.numpy)(*args)
     except (TypeError, ValueError) as error:
-        raise ProgramError(f"{node.op} of {', '.join(str(a.dtype) for a in args)}: {error}") from None
-    dtype = DTYPES[spec.dtype]
+        raise ProgramError(f"{op.name} of {', '.join(str(a.dtype) for a in args)}: {error}") from None
+    if isinstance(value, np.generic):
+        value = np.asarray(value)  # NumPy makes scalars of arrays without dimensions.
     return value if value.dtype == dtype else value.astype(dtype)
-
-
-def _call(op: str, args: Sequence[Any], attrs: Mapping[str, Attr], xp: Any) -> Any:
-    row = OPS[op]
-    return row.call(xp, args, attrs) if row.call else getattr(xp, row.numpy)(*args)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.payload import Payload
-from pswire.spec import Member, Plan, Position
-from pswire.tensor import TensorSpec
+from pswire.spec import Member, Plan, Position, Ref
+from pswire.tensor import layout
 
 Key = Task | None
 """Which strand: a task's own, or None for the one that all make together."""
@@ -58,13 +58,44 @@ class Job:
         return next((part.said.positions for part in self.parts if part.said.positions), ())
 
 
-def sent(plan: Plan, server: int, said: Contribution) -> list[TensorSpec]:
-    """What a payload to a server holds: operands, then contributions that count; nothing from who observes."""
-    if said.observes:
-        return []
-    specs = [operand.tensor for operand in plan.operands if server in operand.servers]
-    return specs + [
-        reduction.tensor
-        for reduction, weight in zip(plan.reductions, said.weights, strict=False)
-        if weight and server in reduction.servers
-    ]
+@dataclass(frozen=True)
+class Places:
+    """Where the tensors of a contribution lie in its payload.
+
+    Attributes:
+        of: offset and end of each operand and of each contribution that counts, in bytes.
+        operands: the end of the last operand.
+        size: of the payload.
+    """
+
+    of: Mapping[Ref, tuple[int, int]]
+    operands: int
+    size: int
+
+
+def places(plan: Plan, server: int, said: Contribution) -> Places:
+    """What a payload to a server holds: operands, then contributions that count; nothing from who observes.
+
+    Remembered with the plan: in every round it is the same for all.
+    """
+    key = server, said.observes, tuple(map(bool, said.weights))
+    found = plan.remembered.get(key)
+    if not isinstance(found, Places):
+        found = plan.remembered[key] = _places(plan, server, said)
+    return found
+
+
+def _places(plan: Plan, server: int, said: Contribution) -> Places:
+    operands = [] if said.observes else list(enumerate(plan.operands))
+    reductions = [] if said.observes else list(zip(range(len(said.weights)), plan.reductions, strict=False))
+    tensors = {Ref("operand", index): item.tensor for index, item in operands if server in item.servers}
+    last = len(tensors)
+    tensors |= {
+        Ref("reduction", index): item.tensor
+        for index, item in reductions
+        if said.weights[index] and server in item.servers
+    }
+    offsets, size = layout(tensors.values())
+    ends = [offset + spec.nbytes for offset, spec in zip(offsets, tensors.values(), strict=True)]
+    of = dict(zip(tensors, zip(offsets, ends, strict=True), strict=True))
+    return Places(of, max(ends[:last], default=0), size)

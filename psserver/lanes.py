@@ -38,6 +38,9 @@ HELLO_SECONDS = 10.0
 MAX_STRANGERS = 256
 """Connections that have not said who they are; the oldest has to go."""
 
+OUTBOX_BYTES = 1 << 30
+"""Of the memory in which answers are: twice the largest model whose values clients use where they are."""
+
 SHARED = Path("/dev/shm")
 """Where the Unix socket is, if there is such a place: containers that share memory share it."""
 
@@ -65,6 +68,7 @@ class Lanes:
         self._wanted = port
         self._tokens: dict[int, bytes] = {}
         self._listeners: list[socket.socket] = []
+        self._outbox: tuple[Ring, int] | None = None
         self.connections: list[Connection] = []
 
     def token(self, session: int) -> bytes:
@@ -75,6 +79,13 @@ class Lanes:
         """Whether a client has shown that a session is its own."""
         known = self._tokens.get(session)
         return known is not None and hmac.compare_digest(known, token)
+
+    def outbox(self) -> tuple[Ring, int]:
+        """Where answers are written for all clients that share memory, and its file; raises `OSError` if it fails."""
+        if self._outbox is None:
+            segment, file = Segment.make(OUTBOX_BYTES)
+            self._outbox = Ring(segment.memory), file
+        return self._outbox
 
     def start(self) -> None:
         """Listens from now on; raises `OSError` where the port cannot be had."""
@@ -127,6 +138,9 @@ class Lanes:
             Path(self.path).unlink(missing_ok=True)
         for connection in list(self.connections):
             connection.close("the server ends")
+        if self._outbox is not None:
+            os.close(self._outbox[1])
+            self._outbox = None
 
 
 class Connection:
@@ -146,7 +160,7 @@ class Connection:
         self._shared = shared
         self._loop = asyncio.get_running_loop()
         self._link = Link(sock)
-        self._channel = Channel(self._link, None, self._blocked)
+        self._channel = Channel(self._link, None, False, self._blocked)
         self._mirror: Mirror | None = None
         self._freed: deque[int] = deque()
         self._assemblies: dict[int, Assembly] = {}
@@ -164,6 +178,7 @@ class Connection:
         if self._armed:
             self._loop.remove_writer(self._sock)
         self._sock.close()
+        self._channel.close()
         self._assemblies.clear()
         self._lanes.connections.remove(self)
         log.debug("a lane of session %s is closed: %s", self.session, why)
@@ -191,7 +206,7 @@ class Connection:
             self.close(error.message)
 
     def _take_segment(self) -> None:
-        """The first byte of a client that shares memory brings the memory."""
+        """The first byte of a client that shares memory brings its segment; our first byte brings ours."""
         _, files, _, _ = socket.recv_fds(self._sock, 1, 1)
         try:
             if len(files) != 1:
@@ -200,8 +215,10 @@ class Connection:
         finally:
             for file in files:
                 os.close(file)
-        self._mirror = Mirror(segment.half(0), self._let_go)
-        self._channel = Channel(self._link, Ring(segment.half(1)), self._blocked)
+        ring, file = self._lanes.outbox()
+        socket.send_fds(self._sock, [b"\0"], [file])
+        self._mirror = Mirror(segment.memory, self._let_go)
+        self._channel = Channel(self._link, ring, False, self._blocked)
 
     def _blocked(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
@@ -309,8 +326,8 @@ class Connection:
             raise Fenced(f"this lane is of session {self.session}, not of {session}")
 
     def _part(self, message: Message) -> None:
-        data = self._data(message) if message.size else None
         assembly = self._assemblies.get(message.call)
+        data = self._data(message, assembly.payload.reader if assembly else 0) if message.size else None
         if assembly is None:
             return  # what is left of a call that has failed
         if data is not None:
@@ -318,15 +335,12 @@ class Connection:
         if assembly.payload.whole:
             del self._assemblies[message.call]
 
-    def _data(self, message: Message) -> memoryview:
-        """The data of a message. While half of the shared memory is in use, they are copied, so that more can come."""
+    def _data(self, message: Message, reader: int) -> memoryview:
         if message.data is not None:
             return message.data
         if self._mirror is None:
             raise InvalidRequest("data without memory")
-        crowded = self._mirror.borrowed + message.size > self._mirror.size // 2
-        look = self._mirror.copy if crowded else self._mirror.look
-        return look(message.place, message.size)
+        return self._mirror.read(message.place, message.size, reader)
 
     def _refuse(self, call: int, error: PSError) -> None:
         self._assemblies.pop(call, None)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
-from psserver.job import Job, Key, Part, sent
+from psserver.job import Job, Key, Part, places
 from psserver.membership import diverged
 from pswire.api import Contribution, OpenRound, Place, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
 from pswire.payload import Payload
 from pswire.spec import Epoch, Member, Plan, Position
-from pswire.tensor import Array, layout
+from pswire.tensor import Array
 
 Failure = tuple[Future[RoundReply], PSError]
 Waiter = tuple[Contribution, Future[RoundReply]]
@@ -38,6 +38,11 @@ class _Open:
     parts: dict[int, Part] = field(default_factory=dict)
     waiters: list[Waiter] = field(default_factory=list)
     error: PSError | None = None
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Where the datasets stand of who makes it."""
+        return next((part.said.positions for part in self.parts.values() if part.said.positions), ())
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,13 @@ class Strand:
 
     Attributes:
         last: the last complete one, -1 before the first.
-        positions: where the datasets of who makes it stand, as the newest contribution says.
+        settled: where the datasets stood of who made the last complete one.
         records: answers of the last rounds, for resends.
         open: rounds that wait.
     """
 
     last: int = -1
-    positions: tuple[Position, ...] = ()
+    settled: tuple[Position, ...] = ()
     records: dict[int, Record] = field(default_factory=dict)
     open: dict[int, _Open] = field(default_factory=dict)
 
@@ -80,6 +85,12 @@ class Strand:
     def newest(self) -> int:
         """The last round that somebody has contributed to, complete or not."""
         return max([self.last, *self.open])
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Where the datasets stand of who makes it, as the newest round says."""
+        found = (self.open[number].positions for number in sorted(self.open, reverse=True))
+        return next(filter(None, found), self.settled)
 
 
 class Rounds:
@@ -192,21 +203,24 @@ class Rounds:
         members = (member,) if _key(member) else epoch.members
         waiting = strand.open.setdefault(said.round, _Open(said.plan_id, said.epoch, members))
         self._check_plan(waiting, said, member)
-        waiting.waiters.append((said, future))
+        found = waiting.parts.get(said.session)
         if waiting.error is not None:
+            waiting.waiters.append((said, future))
             self._fail(waiting, waiting.error)
             return
-        found = waiting.parts.get(said.session)
+        if found is not None and (found.said.weights, found.payload.size) != (said.weights, payload.size):
+            raise InvalidRequest(f"round {said.round} of this session is sent again with another payload")
+        waiting.waiters.append((said, future))
         if found is not None:
             # A resend does not replace what is there: its arrays may already be in use. It brings what is not.
-            self._followed.append((found.payload, payload))
+            if found.payload is not payload:
+                self._followed.append((found.payload, payload))
         else:
             part = Part(member, said, payload)
             waiting.parts[said.session] = part
             plan = self.plans.get(said.plan_id)
             if plan is not None:
                 self._admit(waiting, part, plan)
-            strand.positions = said.positions or strand.positions
 
     def _check_plan(self, waiting: _Open, said: Contribution, member: Member) -> None:
         """All who make a round have one plan for it; one that is alone in it does not disagree with others."""
@@ -240,11 +254,11 @@ class Rounds:
     def _admit(self, waiting: _Open, part: Part, plan: Plan) -> None:
         """Refuses a contribution that does not fit its plan; its sender alone is told."""
         said = part.said
-        expected = layout(sent(plan, self.server, said))[1]
-        here = sum(self.server in reduction.servers for reduction in plan.reductions)
+        expected = places(plan, self.server, said).size
         if len(said.weights) == len(plan.reductions) and part.payload.size == expected:
             return
         del waiting.parts[said.session]
+        here = sum(self.server in reduction.servers for reduction in plan.reductions)
         error = InvalidRequest(
             f"a contribution of {part.payload.size} bytes and {len(said.weights)} weights does not fit a "
             f"section of {expected} bytes and {len(plan.reductions)} reductions, {here} of them here"
@@ -358,7 +372,9 @@ class Rounds:
         strand.records[number] = record
         for old in sorted(strand.records)[:-RECORDS]:
             del strand.records[old]
-        return strand.open.pop(number).waiters
+        waiting = strand.open.pop(number)
+        strand.settled = waiting.positions or strand.settled
+        return waiting.waiters
 
     def abandon(self, error: PSError) -> None:
         """Ends all that waits with one error."""

@@ -66,6 +66,9 @@ class Runner:
         kernels: run its programs.
         submit: runs array work, one piece after another.
         progress: what can be answered or run after a change; called under the lock.
+
+    Attributes:
+        broken: why the variables are of no use any more, until the job begins anew: a round has failed halfway.
     """
 
     def __init__(
@@ -91,10 +94,12 @@ class Runner:
         self._stream: Stream | None = None
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
         self._begun: WeakKeyDictionary[Future[RoundReply], Begun] = WeakKeyDictionary()
+        self.broken: PSError | None = None
 
     def clear(self) -> None:
         """Forgets the round that runs: what comes of it is thrown away."""
         self._life += 1
+        self.broken = None
         self._stream = None
         self._deliveries = {}
 
@@ -170,8 +175,8 @@ class Runner:
         answers = []
         for said, future in waiters:
             try:
-                if record.error is not None:
-                    raise record.error
+                if error := record.error or self.broken:
+                    raise error
                 if said.want not in payloads:
                     for id in said.want:
                         if id not in fresh:
@@ -236,8 +241,9 @@ class Runner:
         with self._lock:
             if stream is not self._stream:
                 return False
-            values = {id: self._store.value(id) for id in stream.reads}
-            alone = self._store.alone(values)
+            reads = stream.reads
+            alone = self._store.alone(reads)  # before there is one who holds them
+            values = {id: self._store.value(id) for id in reads}
         assigned, ready = stream.step(values, alone)
         values.clear()
         with self._lock:
@@ -261,7 +267,9 @@ class Runner:
                 record, waiters = self._rounds.complete(job, stream.given, sorted(stream.dropped))
                 self._snapshots.freeze(job)
             else:
-                record, waiters = self._failed(job, _halfway(job, error) if stream.has_written else error)
+                if stream.has_written and not stream.abandoned:
+                    error = self.broken = _halfway(job, error)
+                record, waiters = self._failed(job, error)
             answers = self.replies(record, waiters, None, deliveries) + self._progress()
         do(answers)
 

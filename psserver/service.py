@@ -294,14 +294,15 @@ class Service(grpc.GenericRpcHandler):
         answer = _Answer()
         future = self._core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
         future.add_done_callback(lambda _: answer.bell.ring())
-        if assembly.payload.whole:
+        receiving = None if assembly.payload.whole else asyncio.ensure_future(answer.receive(_rest(context, assembly)))
+        try:
             await self._send_answer(context, future, answer)
-        else:
-            await _both(_rest(context, assembly), self._send_answer(context, future, answer))
+        finally:
+            if receiving:
+                receiving.cancel()
 
     async def _send_answer(self, context: Context, future: Future[RoundReply], answer: _Answer) -> None:
         """Sends an answer, and its parts as they come to be. The first header tells their size, the last one all."""
-        header = b""
         while not future.done() or not answer.sent:
             part = answer.next()
             if part is None:
@@ -309,8 +310,7 @@ class Service(grpc.GenericRpcHandler):
                     break
                 await self._hear(answer.bell)
             else:
-                header = b"" if header else answer.header()
-                await context.write(Frame(header, *part).encode())
+                await context.write(Frame(answer.header(), *part).encode())
         reply = future.result()
         if answer.cutter is None:
             await _send(context, replies.round_to_pb(reply), reply.payload)
@@ -408,38 +408,39 @@ class _Answer:
         self.bell = _Bell()
         self.cutter: Cutter | None = None
         self._payload: Payload | None = None
+        self._untold = 0
+        self._error: Exception | None = None
 
     def begin(self, payload: Payload) -> None:
         """It begins to grow; called from any thread."""
-        self._payload = payload
+        self._untold, self._payload = payload.size, payload
         self.bell.ring()
+
+    async def receive(self, rest: Coroutine[Any, Any, None]) -> None:
+        """Waits for the rest of the request, while the answer is sent."""
+        try:
+            await rest
+        except Exception as error:
+            # The answer ends by itself: gRPC takes no error while a write is under way.
+            self._error = error
+            self.bell.ring()
 
     @property
     def sent(self) -> bool:
         return self.cutter is not None and self.cutter.done
 
     def header(self) -> bytes:
-        """The first header."""
-        return pb.RoundHeader(size=self._payload.size if self._payload else 0).SerializeToString()
+        """The next frame's header: the first one has the size, those after it nothing."""
+        size, self._untold = self._untold, 0
+        return pb.RoundHeader(size=size).SerializeToString()
 
     def next(self) -> Part | None:
-        """The next part; the bell rings when there may be another."""
+        """The next part; the bell rings when there may be another. Raises what is wrong with the request."""
+        if self._error:
+            raise self._error
         if self.cutter is None and self._payload is not None and self._payload.size:
             self.cutter = Cutter(self._payload)
         part = self.cutter.next() if self.cutter else None
         if part is None and self.cutter and not self.cutter.done:
             self.cutter.when(self.bell.ring)
         return part
-
-
-async def _both(receiving: Coroutine[Any, Any, None], sending: Coroutine[Any, Any, None]) -> None:
-    """Receives a request while its answer is sent; ends with the answer, or with what is wrong with the request."""
-    tasks = [asyncio.ensure_future(receiving), asyncio.ensure_future(sending)]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            tasks[0].result()
-        await tasks[1]
-    finally:
-        for task in tasks:
-            task.cancel()

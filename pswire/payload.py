@@ -37,6 +37,8 @@ class Payload:
         self.chunks = list(chunks)
         self.size = size
         self.end = self.chunks[-1][0] + len(self.chunks[-1][1]) if self.chunks else 0
+        self.reader = 0
+        """Bytes that somebody takes at once who reads it as it comes, and lets go of what was read; 0: nobody does."""
         self._lock = threading.Lock()  # guards what is there, and who waits for more
         self._waiting: list[tuple[int, Callable[[], object]]] = []
 
@@ -105,6 +107,8 @@ class Payload:
     def pieces(self, offset: int, spec: TensorSpec) -> list[Array]:
         """One tensor as 1-D arrays over the received bytes, in order; together they are its elements."""
         dtype, end = DTYPES[spec.dtype], offset + spec.nbytes
+        if len(self.chunks) == 1 and self.chunks[0][0] == 0 and 0 < end <= len(self.chunks[0][1]):
+            return [np.frombuffer(self.chunks[0][1], dtype, spec.size, offset)] if spec.size else []
         found: list[Array] = []
         first = bisect.bisect_right(self.chunks, offset, key=_offset) - 1
         for start, buffer in self.chunks[max(first, 0) :]:
@@ -148,10 +152,13 @@ class Cutter:
     Args:
         payload: what is cut.
         part_bytes: what a part has at most, a multiple of `2 * ALIGN`. One that has half of it is not waited with.
+
+    Attributes:
+        payload: what is cut.
     """
 
     def __init__(self, payload: Payload, part_bytes: int = PART_BYTES) -> None:
-        self._payload = payload
+        self.payload = payload
         self._part_bytes = part_bytes
         self._next = 0  # the chunk that comes next
         self._pieces: list[list[Chunk]] = []  # the chunks of the parts that come next
@@ -161,11 +168,11 @@ class Cutter:
     @property
     def done(self) -> bool:
         """Whether all is cut."""
-        return self._cut == self._payload.size
+        return self._cut == self.payload.size
 
     def when(self, then: Callable[[], object]) -> None:
         """Calls a function once there is more than `next` has seen."""
-        self._payload.reach(min(self._seen + 1, self._payload.size), then)
+        self.payload.reach(min(self._seen + 1, self.payload.size), then)
 
     def next(self) -> Part | None:
         """The next part; None while its bytes are not there, and at the end."""
@@ -175,8 +182,8 @@ class Cutter:
 
     def _take(self) -> list[Chunk]:
         """The chunks of the next part, or one that is larger than a part; none while too few are there."""
-        self._seen = self._payload.end
-        whole, chunks, enough = self._payload.whole, self._payload.chunks, self._part_bytes // 2
+        self._seen = self.payload.end
+        whole, chunks, enough = self.payload.whole, self.payload.chunks, self._part_bytes // 2
         taken: list[Chunk] = []
         size = 0
         for offset, buffer in chunks[self._next :]:
@@ -207,7 +214,7 @@ class Cutter:
                 buffers.append(_ZEROS[: offset - self._cut])
             buffers.append(buffer)
             self._cut = offset + len(buffer)
-        padding = min(align(self._cut), self._payload.size) - self._cut
+        padding = min(align(self._cut), self.payload.size) - self._cut
         if padding:
             buffers.append(_ZEROS[:padding])
             self._cut += padding

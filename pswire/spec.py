@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, LocalityError, ProgramError
@@ -70,8 +70,7 @@ RefKind = Literal["variable", "reduction", "operand", "result"]
 REF_KINDS: tuple[RefKind, ...] = ("variable", "reduction", "operand", "result")
 
 
-@dataclass(frozen=True, order=True)
-class Ref:
+class Ref(NamedTuple):
     """A value within a plan.
 
     Attributes:
@@ -80,7 +79,7 @@ class Ref:
     """
 
     kind: RefKind
-    index: int
+    index: int  # type: ignore[assignment]  # nobody asks it where a value is
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,11 @@ class Plan:
     def id(self) -> bytes:
         """SHA-256 of the plan: equal plans, and only they, have equal ids."""
         return hashlib.sha256(repr(self).encode()).digest()
+
+    @cached_property
+    def remembered(self) -> dict[object, object]:
+        """What somebody found out about this plan, and would find out again in each round."""
+        return {}
 
     @cached_property
     def servers(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ FORBIDDEN = {
     "psserver": {"psclient"},
     "psclient": {"psserver"},
 }
-HAVE_LOCKS = {"pswire.payload", "pswire.lanes.sockets"}
+HAVE_LOCKS = {"pswire.payload", "pswire.lanes.rings", "pswire.lanes.sockets"}
 """What is filled by one thread and read by another needs one; no module of the contract starts a thread."""
 
 

@@ -6,21 +6,22 @@ and runs on the server, beside the variable. What all have in common is done aro
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import numpy as np
 
 from psclient import context, values
 from psclient.configured import Configured, Settings, is_view
+from psclient.optimizers.exclusions import Exclusions
+from psclient.optimizers.last import LastStep, Step
 from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate
-from psclient.optimizers.pairs import check_gradient, check_variables
+from psclient.optimizers.pairs import check_gradients, check_variables
 from psclient.optimizers.scaling import DynamicLossScale
 from psclient.optimizers.schedules import LearningRateSchedule
 from psclient.optimizers.state import Needs, State
 from psclient.optimizers.step import apply, become, begin, measure, state_dtype, total
-from psclient.reduce_op import ReduceOp
 from psclient.section import bring
 from psclient.variables import Variable
 from pswire.tensor import Array
@@ -104,9 +105,8 @@ class Optimizer(Configured):
             "gradient_accumulation_steps": gradient_accumulation_steps,
         }
         vars(self).update(check_options(options))
-        self._state = State(self.name, self._first_state())
-        self._excluded: dict[int, Variable] = {}
-        self._excluded_names: set[str] = set()
+        self._state, self._last = State(self.name, self._first_state()), LastStep()
+        self._excluded = Exclusions()
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What stands for an optimizer in an update function has no state.
@@ -290,13 +290,10 @@ class Optimizer(Configured):
             var_list: variables.
             var_names: regular expressions; a variable whose name has one in it is left out.
         """
-        for v in map(values.container, var_list or ()):
-            self._excluded[id(v)] = v
-        self._excluded_names |= {re.compile(name).pattern for name in var_names or ()}
+        self._excluded.add(map(values.container, var_list or ()), var_names or ())
 
     def _decays(self, v: Variable) -> bool:
-        named = any(re.search(name, v.name) for name in self._excluded_names)
-        return bool(self.weight_decay) and id(v) not in self._excluded and not named
+        return bool(self.weight_decay) and v not in self._excluded
 
     def scale_loss(self, loss: Any) -> Any:
         """The loss, multiplied by the loss scale; the gradients of that go into `apply_gradients`.
@@ -338,7 +335,7 @@ class Optimizer(Configured):
         pairs = list(grads_and_vars)
         grads, variables = [gradient for gradient, _ in pairs], [values.container(v) for _, v in pairs]
         self._check_variables(variables)
-        with variables[0].strategy.scope():
+        with context.within(variables[0].strategy):
             if context.in_cross_replica_context():
                 self._apply_whole(variables[0].strategy, grads, variables)
             else:
@@ -359,27 +356,33 @@ class Optimizer(Configured):
             raise
 
     def _apply_boxes(self, strategy: Any, boxes: Any, variables: list[Variable]) -> None:
-        self._apply(strategy, context.unbox(boxes), variables)
+        self._apply(strategy, context.unbox(boxes), variables, alone=True)
 
-    def _apply(self, strategy: Any, grads: list[Any], variables: list[Variable]) -> None:
+    def _apply(self, strategy: Any, grads: list[Any], variables: list[Variable], alone: bool = False) -> None:
+        """Makes a step; `alone` says whether its section is its own, so that the next step's may repeat it."""
         self._check_variables(variables)
-        for gradient, v in zip(grads, variables, strict=True):
-            check_gradient(gradient, v)
-        self._build(strategy, variables)
-        extended, settings, state = strategy.extended, self.settings(), self._state
-        sums = extended.batch_reduce_to(ReduceOp.SUM, list(zip(grads, variables, strict=True)))
+        check_gradients(grads, variables)
+        self._state.build(variables, self._needs, self._in_stages(strategy, variables))
+        settings, pairs = self.settings(), list(zip(grads, variables, strict=True))
+        sums = strategy.extended.batch_reduce_to("sum", pairs)
+        update = partial(self._update_all, strategy, settings, variables, sums)
+        if alone:
+            step = Step(tuple(variables), tuple(map(self._decays, variables)), settings, len(self._state.everywhere))
+            self._last.make(strategy.backend, step, update)
+        else:
+            update()
+
+    def _update_all(self, strategy: Any, settings: Settings, variables: list[Variable], sums: list[Any]) -> None:
+        extended, state = strategy.extended, self._state
         if self._in_stages(strategy, variables):
-            staged = [cast(Variable, state.of(v).staged) for v in variables]
-            for keeps, gradient in zip(staged, sums, strict=True):
-                extended.update(keeps, become, (gradient,))
-            sums = staged
+            for v, gradient in zip(variables, sums, strict=True):
+                extended.update(state.of(v).staged, become, (gradient,))
+            sums = [state.of(v).staged for v in variables]
         measured = self._measured(strategy, settings, variables, sums)
-        begun = {
-            id(shared): extended.update_non_slot(
-                shared["iterations"].devices, begin, (settings, shared, measured.get("finite"))
-            )
-            for shared in state.everywhere
-        }
+        begun, finite = {}, measured.get("finite")
+        for shared in state.everywhere:
+            counted = shared["iterations"].devices
+            begun[id(shared)] = extended.update_non_slot(counted, begin, (settings, shared, finite))
         for v, gradient in zip(variables, sums, strict=True):
             own, now = state.of(v), begun[id(state.beside(v))]
             rest = (measured.get("norm"), own.average, self._decays(v), own.slots)

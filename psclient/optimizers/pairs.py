@@ -35,12 +35,17 @@ def check_variables(variables: Sequence[Any]) -> None:
         raise ValueError("a variable stands in several pairs; add up its gradients first")
 
 
-def check_gradient(gradient: Any, v: Variable) -> None:
-    """Whether all replicas' gradients can be steps of the variable.
+def check_gradients(gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
+    """Whether all replicas' gradients can be steps of the variables.
 
     Raises:
         ValueError: one is None, or of another shape, or complex where the variable is not.
     """
+    for gradient, v in zip(gradients, variables, strict=True):
+        _check_gradient(gradient, v)
+
+
+def _check_gradient(gradient: Any, v: Variable) -> None:
     for own in values.local_results(gradient):
         if own is None:
             raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")

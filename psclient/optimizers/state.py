@@ -113,8 +113,9 @@ class State:
             staged: whether gradients are kept between two rounds.
         """
         self.strategy = variables[0].strategy
-        self._build_shared([v for v in variables if not any(self._covers(shared, v) for shared in self._shared)])
-        for v in variables:
+        new = [v for v in variables if id(v) not in self._own]
+        self._build_shared([v for v in new if not any(self._covers(shared, v) for shared in self._shared)])
+        for v in variables if staged else new:
             with self.strategy.extended.colocate_vars_with(v):
                 if id(v) not in self._own:
                     self._own[id(v)] = self._first_own(v, needs(v))

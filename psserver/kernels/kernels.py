@@ -12,7 +12,7 @@ from psserver.arrays import Device
 from psserver.kernels.compiled import PATIENCE, Compiler
 from psserver.kernels.launch import Crew
 from psserver.kernels.source import Form, Parameter, Sum, parameters
-from psserver.kernels.steps import Step, split
+from psserver.kernels.steps import Step, split, whole
 from pswire.program import Program
 
 MAX_KNOWN = 10_000
@@ -77,18 +77,25 @@ class Kernels:
         self._lock = threading.Lock()
         # By identity: a plan's programs are the same objects in each round, and comparing them takes longer than
         # all else here. What is remembered holds them, so that no number is used twice.
-        self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
+        self._steps: dict[int, tuple[Program, tuple[Step, ...], Step]] = {}
         self._known: dict[object, _Known] = {}
 
     def steps(self, program: Program) -> tuple[Step, ...]:
         """The steps of a program."""
+        return self._of(program)[1]
+
+    def whole(self, program: Program) -> Step:
+        """A program as one step, which is interpreted."""
+        return self._of(program)[2]
+
+    def _of(self, program: Program) -> tuple[Program, tuple[Step, ...], Step]:
         found = self._steps.get(id(program))
         if found is None:
-            found = program, split(program)
+            found = program, split(program), whole(program)
             with self._lock:
                 self._make_room()
                 self._steps[id(program)] = found
-        return found[1]
+        return found
 
     def kernel(self, step: Step, sums: Mapping[int, Sum]) -> Kernel | None:
         """The kernel of an elementwise step with these inputs summed in it; None while it is not compiled."""

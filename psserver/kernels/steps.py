@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from psserver.interpreter import peak_bytes
+from psserver.interpreter import Script, peak_bytes
 from pswire.program import OPS, Input, Node, Program
 from pswire.tensor import DTYPES, TensorSpec
 
@@ -53,13 +53,18 @@ class Step:
     done: frozenset[int] = frozenset()
 
     @cached_property
+    def script(self) -> Script:
+        """The step, ready to be interpreted."""
+        return Script(self.program)
+
+    @cached_property
     def may_fail(self) -> bool:
         """Whether running it may raise an error: an op may refuse a value, or memory may be short."""
         if self.shape is not None:
             return False
-        specs, made = self.program.specs, range(len(self.args), len(self.program.specs))
-        takes_memory = any(specs[n].shape for n in (*made, *(value for _, value in self.program.assigns)))
-        return takes_memory or self.program.may_refuse
+        made = {n for n, node in enumerate(self.program.nodes, len(self.args)) if not OPS[node.op].view}
+        copied = {*self.program.outputs, *(value for _, value in self.program.assigns)}
+        return self.program.may_refuse or any(self.program.specs[n].shape for n in made | copied)
 
 
 def whole(program: Program) -> Step:

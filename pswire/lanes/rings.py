@@ -1,7 +1,9 @@
-"""Shared memory of the shm lane: one segment for each session and server, half of it for each direction.
+"""Shared memory of the shm lane: values without a copy in a socket.
 
-A segment has no name: the client makes it and hands its file descriptor over a Unix socket. It is gone when both
-ends are, however they die. It is sealed against shrinking: neither end can make the other read what is not there.
+Each client has a segment into which it writes what it pushes. A server has one, into which it writes what it answers,
+once for all clients that want the same. Segments have no names: their file descriptors are handed over a Unix socket.
+They are gone when both ends are, however they die. They are sealed against shrinking, so that neither end can make the
+other read what is not there, and against writing by others.
 """
 
 from __future__ import annotations
@@ -9,40 +11,47 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pswire.errors import InvalidRequest
 from pswire.tensor import Array
 
-SEGMENT_BYTES = 64 << 20
-"""Of a segment, both directions together. Only what was once in use at a time takes memory."""
+CLIENT_BYTES = 64 << 20
+"""Of a client's segment. Of each segment only what was once in use at a time takes memory."""
 
-MAX_SEGMENT_BYTES = 1 << 30
-"""What a server maps for one client at most."""
+MAX_SEGMENT_BYTES = 1 << 40
+"""What may be mapped of another process."""
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FUTURE_WRITE = 0x10
+"""F_SEAL_FUTURE_WRITE: whoever maps it from now on only reads."""
+
 LINE = 64
 """Data begin at multiples of a cache line."""
 
 
 class Segment:
-    """Memory that two processes share.
+    """Memory that processes share.
 
     Args:
         fd: its file, which stays the caller's.
         size: in bytes.
+        write: whether this process writes it.
     """
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, fd: int, size: int, write: bool) -> None:
         self.size = size
-        self._memory = mmap.mmap(fd, size)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        self.memory = memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access))
 
     @classmethod
-    def make(cls, size: int = SEGMENT_BYTES) -> tuple[Segment, int]:
-        """A new segment, and its file, which the caller closes.
+    def make(cls, size: int) -> tuple[Segment, int]:
+        """A new segment, which only this process writes, and its file, which the caller closes.
 
         Raises:
             OSError: the system gives none.
@@ -50,32 +59,47 @@ class Segment:
         fd = os.memfd_create("paramserver", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
+            made = cls(fd, size, True)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            return cls(fd, size), fd
+            try:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FUTURE_WRITE)
+            except OSError:  # before Linux 5.1
+                pass
         except BaseException:
             os.close(fd)
             raise
+        return made, fd
 
     @classmethod
     def take(cls, fd: int) -> Segment:
-        """The segment of another process; raises `InvalidRequest` for a file that is none, or could shrink."""
+        """The segment of another process, to read; raises `InvalidRequest` for a file that is none, or could shrink."""
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
             seals = 0
         size = os.fstat(fd).st_size
-        if seals & SEALS != SEALS or not 0 < size <= MAX_SEGMENT_BYTES or size % (2 * mmap.PAGESIZE):
+        if seals & SEALS != SEALS or not 0 < size <= MAX_SEGMENT_BYTES:
             raise InvalidRequest("what was handed over is no sealed segment of shared memory")
-        return cls(fd, size)
+        return cls(fd, size, False)
 
-    def half(self, number: int) -> memoryview:
-        """The memory of one direction: 0 from client to server, 1 back."""
-        half = self.size // 2
-        return memoryview(self._memory)[number * half : (number + 1) * half]
+
+@dataclass
+class _Entry:
+    """Data in a ring.
+
+    Attributes:
+        size: in bytes.
+        holders: how many have still to read them.
+        key: what they are.
+    """
+
+    size: int
+    holders: int
+    key: Hashable
 
 
 class Ring:
-    """The half of a segment that this end writes. Guarded by its channel.
+    """A segment that this process writes. May be used by any thread.
 
     The lowest free place is taken, so that memory that the processor's caches still have is used again.
 
@@ -86,63 +110,90 @@ class Ring:
     def __init__(self, memory: memoryview) -> None:
         self.size = len(memory)
         self._bytes = np.frombuffer(memory, np.uint8)
-        self._used: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._entries: dict[int, _Entry] = {}
+        self._places: dict[Hashable, int] = {}
 
-    def has(self, size: int) -> bool:
-        """Whether there is room."""
-        return self._find(size) is not None
+    def put(self, buffers: Sequence[memoryview], size: int, key: Hashable = None) -> int | None:
+        """Copies buffers, one after another, for one more who reads them.
 
-    def put(self, buffers: Sequence[memoryview], size: int) -> int:
-        """Copies buffers, one after another; returns their place. There must be room."""
-        place = self._find(size)
-        if place is None:
-            raise ValueError(f"no room for {size} bytes of shared memory")
-        self._used[place] = size
-        at = place
-        for buffer in buffers:
-            np.copyto(self._bytes[at : at + len(buffer)], np.frombuffer(buffer, np.uint8))
-            at += len(buffer)
-        return place
+        Args:
+            buffers: what to write.
+            size: bytes of all.
+            key: what they are; what is there under it is not written again.
+
+        Returns:
+            Their place; None where there is no room.
+        """
+        with self._lock:
+            known = self._places.get(key)
+            if known is not None:
+                self._entries[known].holders += 1
+                return known
+            place = self._find(size)
+            if place is None:
+                return None
+            at = place
+            for buffer in buffers:
+                np.copyto(self._bytes[at : at + len(buffer)], np.frombuffer(buffer, np.uint8))
+                at += len(buffer)
+            self._entries[place] = _Entry(size, 1, key)
+            if key is not None:
+                self._places[key] = place
+            return place
 
     def free(self, place: int) -> None:
-        """The other end has read it; raises `InvalidRequest` where nothing is."""
-        if self._used.pop(place, None) is None:
-            raise InvalidRequest(f"nothing was at place {place} of the shared memory")
+        """One of the readers needs it no more."""
+        with self._lock:
+            entry = self._entries[place]
+            entry.holders -= 1
+            if not entry.holders:
+                del self._entries[place]
+                self._places.pop(entry.key, None)
 
     def _find(self, size: int) -> int | None:
         at = 0
-        for place in sorted(self._used):
+        for place in sorted(self._entries):
             if place - at >= size:
                 return at
-            at = place + -(-self._used[place] // LINE) * LINE
+            at = place + -(-self._entries[place].size // LINE) * LINE
         return at if self.size - at >= size else None
 
 
 class Mirror:
-    """The half of a segment that the other end writes.
+    """A segment that another process writes. May be used by any thread.
 
     Args:
         memory: what to read.
-        freed: told a place, by any thread, when nobody looks at it any more.
+        freed: told a place, by any thread, when nobody here looks at it any more.
     """
 
     def __init__(self, memory: memoryview, freed: Callable[[int], object]) -> None:
         self._memory = memory
         self._freed = freed
-        self.size = len(memory)
         self._held: dict[int, tuple[int, weakref.ref[Array]]] = {}
 
-    @property
-    def borrowed(self) -> int:
-        """Bytes that somebody looks at."""
-        return sum(size for size, _ in list(self._held.values()))
+    def read(self, place: int, size: int, reader: int = 0) -> memoryview:
+        """Data: where they are, or a copy while half of the memory is in use, so that more can come.
 
-    def look(self, place: int, size: int) -> memoryview:
-        """Data where they are; they are freed when the view, and all that were made of it, are gone.
+        What is where it is is freed when the view, and all that were made of it, are gone; a copy at once.
+
+        Args:
+            place, size: where they are, in bytes.
+            reader: how many bytes somebody takes at once who lets go of what was read, or 0. If all that fits, nothing
+                is copied: the other end waits for that reader.
 
         Raises:
             InvalidRequest: they are not within the segment, or somebody looks at them.
         """
+        array, half = self._look(place, size), len(self._memory) // 2
+        if 0 < reader <= half or sum(held for held, _ in list(self._held.values())) <= half:
+            return array.data
+        found = np.empty(size, np.uint8)
+        np.copyto(found, array)
+        return found.data
+
+    def _look(self, place: int, size: int) -> Array:
         if place + size > len(self._memory) or place % LINE or place in self._held:
             raise InvalidRequest(f"{size} bytes at {place} are no place in the shared memory")
         array = np.frombuffer(self._memory, np.uint8, size, place)
@@ -153,10 +204,4 @@ class Mirror:
             self._freed(place)
 
         self._held[place] = size, weakref.ref(array, gone)
-        return array.data
-
-    def copy(self, place: int, size: int) -> memoryview:
-        """A copy of data, which are freed at once; raises `InvalidRequest` as `look` does."""
-        found = np.empty(size, np.uint8)
-        np.copyto(found, np.frombuffer(self.look(place, size), np.uint8))
-        return found.data
+        return array

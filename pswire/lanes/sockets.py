@@ -15,7 +15,7 @@ from __future__ import annotations
 import ssl
 import struct
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,7 +26,7 @@ import numpy as np
 
 from pswire.errors import InvalidRequest
 from pswire.lanes.rings import Ring
-from pswire.payload import Cutter, Payload
+from pswire.payload import Cutter, Part, Payload
 
 HEAD = struct.Struct("<B3xIQQQQ")
 
@@ -44,6 +44,9 @@ MAX_PART_BYTES = 4 << 20
 
 SCRATCH = 1 << 16
 """Bytes that are read at once where a message may be small."""
+
+SMALL = 1 << 14
+"""Data of fewer bytes go in the socket also where memory is shared: to tell their place would cost as much."""
 
 BUFFERS = 256
 """Buffers that are handed to the system at once."""
@@ -222,6 +225,7 @@ class _Stream:
         call: to which call it belongs.
         cutter: cuts it.
         first: kind and header of its first message.
+        part: what was cut, and has no room yet.
         ends: whether a message comes after its last part.
         last: kind and header of that message, once it is known.
         listens: whether it goes on by itself when the payload has grown.
@@ -231,6 +235,7 @@ class _Stream:
     cutter: Cutter
     first: tuple[Kind, bytes]
     ends: bool
+    part: Part | None = None
     last: tuple[Kind, bytes] | None = None
     listens: bool = False
 
@@ -241,16 +246,20 @@ class Channel:
     Args:
         link: the socket.
         ring: shared memory into which the data of parts are written; None sends them in the socket.
+        waits: whether data wait until there is room in the ring, which the other end then has to make; else what has
+            no room goes in the socket.
         blocked: called when something is left for `flush`, by any thread.
     """
 
-    def __init__(self, link: Link, ring: Ring | None, blocked: Callable[[], object]) -> None:
+    def __init__(self, link: Link, ring: Ring | None, waits: bool, blocked: Callable[[], object]) -> None:
         self.link = link
         self._ring = ring
+        self._waits = waits
         self._blocked = blocked
         self._part_bytes = min(MAX_PART_BYTES, ring.size // 8) if ring else MAX_PART_BYTES
-        self._lock = threading.RLock()  # guards the streams and the ring
+        self._lock = threading.RLock()  # guards all below
         self._streams: deque[_Stream] = deque()
+        self._unread = Counter[int]()  # how often each place of the ring was told
 
     def tell(self, kind: Kind, call: int = 0, header: bytes = b"") -> None:
         """Sends a message without data."""
@@ -290,11 +299,22 @@ class Channel:
             self._streams = deque(stream for stream in self._streams if stream.call != call)
 
     def freed(self, place: int) -> None:
-        """The other end needs data in shared memory no more."""
+        """The other end needs data in shared memory no more; raises `InvalidRequest` if it was not told of them."""
         with self._lock:
-            if self._ring is not None:
-                self._ring.free(place)
+            if self._ring is None or not self._unread[place]:
+                raise InvalidRequest(f"nothing was at place {place} of the shared memory")
+            self._unread[place] -= 1
+            self._ring.free(place)
             self.pump()
+
+    def close(self) -> None:
+        """The other end is gone: it reads nothing more."""
+        with self._lock:
+            self._streams.clear()
+            if self._ring is not None:
+                for place in self._unread.elements():
+                    self._ring.free(place)
+            self._unread.clear()
 
     def flush(self) -> bool:
         """Goes on with what the system did not take; says whether something is left."""
@@ -309,25 +329,35 @@ class Channel:
 
     def _run(self, stream: _Stream) -> bool:
         """Sends what there is of a payload; says whether that was the last."""
-        while not (stream.cutter.done and stream.first[0] is Kind.PART):
-            place = INLINE
-            if self._ring is not None and not self._ring.has(self._part_bytes):
-                return False
-            part = stream.cutter.next()
-            if part is None and not stream.cutter.done:
+        while stream.part or not (stream.cutter.done and stream.first[0] is Kind.PART):
+            if stream.part is None:
+                stream.part = stream.cutter.next()
+            if stream.part is None and not stream.cutter.done:
                 if not stream.listens:
                     stream.listens = True
                     stream.cutter.when(lambda: self._grown(stream))
                 return False
-            offset, buffers = part or (0, [])
+            offset, buffers = stream.part or (0, [])
             size = sum(map(len, buffers))
-            if self._ring is not None and size:
-                place, buffers = self._ring.put(buffers, size), []
+            place = self._put(stream, offset, buffers, size)
+            if place is None:
+                return False
+            buffers, stream.part = buffers if place == INLINE else [], None
             (kind, header), stream.first = stream.first, (Kind.PART, b"")
             self._send((Message(kind, stream.call, header, offset, size, place).head(), *buffers))
         if stream.last is not None:
             self.tell(stream.last[0], stream.call, stream.last[1])
         return stream.last is not None or not stream.ends
+
+    def _put(self, stream: _Stream, offset: int, buffers: Sequence[memoryview], size: int) -> int | None:
+        """Where the data of a part are; None where they have to wait for room."""
+        if self._ring is None or size < SMALL:
+            return INLINE
+        # All who are sent one payload are told of one place.
+        place = self._ring.put(buffers, size, None if self._waits else (stream.cutter.payload, offset))
+        if place is not None:
+            self._unread[place] += 1
+        return INLINE if place is None and not self._waits else place
 
     def _grown(self, stream: _Stream) -> None:
         with self._lock:

@@ -49,7 +49,9 @@ def diverge(kind):
         pytest.param("operands", 1, ("update variable 'first'", "[0 0 0]", "[1 1 1]"), id="operands that differ"),
         pytest.param("variable", 2, ("'extra'", "'second'"), id="a variable that others lack"),
         pytest.param("reductions", 1, ("float64[2]", "float64[3]"), id="other shapes", marks=pytest.mark.soak),
-        pytest.param("functions", 1, ("update variable 'first'",), id="other functions", marks=pytest.mark.soak),
+        pytest.param(
+            "functions", 1, ("'first'", "= add(#", "= subtract(#"), id="other functions", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_everyone_is_told_where_the_others_are(tmp_path, kind, servers, words):

@@ -176,7 +176,7 @@ def failing(kind):
 )
 def test_whatever_goes_wrong_is_told(monkeypatch, raised, told):
     """With the task, the round, what was updated in it and what was said, as an error of ours."""
-    monkeypatch.setattr(interpreter, "run", failing(raised))
+    monkeypatch.setattr(interpreter.Script, "run", failing(raised))
     plan = sum_into(V)
     with pytest.raises(told, match=r"round 4 \(the section\) failed: .*what the machine says") as caught:
         run(plan, [part(0, plan, [1])], {0: np.array(1)})

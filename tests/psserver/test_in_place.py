@@ -10,8 +10,9 @@ import pytest
 from programs import job_of, plan_of, same_bits, traced
 from rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
 
-from psserver import calls, executor
+from psserver import executor
 from psserver.arrays import Device
+from psserver.interpreter import Script
 from psserver.kernels.kernels import SMALLEST, Kernels
 from psserver.store import Store
 from pswire.errors import ProgramError
@@ -137,7 +138,7 @@ def test_memory_that_is_short_later_has_changed_nothing(kernels, monkeypatch, si
     def short(*_):
         raise MemoryError("no more")
 
-    monkeypatch.setattr(calls.interpreter, "run", short)
+    monkeypatch.setattr(Script, "run", short)
     with pytest.raises(Exception, match="no more"):
         executor.run(job, 0, kernels, values, frozenset([0, 1]))
     assert values[0].tolist() == [1.0] * N

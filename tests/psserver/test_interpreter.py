@@ -150,7 +150,7 @@ def test_inputs_that_are_not_what_the_program_was_verified_for_are_refused():
 
 
 class Watching:
-    """A namespace that counts, at each op, how many earlier results are still alive."""
+    """A namespace that counts, at each square root, how many results are alive."""
 
     def __init__(self):
         self.alive, self.most = weakref.WeakSet(), 0
@@ -158,9 +158,9 @@ class Watching:
     def __getattr__(self, name):
         return getattr(xp, name)
 
-    def asarray(self, value):
+    def sqrt(self, value):
         gc.collect()
-        held = value.view(type("Held", (np.ndarray,), {"__hash__": object.__hash__}))
+        held = xp.sqrt(np.asarray(value)).view(type("Held", (np.ndarray,), {"__hash__": object.__hash__}))
         self.alive.add(held)
         self.most = max(self.most, len(self.alive))
         return held

@@ -1,19 +1,31 @@
-"""Rounds that stream: a variable is updated as soon as all contributions to it are there, and nobody sees half a round."""
+"""Rounds that stream: a variable is updated when all contributions to it are there, and nobody sees half a round."""
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Job, adding, given, reduce_only, serving, sum_into, together
+from hypothesis import given as given_by_hypothesis
+from hypothesis import strategies as st
+from programs import same_bits
+from rig import SOON, WORKERS, Job, adding, given, payload, reduce_only, serving, sum_into, together
 from safetensors.numpy import load_file
 from streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
 
 from psserver import executor, interpreter
+from psserver.arrays import Device
+from psserver.job import Job as Round
+from psserver.job import Part
+from psserver.kernels.kernels import SMALLEST, Kernels
+from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
+from pswire.limits import ALIGN
+from pswire.payload import EMPTY, Payload
 from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
+from pswire.spec import Apply, Member, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.tensor import TensorSpec
 
 A, B, C = WORKERS[:3]
@@ -164,8 +176,8 @@ def test_of_two_updates_the_last_is_delivered(job, two, three, same):
             sending.come(LIMIT)
         seen.append((stored(job, v, w), arrays(sent[0].told())))
     last = 4 if same else 10
-    before = ([2, 0], []), ([2, 4] if not same else [4, 4], [] if not same else [4, 4])
-    assert seen == [*before, ([last, 4], [last, 4])]
+    early = [] if not same else [4, 4]  # where the second one needs nothing more, both are made by then
+    assert seen == [([2, 0], []), ([4, 4] if same else [2, 4], early), ([last, 4], [last, 4])]
     assert wanted(sent[1].reply.result(SOON), (v, w)) == [last, 4]
 
 
@@ -477,7 +489,7 @@ def test_a_variable_without_a_value_is_found_before_anything_is_written(job, two
 
 def short(monkeypatch, after):
     """Lets the memory end at a program after so many others."""
-    run, made = interpreter.run, []
+    run, made = interpreter.Script.run, []
 
     def counted(*args):
         made.append(1)
@@ -485,7 +497,7 @@ def short(monkeypatch, after):
             raise MemoryError("no more")
         return run(*args)
 
-    monkeypatch.setattr(interpreter, "run", counted)
+    monkeypatch.setattr(interpreter.Script, "run", counted)
 
 
 def test_memory_that_ends_halfway_ends_the_job(job, two, three, plan, monkeypatch):
@@ -598,21 +610,182 @@ def test_a_push_sent_again_after_the_end_is_answered(job, two, three, plan):
 def test_the_same_payload_may_be_pushed_again(job, two, three, plan):
     """Where there is no network between, a resend is the same object: it takes nothing from itself."""
     cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT)
-    said = two[1].member.session
-    contribution = next(
-        part.said for part in job.servers.cores[0]._rounds.strands[None].open[0].parts.values() if part.said.session == said
-    )
-    resent = job.verbs[0].push(contribution, cut.payload)
+    resent = job.verbs[0].push(cut.said, cut.payload)
     cut.come()
     whole = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
     for reply in together(resent, cut.reply, whole.reply):
         assert wanted(reply, three) == [11, 22, 33]
 
 
-@pytest.mark.parametrize("resent", [full(10), full(10, 20, 30, 40)])
-def test_a_resend_of_another_size_is_refused(job, two, three, plan, resent):
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("size", [LIMIT, 4 * LIMIT])
+def test_a_resend_of_another_size_is_refused(job, two, three, plan, size, whole):
     """It can be no second attempt, and what is there stays as it was."""
-    cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT)
-    weights = (1.0,) * 3
-    other = Sending.__new__(Sending)
-    del other, weights, resent, cut
+    cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(3 * LIMIT if whole else LIMIT)
+    other = Payload((), size)
+    refused = job.verbs[0].push(cut.said, other)
+    other.add(0, memoryview(bytes(size)))
+    assert isinstance(failure(refused), InvalidRequest)
+    cut.come()
+    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(SOON)
+    assert wanted(reply, three) == wanted(cut.reply.result(SOON), three) == [11, 22, 33]
+
+
+@given_by_hypothesis(st.data())
+def test_every_attempt_counts_once(data):
+    """Whatever of it comes when, however often it is begun: each member's contribution is there once, and whole."""
+    with pytest.MonkeyPatch.context() as patch, serving("core", 1, Path("nowhere")) as servers:
+        streaming(patch)
+        job = Job(servers)
+        workers = job.join(A, B, C)
+        variables = [job.variable(workers[0], value) for value in zeros(3)]
+        plan = job.approve(sum_into(*variables, returned=False), workers[0])
+        attempts = []
+
+        def begin(place):
+            values = [float(10**place * n) for n in (1, 2, 3)]
+            attempts.append((place, Sending(workers[place], plan, full(*values), want=ids(variables))))
+
+        for _ in range(data.draw(st.integers(0, 12))):
+            place = data.draw(st.integers(0, 2))
+            mine = [sending for owner, sending in attempts if owner == place]
+            if not mine or data.draw(st.booleans()):
+                begin(place)
+            else:
+                sending = data.draw(st.sampled_from(mine))
+                sending.come(data.draw(st.sampled_from([16, LIMIT, 3 * LIMIT])), data.draw(st.sampled_from([16, 48])))
+        for place in range(3):
+            begin(place)
+            attempts[-1][1].come()
+        replies = together(*(sending.reply for _, sending in attempts))
+        assert all(wanted(reply, variables) == [111, 222, 333] for reply in replies)
+        assert stored(job, *variables) == [111, 222, 333]
+
+
+# ---- The same as all at once ----
+
+SPEC = {dtype: TensorSpec(dtype, (SIZE,)) for dtype in ("float32", "float64")}
+
+
+def momentum(spec):
+    """A program of a variable, its slot, a value, and a rate; gives the new slot back."""
+    inputs = (Input("variable", spec), Input("variable", spec), Input("value", spec), Input("operand", spec))
+    nodes = (Node("multiply", (1, 3)), Node("add", (4, 2)), Node("subtract", (0, 5)))
+    return Program(inputs, nodes, ((0, 6), (1, 5)), (5,))
+
+
+def through(spec):
+    """A program of two values, which assigns their difference and gives what was there before."""
+    inputs = (Input("variable", spec), Input("value", spec), Input("value", spec))
+    return Program(inputs, (Node("subtract", (1, 2)), Node("add", (0, 0))), ((0, 3),), (4, 3))
+
+
+@st.composite
+def rounds(draw):
+    """A plan of several programs on four variables with random reductions, and what its members say."""
+    spec = SPEC[draw(st.sampled_from(sorted(SPEC)))]
+    count = draw(st.integers(2, 4))
+    ops = [draw(st.sampled_from(["sum", "mean", "first"])) for _ in range(count)]
+    programs = (adding(spec), momentum(spec), through(spec))
+    applies, results = [], 0
+    for _ in range(draw(st.integers(0, 5))):
+        which = draw(st.integers(0, 2))
+        first, second = draw(st.lists(st.integers(0, 3), min_size=2, max_size=2, unique=True))
+        values = [Ref("reduction", n) for n in range(count)] + [Ref("result", n) for n in range(results)]
+        one, other = draw(st.sampled_from(values)), draw(st.sampled_from(values))
+        v, w = Ref("variable", first), Ref("variable", second)
+        applies.append(Apply(which, (0,), [(v, one), (v, w, one, Ref("operand", 0)), (v, one, other)][which]))
+        results += len(programs[which].outputs)
+    returned = [Ref("reduction", n) for n in range(count)] + [Ref("result", n) for n in range(results)]
+    plan = Plan(
+        tuple(Reduction(op, spec, (0,)) for op in ops),
+        (Operand(spec, (0,)),),
+        programs,
+        tuple(applies),
+        tuple(draw(st.lists(st.sampled_from(returned), max_size=4))),
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 1000)))
+    operand, parts = rng.normal(size=SIZE), []
+    for place in range(draw(st.integers(1, 3))):
+        weights = tuple(float(draw(st.integers(0, 2))) for _ in ops)
+        observes = place > 0 and draw(st.booleans())
+        said = Contribution(place + 1, 1, 4, plan.id, () if observes else weights, want=(0, 1, 2, 3), observes=observes)
+        values = [rng.normal(size=SIZE) for _ in ops]
+        packed = EMPTY if observes else payload(plan, 0, values, weights, [operand])
+        parts.append(Part(Member(WORKERS[place], place + 1, 1), said, packed))
+    variables = {n: rng.normal(size=SIZE).astype(spec.dtype) for n in range(4)}
+    return Round(4, plan, tuple(parts), (), lambda: "the section"), variables
+
+
+def growing(part):
+    """The same part, of which nothing has come; and what is to come of it."""
+    return replace(part, payload=Payload((), part.payload.size)), list(part.payload.parts(2 * ALIGN))
+
+
+KERNELS = Kernels(Device())
+
+
+@given_by_hypothesis(rounds(), st.data())
+def test_a_stream_makes_what_is_made_at_once(round, data):
+    """To the last bit: variables, slots, returned values and what is wanted, in whatever order contributions come."""
+    job, values = round
+    expected = executor.run(job, 0, KERNELS, dict(values))
+    parts, rest = zip(*(growing(part) for part in job.parts), strict=True)
+    stream = executor.Stream(replace(job, parts=parts), 0, KERNELS)
+    ready, told = {}, []
+    while not stream.done:
+        if stream.awaits(lambda: told.append(1)):
+            told.clear()
+            while not told:
+                place = data.draw(st.sampled_from([n for n, chunks in enumerate(rest) if chunks]))
+                offset, buffers = rest[place].pop(0)
+                parts[place].payload.add(offset, memoryview(b"".join(buffers)))
+            continue
+        assigned, fresh = stream.step({id: values[id] for id in stream.reads}, frozenset())
+        values |= assigned
+        assert not ready.keys() & {key for key in fresh if isinstance(key, int)}, "a variable is delivered twice"
+        ready |= fresh
+    assert all(same_bits(values[id], expected.assigned.get(id, values[id])) for id in values)
+    assert {id for id in ready if isinstance(id, int)} == expected.assigned.keys()
+    assert all(same_bits(ready[id], expected.wanted[id]) for id in expected.wanted)
+    assert len(stream.given) == len(expected.given)
+    assert all(same_bits(one, other) for one, other in zip(stream.given, expected.given, strict=True))
+
+
+def test_a_stream_writes_where_the_variables_are(tmp_path):
+    """With kernels, and where nobody holds them; what somebody holds stays as it is."""
+    spec = TensorSpec("float32", (SMALLEST,))
+    with serving("thread", 1, tmp_path) as servers:
+        job = Job(servers)
+        (worker,) = job.join(A)
+        variables = [job.variable(worker, np.zeros(spec.shape, "float32")) for _ in range(2)]
+        plan = job.approve(sum_into(*variables, returned=False), worker)
+        assert plan.streams
+        core = servers.cores[0]
+
+        def turn(want=()):
+            (reply,) = together(worker.push(plan, [np.ones(spec.shape, "float32")] * 2, want=want))
+            worker.round += 1
+            core._kernels.compiler.wait()
+            return reply
+
+        def held():
+            with core._lock:
+                return [weakref.ref(core._store.value(v.id)) for v in variables]
+
+        def same(before):
+            with core._lock:
+                return [ref() is core._store.value(v.id) for ref, v in zip(before, variables, strict=True)]
+
+        for _ in range(4):
+            turn()
+        before = held()
+        for _ in range(3):
+            turn()
+        assert same(before) == [True, True]
+        reply = turn(ids(variables[:1]))
+        assert same(before) == [True, True]
+        turn()
+        assert same(before) == [False, True]
+        assert reply.payload.tensors([spec])[0].tolist() == [8.0] * SMALLEST
+        assert float(job.value(worker, variables[0])[0]) == 9.0

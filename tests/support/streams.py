@@ -37,6 +37,7 @@ class Sending:
         observes: contributes nothing, and is there at once.
 
     Attributes:
+        said: what it says.
         payload: as far as it has come.
         reply: what it is answered.
         begun: payloads of answers that the server told of before they were there.
@@ -54,27 +55,18 @@ class Sending:
         server: int = 0,
         observes: bool = False,
     ) -> None:
-        given = tuple(weights) if weights is not None else (float(worker.replicas),) * len(plan.reductions)
-        if observes:
-            given, operands, plan_values = (0.0,) * len(plan.reductions), (), ()
-        else:
-            plan_values = tuple(values)
-        packed = Payload() if observes else payload(plan, server, plan_values, given, operands)
+        each = 0.0 if observes else float(worker.replicas)
+        given = tuple(weights) if weights is not None else (each,) * len(plan.reductions)
+        packed = Payload() if observes else payload(plan, server, values, given, operands)
         self._bytes = bytearray(packed.size)
+        self._at = 0
         for offset, buffer in packed.chunks:
             self._bytes[offset : offset + len(buffer)] = buffer
         self.payload = Payload((), packed.size)
         self.begun: list[Payload] = []
-        said = Contribution(worker.session, worker.epoch, worker.round, plan.id, given, False, (), want, observes)
+        self.said = Contribution(worker.session, worker.epoch, worker.round, plan.id, given, False, (), want, observes)
         push = worker.job.verbs[server].push
-        self.reply: Future[RoundReply] = push(said, self.payload, self.begun.append)
-
-    @property
-    def left(self) -> int:
-        """Bytes that are still to come."""
-        return len(self._bytes) - self._at
-
-    _at = 0
+        self.reply: Future[RoundReply] = push(self.said, self.payload, self.begun.append)
 
     def come(self, nbytes: int = 1 << 60, step: int = 1 << 60) -> Sending:
         """More bytes come, in parts of `step`; all of them, where it is not said how many."""

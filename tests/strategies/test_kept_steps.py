@@ -1,0 +1,399 @@
+"""Optimizer steps that are like the last one: they are not recorded again, and nobody can tell."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import merged, opened, replicas, variable
+
+import psclient as ps
+from psclient.optimizers import schedules
+from psclient.reduction import combine
+from psclient.section import Section
+from psclient.traces import UpdateFunction
+
+SHAPES = ((3,), (2, 2), (3,))
+OPTIMIZERS = {
+    "momentum": lambda: ps.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: ps.optimizers.Adam(0.01),
+    "averaged": lambda: ps.optimizers.SGD(0.1, use_ema=True, gradient_accumulation_steps=2),
+}
+
+
+@contextlib.contextmanager
+def opened_as(kind):
+    """As `opened`; also `async-2`, of two replicas."""
+    if kind != "async-2":
+        with opened(kind) as strategy:
+            yield strategy
+        return
+    with ps.ParameterServerStrategy(["cpu:0", "cpu:1"], consistency=ps.Async()) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module", params=["embedded-1", "embedded-2", "embedded-4", "servers-3", "async-2", "mirrored-2"])
+def anywhere(request):
+    with opened_as(request.param) as strategy:
+        yield strategy
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    with opened("embedded-1") as strategy:
+        yield strategy
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The update functions that were called for, one item for each time."""
+    seen, own = [], UpdateFunction.call
+    monkeypatch.setattr(UpdateFunction, "call", lambda fn, *args: seen.append(fn.__name__) or own(fn, *args))
+    return seen
+
+
+def step(strategy, optimizer, grads, variables):
+    """A step that may be repeated: the replicas meet for it alone."""
+    strategy.run(lambda *own: optimizer.apply_gradients(zip(own, variables, strict=True)), tuple(grads))
+
+
+def recorded_step(strategy, optimizer, grads, variables):
+    """A step that is recorded: it is part of what the replicas meet for."""
+    merged(strategy, lambda _, *own: optimizer.apply_gradients(zip(own, variables, strict=True)), *grads)
+
+
+def gradients(strategy, dtypes, shapes, t):
+    """Per-replica gradients, of which no two are the same."""
+
+    def gradient(dtype, shape, place):
+        values = [
+            np.sin(np.arange(np.prod(shape)) + t + 7 * place + 11 * i).reshape(shape).astype(dtype)
+            for i in range(replicas(strategy))
+        ]
+        return strategy.experimental_distribute_values_from_function(lambda ctx: values[ctx.replica_id_in_sync_group])
+
+    return [gradient(dtype, shape, place) for place, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True))]
+
+
+def beside(strategy, v, value):
+    """Another variable, on the same server."""
+    with strategy.extended.colocate_vars_with(v):
+        return variable(strategy, value)
+
+
+def bits(optimizer, variables):
+    """All that was trained and kept, bit by bit."""
+    return [v.numpy().tobytes() for v in (*variables, *optimizer.variables)]
+
+
+# ---- Nobody can tell ----
+
+RATES = st.sampled_from([0.1, 0.5, 0.0, -0.0, 1e-30])
+CHANGES = st.one_of(
+    st.tuples(st.just("learning_rate"), RATES),
+    st.tuples(st.just("learning_rate"), RATES.map(lambda rate: lambda: rate)),
+    st.tuples(st.just("learning_rate"), RATES.map(lambda rate: schedules.ExponentialDecay(abs(rate) + 0.1, 2, 0.5))),
+    st.tuples(st.sampled_from(["clipvalue", "clipnorm"]), st.sampled_from([None, 0.25, 0.5])),
+    st.tuples(st.just("weight_decay"), st.sampled_from([None, 0.0, 0.125])),
+    st.tuples(st.just("loss_scale_factor"), st.sampled_from([None, 2.0])),
+    st.tuples(st.just("exclude"), st.integers(0, 2)),
+)
+STEPS = st.tuples(
+    st.lists(CHANGES, max_size=1),
+    st.sampled_from([(0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 0), (1,)]),
+    st.sampled_from(["float32", "float32", "float32", "float64", "float16"]),
+)
+
+
+def change(optimizer, name, value, variables):
+    if name == "exclude":
+        optimizer.exclude_from_weight_decay([variables[value]])
+        return
+    if name.startswith("clip"):
+        optimizer.clipvalue = optimizer.clipnorm = None
+    setattr(optimizer, name, value)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(sorted(OPTIMIZERS)), steps=st.lists(STEPS, min_size=3, max_size=8))
+def test_repeated_steps_are_recorded_ones_bit_by_bit(anywhere, name, steps):
+    """Whatever changes between steps: numbers, schedules, options, exclusions, variables, dtypes of gradients."""
+    first = [np.cos(np.arange(np.prod(shape))).reshape(shape).astype("float32") for shape in SHAPES]
+    ours = [variable(anywhere, value) for value in first]
+    pairs = ours, [beside(anywhere, v, value) for v, value in zip(ours, first, strict=True)]
+    with anywhere.scope():
+        optimizers = [OPTIMIZERS[name]() for _ in range(2)]
+    for t, (changes, chosen, dtype) in enumerate(steps):
+        grads = gradients(anywhere, ["float32", *[dtype] * (len(chosen) - 1)], [SHAPES[i] for i in chosen], t)
+        for make, optimizer, variables in zip((step, recorded_step), optimizers, pairs, strict=True):
+            for which, value in changes:
+                change(optimizer, which, value, variables)
+            make(anywhere, optimizer, grads, [variables[i] for i in chosen])
+        one, other = (bits(optimizer, variables) for optimizer, variables in zip(optimizers, pairs, strict=True))
+        assert one == other
+
+
+def test_norms_over_several_servers_are_never_repeated(calls):
+    """Such a step takes two rounds, and the second one computes with what the first has found."""
+    with opened("servers-3") as strategy:
+        ours = [variable(strategy, np.zeros(2)) for _ in range(2)]
+        theirs = [beside(strategy, v, np.zeros(2)) for v in ours]
+        assert ours[0].devices != ours[1].devices
+        with strategy.scope():
+            optimizers = [ps.optimizers.SGD(1.0, global_clipnorm=0.5) for _ in range(2)]
+        for t in range(3):
+            calls.clear()
+            grads = gradients(strategy, ["float32"] * 2, [(2,)] * 2, t)
+            step(strategy, optimizers[0], grads, ours)
+            assert "apply" in calls
+            recorded_step(strategy, optimizers[1], grads, theirs)
+            assert bits(optimizers[0], ours) == bits(optimizers[1], theirs)
+
+
+# ---- What is recorded, and what is not ----
+
+
+def one_step(strategy, optimizer, *variables, t=0, dtype="float32"):
+    grads = gradients(strategy, [dtype] * len(variables), [v.shape for v in variables], t)
+    step(strategy, optimizer, grads, variables)
+
+
+def test_a_step_like_the_last_records_no_update(strategy, calls):
+    """Also with another learning rate, and other numbers; and also if a variable was read or assigned in between."""
+    w, u = variable(strategy), variable(strategy)
+    with strategy.scope():
+        optimizer = ps.optimizers.Adam(0.1)
+    one_step(strategy, optimizer, w, u)
+    assert calls == ["begin", "apply", "apply"]
+    for rate in (0.1, 0.1, 0.2, 0.3):
+        calls.clear()
+        optimizer.learning_rate, optimizer.beta_1 = rate, rate
+        w.assign_add(1.0 + w.numpy())
+        one_step(strategy, optimizer, w, u, t=rate)
+        assert "apply" not in calls
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda o, w, u: setattr(o, "clipvalue", 1.0),
+        lambda o, w, u: setattr(o, "nesterov", True),
+        lambda o, w, u: setattr(o, "learning_rate", schedules.ExponentialDecay(0.1, 2, 0.5)),
+        lambda o, w, u: o.exclude_from_weight_decay([w]),
+        lambda o, w, u: o.build([w, u, variable(w.strategy, np.zeros(2))]),
+    ],
+    ids=["option", "word", "schedule", "excluded", "built"],
+)
+def test_another_kind_of_step_is_recorded(strategy, calls, change, request):
+    """What says what a step does is compared each time; more state elsewhere changes it only where it is counted."""
+    w, u = variable(strategy), variable(strategy)
+    with strategy.scope():
+        optimizer = ps.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.5)
+    one_step(strategy, optimizer, w, u)
+    change(optimizer, w, u)
+    calls.clear()
+    one_step(strategy, optimizer, w, u)
+    assert ("apply" in calls) is (request.node.callspec.id != "built")
+
+
+@pytest.mark.parametrize("chosen", [(1, 0), (0,), (0, 1, 2)])
+def test_other_variables_are_another_step(strategy, calls, chosen):
+    """Also in another order."""
+    variables = [variable(strategy) for _ in range(3)]
+    with strategy.scope():
+        optimizer = ps.optimizers.SGD(0.1)
+    one_step(strategy, optimizer, *variables[:2])
+    calls.clear()
+    one_step(strategy, optimizer, *(variables[i] for i in chosen))
+    assert calls.count("apply") == len(chosen)
+
+
+def test_variables_on_another_server_are_counted_once_they_are_known(calls):
+    """The count gets a copy there; from then on steps of the others count in both."""
+    with opened("servers-3") as strategy:
+        w, u = variable(strategy, np.zeros(2)), variable(strategy, np.zeros(3))
+        assert w.devices != u.devices
+        with strategy.scope():
+            optimizer = ps.optimizers.SGD(1.0)
+        for _ in range(2):
+            one_step(strategy, optimizer, w)
+        optimizer.build([u])
+        for _ in range(2):
+            one_step(strategy, optimizer, w)
+        one_step(strategy, optimizer, u)
+        counts = [v.numpy().tolist() for v in optimizer.variables]
+        assert counts == [5, 5]
+        assert calls.count("apply") == 3
+
+
+FACTOR = 1.0
+
+
+class Scaled(ps.optimizers.Optimizer):
+    """A step times a global."""
+
+    def update(self, v, gradient, iterations):
+        v.assign_sub(FACTOR * self.learning_rate * gradient)
+
+
+def test_what_functions_read_is_looked_at_in_each_step(strategy, monkeypatch):
+    """Another global, or another method of the optimizer's class, is another step."""
+    w = variable(strategy, np.zeros(1))
+    with strategy.scope():
+        optimizer = Scaled(1.0)
+
+    def change():
+        before = w.numpy()
+        step(strategy, optimizer, [np.ones(1, "float32")], [w])
+        return (before - w.numpy()).tolist()
+
+    assert [change(), change()] == [[1.0], [1.0]]
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert [change(), change()] == [[3.0], [3.0]]
+    monkeypatch.setattr(Scaled, "update", lambda self, v, g, t: v.assign_sub(5.0 * g))
+    assert [change(), change()] == [[5.0], [5.0]]
+
+
+class Careful(ps.optimizers.Optimizer):
+    """Looks at its learning rate."""
+
+    def update(self, v, gradient, iterations):
+        v.assign_sub(self.learning_rate * gradient if self.learning_rate < 1 else np.sign(gradient))
+
+
+def test_numbers_that_a_function_looks_at_may_make_another_step(strategy, calls):
+    """It is recorded where the function comes to see something else."""
+    w = variable(strategy, np.zeros(1))
+    with strategy.scope():
+        optimizer = Careful(0.5)
+    seen = []
+    for rate in (0.5, 0.25, 2.0, 3.0, 0.5):
+        calls.clear()
+        optimizer.learning_rate = rate
+        step(strategy, optimizer, [np.full(1, 8.0)], [w])
+        seen.append((float(w.numpy()[0]), "apply" in calls))
+    assert seen == [(-4.0, True), (-6.0, False), (-7.0, True), (-8.0, False), (-12.0, True)]
+
+
+# ---- Mistakes ----
+
+
+def test_mistakes_in_a_later_step_are_told(strategy):
+    """As in the first; and what comes after them is as if they had not been."""
+    w = variable(strategy)
+    stranger = ps.Variable(np.zeros(3, "float32"))
+    with strategy.scope():
+        optimizer = ps.optimizers.SGD(1.0)
+    good = np.ones(3, "float32")
+    for _ in range(4):
+        step(strategy, optimizer, [good], [w])
+    for grads, variables, error, text in (
+        ([np.ones(4, "float32")], [w], ValueError, "has shape"),
+        ([None], [w], ValueError, "is None"),
+        ([good * 1j], [w], ValueError, "complex"),
+        ([good, good], [w, stranger], ValueError, "was created"),
+        ([good, good], [w, w], ValueError, "several pairs"),
+        ([good], ["w"], TypeError, "stands where a variable should"),
+        ([np.array(["a", "b", "c"])], [w], TypeError, "cannot be reduced"),
+    ):
+        with pytest.raises(error, match=text):
+            step(strategy, optimizer, grads, variables)
+    step(strategy, optimizer, [good], [w])
+    assert w.numpy().tolist() == [-5.0] * 3
+    assert int(optimizer.iterations) == 5
+
+
+def test_steps_in_another_strategy_or_after_the_end_are_told(strategy):
+    """A step that is known is no way around a scope."""
+    with opened("embedded-1") as other:
+        w = variable(other)
+        with other.scope():
+            optimizer = ps.optimizers.SGD(1.0)
+        pairs = [(np.ones(3, "float32"), w)]
+        for _ in range(3):
+            other.run(optimizer.apply_gradients, (pairs,))
+        with pytest.raises(RuntimeError, match="two strategies are mixed"):
+            strategy.run(optimizer.apply_gradients, (pairs,))
+    with pytest.raises(RuntimeError, match="closed"):
+        other.run(optimizer.apply_gradients, (pairs,))
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.apply_gradients(pairs)
+
+
+# ---- Sections ----
+
+
+@ps.update_function
+def doubled(x, factor):
+    return x * factor
+
+
+@ps.update_function
+def assigned(v, x):
+    v.assign(x)
+
+
+def reduced(*arrays):
+    """A section of one server that has reduced arrays."""
+    section = Section(1, lambda section: section.arrived({}))
+    return section, [section.reduce(combine("sum", [array], frozenset(), None), (0,)) for array in arrays]
+
+
+def kept(numbers=(2.0,)):
+    section, (total,) = reduced(np.ones(2))
+    section.apply((0,), doubled, (total, 2.0), {})
+    return section.complete(list(numbers))
+
+
+def test_a_repeated_section_is_sent_as_the_recorded_one():
+    """The very same plan, with its own contributions, and with the numbers of now."""
+    section, _ = reduced(np.full(2, 7.0))
+    recorded = kept()
+    assert section.repeat(recorded, [5.0])
+    sent = section.outgoing()
+    assert sent.plan is recorded.plan
+    assert [array.tolist() for array in (*sent.contributions, *sent.operands)] == [[7.0, 7.0], 5.0]
+
+
+def test_a_repeated_section_knows_what_it_assigns(strategy):
+    """Who reads that before it is sent has it sent."""
+    w, section = variable(strategy, np.zeros(2)), reduced(np.ones(2))[0]
+    recorded, (total,) = reduced(np.ones(2))
+    with strategy.scope():
+        recorded.apply((0,), assigned, (w, total), {})
+    assert section.repeat(recorded.complete([]), [])
+    assert section.writes(w.handle.id)
+
+
+def test_only_the_same_reductions_are_repeated():
+    """Others, more of them, or something recorded behind them, are another section."""
+    for arrays in ([np.ones(3)], [np.ones(2, "float32")], [np.ones(2)] * 2, []):
+        assert not reduced(*arrays)[0].repeat(kept(), [2.0])
+    section, (total,) = reduced(np.ones(2))
+    section.apply((0,), doubled, (total, 2.0), {})
+    assert not section.repeat(kept(), [2.0])
+    section, (total,) = reduced(np.ones(2))
+    section.give_back(total)
+    assert not section.repeat(kept(), [2.0])
+
+
+def test_what_depends_on_more_than_numbers_is_not_kept():
+    """Arrays that were given, functions that are looked at anew, other numbers than those that are told."""
+    assert kept(numbers=(3.0,)) is None
+    for fn, args in ((doubled, (np.ones(2),)), (lambda x, y: x + y, (2.0,))):
+        section, (total,) = reduced(np.ones(2))
+        section.apply((0,), fn, (total, *args), {})
+        assert section.complete([2.0]) is None
+
+
+def test_nothing_is_recorded_behind_a_repeated_section():
+    """It would be lost."""
+    section, (total,) = reduced(np.ones(2))
+    assert section.repeat(kept(), [2.0])
+    with pytest.raises(RuntimeError, match="complete"):
+        section.apply((0,), doubled, (total, 2.0), {})
+    with pytest.raises(RuntimeError, match="complete"):
+        section.reduce(combine("sum", [np.ones(2)], frozenset(), None), (0,))
