@@ -1,6 +1,6 @@
 """Many clients of one server: time of a round against workers, and what a connection costs the server.
 
-    python benchmarks/fanin.py             1 to 64 workers
+    python benchmarks/fanin.py             1 to 64 workers, on each lane
     python benchmarks/fanin.py --quick     fewer rounds of fewer workers, for a first look
 
 Every client is a worker task with a `ParameterServerStrategy` of its own: its own session, lease and connections, and
@@ -26,12 +26,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from figures import machine, spread
+from figures import COLOURS, machine
+from measures import Cost, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -39,8 +41,9 @@ import psclient as ps
 from psclient.config import child_environ
 from psclient.launch import start_server
 from psclient.processes import send, spawn
+from pswire.lanes import LANES, LaneName
 
-FORMAT = 1
+FORMAT = 2
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 QUICK_WORKERS = (1, 4, 16)
 PROCESSES = 8
@@ -72,6 +75,7 @@ class Share:
         mine: the numbers of those in this process.
         rounds: how many are measured.
         nbytes: of the variable.
+        lane: the fastest that may be used.
     """
 
     server: str
@@ -79,6 +83,7 @@ class Share:
     mine: tuple[int, ...]
     rounds: int
     nbytes: int
+    lane: LaneName
 
     @classmethod
     def from_text(cls, text: str) -> Share:
@@ -109,7 +114,8 @@ def be_client(share: Share, worker: int, gate: threading.Barrier) -> list[float]
     """
     cluster = ps.ClusterSpec({"ps": [share.server], "worker": ["127.0.0.1:0"] * share.workers})
     resolver = ps.SimpleClusterResolver(cluster, task_type="worker", task_id=worker)
-    with ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=resolver) as strategy, strategy.scope():
+    made = ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=resolver, lane=share.lane)
+    with made as strategy, strategy.scope():
         variable = ps.Variable(np.zeros(share.nbytes // 4, "float32"), name="v")
         gradient = np.full(share.nbytes // 4, (worker + 1) * STEP, "float32")
         optimizer = ps.optimizers.SGD(RATE)
@@ -138,30 +144,7 @@ def _check(value: Any, share: Share) -> None:
 # ---- In the launcher ----
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a server's process has used so far; Linux tells.
-
-    Attributes:
-        seconds: of processor time.
-        rss: resident bytes.
-        threads: how many it has.
-    """
-
-    seconds: float
-    rss: int
-    threads: int
-
-    @classmethod
-    def of(cls, pid: int) -> Cost:
-        """As it is now."""
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        rss = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-        return cls(ticks / os.sysconf("SC_CLK_TCK"), rss, int(fields[17]))
-
-
-def measure(workers: int, processes: int, rounds: int, nbytes: int) -> dict[str, Any]:
+def measure(lane: LaneName, workers: int, processes: int, rounds: int, nbytes: int) -> dict[str, Any]:
     """Starts a server and its clients, has them make rounds, and ends them; one row of the report.
 
     Raises:
@@ -171,15 +154,16 @@ def measure(workers: int, processes: int, rounds: int, nbytes: int) -> dict[str,
         server, address = stack.enter_context(_server())
         alone = Cost.of(server.pid)
         mine = [tuple(range(first, workers, processes)) for first in range(min(workers, processes))]
-        shares = [Share(address, workers, each, rounds, nbytes) for each in mine]
+        shares = [Share(address, workers, each, rounds, nbytes, lane) for each in mine]
         clients = [stack.enter_context(_clients(share, len(mine) + 1)) for share in shares]
         before = _pass_gate(clients, server)
         after = _pass_gate(clients, server)
         series = [json.loads(_hear(client)) for client in clients]
         for client in clients:
             client.wait(SECONDS)
-    cpu = (after.seconds - before.seconds) / rounds
+    cpu = after.since(before).seconds / rounds
     return {
+        "lane": lane,
         "workers": workers,
         "rounds": rounds,
         "ms": spread(series[0], 1e3),
@@ -236,21 +220,33 @@ def _hear(client: subprocess.Popen[bytes]) -> str:
 
 
 def report(rows: Sequence[dict[str, Any]], processes: int, nbytes: int) -> dict[str, Any]:
-    """Everything as it is written with `--json`; memory for each worker is the slope of the least squares."""
-    found: dict[str, Any] = {
+    """Everything as it is written with `--json`."""
+    return {
         "format": FORMAT,
         "machine": machine(),
         "nbytes": nbytes,
         "processes": processes,
         "rows": list(rows),
+        "server_kb_per_worker": {lane: _kb_per_worker(series) for lane, series in by_lane(rows).items() if series[1:]},
     }
-    if len(rows) > 1:
-        slope, _ = np.polyfit([row["workers"] for row in rows], [row["server_rss_mb"] for row in rows], 1)
-        found["server_kb_per_worker"] = 1e3 * float(slope)
+
+
+def by_lane(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each lane."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["lane"], []).append(row)
     return found
 
 
+def _kb_per_worker(series: Sequence[dict[str, Any]]) -> float:
+    """Memory of the server for each worker: the slope of the least squares."""
+    slope, _ = np.polyfit([row["workers"] for row in series], [row["server_rss_mb"] for row in series], 1)
+    return 1e3 * float(slope)
+
+
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "lane": lambda row: row["lane"],
     "workers": lambda row: str(row["workers"]),
     "ms": lambda row: f"{row['ms']['median']:.3g}",
     "p90": lambda row: f"{row['ms']['p90']:.3g}",
@@ -271,8 +267,9 @@ def table(found: dict[str, Any]) -> Table:
         drawn.add_column(heading, justify="right", no_wrap=True)
     for row in found["rows"]:
         drawn.add_row(*(write(row) for write in COLUMNS.values()))
-    if "server_kb_per_worker" in found:
-        drawn.caption = f"memory of the server for each worker: {found['server_kb_per_worker']:.0f} KB"
+    if found["server_kb_per_worker"]:
+        each = ", ".join(f"{lane} {kb:.0f} KB" for lane, kb in found["server_kb_per_worker"].items())
+        drawn.caption = f"memory of the server for each worker: {each}"
     return drawn
 
 
@@ -288,22 +285,28 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (times, memory) = pyplot.subplots(1, 2, figsize=(10, 4))
-    workers = [row["workers"] for row in found["rows"]]
-    times.plot(workers, [row["ms"]["median"] for row in found["rows"]], "o-", label="a round, median")
-    times.plot(workers, [row["server_ms"] for row in found["rows"]], "o--", label="the server's processor time")
+    for lane, rows in by_lane(found["rows"]).items():
+        workers, colour = [row["workers"] for row in rows], COLOURS[lane]
+        medians = [row["ms"]["median"] for row in rows]
+        times.plot(workers, medians, "o-", color=colour, label=f"{lane} lane, a round, median")
+        cpu = [row["server_ms"] for row in rows]
+        times.plot(workers, cpu, "o--", color=colour, label=f"{lane} lane, the server's processor time")
+        memory.plot(workers, [row["server_rss_mb"] for row in rows], "o-", color=colour, label=f"{lane} lane")
     times.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms")
-    times.legend(fontsize="small")
-    rss = [row["server_rss_mb"] for row in found["rows"]]
-    memory.plot(workers, rss, "o-")
-    memory.set(xlabel="workers", ylabel="resident memory of the server, MB", ylim=(0, 1.2 * max(rss)))
+    most = max(row["server_rss_mb"] for row in found["rows"])
+    memory.set(xlabel="workers", ylabel="resident memory of the server, MB", ylim=(0, 1.2 * most))
     for axes in (times, memory):
         axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--workers", multiple=True, type=click.IntRange(1), help=f"How many [default: {WORKERS}].")
+@click.option(
+    "--lane", "lanes", multiple=True, type=click.Choice(LANES), default=LANES[::-1], show_default=True, help="Lanes."
+)
 @click.option("--processes", type=click.IntRange(1), default=PROCESSES, show_default=True, help="For all clients.")
 @click.option("--nbytes", type=click.IntRange(4), default=NBYTES, show_default=True, help="Of the variable.")
 @click.option("--quick", is_flag=True, help=f"A few rounds, of {QUICK_WORKERS} workers.")
@@ -312,6 +315,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 @click.option("--as-clients", hidden=True)
 def main(
     workers: tuple[int, ...],
+    lanes: tuple[LaneName, ...],
     processes: int,
     nbytes: int,
     quick: bool,
@@ -326,9 +330,9 @@ def main(
     console = Console()
     rounds = QUICK_ROUNDS if quick else ROUNDS
     rows = []
-    for count in workers or (QUICK_WORKERS if quick else WORKERS):
-        with console.status(f"{count} workers"):
-            rows.append(measure(count, processes, rounds, nbytes))
+    for lane, count in product(lanes, workers or (QUICK_WORKERS if quick else WORKERS)):
+        with console.status(f"{lane} lane, {count} workers"):
+            rows.append(measure(lane, count, processes, rounds, nbytes))
     found = report(rows, processes, nbytes)
     console.print(table(found))
     if json_file:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from limits import quantile
 from rich.table import Table
 
 LIMITS = (
@@ -21,13 +20,20 @@ LIMITS = (
 )
 """Rows of the first table: words, the key in the report, the unit."""
 
-COLUMNS = ("size", "workers", "servers", "chief", "min", "median", "p90 ms", "GB/s", "/ TCP", "/ memcpy")
+SETTINGS = {
+    "workers": "{} workers",
+    "servers": "{} servers",
+    "optimizer": "{}",
+    "allocator": "{} allocator",
+    "ps_strategy": "{}",
+}
+"""What clusters differ by beside lane and chief: the key in the report, and words. What all have is in the title."""
 
+AGAINST = {"grpc": ("to_tcp", "TCP"), "tcp": ("to_tcp", "TCP"), "shm": ("to_memcpy", "memcpy")}
+"""What the bytes of a lane are compared with: the key in the report, and its name."""
 
-def spread(values: Sequence[float], scale: float) -> dict[str, float]:
-    """Least, median and 90th percentile, each times `scale`."""
-    found = {"min": min(values), "median": statistics.median(values), "p90": quantile(values, 0.9)}
-    return {name: scale * value for name, value in found.items()}
+COLOURS = {"grpc": "tab:blue", "tcp": "tab:orange", "shm": "tab:green"}
+STYLES = ("o-", "s--", "^:", "v-.")
 
 
 def machine() -> dict[str, Any]:
@@ -43,24 +49,54 @@ def machine() -> dict[str, Any]:
     }
 
 
+# ---- Tables ----
+
+
 def tables(found: dict[str, Any]) -> Iterator[Table]:
     """The report as two tables: limits, and rounds beside them."""
     limits = Table("limit", "median", title="Limits of this machine", title_justify="left")
     for name, key, unit in LIMITS:
         limits.add_row(name, f"{found['limits'][key]['median']:.3g} {unit}")
     yield limits
-    rounds = Table(title="Synchronous rounds; GB/s counts pushes and pulls of all workers", title_justify="left")
-    for heading in COLUMNS:
-        rounds.add_column(heading, justify="left" if heading in ("size", "chief") else "right", no_wrap=True)
-    for row in found["rounds"]:
-        times = [f"{row['ms'][key]:.4g}" for key in ("min", "median", "p90")]
-        rates = [f"{row[key]:.2g}" for key in ("gb_per_s", "to_tcp", "to_memcpy")]
-        rounds.add_row(row["size"], str(row["workers"]), str(row["servers"]), row["chief"], *times, *rates)
+    cells = [_cells(row, _differing(found)) for row in found["rounds"]]
+    title = f"Synchronous rounds, {_common(found)}; GB/s counts pushes and pulls of all workers, CPU is ms for a round"
+    rounds = Table(title=title, title_justify="left")
+    for heading in cells[0]:
+        left = heading in ("size", "lane", "chief")
+        rounds.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for row in cells:
+        rounds.add_row(*row.values())
     yield rounds
 
 
+def _differing(found: dict[str, Any]) -> list[str]:
+    """The keys of `SETTINGS` by which the rows differ."""
+    return [key for key in SETTINGS if len({row[key] for row in found["rounds"]}) > 1]
+
+
+def _common(found: dict[str, Any]) -> str:
+    """In words, what all rows have in common."""
+    first = found["rounds"][0]
+    return ", ".join(SETTINGS[key].format(first[key]) for key in SETTINGS if key not in _differing(found))
+
+
+def _cells(row: dict[str, Any], differing: Sequence[str]) -> dict[str, str]:
+    """One line of the table, by heading."""
+    key, limit = AGAINST[row["lane"]]
+    cells = {name: str(row[name]) for name in ("size", "lane", "chief", *differing)}
+    cells |= {name: f"{row['ms'][name]:.4g}" for name in ("median", "p90")}
+    if "optimizer" in differing:
+        cells["/ sgd"] = f"{row['to_sgd']:.2f}" if row["to_sgd"] else "-"
+    cells |= {"GB/s": f"{row['gb_per_s']:.2g}", "/ limit": f"{row[key]:.2g} {limit}"}
+    cells |= {"server CPU": f"{row['server_cpu_ms']:.3g}", "worker CPU": f"{row['worker_cpu_ms']:.3g}"}
+    return cells | {"server MB": f"{row['server_rss_mb']:.0f} ({row['server_growth_mb']:+.0f})"}
+
+
+# ---- The plot ----
+
+
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draws time of a round against its size, with the limits as lines.
+    """Draws time of a round against its size, by lane, with the limits as lines.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -70,19 +106,28 @@ def draw(found: dict[str, Any], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    series: dict[str, list[tuple[float, float]]] = {}
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    series: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in found["rounds"]:
-        label = f"{row['workers']} workers, {row['servers']} servers, chief: {row['chief']}"
-        series.setdefault(label, []).append((row["nbytes"], row["ms"]["median"]))
-    for label, points in series.items():
-        axes.plot(*zip(*sorted(points), strict=True), "o-", label=label)
+        of = row["lane"], _kind(row, _differing(found))
+        series.setdefault(of, []).append((row["nbytes"], row["ms"]["median"]))
+    styles = dict(zip(dict.fromkeys(kind for _, kind in series), cycle(STYLES), strict=False))
+    for (lane, kind), points in series.items():
+        x, y = zip(*sorted(points), strict=True)
+        axes.plot(x, y, styles[kind], color=COLOURS[lane], label=f"{lane} lane, {kind}")
     _draw_limits(found, axes)
     axes.set(xscale="log", yscale="log", xlabel="bytes of parameters", ylabel="median of a round, ms")
+    axes.set_title(f"A synchronous round: {_common(found)}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+
+
+def _kind(row: dict[str, Any], differing: Sequence[str]) -> str:
+    """What clusters of one lane differ by, in words."""
+    chief = "a chief of its own" if row["chief"] == "own" else "worker 0 as chief"
+    return ", ".join([chief, *(SETTINGS[key].format(row[key]) for key in differing)])
 
 
 def _draw_limits(found: dict[str, Any], axes: Any) -> None:
@@ -91,6 +136,6 @@ def _draw_limits(found: dict[str, Any], axes: Any) -> None:
     sizes = sorted({row["nbytes"] for row in found["rounds"]})
     limits = found["limits"]
     ping = limits["tcp_round_trip_us"]["median"] / 1e3
-    for name, key, first in (("TCP", "tcp_gb_per_s", ping), ("memcpy", "memcpy_gb_per_s", 0.0)):
+    for name, key, first, style in (("TCP", "tcp_gb_per_s", ping, "--"), ("memcpy", "memcpy_gb_per_s", 0.0, ":")):
         times = [first + 2 * workers * size / limits[key]["median"] / 1e6 for size in sizes]
-        axes.plot(sizes, times, "--", label=f"{name}, {workers} workers")
+        axes.plot(sizes, times, style, color="black", label=f"limit: all bytes by {name}")

@@ -10,12 +10,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from measures import spread
 
 BLOCK = 1 << 20
 """Bytes that one system call may move: beyond that nothing gets faster."""
@@ -53,10 +54,13 @@ class Limits:
             self.tcp += [NBYTES / _send(peer, source.data) for _ in range(turns)]
             self.ping += [_send(peer, source[:1].data) for _ in range(PINGS)]
 
-
-def quantile(values: Sequence[float], fraction: float) -> float:
-    """The smallest of the values that is not below this fraction of them."""
-    return sorted(values)[min(int(fraction * len(values)), len(values) - 1)]
+    def report(self) -> dict[str, dict[str, float]]:
+        """The limits as they are written with `--json`."""
+        return {
+            "memcpy_gb_per_s": spread(self.memcpy, 1e-9),
+            "tcp_gb_per_s": spread(self.tcp, 1e-9),
+            "tcp_round_trip_us": spread(self.ping, 1e6),
+        }
 
 
 @contextmanager

@@ -1,12 +1,20 @@
 """Time of a synchronous round: gradients out, update on the servers, new values back on every worker.
 
-    python benchmarks/round.py             everything
-    python benchmarks/round.py --quick     the same in a few seconds, for a first look
+    python benchmarks/round.py             every lane, with both kinds of chief
+    python benchmarks/round.py --quick     the same in a few seconds each, for a first look
     make bench
 
 Each cluster is one of real processes on this machine. The clusters take turns with measurements of memcpy
 and of plain TCP on loopback, several times over, so that all sides see the same machine. A round begins
-when a worker has its gradients and ends when it has the values of all variables.
+when a worker has its gradients and ends when it has the values of all variables. Processor time and memory are
+looked at while all workers wait: between the warm-up and the first measured round, and after the last one.
+
+Not measured unless asked for, since they are long or large:
+
+    --rounds 10000 --sizes 4KB             does memory grow?
+    --sizes 3GiB --workers 1               one variable of 3 GiB; takes up to 20 GiB of memory
+    --optimizer sgd --optimizer adam       beside each other
+    --allocator tuned --allocator plain    with what our launcher tells the allocator, and without
 
 `--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md says what is in it.
 """
@@ -14,72 +22,52 @@ when a worker has its gradients and ends when it has the values of all variables
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from io import FileIO
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 import numpy as np
-from figures import draw, machine, spread, tables
+from figures import draw, machine, tables
 from limits import Limits
+from measures import Cost, spread
+from models import MODELS, SIZES
 from rich.console import Console
 
 import psclient as ps
+from psclient.config import GLIBC_TUNABLES
 from psclient.launch import Cluster
 from psclient.placement import PsStrategy
 from psclient.relay import Line
 from pswire.cluster import Task
+from pswire.lanes import LANES
 
-FORMAT = 1
-SECONDS = 600
+FORMAT = 2
+SECONDS = 3600
 """How long the rounds of one cluster may take."""
 
 PLOT = Path(__file__).resolve().parent.parent / "docs" / "round.png"
+FIRST = Task("worker", 0)
 CHIEFS = {"own": "driver", "worker": "none"}
 """Who is chief, a task of its own or worker 0, and what a launch calls that."""
 
+ALLOCATORS = {"tuned": GLIBC_TUNABLES, "plain": ""}
+"""The allocator of all processes: what the launcher tells it, huge pages among that, or nothing."""
 
-@dataclass(frozen=True)
-class Model:
-    """What a round moves.
+OPTIMIZERS = {"sgd": lambda: ps.optimizers.SGD(0.1), "adam": lambda: ps.optimizers.Adam(1e-3)}
 
-    Attributes:
-        nbytes: of all variables together; they are float32.
-        variables: how many.
-        rounds: how many are measured at a time.
-        warm: how many come before, not measured.
-        largest: the first variable's part of the bytes; 0 makes all equal.
-    """
-
-    nbytes: int
-    variables: int
-    rounds: int
-    warm: int
-    largest: float = 0.0
-
-    def shapes(self) -> list[tuple[int]]:
-        """One for each variable; the first takes the rest."""
-        total, others = self.nbytes // 4, self.variables - 1
-        size = int(total * (1 - self.largest)) // others if self.largest else total // self.variables
-        return [(total - others * size,), *[(size,)] * others]
-
-
-MODELS = {
-    "4KB": Model(4_000, 10, 200, 30),
-    "4MB": Model(4_000_000, 20, 60, 15),
-    "100MB": Model(100_000_000, 50, 12, 4),
-    "skewed": Model(100_000_000, 50, 12, 4, 0.9),
-}
-
-QUICK = 10
-"""With `--quick`, this many times fewer rounds are measured, and at least `FEWEST`."""
-
-FEWEST = 3
+LOOK = "look"
+"""What worker 0 prints while all workers wait; they go on when a byte has come through the gate."""
 
 
 @dataclass(frozen=True)
@@ -87,30 +75,63 @@ class Setting:
     """A cluster to measure.
 
     Attributes:
-        workers, servers: how many.
+        lane: the only one that may be used.
         chief: a key of `CHIEFS`.
+        workers, servers: how many.
+        optimizer: a key of `OPTIMIZERS`.
+        allocator: a key of `ALLOCATORS`.
     """
 
+    lane: str
+    chief: str
     workers: int
     servers: int
-    chief: str
+    optimizer: str
+    allocator: str
 
     def __str__(self) -> str:
-        chief = "a chief of its own" if self.chief == "own" else "worker 0 as chief"
-        return f"{self.workers} workers, {self.servers} servers, {chief}"
+        return (
+            f"{self.lane} lane, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
+            f"{self.optimizer}, {self.allocator} allocator"
+        )
 
 
 @dataclass
 class Measured:
-    """What was measured of one model in one cluster.
+    """What was measured of one model in one cluster; all but `seconds` once for each series of rounds.
 
     Attributes:
         seconds: of each round, as worker 0 sees it.
-        rss: resident bytes of the largest server, after each series of rounds.
+        server_cpu, worker_cpu: seconds of processor time for a round, of the busiest server and of worker 0.
+        server_rss: resident bytes of the largest server after the last round.
+        server_growth, worker_growth: by how much they have become more since the warm-up.
     """
 
     seconds: list[float] = field(default_factory=list)
-    rss: list[int] = field(default_factory=list)
+    server_cpu: list[float] = field(default_factory=list)
+    worker_cpu: list[float] = field(default_factory=list)
+    server_rss: list[int] = field(default_factory=list)
+    server_growth: list[int] = field(default_factory=list)
+    worker_growth: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, said: dict[str, Any], before: Sequence[Cost], after: Sequence[Cost]) -> Measured:
+        """One series: what worker 0 says, and what the servers had used before and after it."""
+        used = [end.since(begin) for begin, end in zip(before, after, strict=True)]
+        rounds = len(said["seconds"])
+        return cls(
+            said["seconds"],
+            [max(each.seconds for each in used) / rounds],
+            [said["cpu"] / rounds],
+            [max(each.rss for each in after)],
+            [max(each.rss for each in used)],
+            [said["growth"]],
+        )
+
+    def add(self, other: Measured) -> None:
+        """One more series."""
+        for each in fields(self):
+            getattr(self, each.name).extend(getattr(other, each.name))
 
 
 @dataclass(frozen=True)
@@ -119,49 +140,100 @@ class Options:
 
     Attributes:
         sizes: keys of `MODELS`.
-        optimizer: "sgd" or "adam".
         quick: whether to measure a few rounds only.
+        rounds: how many to measure at a time; None leaves it to the model.
         ps_strategy: which server holds a variable.
     """
 
     sizes: tuple[str, ...]
-    optimizer: str
     quick: bool
+    rounds: int | None
     ps_strategy: PsStrategy
 
-    def args(self) -> tuple[str, ...]:
+    def args(self, setting: Setting, gate: Path) -> tuple[str, ...]:
         """The arguments of the worker script, which is this file."""
         sizes = [arg for size in self.sizes for arg in ("--sizes", size)]
-        chosen = ("--optimizer", self.optimizer, "--ps-strategy", self.ps_strategy)
-        return ("--as-worker", *sizes, *chosen, *["--quick"] * self.quick)
+        chosen = ("--optimizer", setting.optimizer, "--ps-strategy", self.ps_strategy)
+        rounds = [] if self.rounds is None else ["--rounds", str(self.rounds)]
+        return ("--as-worker", str(gate), *sizes, *chosen, *rounds, *["--quick"] * self.quick)
+
+    def count(self, size: str) -> int:
+        """How many rounds of a model are measured at a time."""
+        return self.rounds or MODELS[size].count(self.quick)
 
 
 # ---- In a worker ----
 
 
-def work(options: Options) -> None:
-    """Makes rounds of each model; worker 0 prints a JSON line for each."""
-    with ps.ParameterServerStrategy(devices=["cpu:0"], ps_strategy=options.ps_strategy) as strategy, strategy.scope():
-        for size in options.sizes:
-            seconds = _rounds(strategy, size, options)
-            if strategy.task == Task("worker", 0):
-                print(json.dumps({"size": size, "seconds": seconds}), flush=True)
+class Worker:
+    """Makes rounds of each model; worker 0 tells the launcher of them.
+
+    Args:
+        options: what to do.
+        optimizer: a key of `OPTIMIZERS`.
+        gate: a pipe through which the launcher lets worker 0 go on.
+    """
+
+    def __init__(self, options: Options, optimizer: str, gate: Path) -> None:
+        self._options = options
+        self._optimizer = optimizer
+        self._gate = gate
+        self._lanes = _Lanes()
+        self._strategy = ps.ParameterServerStrategy(devices=["cpu:0"], ps_strategy=options.ps_strategy)
+
+    def run(self) -> None:
+        """Everything, to its end."""
+        with self._strategy, self._strategy.scope():
+            for size in self._options.sizes:
+                said = self._measure(size)
+                if self._strategy.task == FIRST:
+                    print(json.dumps({"size": size, "lane": self._lanes.last, **said}), flush=True)
+
+    def _measure(self, size: str) -> dict[str, Any]:
+        shapes = MODELS[size].shapes()
+        variables = [ps.Variable(np.zeros(shape, "float32"), name=f"{size}/{i}") for i, shape in enumerate(shapes)]
+        gradients = [np.full(shape, 1e-3, "float32") for shape in shapes]
+        optimizer = OPTIMIZERS[self._optimizer]()
+
+        def make_round() -> float:
+            start = time.perf_counter()
+            self._strategy.run(optimizer.apply_gradients, args=(list(zip(gradients, variables, strict=True)),))
+            for variable in variables:
+                variable.numpy()
+            return time.perf_counter() - start
+
+        for _ in range(MODELS[size].warm):
+            make_round()
+        self._wait()
+        before = Cost.of(os.getpid())
+        seconds = [make_round() for _ in range(self._options.count(size))]
+        used = Cost.of(os.getpid()).since(before)
+        self._wait()
+        return {"seconds": seconds, "cpu": used.seconds, "growth": used.rss}
+
+    def _wait(self) -> None:
+        """All workers wait while the launcher looks at the servers."""
+        if self._strategy.task == FIRST:
+            print(LOOK, flush=True)
+            with FileIO(self._gate) as gate:
+                gate.read(1)
+        self._strategy.reduce("sum", np.float32(0), axis=None)
 
 
-def _rounds(strategy: ps.ParameterServerStrategy, size: str, options: Options) -> list[float]:
-    model = MODELS[size]
-    variables = [ps.Variable(np.zeros(s, "float32"), name=f"{size}/{i}") for i, s in enumerate(model.shapes())]
-    gradients = [np.full(s, 1e-3, "float32") for s in model.shapes()]
-    optimizer = ps.optimizers.Adam(1e-3) if options.optimizer == "adam" else ps.optimizers.SGD(0.1)
-    seconds = []
-    count = max(model.rounds // QUICK, FEWEST) if options.quick else model.rounds
-    for _ in range(model.warm + count):
-        start = time.perf_counter()
-        strategy.run(optimizer.apply_gradients, args=(list(zip(gradients, variables, strict=True)),))
-        for variable in variables:
-            variable.numpy()
-        seconds.append(time.perf_counter() - start)
-    return seconds[model.warm :]
+class _Lanes(logging.Handler):
+    """Hears in the log which lane is used: the one that was asked for may not work, and then the next one is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = "grpc"  # of which nothing is said where nothing else is wanted
+        log = logging.getLogger("psclient.lanes")
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        match = re.match(r"(\w+) lane to ", record.getMessage())
+        if match:
+            self.last = match[1]
 
 
 # ---- In the launcher ----
@@ -171,38 +243,67 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
     """Starts a cluster, has it make rounds of each model, and ends it.
 
     Raises:
-        ClickException: a task failed.
+        ClickException: a task failed, or used another lane.
     """
     found: dict[str, Measured] = {}
+    looks: list[list[Cost]] = []
+    lanes = set[str]()
 
     def hear(line: Line) -> None:
-        if line.task == Task("worker", 0) and not line.error and line.text.startswith("{"):
+        if line.task != FIRST or line.error:
+            return
+        if line.text == LOOK:
+            looks.append(_costs(cluster))
+            gate.write(b"\0")
+        elif line.text.startswith("{"):
             said = json.loads(line.text)
-            found[said["size"]] = Measured(said["seconds"], [_rss(cluster)])
+            found[said["size"]] = Measured.of(said, *looks[-2:])
+            lanes.add(said["lane"])
 
-    cluster = Cluster(
-        sink=hear,
-        ps=setting.servers,
-        workers=setting.workers,
-        chief=CHIEFS[setting.chief],
-        script=str(Path(__file__)),
-        args=options.args(),
-    )
-    with cluster:
-        outcome = cluster.wait(SECONDS)
+    with _gate() as (path, gate):
+        cluster = Cluster(
+            sink=hear,
+            ps=setting.servers,
+            workers=setting.workers,
+            chief=CHIEFS[setting.chief],
+            lane=setting.lane,
+            script=str(Path(__file__)),
+            args=options.args(setting, path),
+        )
+        with _allocator(setting.allocator), cluster:
+            outcome = cluster.wait(SECONDS)
     if outcome.code:
         raise click.ClickException(f"{setting}: {outcome.report}")
+    if lanes != {setting.lane}:
+        raise click.ClickException(f"{setting}: worker 0 used {', '.join(sorted(lanes))}")
     return found
 
 
-def _rss(cluster: Cluster) -> int:
-    """Resident bytes of the largest server; 0 where the system does not say."""
-    found = [0]
-    for task, process in cluster.processes.items():
-        status = Path(f"/proc/{process.pid}/statm")
-        if task.job == "ps" and status.exists():
-            found.append(int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    return max(found)
+@contextmanager
+def _gate() -> Iterator[tuple[Path, FileIO]]:
+    """A named pipe, which never blocks us: we hold both of its ends."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "gate"
+        os.mkfifo(path)
+        with FileIO(path, "r+") as gate:
+            yield path, gate
+
+
+@contextmanager
+def _allocator(name: str) -> Iterator[None]:
+    """The processes that are started have this allocator."""
+    before = os.environ.get("GLIBC_TUNABLES")
+    os.environ["GLIBC_TUNABLES"] = ALLOCATORS[name]
+    try:
+        yield
+    finally:
+        del os.environ["GLIBC_TUNABLES"]
+        os.environ |= {"GLIBC_TUNABLES": before} if before is not None else {}
+
+
+def _costs(cluster: Cluster) -> list[Cost]:
+    """What each server has used so far."""
+    return [Cost.of(process.pid) for task, process in cluster.processes.items() if task.job == "ps"]
 
 
 def laps(
@@ -215,9 +316,7 @@ def laps(
     for lap, setting in product(range(repeats), settings):
         with console.status(f"lap {lap + 1} of {repeats}: {setting}"):
             for size, measured in measure(setting, options).items():
-                of = total.setdefault((size, setting), Measured())
-                of.seconds += measured.seconds
-                of.rss += measured.rss
+                total.setdefault((size, setting), Measured()).add(measured)
             limits.measure()
     return limits, total
 
@@ -227,82 +326,85 @@ def laps(
 
 def report(limits: Limits, total: dict[tuple[str, Setting], Measured], options: Options) -> dict[str, Any]:
     """Everything as it is written with `--json`."""
-    tcp, memcpy = statistics.median(limits.tcp), statistics.median(limits.memcpy)
-    return {
-        "format": FORMAT,
-        "machine": machine(),
-        "limits": {
-            "memcpy_gb_per_s": spread(limits.memcpy, 1e-9),
-            "tcp_gb_per_s": spread(limits.tcp, 1e-9),
-            "tcp_round_trip_us": spread(limits.ping, 1e6),
-        },
-        "rounds": [
-            row(size, setting, total[size, setting], options, tcp, memcpy)
-            for size in options.sizes
-            for setting in [setting for found, setting in total if found == size]
-        ],
-    }
+    rows = [
+        row(size, setting, total[size, setting], options, limits)
+        for size in options.sizes
+        for setting in [setting for found, setting in total if found == size]
+    ]
+    for each in rows:
+        each["to_sgd"] = next(
+            (each["ms"]["median"] / sgd["ms"]["median"] for sgd in rows if _is_sgd_of(sgd, each)), None
+        )
+    return {"format": FORMAT, "machine": machine(), "limits": limits.report(), "rounds": rows}
 
 
-def row(size: str, setting: Setting, measured: Measured, options: Options, tcp: float, memcpy: float) -> dict[str, Any]:
+def row(size: str, setting: Setting, measured: Measured, options: Options, limits: Limits) -> dict[str, Any]:
     """One line of the table."""
     model = MODELS[size]
-    moved = 2 * model.nbytes * setting.workers
-    rate = moved / statistics.median(measured.seconds)
+    rate = 2 * model.nbytes * setting.workers / statistics.median(measured.seconds)
     return {
         "size": size,
         "nbytes": model.nbytes,
         "variables": model.variables,
-        "workers": setting.workers,
-        "servers": setting.servers,
-        "chief": setting.chief,
-        "lane": "grpc",
-        "optimizer": options.optimizer,
+        **vars(setting),
         "ps_strategy": options.ps_strategy,
         "rounds": len(measured.seconds),
         "ms": spread(measured.seconds, 1e3),
         "gb_per_s": rate / 1e9,
-        "to_tcp": rate / tcp,
-        "to_memcpy": rate / memcpy,
-        "server_rss_mb": max(measured.rss) / 1e6,
+        "to_tcp": rate / statistics.median(limits.tcp),
+        "to_memcpy": rate / statistics.median(limits.memcpy),
+        "server_cpu_ms": 1e3 * statistics.median(measured.server_cpu),
+        "worker_cpu_ms": 1e3 * statistics.median(measured.worker_cpu),
+        "server_rss_mb": max(measured.server_rss) / 1e6,
+        "server_growth_mb": max(measured.server_growth) / 1e6,
+        "worker_growth_mb": max(measured.worker_growth) / 1e6,
     }
 
 
+def _is_sgd_of(sgd: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a row is of the same cluster and model as another, with SGD."""
+    keys = ("size", *(each.name for each in fields(Setting) if each.name != "optimizer"))
+    return sgd["optimizer"] == "sgd" and all(sgd[key] == other[key] for key in keys)
+
+
+def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str) -> Any:
+    """An option of several values."""
+    return click.option(name, multiple=True, type=click.Choice(known), default=default, show_default=True, help=text)
+
+
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option(
-    "--sizes", multiple=True, type=click.Choice(list(MODELS)), help="Models to measure [default: all but skewed]."
-)
-@click.option("--workers", multiple=True, type=click.IntRange(1), default=(1, 2), show_default=True)
-@click.option("--servers", multiple=True, type=click.IntRange(1), default=(1, 2), show_default=True)
-@click.option("--chief", multiple=True, type=click.Choice(list(CHIEFS)), default=tuple(CHIEFS), show_default=True)
-@click.option("--optimizer", type=click.Choice(["sgd", "adam"]), default="sgd", show_default=True)
+@_choices("--sizes", list(MODELS), SIZES, "Models to measure.")
+@_choices("--lane", LANES, LANES[::-1], "Lanes to measure.")
+@_choices("--chief", list(CHIEFS), list(CHIEFS), "A chief of its own, or worker 0.")
+@click.option("--workers", multiple=True, type=click.IntRange(1), default=(2,), show_default=True)
+@click.option("--servers", multiple=True, type=click.IntRange(1), default=(1,), show_default=True)
+@_choices("--optimizer", list(OPTIMIZERS), ("sgd",), "With sgd and adam, the table has their ratio.")
+@_choices("--allocator", list(ALLOCATORS), ("tuned",), "As our launcher sets it, with huge pages, or not at all.")
 @click.option("--ps-strategy", type=click.Choice(get_args(PsStrategy)), default="greedy", show_default=True)
+@click.option("--rounds", type=click.IntRange(1), help="How many to measure at a time [default: the model's].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
 @click.option("--quick", is_flag=True, help="A few rounds only.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 @click.option("--plot", is_flag=True, help="Also draw docs/round.png; needs matplotlib, which the extra `bench` has.")
-@click.option("--as-worker", is_flag=True, hidden=True)
+@click.option("--as-worker", "gate", type=click.Path(path_type=Path), hidden=True)
 def main(
     sizes: tuple[str, ...],
-    workers: tuple[int, ...],
-    servers: tuple[int, ...],
-    chief: tuple[str, ...],
-    optimizer: str,
+    rounds: int | None,
     ps_strategy: PsStrategy,
     repeats: int | None,
     quick: bool,
     json_file: Path | None,
     plot: bool,
-    as_worker: bool,
+    gate: Path | None,
+    **chosen: tuple[Any, ...],
 ) -> None:
     """Measures, or is a worker of a cluster that is measured."""
-    equal = tuple(name for name, model in MODELS.items() if not model.largest)
-    options = Options(sizes or equal, optimizer, quick, ps_strategy)
-    if as_worker:
-        work(options)
+    options = Options(sizes, quick, rounds, ps_strategy)
+    if gate:
+        Worker(options, chosen["optimizer"][0], gate).run()
         return
     console = Console()
-    settings = [Setting(*each) for each in product(workers, servers, chief)]
+    settings = [Setting(*each) for each in product(*(chosen[each.name] for each in fields(Setting)))]
     limits, total = laps(settings, options, repeats or (1 if quick else 3), console)
     found = report(limits, total, options)
     for table in tables(found):

@@ -27,7 +27,8 @@ from typing import Any
 
 import click
 import numpy as np
-from figures import machine, spread
+from figures import machine
+from measures import spread
 from rich.console import Console
 from rich.table import Table
 

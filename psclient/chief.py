@@ -306,15 +306,19 @@ class Chief:
         return Epoch(number, _ordered(members), start=Start(number, round + 1, positions))
 
     def _is_done(self, sessions: Sequence[SessionState]) -> bool:
-        """Whether all members of the last epoch that had some have left cleanly, and nobody else is here."""
-        states = {s.member.session: s.state for s in sessions}
-        if "open" in states.values() or not self._expected <= {s.member.task for s in sessions}:
+        """Whether the tasks of the last epoch that had members have left cleanly, and nobody else is here.
+
+        A member may be gone, and another process of its task, which no epoch took in any more, may have left for it.
+        """
+        if any(s.state == "open" for s in sessions) or not self._expected <= {s.member.task for s in sessions}:
             return False
+        # Sessions are numbered in order, so that the newest one of a task stays.
+        left = {s.member.task: s.member.session for s in sessions if s.state == "left"}
         last = next(
             (e.members for _, e in sorted(self._state.epochs.items(), reverse=True) if e.members),
             tuple(s.member for s in sessions),
         )
-        return all(states.get(member.session) == "left" for member in last)
+        return all(left.get(member.task, -1) >= member.session for member in last)
 
     # ---- Checkpoints ----
 

@@ -70,10 +70,9 @@ class Invocation:
 @click.option("--device", help="Where the servers' variables live: cpu or gpu:N.")
 @click.option("--memory-limit", help="Bytes for variables on each server, such as 4GiB.")
 @click.option("--checkpoint-root", help="Directory below which checkpoints are.")
+@click.option("--shared-memory", help="Bytes in which each server's answers are for workers here, such as 4GiB.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of one update program on each server.")
-@click.option(
-    "--lane", type=click.Choice(LANES), help="The fastest lane that may be used [default: PS_LANE, else shm]."
-)
+@click.option("--lane", type=click.Choice(LANES), help="The fastest lane to use [default: PS_LANE, else shm].")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
 @click.option("--debug", is_flag=True, help="Show tracebacks of this package.")

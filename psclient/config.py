@@ -42,12 +42,14 @@ class ServerOptions:
         memory_limit: bytes that variables may take on one server, with a unit; "0" for no limit.
         checkpoint_root: the directory below which checkpoints are.
         threads: that run one update program, a number.
+        shared_memory: bytes in which a server's answers are for clients on its host, with a unit; "0" for none.
     """
 
     device: str = "cpu"
     memory_limit: str = "0"
     checkpoint_root: str = "checkpoints"
     threads: str = "1"
+    shared_memory: str = "1GiB"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from psclient.arrays import Device
 from psclient.progress import Progress
@@ -205,14 +205,20 @@ class Group(Progress):
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = time.monotonic() + self.session.timeouts.round
+        place = _in_words(entry)
+        late = RoundTimeout(
+            f"{self.session.task} came late, and waited too long to be taken in: the others did not come to {place} "
+            "again. A process that comes back begins with the first section or dataset of its script: make no section "
+            "before the loop, and distribute each dataset once, not anew for every pass"
+        )
         while self.epoch is None and not self._begin():
-            self._follow(deadline)
+            self._follow(deadline, late, lambda: f"waits to be taken in when the others come to {place}")
 
     def _settle(self) -> None:
         """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
         deadline = time.monotonic() + self.session.timeouts.start
         while not self._epochs:
-            self._follow(deadline)
+            self._follow(deadline, self._late(), self._word)
         if self.epoch is None:
             self._begin()
 
@@ -234,16 +240,15 @@ class Group(Progress):
 
     def snapshotted(self, plan_id: bytes, deadline: float) -> Snapshotted:
         """Waits until the checkpoint that a plan ordered is complete, or failed."""
+        late = RoundTimeout("the checkpoint was not complete in time; is the chief running?")
         while plan_id not in self._snapshots:
-            self._follow(deadline)
+            self._follow(deadline, late, lambda: "waits for a checkpoint to be complete")
         return self._snapshots.pop(plan_id)
 
-    def _follow(self, deadline: float) -> None:
-        """Reads on in server 0's log, waiting for it to grow."""
+    def _follow(self, deadline: float, late: RoundTimeout, word: Callable[[], str]) -> None:
+        """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
         session = self.session
-        watched = session.wait(
-            session.keeper.watch(session.number, self._followed, -1), deadline, self._late(), self._word
-        )
+        watched = session.wait(session.keeper.watch(session.number, self._followed, -1), deadline, late, word)
         if watched.start < self._followed:
             error = ServerLost("the job was started anew; restart this process")
             session.end(error)
@@ -267,4 +272,9 @@ class Group(Progress):
     def _word(self) -> str:
         here = {state.member.task for state in self.session.look().sessions if state.state == "open"}
         missing = [str(task) for task in self._expected if task not in here]
-        return f"waits for {', '.join(missing)} to start" if missing else "waits to be taken into the group"
+        return f"waits for {', '.join(missing)} to start" if missing else "waits for the chief to begin"
+
+
+def _in_words(entry: str) -> str:
+    kind, _, which = entry.partition(":")
+    return f"a batch of dataset {which}" if kind == "dataset" else "the section with which it begins"

@@ -57,7 +57,7 @@ class ParameterServerStrategy(Strategy):
             the next one is. By default what `PS_LANE` says, else the fastest that works.
 
     Raises:
-        ConfigError: `TF_CONFIG`, a device, `ps_strategy` or `lane` is wrong, or another process has another consistency.
+        ConfigError: `TF_CONFIG`, a device, `ps_strategy` or `lane` is wrong; another process has another consistency.
         Unreachable: a server does not answer.
         ChiefLost: no chief began the job in time.
     """
@@ -197,7 +197,8 @@ class ParameterServerStrategy(Strategy):
         if hasattr(self, "_runner"):
             super().close()
         if hasattr(self, "_session"):
-            self._session.leave(error)
+            # Only the servers may know that the job cannot go on, and that its end need not be waited for.
+            error = self._session.leave(error)
         if self._chief:
             self._chief.stop(abandon=bool(error))
         for server in self._servers:

@@ -128,18 +128,28 @@ class Session:
         news = self.keeper.watch(self.number, known, 0)
         return self.wait(news, time.monotonic() + self.timeouts.call, late, lambda: "waits for news", lambda: False)
 
-    def leave(self, error: str = "") -> None:
-        """Ends the session; a clean end tells the chief that this process has done its part."""
+    def leave(self, error: str = "") -> str:
+        """Ends the session; a clean end tells the chief that this process has done its part.
+
+        Args:
+            error: why it does not end cleanly; "" if it does, for all that this process knows.
+
+        Returns:
+            The same; where the session had failed already, and this process did not know, why it had.
+        """
         if self._ended.is_set():
-            return
+            return error or str(self._error() or "")
         self._ended.set()
         self._threads.close()
         if self.number and not isinstance(self._error(), ServerLost):
             try:
                 self.keeper.leave(self.number, error)
+            except (ServerLost, Unreachable) as failure:
+                log.debug("could not say goodbye: %s", failure)
             except PSError as failure:
-                gone = isinstance(failure, ServerLost | Unreachable)
-                log.log(logging.DEBUG if gone else logging.WARNING, "could not say goodbye: %s", failure)
+                log.warning("%s does not leave cleanly: %s", self.task, failure)
+                return error or str(failure)
+        return error
 
     def close(self) -> None:
         """Waits for the beats to end, after `leave`."""

@@ -40,6 +40,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @click.option("--device", default="cpu", show_default=True, help="Where the variables live: cpu or gpu:N.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of one update program.")
 @click.option("--memory-limit", default="0", help="Bytes for variables, such as 4GiB; 0 for no limit.")
+@click.option("--data-port", type=click.IntRange(0, 65535), default=0, help="Of the tcp lane; 0 picks [default: 0].")
+@click.option(
+    "--shared-memory",
+    default="1GiB",
+    show_default=True,
+    help="Bytes in which answers are for clients on this host, twice the model at best; 0 for no shm lane.",
+)
 @click.option(
     "--checkpoint-root",
     type=click.Path(file_okay=False, path_type=Path),
@@ -58,6 +65,8 @@ def command(
     device: str,
     threads: int,
     memory_limit: str,
+    data_port: int,
+    shared_memory: str,
     checkpoint_root: Path,
     until_done: bool,
     lifeline: bool,
@@ -72,7 +81,17 @@ def command(
         datefmt="%H:%M:%S",
     )
     try:
-        config = server_config(task, host, port, device, memory_limit, checkpoint_root, threads=threads)
+        config = server_config(
+            task,
+            host,
+            port,
+            device,
+            memory_limit,
+            checkpoint_root,
+            threads=threads,
+            data_port=data_port,
+            shared_memory=shared_memory,
+        )
         asyncio.run(serve(config, until_done, lifeline))
     except PSError as error:
         if debug:
@@ -105,7 +124,15 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             submit=pool.submit,
             threads=config.threads,
         )
-        server = Server(core, config.task, config.host, config.port, config.max_payload_bytes)
+        server = Server(
+            core,
+            config.task,
+            config.host,
+            config.port,
+            config.max_payload_bytes,
+            config.data_port,
+            config.shared_memory,
+        )
         port = await server.start()
         try:
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")

@@ -33,6 +33,8 @@ class ServerConfig:
         checkpoint_root: the directory below which checkpoints are.
         timeouts: of sessions and calls.
         threads: that run one update program.
+        data_port: the port of the tcp lane, 0 to pick one.
+        shared_memory: bytes in which answers are for clients on this host; 0 for no shm lane.
     """
 
     task: Task
@@ -43,6 +45,8 @@ class ServerConfig:
     checkpoint_root: Path
     timeouts: Timeouts
     threads: int = 1
+    data_port: int = 0
+    shared_memory: int = 0
 
     @property
     def max_payload_bytes(self) -> int:
@@ -64,6 +68,8 @@ def server_config(
     checkpoint_root: Path = Path("checkpoints"),
     environ: Mapping[str, str] = os.environ,
     threads: int = 1,
+    data_port: int = 0,
+    shared_memory: str = "1GiB",
 ) -> ServerConfig:
     """Merges flags with the environment.
 
@@ -76,6 +82,8 @@ def server_config(
         checkpoint_root: the directory below which checkpoints are.
         environ: the environment.
         threads: that run one update program.
+        data_port: the port of the tcp lane, 0 to pick one.
+        shared_memory: bytes with a unit, "0" for no shm lane.
 
     Raises:
         ConfigError: what is asked for is malformed, not there, or not a task of the cluster.
@@ -92,6 +100,8 @@ def server_config(
         checkpoint_root=checkpoint_root.absolute(),
         timeouts=Timeouts.from_environ(environ),
         threads=threads,
+        data_port=data_port,
+        shared_memory=parse_bytes(shared_memory, "--shared-memory"),
     )
 
 

@@ -38,9 +38,6 @@ HELLO_SECONDS = 10.0
 MAX_STRANGERS = 256
 """Connections that have not said who they are; the oldest has to go."""
 
-OUTBOX_BYTES = 1 << 30
-"""Of the memory in which answers are: twice the largest model whose values clients use where they are."""
-
 SHARED = Path("/dev/shm")
 """Where the Unix socket is, if there is such a place: containers that share memory share it."""
 
@@ -54,9 +51,20 @@ class Lanes:
         host: the address to listen on.
         port: the port of the tcp lane, 0 to pick one.
         max_payload_bytes: what one message may announce.
+        shared_memory: bytes in which answers are for clients on this host: twice the largest model whose values these
+            use where they are. Only what was once in use at a time takes memory; 0 for no shm lane.
     """
 
-    def __init__(self, core: ParameterServer, task: Task, host: str, port: int, max_payload_bytes: int) -> None:
+    def __init__(
+        self,
+        core: ParameterServer,
+        task: Task,
+        host: str,
+        port: int,
+        max_payload_bytes: int,
+        shared_memory: int,
+    ) -> None:
+        self._shared_memory = shared_memory
         self.core = core
         self.task = str(task)
         self.max_payload_bytes = max_payload_bytes
@@ -83,7 +91,7 @@ class Lanes:
     def outbox(self) -> tuple[Ring, int]:
         """Where answers are written for all clients that share memory, and its file; raises `OSError` if it fails."""
         if self._outbox is None:
-            segment, file = Segment.make(OUTBOX_BYTES)
+            segment, file = Segment.make(self._shared_memory)
             self._outbox = Ring(segment.memory), file
         return self._outbox
 
@@ -93,6 +101,8 @@ class Lanes:
         tcp = socket.create_server((self._host.strip("[]"), self._wanted), family=family, backlog=128)
         self.port = tcp.getsockname()[1]
         self._listen(tcp, False)
+        if not self._shared_memory:
+            return
         with contextlib.suppress(OSError):  # a system without Unix sockets, or a place that cannot be written
             self._listen(self._unix(), True)
 

@@ -111,9 +111,17 @@ class Membership:
                 self.fail_all(diverged(waits[0], [(s.member.task, describe(s.waits[1])) for s in (other, session)]))
 
     def leave(self, number: int, error: str) -> None:
-        """Ends a session, cleanly or not; a divergence ends all."""
+        """Ends a session, cleanly or not; a divergence ends all.
+
+        Raises:
+            PSError: why a session cannot end cleanly: it has failed, or its task was started again.
+        """
         session = self._sessions.get(number)
-        if session is None or session.state not in ("open", "lost"):
+        if session is None or session.state == "left":
+            return
+        if session.state in ("failed", "replaced"):
+            if not error:
+                self.check(number)
             return
         # Who was thought dead and says goodbye has done its part all the same; nobody else would say it.
         session.state = "open"

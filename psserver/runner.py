@@ -233,6 +233,9 @@ class Runner:
                     return
         except PSError as error:
             self._end(stream, error)
+        except Exception as error:  # a bug of ours must reach the members as an error, not as silence
+            log.exception("round %d failed", stream.job.round)
+            self._end(stream, PSError(f"internal error: {error!r}; see the server's log"))
         else:
             self._end(stream, None)
 

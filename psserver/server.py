@@ -32,15 +32,23 @@ class Server:
         port: the port to listen on, 0 to pick one.
         max_payload_bytes: what one message may announce.
         data_port: the port of the tcp lane, 0 to pick one.
+        shared_memory: bytes in which answers are for clients on this host; 0 for no shm lane.
     """
 
     def __init__(
-        self, core: ParameterServer, task: Task, host: str, port: int, max_payload_bytes: int, data_port: int = 0
+        self,
+        core: ParameterServer,
+        task: Task,
+        host: str,
+        port: int,
+        max_payload_bytes: int,
+        data_port: int = 0,
+        shared_memory: int = 1 << 30,
     ) -> None:
         self._host = host
         self._port = port
         self._data_port = data_port
-        self._lanes = Lanes(core, task, host, data_port, max_payload_bytes)
+        self._lanes = Lanes(core, task, host, data_port, max_payload_bytes, shared_memory)
         self._service = Service(core, task, core.status().incarnation, max_payload_bytes, self._lanes)
         self._server: grpc.aio.Server | None = None
 

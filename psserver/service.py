@@ -442,5 +442,5 @@ class _Answer:
             self.cutter = Cutter(self._payload)
         part = self.cutter.next() if self.cutter else None
         if part is None and self.cutter and not self.cutter.done:
-            self.cutter.when(self.bell.ring)
+            self.cutter.when(0, self.bell.ring)
         return part

@@ -296,6 +296,9 @@ class ParameterServer(Protocol):
         Args:
             session: whose.
             error: "" at a clean end, else why; a divergence is told to everyone.
+
+        Raises:
+            PSError: why a session cannot end cleanly: it has failed, which its process may not know yet.
         """
         ...
 

@@ -170,9 +170,9 @@ class Cutter:
         """Whether all is cut."""
         return self._cut == self.payload.size
 
-    def when(self, then: Callable[[], object]) -> None:
-        """Calls a function once there is more than `next` has seen."""
-        self.payload.reach(min(self._seen + 1, self.payload.size), then)
+    def when(self, more: int, then: Callable[[], object]) -> None:
+        """Calls a function once there are so many bytes more than `next` has seen, at least one, or all."""
+        self.payload.reach(min(self._seen + max(more, 1), self.payload.size), then)
 
     def next(self) -> Part | None:
         """The next part; None while its bytes are not there, and at the end."""

@@ -38,9 +38,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from figures import machine, spread
+from figures import machine
 from limits import Limits
-from round import FEWEST, MODELS, QUICK
+from measures import spread
+from models import MODELS, SIZES
 from rounds import WORKERS, Work, to_text
 
 from psclient.config import child_environ
@@ -48,9 +49,6 @@ from psclient.processes import describe_exit, send, spawn
 
 FORMAT = 1
 HERE = Path(__file__).resolve().parent
-SIZES = ("4KB", "4MB", "100MB")
-"""Of `MODELS`, those that are measured unless others are asked for."""
-
 SECONDS = 600
 """How long the rounds of one system may take."""
 
@@ -139,8 +137,8 @@ def works(sizes: Sequence[str], quick: bool) -> list[Work]:
     found = []
     for size in sizes:
         model = MODELS[size]
-        count = max(model.rounds // QUICK, FEWEST) if quick else model.rounds
-        found.append(Work(size, tuple(length for (length,) in model.shapes()), count, model.warm))
+        lengths = tuple(length for (length,) in model.shapes())
+        found.append(Work(size, lengths, model.count(quick), model.warm))
     return found
 
 
@@ -252,11 +250,7 @@ class Comparison:
         return {
             "format": FORMAT,
             "machine": machine(),
-            "limits": {
-                "memcpy_gb_per_s": spread(self.limits.memcpy, 1e-9),
-                "tcp_gb_per_s": spread(self.limits.tcp, 1e-9),
-                "tcp_round_trip_us": spread(self.limits.ping, 1e6),
-            },
+            "limits": self.limits.report(),
             "rounds": [
                 {"system": row.name, "beside": row.beside, "version": row.version, "size": size, "ms": row.whole(size)}
                 for row in self.rows.values()

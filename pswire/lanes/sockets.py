@@ -45,6 +45,10 @@ MAX_PART_BYTES = 4 << 20
 SCRATCH = 1 << 16
 """Bytes that are read at once where a message may be small."""
 
+STEPS = 16
+"""Into how many pieces a payload is cut at least whose other end is told of it while it is made: each costs a system
+call, and the other end's attention."""
+
 SMALL = 1 << 14
 """Data of fewer bytes go in the socket also where memory is shared: to tell their place would cost as much."""
 
@@ -329,24 +333,32 @@ class Channel:
 
     def _run(self, stream: _Stream) -> bool:
         """Sends what there is of a payload; says whether that was the last."""
+        out: list[bytes | memoryview] = []
+        step, ready = stream.cutter.payload.size // STEPS, 0
         while stream.part or not (stream.cutter.done and stream.first[0] is Kind.PART):
-            if stream.part is None:
-                stream.part = stream.cutter.next()
+            stream.part = stream.part or stream.cutter.next()
             if stream.part is None and not stream.cutter.done:
+                self._send(out)
                 if not stream.listens:
                     stream.listens = True
-                    stream.cutter.when(lambda: self._grown(stream))
+                    stream.cutter.when(step, lambda: self._grown(stream))
                 return False
             offset, buffers = stream.part or (0, [])
             size = sum(map(len, buffers))
             place = self._put(stream, offset, buffers, size)
             if place is None:
+                self._send(out)
                 return False
-            buffers, stream.part = buffers if place == INLINE else [], None
-            (kind, header), stream.first = stream.first, (Kind.PART, b"")
-            self._send((Message(kind, stream.call, header, offset, size, place).head(), *buffers))
+            (kind, header), stream.first, stream.part = stream.first, (Kind.PART, b""), None
+            out += [Message(kind, stream.call, header, offset, size, place).head()]
+            out += buffers if place == INLINE else []
+            ready += size
+            if ready > step:
+                self._send(out)
+                out, ready = [], 0
         if stream.last is not None:
-            self.tell(stream.last[0], stream.call, stream.last[1])
+            out.append(Message(stream.last[0], stream.call, stream.last[1]).head())
+        self._send(out)
         return stream.last is not None or not stream.ends
 
     def _put(self, stream: _Stream, offset: int, buffers: Sequence[memoryview], size: int) -> int | None:
@@ -364,7 +376,9 @@ class Channel:
             stream.listens = False
             self.pump()
 
-    def _send(self, buffers: Iterable[bytes | memoryview]) -> None:
+    def _send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        if not buffers:
+            return
         try:
             if self.link.send(buffers):
                 self._blocked()

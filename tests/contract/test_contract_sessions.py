@@ -205,6 +205,17 @@ def test_a_divergence_is_told_to_everyone(job):
     job.verbs[0].beat(job.opened.session, -1, b"")
 
 
+def test_who_leaves_is_told_that_the_job_failed(job):
+    """A process that ends before it heard of it did not do its part; leaving with an error is taken as it is."""
+    one, two = job.join(A, B)
+    job.verbs[0].leave(one.session, "Diverged: operand 0 differs")
+    for _ in range(2):
+        with pytest.raises(Diverged, match=r"^operand 0 differs$"):
+            job.verbs[0].leave(two.session, "")
+    job.verbs[0].leave(two.session, "an error of its own")
+    assert set(states(job).values()) == {"failed"}
+
+
 def test_status_tells_of_the_chief(job):
     """Server 0 says how long it is silent; the others cannot know."""
     job.servers.clock.now += 4.0

@@ -188,8 +188,11 @@ def test_a_clean_end_is_none_after_a_failure(members):
     members.leave(lost, "")
     beat_again = opened(members, C)
     members.leave(failed, "an error")
-    for number in (failed, replaced):
-        members.leave(number, "")
+    members.leave(replaced, "")
+    for _ in range(2):
+        with pytest.raises(Fenced, match="it failed"):
+            members.leave(failed, "")
+        members.leave(failed, "another error")
     assert states(members) == {lost: "left", failed: "failed", replaced: "left", beat_again: "open"}
 
 
@@ -209,7 +212,8 @@ def test_the_end_of_a_chief(members):
     assert not members.chief_left()
     assert members.chief_silent(5.0) == float("inf")
     old, new = opened(members, CHIEF, drives=True), opened(members, CHIEF, 3.0, drives=True)
-    members.leave(old, "")
+    with pytest.raises(Fenced, match="started again"):
+        members.leave(old, "")
     assert not members.chief_left()
     assert members.chief_silent(5.0) == 2.0
     members.leave(new, "")

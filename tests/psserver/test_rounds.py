@@ -154,6 +154,20 @@ def test_a_round_that_nobody_holds_is_dropped(rounds):
     assert rounds.next_job().round == 1
 
 
+def test_a_round_that_is_forgotten_leaves_no_position(rounds):
+    """Who comes next begins at the round after the last one, and with the batch that belongs to it."""
+    first, second = (Position(0, 0, index) for index in (1, 2))
+    for session in (1, 2):
+        push(rounds, session, positions=(first,))
+    finish(rounds, rounds.next_job())
+    said = Contribution(1, 1, 1, PLAN.id, (1.0,), positions=(second,))
+    rounds.push(said, Payload((), NUMBER.nbytes), Future())
+    assert (rounds.strands[None].newest, rounds.positions) == (1, (second,))
+    rounds.close_epoch(Epoch(2, MEMBERS[2:]))
+    assert rounds.next_job() is None
+    assert (rounds.strands[None].newest, rounds.positions) == (0, (first,))
+
+
 def test_a_divergence_closes_its_round(rounds):
     """All who wait are told both positions, nothing runs, and the rounds after it do."""
     one = push(rounds, 1)

@@ -112,10 +112,10 @@ def test_who_cuts_is_told_when_there_is_more(sizes: list[int], part_bytes: int) 
         while (part := cutter.next()) is not None:
             parts.append(part)
         if not cutter.done:
-            cutter.when(look)
+            cutter.when(0, look)
 
     if not cutter.done:
-        cutter.when(look)
+        cutter.when(0, look)
     for chunk in chunks:
         payload.add(*chunk)
     assert cutter.done

@@ -178,7 +178,8 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[[ClusterSpe
         only: the server that gets them; None for all.
     """
 
-    def connected(cluster: ClusterSpec, timeouts: Timeouts) -> list[RemoteServer]:
+    def connected(cluster: ClusterSpec, timeouts: Timeouts, *_: object) -> list[RemoteServer]:
+        # Always by the grpc lane, whatever is asked for: interceptors see no other.
         return [
             RemoteServer(cluster.address(task), task, timeouts, interceptors if only in (None, task.index) else ())
             for task in cluster.tasks("ps")

@@ -1,0 +1,48 @@
+"""Numbers that all benchmarks tell: how far figures spread, and what a process has used."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """The smallest of the values that is not below this fraction of them."""
+    return sorted(values)[min(int(fraction * len(values)), len(values) - 1)]
+
+
+def spread(values: Sequence[float], scale: float) -> dict[str, float]:
+    """Least, median and 90th percentile, each times `scale`."""
+    found = {"min": min(values), "median": statistics.median(values), "p90": quantile(values, 0.9)}
+    return {name: scale * value for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a process has used so far, or between two moments; Linux tells.
+
+    Attributes:
+        seconds: of processor time, which does not depend on who else uses the machine.
+        rss: resident bytes; memory that it shares with others counts.
+        threads: how many it has.
+    """
+
+    seconds: float
+    rss: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Cost:
+        """As it is now."""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # What clock_getcpuclockid(3) makes of a process: /proc counts in hundredths of seconds, which is too coarse.
+        clock = (~pid << 3) | 2
+        return cls(time.clock_gettime(clock), int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), int(fields[17]))
+
+    def since(self, before: Cost) -> Cost:
+        """What has come since an earlier moment."""
+        return Cost(self.seconds - before.seconds, self.rss - before.rss, self.threads - before.threads)

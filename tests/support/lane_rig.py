@@ -1,0 +1,467 @@
+"""Lanes for tests: one server with a job on it, a client's end by hand, and networks that break where a test says."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import random
+import socket
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rig import SOON, WORKERS, Clock, Job, Servers, Worker, core, eventually, payload, sum_into, together
+
+from psclient.rpc import RemoteServer
+from psserver.lanes import Lanes
+from psserver.server import ServerThread
+from pswire import replies
+from pswire.api import Contribution, RoundReply
+from pswire.lanes import LaneName
+from pswire.lanes.rings import CLIENT_BYTES, Segment
+from pswire.lanes.sockets import HEAD, INLINE, Kind, Message
+from pswire.limits import PART_BYTES, Timeouts
+from pswire.payload import Payload
+from pswire.pb import parameter_server_pb2 as pb
+
+SIZE = PART_BYTES // 4
+"""Elements of float32 of which a part holds as many."""
+
+
+class Site:
+    """A server, and members of a job on it that make rounds together.
+
+    Args:
+        stack: ends all of it.
+        lane: the fastest lane of the members.
+        workers: how many members.
+        elements: of each variable, float32.
+        variables: how many.
+        between: called with the server's lanes before anybody connects.
+
+    Attributes:
+        lanes: the server's.
+        server: the members' connection.
+        workers: the members.
+        sums: what every element of the first variable is; of the n-th it is n times that.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        lane: LaneName,
+        workers: int = 2,
+        elements: int = SIZE,
+        variables: int = 3,
+        between: Callable[[Lanes], object] = lambda lanes: None,
+    ) -> None:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        self._stack = stack
+        self._elements = elements
+        self.core = core(0, submit=pool.submit)
+        stack.callback(self.core.close)
+        self.thread = stack.enter_context(ServerThread(self.core, self.core.task, grace=0.0))
+        self.lanes: Lanes = self.thread._server._lanes
+        between(self.lanes)
+        self.server = self.connect(lane)
+        self.job = Job(Servers([self.server], [self.core], Clock(), Path("nowhere"), True))
+        self.workers = self.job.join(*WORKERS[:workers])
+        values = [np.zeros(elements, "float32") for _ in range(variables)]
+        self.variables = [self.job.variable(self.workers[0], value) for value in values]
+        self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.workers[0])
+        self.sums = 0.0
+
+    def connect(self, lane: LaneName) -> RemoteServer:
+        """One more connection."""
+        timeouts = Timeouts(lease=4.0, call=10.0, round=SOON)
+        server = RemoteServer(self.thread.address, self.core.task, timeouts, lane=lane)
+        self._stack.callback(server.close)
+        return server
+
+    def said(self, worker: Worker) -> Contribution:
+        """What a member says in its round."""
+        ids = tuple(variable.id for variable in self.variables)
+        return Contribution(worker.session, worker.epoch, worker.round, self.plan.id, (1.0,) * len(ids), want=ids)
+
+    def payload(self, number: float) -> Payload:
+        """A contribution: a number times 1, 2, 3 and so on."""
+        values = [np.full(self._elements, place * number) for place in range(1, len(self.variables) + 1)]
+        return payload(self.plan, 0, values, (1.0,) * len(values), ())
+
+    def push(self, worker: Worker, number: float, server: RemoteServer | None = None) -> Future[RoundReply]:
+        """Contributes to the round."""
+        return (server or self.server).push(self.said(worker), self.payload(number))
+
+    def whole(self, numbers: Iterable[float], *answers: Future[RoundReply]) -> None:
+        """The round of these contributions is over: each counts once, and all answers say so."""
+        self.sums += sum(numbers)
+        specs = [variable.spec.tensor for variable in self.variables]
+        for reply in together(*answers):
+            for place, value in enumerate(reply.payload.tensors(specs), 1):
+                assert (value == place * self.sums).all(), f"{value} is not {place} * {self.sums}"
+        for worker in self.workers:
+            worker.round += 1
+
+    def round(self) -> None:
+        """A round, in which each member contributes its number: everybody is served."""
+        numbers = range(1, len(self.workers) + 1)
+        self.whole(numbers, *[self.push(worker, n) for worker, n in zip(self.workers, numbers, strict=True)])
+
+    def pulled(self, worker: Worker) -> np.ndarray[Any, Any]:
+        """The first variable, read by a member."""
+        return self.job.value(worker, self.variables[0])
+
+    def lane(self, worker: Worker) -> Any:
+        """The lane that a member uses; None for gRPC."""
+        return self.server._lanes[worker.session]._lane
+
+    def open(self, sessions: Iterable[int | None]) -> list[Any]:
+        """The server's ends of these sessions' lanes."""
+        wanted = set(sessions)
+        return [connection for connection in self.lanes.connections[:] if connection.session in wanted]
+
+
+class Hand:
+    """A client's end of a lane, which does what the test says, and nothing by itself.
+
+    Args:
+        lanes: the server's.
+        name: "tcp" or "shm".
+        introduce: whether it hands memory over, where the lane has such.
+
+    Attributes:
+        memory: what it has handed over; the server reads there.
+        outbox: the file that it was given; the server writes there. -1 where it was given none.
+    """
+
+    def __init__(self, lanes: Lanes, name: str, introduce: bool = True, nbytes: int = CLIENT_BYTES) -> None:
+        self.outbox = -1
+        if name == "tcp":
+            self.sock = socket.create_connection(("127.0.0.1", lanes.port), SOON)
+            return
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(SOON)
+        self.sock.connect(lanes.path)
+        if introduce:
+            segment, file = Segment.make(nbytes)
+            self.memory = segment.memory
+            self.hand_over(file)
+
+    def __enter__(self) -> Hand:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.sock.close()
+        if self.outbox >= 0:
+            os.close(self.outbox)
+
+    def hand_over(self, *files: int) -> None:
+        """Sends files with a byte, and closes them."""
+        socket.send_fds(self.sock, [b"\0"], list(files))
+        for file in files:
+            os.close(file)
+
+    def say(
+        self,
+        kind: int,
+        call: int = 0,
+        header: bytes = b"",
+        offset: int = 0,
+        size: int = 0,
+        place: int = INLINE,
+        data: bytes = b"",
+    ) -> None:
+        """Sends a message, which need not make sense."""
+        head = HEAD.pack(kind, len(header), call, offset, size or len(data), place)
+        self.sock.sendall(head + header + data)
+
+    def hello(self, session: int, token: bytes) -> Hand:
+        """Says who it is."""
+        self.say(Kind.HELLO, header=pb.LaneHello(session=session, token=token).SerializeToString())
+        return self
+
+    def welcomed(self, session: int, lanes: Lanes) -> Hand:
+        """Says who it is, and is believed."""
+        assert self.hello(session, lanes.token(session)).hear().kind is Kind.WELCOME
+        return self
+
+    def push(self, site: Site, worker: Worker, number: float, call: int = 1) -> tuple[bytes, list[tuple[int, bytes]]]:
+        """The header and the parts of a contribution; they are not sent."""
+        sent = site.payload(number)
+        header = replies.contribution_to_pb(site.said(worker), sent.size).SerializeToString()
+        return header, [(offset, b"".join(buffers)) for offset, buffers in sent.parts()]
+
+    def hear(self) -> Message:
+        """The next message but those of memory that is free again; raises `ConnectionError` where there is none."""
+        while True:
+            if self.sock.family == socket.AF_UNIX and self.outbox < 0:
+                byte, files, _, _ = socket.recv_fds(self.sock, 1, 1)
+                if not byte:
+                    raise ConnectionResetError
+                (self.outbox,) = files
+            number, header_size, call, offset, size, place = HEAD.unpack(self._exactly(HEAD.size))
+            header = self._exactly(header_size)
+            data = memoryview(self._exactly(size)) if size and place == INLINE else None
+            if number != Kind.FREED:
+                return Message(Kind(number), call, header, offset, size, place, data)
+
+    def freed(self) -> int:
+        """The place of the next message, which says that memory is free again."""
+        number, _, _, _, _, place = HEAD.unpack(self._exactly(HEAD.size))
+        assert number == Kind.FREED
+        return int(place)
+
+    def _exactly(self, count: int) -> bytes:
+        found = b""
+        while len(found) < count:
+            more = self.sock.recv(count - len(found))
+            if not more:
+                raise ConnectionResetError("the server has closed the connection")
+            found += more
+        return found
+
+    def is_closed(self) -> bool:
+        """Waits until the server has closed the connection; False where it says something first."""
+        try:
+            return not self.sock.recv(1)
+        except ConnectionError:
+            return True
+
+
+# ---- A network that breaks ----
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a connection breaks.
+
+    Attributes:
+        up, down: after how many bytes from, or to, the client; None: that way it does not.
+    """
+
+    up: int | None = None
+    down: int | None = None
+
+
+class Proxy:
+    """Stands between a server's lane and its clients.
+
+    Args:
+        stack: ends it.
+        lanes: whose place it takes in what the server offers.
+        name: "tcp" or "shm".
+
+    Attributes:
+        cuts: of the connections that come, in order; those after them do not break.
+        count: connections that came.
+    """
+
+    def __init__(self, stack: ExitStack, lanes: Lanes, name: str) -> None:
+        self.cuts: deque[Cut] = deque()
+        self.count = 0
+        self._lock = threading.Lock()  # guards the sockets
+        self._open: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._to: Any = ("127.0.0.1", lanes.port) if name == "tcp" else lanes.path
+        self._family = socket.AF_INET if name == "tcp" else socket.AF_UNIX
+        self._listener = socket.socket(self._family)
+        if name == "tcp":
+            self._listener.bind(("127.0.0.1", 0))
+            lanes.port = self._listener.getsockname()[1]
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            self._listener.bind(f"{folder}/proxy")
+            lanes.path = f"{folder}/proxy"
+        self._listener.listen()
+        self._start(self._accept)
+        stack.callback(self.close)
+
+    def cut(self) -> None:
+        """Breaks all connections now."""
+        with self._lock:
+            for sock in self._open:
+                _shut(sock)
+
+    def close(self) -> None:
+        """Breaks all, and takes no more."""
+        _shut(self._listener)
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(SOON)
+        for sock in self._open:
+            sock.close()
+
+    def _start(self, run: Callable[[], object]) -> None:
+        thread = threading.Thread(target=run, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.socket(self._family)
+            far.connect(self._to)
+            cut = self.cuts.popleft() if self.cuts else Cut()
+            with self._lock:
+                self._open += [near, far]
+            self.count += 1
+            self._start(lambda near=near, far=far, cut=cut: _pump(near, far, cut.up))  # type: ignore[misc]
+            self._start(lambda near=near, far=far, cut=cut: _pump(far, near, cut.down))  # type: ignore[misc]
+
+
+def _pump(source: socket.socket, sink: socket.socket, budget: int | None) -> None:
+    """Hands on what comes, descriptors too, until so many bytes have gone."""
+    left = 1 << 60 if budget is None else budget
+    with contextlib.suppress(OSError):
+        while left:
+            data, ancillary, _, _ = source.recvmsg(min(1 << 16, left), socket.CMSG_SPACE(4))
+            if not data:
+                break
+            files = array.array("i", b"".join(item for _, _, item in ancillary))
+            left -= len(data)
+            sent = sink.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)] if files else [])
+            sink.sendall(data[sent:])
+            for file in files:
+                os.close(file)
+    for sock in (source, sink):
+        _shut(sock)
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+# ---- In the processes of jobs ----
+
+
+class _Fragile(socket.socket):
+    """A socket that breaks after so many calls of the system, in the middle of what it sends."""
+
+    life = 1 << 60
+
+    def sendmsg(self, buffers: Any, *rest: Any) -> int:
+        self._age()
+        if self.life <= 0 and not rest:
+            half = b"".join(buffers)
+            with contextlib.suppress(OSError):
+                return super().send(half[: len(half) // 2])
+        return super().sendmsg(buffers, *rest)
+
+    def recv_into(self, *args: Any) -> int:
+        self._age()
+        return super().recv_into(*args)
+
+    def _age(self) -> None:
+        self.life -= 1
+        if self.life == 0:
+            _shut(self)
+
+
+@contextlib.contextmanager
+def connecting(change: Callable[[socket.socket], socket.socket]) -> Iterator[None]:
+    """The lanes that clients of this process open meanwhile have other sockets."""
+    from psclient import lanes
+
+    connect = lanes._connect
+    lanes._connect = lambda *args: change(connect(*args))
+    try:
+        yield
+    finally:
+        lanes._connect = connect
+
+
+def fragile(seed: int, calls: int) -> list[int]:
+    """Has the lanes of this process break again and again, after 10 to so many calls; gives where they are counted."""
+    from psclient import lanes
+
+    chosen = random.Random(seed)
+    made = [0]
+
+    def change(sock: socket.socket) -> socket.socket:
+        made[0] += 1
+        broken = _Fragile(fileno=sock.detach())
+        broken.life = chosen.randint(10, calls)
+        return broken
+
+    lanes.LOSSES = 1 << 30
+    connecting(change).__enter__()
+    return made
+
+
+class _Stalling(socket.socket):
+    """A socket that stops in the middle of what it sends."""
+
+    when: Callable[[], bool] = staticmethod(lambda: False)
+    stop: Callable[[], object] = staticmethod(lambda: None)
+
+    def sendmsg(self, buffers: Any, *rest: Any) -> int:
+        if not self.when():
+            return super().sendmsg(buffers, *rest)
+        data = b"".join(buffers)
+        sent = super().send(data[: max(len(data) // 2, 1)])
+        self.stop()
+        return sent
+
+
+def stall(when: Callable[[], bool], stop: Callable[[], object]) -> None:
+    """Has this process stop in the middle of a push on a lane.
+
+    Args:
+        when: whether this is the one; asked before everything that is sent.
+        stop: called in the middle of it.
+    """
+
+    def change(sock: socket.socket) -> socket.socket:
+        slow = _Stalling(fileno=sock.detach())
+        slow.when, slow.stop = when, stop  # type: ignore[method-assign]
+        return slow
+
+    connecting(change).__enter__()
+
+
+# ---- What is left ----
+
+
+def files() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings(process: int | str = "self") -> int:
+    """How many shared segments are mapped in a process."""
+    maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace")
+    return sum("memfd:paramserver" in line for line in maps.splitlines())
+
+
+def threads(name: str = "lane ") -> list[str]:
+    """The names of this process's threads that begin with something."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+__all__ = [
+    "SIZE",
+    "Cut",
+    "Hand",
+    "Proxy",
+    "Site",
+    "connecting",
+    "eventually",
+    "files",
+    "fragile",
+    "mappings",
+    "stall",
+    "threads",
+]
