@@ -16,7 +16,6 @@ round stands beside it, which does not depend on how the clients share their pro
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys

@@ -21,8 +21,8 @@ LIMITS = (
 """Rows of the first table: words, the key in the report, the unit."""
 
 SETTINGS = {
-    "workers": "{} workers",
-    "servers": "{} servers",
+    "workers": "workers: {}",
+    "servers": "servers: {}",
     "optimizer": "{}",
     "allocator": "{} allocator",
     "ps_strategy": "{}",
@@ -31,6 +31,9 @@ SETTINGS = {
 
 AGAINST = {"grpc": ("to_tcp", "TCP"), "tcp": ("to_tcp", "TCP"), "shm": ("to_memcpy", "memcpy")}
 """What the bytes of a lane are compared with: the key in the report, and its name."""
+
+WIDTH = 160
+"""Of the tables, in characters, where the terminal is narrower."""
 
 COLOURS = {"grpc": "tab:blue", "tcp": "tab:orange", "shm": "tab:green"}
 STYLES = ("o-", "s--", "^:", "v-.")
@@ -116,7 +119,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
         x, y = zip(*sorted(points), strict=True)
         axes.plot(x, y, styles[kind], color=COLOURS[lane], label=f"{lane} lane, {kind}")
     _draw_limits(found, axes)
-    axes.set(xscale="log", yscale="log", xlabel="bytes of parameters", ylabel="median of a round, ms")
+    axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="median of a round, ms")
+    sizes = {row["nbytes"]: f"{row['size']} in {row['variables']}" for row in found["rounds"]}
+    axes.set_xticks(list(sizes), list(sizes.values()))
+    axes.set_xticks([], minor=True)
     axes.set_title(f"A synchronous round: {_common(found)}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")

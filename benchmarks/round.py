@@ -28,17 +28,17 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from io import FileIO
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import click
 import numpy as np
-from figures import draw, machine, tables
+from figures import WIDTH, draw, machine, tables
 from limits import Limits
 from measures import Cost, spread
 from models import MODELS, SIZES
@@ -52,6 +52,8 @@ from psclient.relay import Line
 from pswire.cluster import Task
 from pswire.lanes import LANES
 
+Command = TypeVar("Command", bound=Callable[..., object])
+
 FORMAT = 2
 SECONDS = 3600
 """How long the rounds of one cluster may take."""
@@ -64,7 +66,13 @@ CHIEFS = {"own": "driver", "worker": "none"}
 ALLOCATORS = {"tuned": GLIBC_TUNABLES, "plain": ""}
 """The allocator of all processes: what the launcher tells it, huge pages among that, or nothing."""
 
-OPTIMIZERS = {"sgd": lambda: ps.optimizers.SGD(0.1), "adam": lambda: ps.optimizers.Adam(1e-3)}
+OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
+    "sgd": lambda: ps.optimizers.SGD(0.1),
+    "adam": lambda: ps.optimizers.Adam(1e-3),
+}
+
+REST_SECONDS = 0.2
+"""For so long a server has to do next to nothing."""
 
 LOOK = "look"
 """What worker 0 prints while all workers wait; they go on when a byte has come through the gate."""
@@ -202,9 +210,10 @@ class Worker:
                 variable.numpy()
             return time.perf_counter() - start
 
-        for _ in range(MODELS[size].warm):
-            make_round()
-        self._wait()
+        for _ in range(2):  # the second time with the kernels that the servers have compiled by then
+            for _ in range(MODELS[size].warm):
+                make_round()
+            self._wait()
         before = Cost.of(os.getpid())
         seconds = [make_round() for _ in range(self._options.count(size))]
         used = Cost.of(os.getpid()).since(before)
@@ -253,7 +262,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
         if line.task != FIRST or line.error:
             return
         if line.text == LOOK:
-            looks.append(_costs(cluster))
+            looks.append(_costs_at_rest(cluster))
             gate.write(b"\0")
         elif line.text.startswith("{"):
             said = json.loads(line.text)
@@ -299,6 +308,16 @@ def _allocator(name: str) -> Iterator[None]:
     finally:
         del os.environ["GLIBC_TUNABLES"]
         os.environ |= {"GLIBC_TUNABLES": before} if before is not None else {}
+
+
+def _costs_at_rest(cluster: Cluster) -> list[Cost]:
+    """What each server has used once it rests: kernels that it compiles in the background are no part of a round."""
+    costs = _costs(cluster)
+    while True:
+        time.sleep(REST_SECONDS)
+        before, costs = costs, _costs(cluster)
+        if all(now.since(then).seconds < REST_SECONDS / 10 for now, then in zip(costs, before, strict=True)):
+            return costs
 
 
 def _costs(cluster: Cluster) -> list[Cost]:
@@ -367,7 +386,7 @@ def _is_sgd_of(sgd: dict[str, Any], other: dict[str, Any]) -> bool:
     return sgd["optimizer"] == "sgd" and all(sgd[key] == other[key] for key in keys)
 
 
-def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str) -> Any:
+def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str) -> Callable[[Command], Command]:
     """An option of several values."""
     return click.option(name, multiple=True, type=click.Choice(known), default=default, show_default=True, help=text)
 
@@ -407,6 +426,7 @@ def main(
     settings = [Setting(*each) for each in product(*(chosen[each.name] for each in fields(Setting)))]
     limits, total = laps(settings, options, repeats or (1 if quick else 3), console)
     found = report(limits, total, options)
+    console.width = max(console.width, WIDTH)
     for table in tables(found):
         console.print(table)
     if json_file:

@@ -41,9 +41,10 @@ from psserver.kernels.kernels import Kernels
 from psserver.kernels.rows import apply_rows
 from pswire.api import Contribution
 from pswire.cluster import Task
+from pswire.log import Member
 from pswire.payload import Payload
 from pswire.program import Program
-from pswire.spec import Apply, Member, Operand, Plan, Reduction, Ref
+from pswire.spec import Apply, Operand, Plan, Reduction, Ref
 from pswire.tensor import TensorSpec, spec_of
 
 FORMAT = 1

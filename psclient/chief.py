@@ -20,7 +20,7 @@ from pswire.api import SessionState, Watched
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, Fenced, PSError, ServerLost, Unreachable
 from pswire.limits import Timeouts
-from pswire.spec import (
+from pswire.log import (
     Approved,
     Done,
     Entry,
@@ -28,12 +28,12 @@ from pswire.spec import (
     EpochClosed,
     JobStarted,
     Member,
-    Plan,
     Position,
     Snapshotted,
     Start,
     Started,
 )
+from pswire.spec import Plan
 
 log = logging.getLogger("psclient.chief")
 

@@ -28,6 +28,9 @@ WORDS = (
 """Types of what makes another trace if it changes."""
 
 
+_PLAIN = NUMBERS | {bool, str, type(None)}
+"""What most attributes are: an optimizer's are looked at in each step."""
+
 _VIEW = "_stands_for_another"
 
 
@@ -149,6 +152,8 @@ _LEFT_OUT = object()
 
 
 def _taken(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Configured):
         return value.settings()
     if isinstance(value, tuple | list):

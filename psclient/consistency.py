@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pswire.spec import Mode
+from pswire.log import Mode
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from psclient.input import ArraySpec, AutoShardPolicy, InputContext, InputOption
 from psclient.nest import Nest
 from psclient.sources import Batch, Source, source_of
 from psclient.values import PerReplica
-from pswire.spec import Position
+from pswire.log import Position
 
 log = logging.getLogger("psclient")
 

@@ -18,8 +18,9 @@ from psclient.session import Session
 from pswire.api import Contribution, CreateReply, ParameterServer, RestoreReply, RoundReply
 from pswire.errors import CheckpointError, Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
+from pswire.log import Position, Snapshotted
 from pswire.payload import EMPTY, Payload
-from pswire.spec import Plan, Position, Ref, Snapshotted, Variable, VariableSpec
+from pswire.spec import Plan, Ref, Variable, VariableSpec
 from pswire.tensor import Array, portable
 
 log = logging.getLogger("psclient")

@@ -17,7 +17,7 @@ from psclient.progress import Progress
 from psclient.session import Session
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.spec import Epoch, EpochClosed, Position, Snapshotted, Start, Started
+from pswire.log import Epoch, EpochClosed, Position, Snapshotted, Start, Started
 
 log = logging.getLogger("psclient")
 
@@ -205,14 +205,9 @@ class Group(Progress):
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = time.monotonic() + self.session.timeouts.round
-        place = _in_words(entry)
-        late = RoundTimeout(
-            f"{self.session.task} came late, and waited too long to be taken in: the others did not come to {place} "
-            "again. A process that comes back begins with the first section or dataset of its script: make no section "
-            "before the loop, and distribute each dataset once, not anew for every pass"
-        )
+        late, word = (self._late(), self._word) if self.alone else self._behind(entry)
         while self.epoch is None and not self._begin():
-            self._follow(deadline, late, lambda: f"waits to be taken in when the others come to {place}")
+            self._follow(deadline, late, word)
 
     def _settle(self) -> None:
         """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
@@ -272,9 +267,15 @@ class Group(Progress):
     def _word(self) -> str:
         here = {state.member.task for state in self.session.look().sessions if state.state == "open"}
         missing = [str(task) for task in self._expected if task not in here]
-        return f"waits for {', '.join(missing)} to start" if missing else "waits for the chief to begin"
+        return f"waits for {', '.join(missing)} to start" if missing else "waits to be taken into the group"
 
-
-def _in_words(entry: str) -> str:
-    kind, _, which = entry.partition(":")
-    return f"a batch of dataset {which}" if kind == "dataset" else "the section with which it begins"
+    def _behind(self, entry: str) -> tuple[RoundTimeout, Callable[[], str]]:
+        """For who came late: that the others did not come to its entry, and, as long as it waits, that they shall."""
+        kind, _, which = entry.partition(":")
+        place = f"a batch of its dataset {which}" if kind == "dataset" else "the section that it begins with"
+        error = RoundTimeout(
+            f"{self.session.task} came late and waited too long: the others did not come to {place} again. Who comes "
+            "late is taken in where its script begins: make no section before the loop, and distribute each dataset "
+            "once, not anew for every pass"
+        )
+        return error, lambda: f"waits to be taken in when the others come to {place}"

@@ -11,16 +11,20 @@ import os
 import selectors
 import socket
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+from psclient.threads import Threads, settle
 from pswire.errors import InvalidRequest, PSError
 from pswire.lanes import LANES, LaneName
 from pswire.lanes.rings import CLIENT_BYTES, Mirror, Ring, Segment
-from pswire.lanes.sockets import Channel, Kind, Link, Message
+from pswire.lanes.sockets import Channel, Kind, Link, Message, tune
 from pswire.payload import Assembly, Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.wire import parse, refusal_from_pb
@@ -29,6 +33,8 @@ log = logging.getLogger(__name__)
 
 SHARED = "/dev/shm"
 """What a server and its clients have in common where the shm lane works."""
+
+T = TypeVar("T")
 
 CONNECT_SECONDS = 5.0
 """How long it may take to connect, and to be welcomed."""
@@ -102,37 +108,42 @@ class Lane:
         self._why: str | None = None
         self._mirror: Mirror | None = None
         self._freed: deque[int] = deque()
+        self._welcome = threading.Event()
+        self._bell, self._rope = socket.socketpair()
+        self._rope.setblocking(False)
+        self._sockets = [self._bell, self._rope]
+        hello = pb.LaneHello(session=offer.session, token=offer.token).SerializeToString()
         try:
             self._sock = _connect(name, offer, silence)
+            self._sockets.append(self._sock)
+            ring = self._introduce(Message(Kind.HELLO, header=hello).head(), name == "shm")
             self._link = Link(self._sock)
             self._link.trust()
-            self._bell, self._rope = socket.socketpair()
-            self._rope.setblocking(False)
-            self._channel = Channel(self._link, self._share() if name == "shm" else None, True, self._ring_bell)
-            self._welcome = threading.Event()
-            hello = pb.LaneHello(session=offer.session, token=offer.token)
-            self._channel.tell(Kind.HELLO, header=hello.SerializeToString())
+            self._channel = Channel(self._link, ring, True, self._ring_bell)
         except (OSError, InvalidRequest) as error:
+            self._drop()
             raise LaneLost(_why(name, offer, error)) from None
+        _LANES.add(self)
         threading.Thread(target=self._run, name=f"lane {name}", daemon=True).start()
         if not self._welcome.wait(CONNECT_SECONDS) or self._why is not None:
             self.close(self._why or f"{offer.host}:{offer.port} does not answer")
             raise LaneLost(self._why)
 
-    def _share(self) -> Ring:
-        """Hands memory to the server, with the first byte; gets the server's with its first."""
+    def _introduce(self, hello: bytes, shared: bool) -> Ring | None:
+        """Says who it is; where memory is shared it hands its own over, and the first byte of the answer brings more."""
+        if not shared:
+            self._sock.sendall(hello)
+            return None
         segment, file = Segment.make(CLIENT_BYTES)
         files: list[int] = [file]
         try:
-            self._sock.settimeout(CONNECT_SECONDS)
-            socket.send_fds(self._sock, [b"\0"], [file])
+            socket.send_fds(self._sock, [b"\0" + hello], [file])
             _, taken, _, _ = socket.recv_fds(self._sock, 1, 1)
             files += taken
             if len(taken) != 1:
                 raise OSError("the server hands over no memory")
             self._mirror = Mirror(Segment.take(taken[0]).memory, self._let_go)
         finally:
-            self._sock.setblocking(False)
             for each in files:
                 os.close(each)
         return Ring(segment.memory)
@@ -175,6 +186,15 @@ class Lane:
         for call in calls:
             call.future.set_exception(LaneLost(why))
 
+    def _drop(self) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+    def forget(self) -> None:
+        """In a fork of the process: it is not ours, and ends when the process ends that opened it."""
+        self._why = "a fork has no part in the job"
+        self._drop()
+
     # ---- The thread that receives ----
 
     def _ring_bell(self) -> None:
@@ -191,8 +211,9 @@ class Lane:
         except (OSError, PSError) as error:
             self.close(str(error))
         finally:
-            for sock in (self._sock, self._bell, self._rope):
-                sock.close()
+            self.close("it has failed")  # whatever happened: nobody waits for what cannot come
+            self._channel.close()
+            self._drop()
 
     def _turn(self, selector: selectors.BaseSelector) -> None:
         for key, events in selector.select():
@@ -252,6 +273,18 @@ class Lane:
         return self._mirror.read(message.place, message.size)
 
 
+_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+"""Those of this process."""
+
+
+def _forget() -> None:
+    for lane in list(_LANES):
+        lane.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def _connect(name: LaneName, offer: Offer, silence: float) -> socket.socket:
     if name == "shm":
         sock = socket.socket(socket.AF_UNIX)
@@ -259,14 +292,7 @@ def _connect(name: LaneName, offer: Offer, silence: float) -> socket.socket:
         sock.connect(offer.path)
         return sock
     sock = socket.create_connection((offer.host, offer.port), CONNECT_SECONDS)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that loses its power says nothing.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", silence / 2), ("TCP_KEEPINTVL", silence / 4), ("TCP_KEEPCNT", 2)):
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), max(int(value), 1))
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
+    tune(sock, silence)
     return sock
 
 
@@ -284,11 +310,13 @@ class Lanes:
         server: the server, for messages.
         offer: which lanes it has.
         silence: seconds after which a host that does not acknowledge is lost.
+        threads: run what may take a while.
         wanted: which lane to begin with; the ones after it are fallen back to.
     """
 
-    def __init__(self, server: str, offer: Offer, silence: float, wanted: LaneName = "shm") -> None:
+    def __init__(self, server: str, offer: Offer, silence: float, threads: Threads, wanted: LaneName = "shm") -> None:
         self._server = server
+        self._threads = threads
         self._silence = silence
         self._left = list(LANES[LANES.index(wanted) :])
         self._losses = 0
@@ -296,6 +324,36 @@ class Lanes:
         self._lane: Lane | None = None
         self._lock = threading.Lock()  # guards that one lane is opened at a time
         self.best()
+
+    def ask(
+        self,
+        call: Callable[[Lane], Future[Answered]],
+        decode: Callable[[Any, Payload], T],
+        otherwise: Callable[[], Future[T]],
+        lost: Lane | None = None,
+    ) -> Future[T]:
+        """Calls on the best lane that works, and where that breaks on the next.
+
+        Args:
+            call: makes the call on a lane.
+            decode: reads its answer.
+            otherwise: makes the call without a lane.
+            lost: the lane that broke with the call on it.
+        """
+        lane = self.best(lost)
+        if lane is None:
+            return otherwise()
+        result: Future[T] = Future()
+
+        def answered(answer: Future[Answered]) -> None:
+            if isinstance(answer.exception(), LaneLost):
+                again = partial(self.ask, call, decode, otherwise, lane)
+                self._threads.submit(lambda: settle(result, lambda: again().result()))
+            else:
+                settle(result, lambda: decode(*answer.result()))
+
+        call(lane).add_done_callback(answered)
+        return result
 
     def best(self, lost: Lane | None = None) -> Lane | None:
         """The lane to use; None for calls of gRPC.
@@ -311,6 +369,8 @@ class Lanes:
                 if self._losses > LOSSES:
                     self._skip("it breaks again and again")
                 self._lane = self._open(self._offer)
+        if self._offer is None:  # closed meanwhile
+            self.close("closed")
         return self._lane
 
     def _open(self, offer: Offer) -> Lane | None:

@@ -14,7 +14,8 @@ from psclient.reduction import LocalValue
 from psclient.stored import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient.variables import Variable, VariableAggregation, VariableSynchronization
 from pswire.cluster import Task
-from pswire.spec import Position, VariableSpec
+from pswire.log import Position
+from pswire.spec import VariableSpec
 from pswire.tensor import Array
 
 if TYPE_CHECKING:

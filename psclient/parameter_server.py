@@ -30,7 +30,7 @@ from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import ConfigError, PSError
 from pswire.lanes import LaneName
 from pswire.limits import Timeouts
-from pswire.spec import Snapshotted
+from pswire.log import Snapshotted
 
 log = logging.getLogger("psclient")
 

@@ -19,7 +19,8 @@ from psclient.section import Kept, Section
 from psclient.stored import ServerVariable, SyncOnReadVariable
 from psclient.variables import Variable, VariableAggregation
 from pswire.errors import LocalityError
-from pswire.spec import Plan, Snapshotted, VariableSpec
+from pswire.log import Snapshotted
+from pswire.spec import Plan, VariableSpec
 from pswire.spec import Variable as Handle
 from pswire.tensor import Array
 

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from grpc.experimental import ChannelOptions
 
-from psclient.lanes import Answered, Lane, LaneLost, Lanes, Offer
-from psclient.threads import Threads, settle
+from psclient.channels import OPTIONS, REASONS, Interceptor, stub
+from psclient.lanes import Answered, Lane, Lanes, Offer
+from psclient.threads import Threads
 from pswire import codec, replies
 from pswire.api import (
     Begun,
@@ -41,26 +41,13 @@ from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost, Unreacha
 from pswire.lanes import LaneName
 from pswire.lanes.frames import Frame, frames
 from pswire.limits import PART_BYTES, Timeouts
+from pswire.log import Entry, Mode, Start
 from pswire.payload import Assembly, Payload
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.spec import Entry, Mode, Plan, Start, VariableSpec
+from pswire.spec import Plan, VariableSpec
 from pswire.wire import INCARNATION_KEY, UNANSWERED, VERBS, Metadata, Verb, batches, parse, refused
 
 log = logging.getLogger(__name__)
-
-OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.enable_retries", 0),  # retries are ours: they know the keys and the deadlines
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # An answer is read by the thread that waits for it: a push or pull of one message makes no thread of gRPC's.
-    (ChannelOptions.SingleThreadedUnaryStream, 1),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-)
 
 FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
 """Seconds between two attempts: the first pause, and what it doubles up to."""
@@ -71,24 +58,8 @@ SLOWEST = 10e6
 WAIT_SECONDS = 600.0
 """How long a call waits at the server before it is sent again."""
 
-REASONS = {
-    "lookup failed": "the host's name is unknown",
-    "DNS": "the host's name is unknown",
-    "Connection refused": "nothing listens there",
-    "No route": "there is no route to the host",
-    "Deadline": "it is silent",
-    "timed out": "it is silent",
-}
-"""What gRPC's details mean to people, by a part of them."""
-
 T = TypeVar("T")
 Header = TypeVar("Header", pb.RoundHeader, pb.PullHeader)
-Interceptor = (
-    grpc.UnaryUnaryClientInterceptor
-    | grpc.UnaryStreamClientInterceptor
-    | grpc.StreamUnaryClientInterceptor
-    | grpc.StreamStreamClientInterceptor
-)
 
 
 class RemoteServer:
@@ -126,9 +97,9 @@ class RemoteServer:
         self._lanes: dict[int, Lanes] = {}  # of each session
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
-        self._stubs = {name: _stub(channel, verb.path, verb.streams) for name, verb in VERBS.items()}
+        self._stubs = {name: stub(channel, verb.path, verb.streams) for name, verb in VERBS.items()}
         # On the network there is no difference between one message and a stream of one.
-        self._push_whole = _stub(channel, VERBS["Push"].path, (False, True))
+        self._push_whole = stub(channel, VERBS["Push"].path, (False, True))
         self._metadata: Metadata = ()  # set by `open`
         self._silent_since: float | None = None  # when the answers stopped; the next one resets it
         self._failed = threading.Event()  # wakes who pauses
@@ -152,7 +123,7 @@ class RemoteServer:
         if replicas:
             host = self.address.rpartition(":")[0].strip("[]")
             offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path)
-            self._lanes[m.session] = Lanes(str(self.task), offer, self._timeouts.lease, self._lane)
+            self._lanes[m.session] = Lanes(str(self.task), offer, self._timeouts.lease, self._threads, self._lane)
         return Opened(m.session, m.incarnation, m.token, m.server, m.device)
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
@@ -252,37 +223,21 @@ class RemoteServer:
         ask: Callable[[Lane], Future[Answered]],
         decode: Callable[[Any, Payload], T],
         otherwise: Callable[[], T],
-        lost: Lane | None = None,
     ) -> Future[T]:
-        """Calls on the best lane that works, and then on the next.
-
-        Args:
-            session: whose call it is.
-            ask: makes the call on a lane.
-            decode: reads its answer.
-            otherwise: makes the call over gRPC.
-            lost: the lane that broke with the call on it.
-        """
+        """Calls on the best lane of a session that works; over gRPC where none does."""
         self._check()
-        lanes = self._lanes.get(session)
-        lane = lanes.best(lost) if lanes else None
-        if lane is None:
+
+        def over_grpc() -> Future[T]:
+            self._check()
             return self._threads.submit(otherwise)
-        result: Future[T] = Future()
 
-        def answered(answer: Future[Answered]) -> None:
-            if isinstance(answer.exception(), LaneLost):
-                # In another thread: it may take a while to open one.
-                again = partial(self._ask_on_lane, session, ask, decode, otherwise, lane)
-                self._threads.submit(lambda: settle(result, again().result))
-                return
-            if answer.exception() is None:
-                with self._lock:
-                    self.bytes_received += answer.result()[1].size
-            settle(result, lambda: decode(*answer.result()))
+        def read(header: Any, payload: Payload) -> T:
+            with self._lock:
+                self.bytes_received += payload.size
+            return decode(header, payload)
 
-        ask(lane).add_done_callback(answered)
-        return result
+        lanes = self._lanes.get(session)
+        return lanes.ask(ask, read, over_grpc) if lanes else over_grpc()
 
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
         """As `ParameterServer.snapshot`."""
@@ -474,17 +429,6 @@ class RemoteServer:
         """Raises what `fail` was told; anew, since one exception cannot be raised by two threads."""
         if self._failure:
             raise type(self._failure)(self._failure.message, self._failure.task)
-
-
-def _stub(channel: grpc.Channel, path: str, streams: tuple[bool, bool]) -> Any:
-    """A callable of raw bytes: without serializers, gRPC hands them through."""
-    kinds = {
-        (False, False): channel.unary_unary,
-        (False, True): channel.unary_stream,
-        (True, False): channel.stream_unary,
-        (True, True): channel.stream_stream,
-    }
-    return kinds[streams](path)
 
 
 def _size(frame: Frame) -> int:

@@ -19,7 +19,7 @@ from pswire.api import Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, Unreachable
 from pswire.limits import Timeouts
-from pswire.spec import Done, Entry, JobStarted, Mode
+from pswire.log import Done, Entry, JobStarted, Mode
 
 log = logging.getLogger("psclient")
 

@@ -19,7 +19,8 @@ from safetensors.numpy import save_file
 
 from pswire.api import Shard
 from pswire.errors import CheckpointError, NoCheckpoint, VariableMismatch
-from pswire.spec import Position, SnapshotOrder, VariableSpec
+from pswire.log import Position
+from pswire.spec import SnapshotOrder, VariableSpec
 from pswire.tensor import DTYPES, Array, portable, spec_of
 
 MANIFEST = "manifest.json"

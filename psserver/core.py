@@ -40,8 +40,9 @@ from pswire.api import (
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NoCheckpoint, PSError, ServerLost
 from pswire.limits import Timeouts
+from pswire.log import Approved, Entry, Mode, Snapshotted, Start
 from pswire.payload import Payload
-from pswire.spec import Approved, Entry, Mode, Plan, Snapshotted, Start, Variable, VariableSpec
+from pswire.spec import Plan, Variable, VariableSpec
 
 log = logging.getLogger("psserver")
 

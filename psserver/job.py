@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from pswire.api import Contribution
 from pswire.cluster import Task
+from pswire.log import Member, Position
 from pswire.payload import Payload
-from pswire.spec import Member, Plan, Position, Ref
+from pswire.spec import Plan, Ref
 from pswire.tensor import layout
 
 Key = Task | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
 import os
@@ -18,14 +19,15 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from pswire import replies
 from pswire.api import ParameterServer, PullReply, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError
-from pswire.lanes.rings import Mirror, Ring, Segment
-from pswire.lanes.sockets import Channel, Kind, Link, Message
+from pswire.lanes.rings import CLIENT_BYTES, Mirror, Ring, Segment
+from pswire.lanes.sockets import Channel, Kind, Link, Message, tune
 from pswire.payload import Assembly, Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.wire import parse, refusal_to_pb
@@ -38,8 +40,20 @@ HELLO_SECONDS = 10.0
 MAX_STRANGERS = 256
 """Connections that have not said who they are; the oldest has to go."""
 
+SILENCE_SECONDS = 30.0
+"""How long a client's host may not acknowledge anything."""
+
+TURN = 32
+"""Messages of one client that are taken at once: then it is the turn of others."""
+
+BACKLOG = 1024
+"""Buffers that a client has not taken, beyond which it is not listened to."""
+
 SHARED = Path("/dev/shm")
 """Where the Unix socket is, if there is such a place: containers that share memory share it."""
+
+PREFIX = "paramserver-"
+"""With what the name of that socket begins."""
 
 
 class Lanes:
@@ -108,12 +122,15 @@ class Lanes:
 
     def _unix(self) -> socket.socket:
         folder = SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
-        path = folder / f"paramserver-{secrets.token_hex(8)}"
+        _remove_dead(folder)
+        path = folder / f"{PREFIX}{secrets.token_hex(8)}"
+        new = path.with_name(f".{path.name}")
         unix = socket.socket(socket.AF_UNIX)
         try:
-            unix.bind(str(path))
-            path.chmod(0o666 if folder == SHARED else 0o600)  # what opens it is the token
+            unix.bind(str(new))
+            new.chmod(0o666 if folder == SHARED else 0o600)  # what opens it is the token
             unix.listen(128)
+            new.rename(path)  # not before: a name at which nobody listens is a dead server's
         except OSError:
             unix.close()
             raise
@@ -131,7 +148,7 @@ class Lanes:
         except OSError:
             return
         if not shared:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(sock, SILENCE_SECONDS)
         strangers = [connection for connection in self.connections if connection.session is None]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].close("too many connections that say nothing")
@@ -151,6 +168,15 @@ class Lanes:
         if self._outbox is not None:
             os.close(self._outbox[1])
             self._outbox = None
+
+
+def _remove_dead(folder: Path) -> None:
+    """Removes the names that killed servers have left: nobody listens there any more."""
+    for path in folder.glob(f"{PREFIX}*"):
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.setblocking(False)
+            if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
 
 
 class Connection:
@@ -174,7 +200,7 @@ class Connection:
         self._mirror: Mirror | None = None
         self._freed: deque[int] = deque()
         self._assemblies: dict[int, Assembly] = {}
-        self._closed = self._armed = False
+        self._closed = self._armed = self._paused = False
         self._late = self._loop.call_later(HELLO_SECONDS, self._check_hello)
         self._loop.add_reader(sock, self._readable)
 
@@ -184,7 +210,8 @@ class Connection:
             return
         self._closed = True
         self._late.cancel()
-        self._loop.remove_reader(self._sock)
+        if not self._paused:
+            self._loop.remove_reader(self._sock)
         if self._armed:
             self._loop.remove_writer(self._sock)
         self._sock.close()
@@ -200,13 +227,13 @@ class Connection:
     # ---- The socket ----
 
     def _readable(self) -> None:
+        if self._closed or self._paused:
+            return
         try:
             if self._shared and self._mirror is None:
                 self._take_segment()
-            for message in self._link.receive():
-                self._handle(message)
-                if self._closed:
-                    return
+            if self._take_turn() == TURN:
+                self._loop.call_soon(self._readable)  # there may be more that was read already
         except BlockingIOError:
             pass
         except OSError as error:
@@ -215,19 +242,38 @@ class Connection:
             log.warning("a lane is closed, since what came is malformed: %s", error)
             self.close(error.message)
 
+    def _take_turn(self) -> int:
+        """Handles some messages; returns how many."""
+        count = 0
+        for message in islice(self._link.receive(), TURN):
+            self._handle(message)
+            count += 1
+            if self._closed:
+                break
+            if self._link.waiting > BACKLOG:
+                self._paused = True
+                self._loop.remove_reader(self._sock)
+                break
+        return count
+
     def _take_segment(self) -> None:
-        """The first byte of a client that shares memory brings its segment; our first byte brings ours."""
-        _, files, _, _ = socket.recv_fds(self._sock, 1, 1)
+        """The first byte of a client that shares memory brings its segment."""
+        byte, files, _, _ = socket.recv_fds(self._sock, 1, 1)
         try:
+            if not byte:
+                raise ConnectionResetError("it was closed at once")
             if len(files) != 1:
                 raise InvalidRequest("no memory was handed over")
-            segment = Segment.take(files[0])
+            segment = Segment.take(files[0], CLIENT_BYTES)
         finally:
             for file in files:
                 os.close(file)
+        self._mirror = Mirror(segment.memory, self._let_go)
+
+    def _hand_over(self) -> None:
+        """Our first byte brings the memory in which answers are: nobody gets it who has not shown whose it is."""
         ring, file = self._lanes.outbox()
         socket.send_fds(self._sock, [b"\0"], [file])
-        self._mirror = Mirror(segment.memory, self._let_go)
         self._channel = Channel(self._link, ring, False, self._blocked)
 
     def _blocked(self) -> None:
@@ -248,6 +294,10 @@ class Connection:
         if not left:
             self._armed = False
             self._loop.remove_writer(self._sock)
+            if self._paused:
+                self._paused = False
+                self._loop.add_reader(self._sock, self._readable)
+                self._loop.call_soon(self._readable)
 
     def _let_go(self, place: int) -> None:
         """Data are needed no more; told by any thread, at any time."""
@@ -282,6 +332,8 @@ class Connection:
         hello = parse(pb.LaneHello, message.header)
         if message.kind is not Kind.HELLO or not self._lanes.owns(hello.session, hello.token):
             raise InvalidRequest("a connection has not shown whose it is")
+        if self._shared:
+            self._hand_over()
         self.session = hello.session
         self._late.cancel()
         self._link.trust()
@@ -295,6 +347,7 @@ class Connection:
             self._refuse(message.call, error)
 
     def _push(self, message: Message) -> None:
+        data = self._data(message, 0)  # first: those of a push that is refused are needed no more
         header = parse(pb.PushHeader, message.header)
         self._check_session(header.session)
         if header.size > self._lanes.max_payload_bytes:
@@ -305,7 +358,7 @@ class Connection:
             )
         assembly = Assembly(header.size)
         self._assemblies[message.call] = assembly
-        self._part(message)
+        self._add(message, assembly, data)
         answer = _Answer(self._channel, message.call)
         future = self._lanes.core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
         future.add_done_callback(partial(self._answer_round, answer))
@@ -337,16 +390,18 @@ class Connection:
 
     def _part(self, message: Message) -> None:
         assembly = self._assemblies.get(message.call)
-        data = self._data(message, assembly.payload.reader if assembly else 0) if message.size else None
-        if assembly is None:
-            return  # what is left of a call that has failed
+        data = self._data(message, assembly.payload.reader if assembly else 0)
+        if assembly is not None:  # else it is what is left of a call that has failed
+            self._add(message, assembly, data)
+
+    def _add(self, message: Message, assembly: Assembly, data: memoryview | None) -> None:
         if data is not None:
             assembly.add(message.offset, (data,))
         if assembly.payload.whole:
             del self._assemblies[message.call]
 
-    def _data(self, message: Message, reader: int) -> memoryview:
-        if message.data is not None:
+    def _data(self, message: Message, reader: int) -> memoryview | None:
+        if message.data is not None or not message.size:
             return message.data
         if self._mirror is None:
             raise InvalidRequest("data without memory")

@@ -16,19 +16,8 @@ from psserver.words import Section
 from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, VariableMismatch
 from pswire.limits import MAX_PLANS
-from pswire.spec import (
-    Approved,
-    Created,
-    Done,
-    Entry,
-    EpochClosed,
-    JobStarted,
-    Plan,
-    Start,
-    Started,
-    Variable,
-    VariableSpec,
-)
+from pswire.log import Approved, Created, Done, Entry, EpochClosed, JobStarted, Start, Started
+from pswire.spec import Plan, Variable, VariableSpec
 
 log = logging.getLogger("psserver")
 

@@ -13,7 +13,7 @@ from psserver.words import compared
 from pswire.api import SessionState
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, PSError
-from pswire.spec import Member, Mode
+from pswire.log import Member, Mode
 
 ENDED = {
     "left": "it left",

@@ -18,8 +18,9 @@ from psserver.membership import diverged
 from pswire.api import Contribution, OpenRound, Place, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
+from pswire.log import Epoch, Member, Position
 from pswire.payload import Payload
-from pswire.spec import Epoch, Member, Plan, Position
+from pswire.spec import Plan
 from pswire.tensor import Array
 
 Failure = tuple[Future[RoundReply], PSError]

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pswire.cluster import Task
+from pswire.log import Entry, Epoch, Member, Mode, Position, Start
 from pswire.payload import Payload
 from pswire.program import PROGRAM_VERSION
-from pswire.spec import Entry, Epoch, Member, Mode, Plan, Position, Start, VariableSpec
+from pswire.spec import Plan, VariableSpec
 from pswire.tensor import TensorSpec
 
 

@@ -12,10 +12,7 @@ from typing import TypeVar
 from pswire.cluster import JOBS, Task
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.program import PROGRAM_VERSION, Attr, Input, InputKind, Node, Program
-from pswire.spec import (
-    Apply,
+from pswire.log import (
     Approved,
     Created,
     Done,
@@ -25,20 +22,14 @@ from pswire.spec import (
     JobStarted,
     Member,
     Mode,
-    Operand,
-    Plan,
     Position,
-    ReduceOp,
-    Reduction,
-    Ref,
-    RefKind,
-    SnapshotOrder,
     Snapshotted,
     Start,
     Started,
-    Variable,
-    VariableSpec,
 )
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.program import PROGRAM_VERSION, Attr, Input, InputKind, Node, Program
+from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, RefKind, SnapshotOrder, Variable, VariableSpec
 from pswire.tensor import TensorSpec
 
 Word = TypeVar("Word")

@@ -13,7 +13,6 @@ from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple
 
-from pswire.cluster import Task
 from pswire.errors import InvalidRequest, LocalityError, ProgramError
 from pswire.limits import MAX_NAME, PART_BYTES
 from pswire.program import Program
@@ -21,9 +20,6 @@ from pswire.tensor import DTYPES, TensorSpec
 
 ReduceOp = Literal["sum", "mean", "first"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "first")
-
-Mode = Literal["sync", "async"]
-"""How the updates of different workers relate: rounds that all make together, or rounds of each worker alone."""
 
 
 @dataclass(frozen=True)
@@ -318,146 +314,3 @@ def describe_ref(ref: Ref, variables: Mapping[int, Variable]) -> str:
     if ref.kind == "variable" and ref.index in variables:
         return f"variable {variables[ref.index].spec.name!r}"
     return f"{ref.kind} {ref.index}"
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a dataset stands.
-
-    Attributes:
-        dataset: its number, in the order in which the script distributed its datasets.
-        epoch: passes over it that were begun, minus one.
-        index: the next global batch of that pass.
-    """
-
-    dataset: int
-    epoch: int
-    index: int
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where members that are new to an epoch begin.
-
-    Attributes:
-        epoch: which epoch.
-        round: their first round.
-        positions: the datasets' positions then.
-    """
-
-    epoch: int
-    round: int
-    positions: tuple[Position, ...] = ()
-
-
-@dataclass(frozen=True)
-class Member:
-    """One process that takes part in rounds.
-
-    Attributes:
-        task: who it is.
-        session: which life of that task.
-        replicas: how many local replicas it has.
-        mode: how it makes its rounds; all members of an epoch have the same.
-    """
-
-    task: Task
-    session: int
-    replicas: int
-    mode: Mode = "sync"
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """Who takes part. Approves, by being committed, every plan that was approved before.
-
-    Attributes:
-        number: counts from 1.
-        members: in task order.
-        entry: where the older members take the new ones in: `dataset:<number>` before its next batch,
-            `plan:<hex>` before a round of that plan, or "" where the epoch has no new members.
-        start: where new members begin, if no older member is there to say it.
-    """
-
-    number: int
-    members: tuple[Member, ...]
-    entry: str = ""
-    start: Start | None = None
-
-    @property
-    def replicas(self) -> int:
-        """R, the replicas of all members."""
-        return sum(member.replicas for member in self.members)
-
-    def session(self, number: int) -> Member | None:
-        """The member with a session, or None."""
-        return next((member for member in self.members if member.session == number), None)
-
-
-# Entries of the log that server 0 keeps and the chief copies to the others.
-
-
-@dataclass(frozen=True)
-class JobStarted:
-    """A chief began a job; servers drop what they held before.
-
-    Attributes:
-        job: the token of the chief that began it: no two jobs of a server 0 have the same.
-        incarnations: the lives of all servers.
-    """
-
-    job: int
-    incarnations: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Created:
-    """A variable exists."""
-
-    variable: Variable
-
-
-@dataclass(frozen=True)
-class Approved:
-    """A plan may run, from now on."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class EpochClosed:
-    """The epoch before this one has ended; this one holds."""
-
-    epoch: Epoch
-
-
-@dataclass(frozen=True)
-class Started:
-    """An older member says where the new ones of its epoch begin."""
-
-    start: Start
-
-
-@dataclass(frozen=True)
-class Snapshotted:
-    """A checkpoint is complete, or failed with an error.
-
-    Attributes:
-        plan_id: the plan that asked for it.
-        round: the round whose state it holds.
-        path: the directory, as the server resolved it.
-        error: why it failed; "" if it did not.
-    """
-
-    plan_id: bytes
-    round: int
-    path: str
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Done:
-    """All members have left cleanly."""
-
-
-Entry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done

@@ -15,7 +15,7 @@ PACKAGES = ("pswire", "psserver", "psclient")
 MAX_LINES = 450
 
 ONLY_IN = {
-    "grpc": {"psserver.service", "psserver.server", "psclient.rpc"},
+    "grpc": {"psserver.service", "psserver.server", "psclient.channels", "psclient.rpc"},
     "cupy": {"psserver.arrays", "psclient.arrays"},
     "google": {"psserver.service", "psclient.rpc", "pswire.codec", "pswire.wire"},
     "pickle": set(),

@@ -65,6 +65,9 @@ class Crew:
             arrays: as the kernel takes them.
             scalars: for each array whether it is one.
         """
+        if not self._helpers and all(not isinstance(array, Copy) and len(array) == 1 for array in arrays):
+            kernel(size, *(address_of(pieces[0]) for pieces in arrays))  # type: ignore[index]
+            return
         whole = [_pieces(array) for array, scalar in zip(arrays, scalars, strict=True) if not scalar]
         cuts = _cuts(size, whole)
         columns = [_addresses(_pieces(array), scalar, cuts) for array, scalar in zip(arrays, scalars, strict=True)]

@@ -71,14 +71,22 @@ class Segment:
         return made, fd
 
     @classmethod
-    def take(cls, fd: int) -> Segment:
-        """The segment of another process, to read; raises `InvalidRequest` for a file that is none, or could shrink."""
+    def take(cls, fd: int, at_most: int = MAX_SEGMENT_BYTES) -> Segment:
+        """The segment of another process, to read.
+
+        Args:
+            fd: its file, which stays the caller's.
+            at_most: the bytes that the other process may have any use for.
+
+        Raises:
+            InvalidRequest: the file is none, is larger than it may be, or could shrink.
+        """
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
             seals = 0
         size = os.fstat(fd).st_size
-        if seals & SEALS != SEALS or not 0 < size <= MAX_SEGMENT_BYTES:
+        if seals & SEALS != SEALS or not 0 < size <= at_most:
             raise InvalidRequest("what was handed over is no sealed segment of shared memory")
         return cls(fd, size, False)
 

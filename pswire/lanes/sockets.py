@@ -15,12 +15,23 @@ from __future__ import annotations
 import ssl
 import struct
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
-from socket import socket
+from socket import (
+    IPPROTO_TCP,
+    SO_KEEPALIVE,
+    SOL_SOCKET,
+    TCP_KEEPCNT,
+    TCP_KEEPIDLE,
+    TCP_KEEPINTVL,
+    TCP_NODELAY,
+    TCP_USER_TIMEOUT,
+    socket,
+)
 
 import numpy as np
 
@@ -56,6 +67,16 @@ BUFFERS = 256
 """Buffers that are handed to the system at once."""
 
 BLOCKED = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+def tune(sock: socket, silence: float) -> None:
+    """Has a TCP socket send at once, and break when its other end has been silent for so many seconds."""
+    sock.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+    # A host that loses its power says nothing.
+    sock.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)
+    for option, value in ((TCP_KEEPIDLE, silence / 2), (TCP_KEEPINTVL, silence / 4), (TCP_KEEPCNT, 2)):
+        sock.setsockopt(IPPROTO_TCP, option, max(int(value), 1))
+    sock.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, int(silence * 1000))
 
 
 class Kind(IntEnum):
@@ -124,6 +145,11 @@ class Link:
         self._scratch = memoryview(bytearray(SCRATCH))
         self._read = self._filled = 0
         self._incoming = self._messages()
+
+    @property
+    def waiting(self) -> int:
+        """How many buffers the system has not taken yet."""
+        return len(self._out)
 
     def trust(self) -> None:
         """The other end has said who it is: its messages may be large."""
@@ -221,7 +247,7 @@ def _kind(number: int) -> Kind:
         raise InvalidRequest(f"a message of the unknown kind {number}") from None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Stream:
     """A payload on its way out.
 
@@ -264,6 +290,7 @@ class Channel:
         self._lock = threading.RLock()  # guards all below
         self._streams: deque[_Stream] = deque()
         self._unread = Counter[int]()  # how often each place of the ring was told
+        self._closed = False
 
     def tell(self, kind: Kind, call: int = 0, header: bytes = b"") -> None:
         """Sends a message without data."""
@@ -284,6 +311,8 @@ class Channel:
             ends: whether `end` will be called.
         """
         with self._lock:
+            if self._closed:
+                return
             self._streams.append(_Stream(call, Cutter(payload, self._part_bytes), (kind, header), ends))
             self.pump()
 
@@ -307,18 +336,20 @@ class Channel:
         with self._lock:
             if self._ring is None or not self._unread[place]:
                 raise InvalidRequest(f"nothing was at place {place} of the shared memory")
-            self._unread[place] -= 1
+            self._unread -= Counter({place: 1})  # of which those that become 0 are gone
             self._ring.free(place)
             self.pump()
 
     def close(self) -> None:
-        """The other end is gone: it reads nothing more."""
+        """The other end is gone: it reads nothing more, and nothing more is sent."""
         with self._lock:
+            self._closed = True
             self._streams.clear()
             if self._ring is not None:
                 for place in self._unread.elements():
                     self._ring.free(place)
             self._unread.clear()
+            self._ring = None
 
     def flush(self) -> bool:
         """Goes on with what the system did not take; says whether something is left."""
@@ -328,7 +359,8 @@ class Channel:
         """Sends what can be sent of all payloads on their way."""
         with self._lock:
             for stream in tuple(self._streams):
-                if self._run(stream):
+                # One that has grown meanwhile may have sent all others, too.
+                if stream in self._streams and self._run(stream):
                     self._streams.remove(stream)
 
     def _run(self, stream: _Stream) -> bool:
@@ -365,8 +397,9 @@ class Channel:
         """Where the data of a part are; None where they have to wait for room."""
         if self._ring is None or size < SMALL:
             return INLINE
-        # All who are sent one payload are told of one place.
-        place = self._ring.put(buffers, size, None if self._waits else (stream.cutter.payload, offset))
+        # All who are sent one payload are told of one place; it does not keep the arrays of which it is a copy.
+        key = None if self._waits else (weakref.ref(stream.cutter.payload), offset)
+        place = self._ring.put(buffers, size, key)
         if place is not None:
             self._unread[place] += 1
         return INLINE if place is None and not self._waits else place

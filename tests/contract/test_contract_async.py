@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from pswire.api import Place
 from pswire.errors import ConfigError, Fenced, InvalidRequest
-from pswire.spec import Position
+from pswire.log import Position
 from pswire.tensor import TensorSpec
 
 A, B, C = WORKERS[:3]

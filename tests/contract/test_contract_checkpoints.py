@@ -14,8 +14,9 @@ from safetensors.numpy import load_file
 
 from pswire.api import RestoreReply
 from pswire.errors import CheckpointError, Fenced, NoCheckpoint, ServerLost, VariableMismatch
+from pswire.log import Position, Snapshotted
 from pswire.payload import Payload
-from pswire.spec import Position, SnapshotOrder, Snapshotted, VariableSpec
+from pswire.spec import SnapshotOrder, VariableSpec
 from pswire.tensor import TensorSpec
 
 A, B = WORKERS[:2]

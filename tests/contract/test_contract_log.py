@@ -9,26 +9,9 @@ import pytest
 from rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
 
 from pswire.errors import Diverged, Fenced, InvalidRequest, LocalityError, MemoryLimit, ProgramError, ServerLost
+from pswire.log import Approved, Created, Done, Epoch, EpochClosed, Position, Snapshotted, Start, Started
 from pswire.program import Input, Node, Program
-from pswire.spec import (
-    Apply,
-    Approved,
-    Created,
-    Done,
-    Epoch,
-    EpochClosed,
-    Operand,
-    Plan,
-    Position,
-    Reduction,
-    Ref,
-    SnapshotOrder,
-    Snapshotted,
-    Start,
-    Started,
-    Variable,
-    VariableSpec,
-)
+from pswire.spec import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, Variable, VariableSpec
 from pswire.tensor import TensorSpec
 
 A, B, C = WORKERS[:3]

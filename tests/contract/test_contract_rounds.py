@@ -12,9 +12,10 @@ from rig import SOON, WORKERS, Job, given, reduce_only, sgd, sum_into, together
 from pswire.api import Contribution, RoundReply
 from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError
 from pswire.limits import PART_BYTES
+from pswire.log import Approved, Epoch, EpochClosed, Member, Position, Start
 from pswire.payload import EMPTY, Payload
 from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Approved, Epoch, EpochClosed, Member, Plan, Position, Reduction, Ref, Start
+from pswire.spec import Apply, Plan, Reduction, Ref
 from pswire.tensor import DTYPES, TensorSpec, spec_of
 
 A, B, C = WORKERS[:3]

@@ -7,7 +7,7 @@ from rig import CHIEF, SOON, WORKERS, reduce_only, together
 
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced
-from pswire.spec import Epoch, EpochClosed
+from pswire.log import Epoch, EpochClosed
 from pswire.tensor import TensorSpec
 
 NUMBER = TensorSpec("int64", ())

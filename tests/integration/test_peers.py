@@ -74,7 +74,8 @@ def test_a_system_that_is_there_is_measured(system, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["left_out"] == {}
-    assert found["rounds"]
+    beside = [row["beside"] for row in found["rounds"]]
+    assert beside == ["grpc", "tcp", "shm"] if system == "ours" else len(beside) == 1
     for row in found["rounds"]:
         assert row["size"] == "4KB"
         assert 0 < row["ms"]["min"] <= row["ms"]["median"] <= row["ms"]["p90"]
@@ -121,14 +122,16 @@ def test_a_process_that_fails_ends_its_peer(rounds):
 
 
 @pytest.mark.serial
-def test_many_clients_of_one_server(tmp_path):
+@pytest.mark.parametrize("lane", ["grpc", "tcp", "shm"])
+def test_many_clients_of_one_server(lane, tmp_path):
     """Clients that share a process and those that do not are measured alike; a client costs the server no thread."""
     file = tmp_path / "fanin.json"
-    args = ["--workers", "1", "--workers", "2", "--workers", "12", "--processes", "2", "--json", str(file)]
-    done = run("fanin.py", *args)
+    workers = ["--workers", "1", "--workers", "2", "--workers", "12", "--processes", "2"]
+    done = run("fanin.py", "--lane", lane, *workers, "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text(encoding="utf-8"))
-    assert [row["workers"] for row in found["rows"]] == [1, 2, 12]
+    assert [(row["lane"], row["workers"]) for row in found["rows"]] == [(lane, 1), (lane, 2), (lane, 12)]
+    assert list(found["server_kb_per_worker"]) == [lane]
     for row in found["rows"]:
         assert 0 < row["ms"]["min"] <= row["ms"]["median"] <= row["ms"]["p90"]
         assert row["server_rss_mb"] > row["server_rss_alone_mb"] > 0

@@ -13,7 +13,7 @@ from psclient.session import Session
 from psserver.server import ServerThread
 from pswire.cluster import ClusterSpec
 from pswire.limits import Timeouts
-from pswire.spec import EpochClosed
+from pswire.log import EpochClosed
 
 A, B = WORKERS[:2]
 SLOW = Timeouts(beat=60.0)

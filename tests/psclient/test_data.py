@@ -19,7 +19,7 @@ from psclient.data import DistributedDataset, DistributedDatasetFromFunction, Pa
 from psclient.datasets import ArrayDataset
 from psclient.input import AutoShardPolicy, InputContext, InputOptions
 from psclient.values import PerReplica
-from pswire.spec import Position
+from pswire.log import Position
 
 # ---- Global batches over workers and replicas ----
 

@@ -17,13 +17,15 @@ from psclient.group import Group
 from psclient.session import Session
 from pswire.api import SessionState
 from pswire.cluster import ClusterSpec
-from pswire.errors import ConfigError
+from pswire.errors import ConfigError, RoundTimeout
 from pswire.limits import Timeouts
-from pswire.spec import Approved, Epoch, EpochClosed, Member, Mode, Position, Start, VariableSpec
+from pswire.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Start
+from pswire.spec import VariableSpec
 from pswire.tensor import TensorSpec
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
+SLOW = Timeouts(beat=60.0)
 
 
 @pytest.fixture
@@ -36,9 +38,9 @@ def job(tmp_path) -> Iterator[Job]:
 class Process:
     """One process's part of a strategy."""
 
-    def __init__(self, job: Job, task: Any, mode: Mode, replicas: int = 1) -> None:
+    def __init__(self, job: Job, task: Any, mode: Mode, replicas: int = 1, timeouts: Timeouts = SLOW) -> None:
         devices = tuple(Device("cpu", index) for index in range(replicas))
-        self.session = Session(task, job.verbs, replicas, timeouts=Timeouts(beat=60.0), consistency=mode)
+        self.session = Session(task, job.verbs, replicas, timeouts=timeouts, consistency=mode)
         self.session.open()
         self.group = Group(self.session, devices)
         self.exchange = Exchange(self.session, self.group)
@@ -145,6 +147,23 @@ def test_a_step_computes_with_one_value(job):
         assert int(one.exchange.read(v)) == 12, "what its push brought back is what its next step begins with"
         one.exchange.begin_step()
         assert int(one.exchange.read(v)) == 13
+
+
+@pytest.mark.parametrize(
+    ("entry", "place"),
+    [("dataset:3", "a batch of its dataset 3"), ("plan:00", "the section that it begins with")],
+)
+def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
+    """The others never come again to where a late process is taken in; it says so while it waits, and fails alone."""
+    with began(job, "sync", 1) as (one,):
+        one.group.enter("dataset:4")
+        short = Timeouts(beat=60.0, word=0.01, round=0.3)
+        late = Process(job, B, "sync", timeouts=short)
+        with pytest.raises(RoundTimeout, match=f"worker/task:1 came late .* did not come to {place} again.* once"):
+            late.group.enter(entry)
+        assert f"waits to be taken in when the others come to {place}" in caplog.text
+        one.session.check()
+        late.session.leave("it gave up")
 
 
 # ---- What the chief decides of asynchronous workers ----

@@ -19,7 +19,7 @@ from psclient.data import DistributedDatasetFromFunction
 from psclient.datasets import ArrayDataset
 from psclient.input import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient.sources import source_of
-from pswire.spec import Position
+from pswire.log import Position
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # grain warns at its import where JAX is not installed
 import grain  # noqa: E402

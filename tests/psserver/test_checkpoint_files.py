@@ -10,7 +10,8 @@ import pytest
 from psserver import checkpoint
 from psserver.checkpoint import Frozen, Restored
 from pswire.errors import CheckpointError, NoCheckpoint, VariableMismatch
-from pswire.spec import Position, SnapshotOrder, VariableSpec
+from pswire.log import Position
+from pswire.spec import SnapshotOrder, VariableSpec
 from pswire.tensor import TensorSpec, spec_of
 
 POSITION = Position(0, 2, 5)

@@ -14,8 +14,9 @@ from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerLost
 from pswire.limits import Timeouts
+from pswire.log import Approved, Done
 from pswire.payload import Payload
-from pswire.spec import Approved, Done, VariableSpec
+from pswire.spec import VariableSpec
 from pswire.tensor import TensorSpec
 
 A, B = WORKERS[:2]

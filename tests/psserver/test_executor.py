@@ -12,9 +12,10 @@ from psserver.job import Job, Part
 from psserver.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import Diverged, MemoryLimit, ProgramError
+from pswire.log import Member
 from pswire.payload import EMPTY
 from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Member, Operand, Plan, Reduction, Ref, Variable, VariableSpec
+from pswire.spec import Apply, Operand, Plan, Reduction, Ref, Variable, VariableSpec
 from pswire.tensor import TensorSpec
 
 NUMBER = TensorSpec("int64", ())

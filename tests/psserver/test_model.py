@@ -36,9 +36,10 @@ from pswire.api import Contribution, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError
 from pswire.limits import Timeouts
+from pswire.log import Epoch, EpochClosed, Mode, Started
 from pswire.payload import Chunk, Payload
 from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Epoch, EpochClosed, Mode, Operand, Plan, Reduction, Ref, Started, VariableSpec
+from pswire.spec import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.tensor import TensorSpec, layout
 
 VALUE = TensorSpec("int64", ())

@@ -14,8 +14,8 @@ from rig import WORKERS, payload, reduce_only
 from psserver.rounds import RECORDS, Rounds
 from pswire.api import Contribution, Place
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError
+from pswire.log import Epoch, Member, Position
 from pswire.payload import EMPTY, Payload
-from pswire.spec import Epoch, Member, Position
 from pswire.tensor import TensorSpec
 
 NUMBER = TensorSpec("int64", ())

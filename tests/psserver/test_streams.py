@@ -23,9 +23,10 @@ from psserver.kernels.kernels import SMALLEST, Kernels
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import ALIGN
+from pswire.log import Member
 from pswire.payload import EMPTY, Payload
 from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Member, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
+from pswire.spec import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.tensor import TensorSpec
 
 A, B, C = WORKERS[:3]

@@ -26,13 +26,7 @@ from pswire.api import (
 from pswire.cluster import JOBS, Task
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
-from pswire.payload import EMPTY
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
-from pswire.spec import (
-    REDUCE_OPS,
-    REF_KINDS,
-    Apply,
+from pswire.log import (
     Approved,
     Created,
     Done,
@@ -41,15 +35,23 @@ from pswire.spec import (
     JobStarted,
     Member,
     Mode,
-    Operand,
-    Plan,
     Position,
-    Reduction,
-    Ref,
-    SnapshotOrder,
     Snapshotted,
     Start,
     Started,
+)
+from pswire.payload import EMPTY
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
+from pswire.spec import (
+    REDUCE_OPS,
+    REF_KINDS,
+    Apply,
+    Operand,
+    Plan,
+    Reduction,
+    Ref,
+    SnapshotOrder,
     Variable,
     VariableSpec,
 )

@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -370,17 +370,17 @@ class _Fragile(socket.socket):
             _shut(self)
 
 
-@contextlib.contextmanager
-def connecting(change: Callable[[socket.socket], socket.socket]) -> Iterator[None]:
-    """The lanes that clients of this process open meanwhile have other sockets."""
+def connecting(change: Callable[[socket.socket], socket.socket]) -> Callable[[], None]:
+    """Has the lanes that clients of this process open get other sockets; gives what ends that."""
     from psclient import lanes
 
     connect = lanes._connect
     lanes._connect = lambda *args: change(connect(*args))
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         lanes._connect = connect
+
+    return end
 
 
 def fragile(seed: int, calls: int) -> list[int]:
@@ -397,7 +397,7 @@ def fragile(seed: int, calls: int) -> list[int]:
         return broken
 
     lanes.LOSSES = 1 << 30
-    connecting(change).__enter__()
+    connecting(change)
     return made
 
 
@@ -429,7 +429,7 @@ def stall(when: Callable[[], bool], stop: Callable[[], object]) -> None:
         slow.when, slow.stop = when, stop  # type: ignore[method-assign]
         return slow
 
-    connecting(change).__enter__()
+    connecting(change)
 
 
 # ---- What is left ----

@@ -15,9 +15,10 @@ from psserver import interpreter
 from psserver.job import Job, Part
 from pswire.api import Contribution
 from pswire.errors import ProgramError
+from pswire.log import Member
 from pswire.payload import Payload
 from pswire.program import OPS, Attr, Input, Node, Program, infer
-from pswire.spec import Apply, Member, Operand, Plan, ReduceOp, Reduction, Ref
+from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref
 from pswire.tensor import DTYPES, Array, TensorSpec, spec_of
 
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, np.nan]

@@ -20,28 +20,10 @@ from pswire.api import Contribution, Opened, ParameterServer, RoundReply
 from pswire.cluster import Task
 from pswire.lanes import LANES, LaneName
 from pswire.limits import Timeouts
+from pswire.log import Approved, Entry, Epoch, EpochClosed, JobStarted, Member, Mode, Position, Start
 from pswire.payload import Payload
 from pswire.program import Input, Node, Program
-from pswire.spec import (
-    Apply,
-    Approved,
-    Entry,
-    Epoch,
-    EpochClosed,
-    JobStarted,
-    Member,
-    Mode,
-    Operand,
-    Plan,
-    Position,
-    ReduceOp,
-    Reduction,
-    Ref,
-    SnapshotOrder,
-    Start,
-    Variable,
-    VariableSpec,
-)
+from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, SnapshotOrder, Variable, VariableSpec
 from pswire.tensor import Array, TensorSpec, portable, spec_of
 
 CHIEF = Task("chief", 0)

@@ -8,7 +8,7 @@ from typing import Any
 from psclient import values
 from psclient.arrays import Device
 from psclient.data import DistributedDataset
-from pswire.spec import Position
+from pswire.log import Position
 
 
 class Worker:

@@ -1,0 +1,51 @@
+"""How this package uses gRPC's channels: their settings, and calls of raw bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from grpc.experimental import ChannelOptions
+
+OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),  # retries are ours: they know the keys and the deadlines
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # An answer is read by the thread that waits for it: a push or pull of one message makes no thread of gRPC's.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Of every channel."""
+
+REASONS = {
+    "lookup failed": "the host's name is unknown",
+    "DNS": "the host's name is unknown",
+    "Connection refused": "nothing listens there",
+    "No route": "there is no route to the host",
+    "Deadline": "it is silent",
+    "timed out": "it is silent",
+}
+"""What gRPC's details mean to people, by a part of them."""
+
+Interceptor = (
+    grpc.UnaryUnaryClientInterceptor
+    | grpc.UnaryStreamClientInterceptor
+    | grpc.StreamUnaryClientInterceptor
+    | grpc.StreamStreamClientInterceptor
+)
+
+
+def stub(channel: grpc.Channel, path: str, streams: tuple[bool, bool]) -> Any:
+    """A callable of raw bytes: without serializers, gRPC hands them through."""
+    kinds = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }
+    return kinds[streams](path)

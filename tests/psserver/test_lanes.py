@@ -1,0 +1,520 @@
+"""A server's lanes: who is let in, what is believed, and that whatever one client does, others are served."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lane_rig import Hand, Site, eventually, mappings
+from rig import SOON
+
+from psserver import lanes as server_lanes
+from pswire.errors import Fenced, InvalidRequest, MemoryLimit
+from pswire.lanes.rings import CLIENT_BYTES, SEALS
+from pswire.lanes.sockets import INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.wire import parse, refusal_from_pb
+
+SMALL = 64
+"""Elements of variables whose rounds are one part."""
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def name(request: pytest.FixtureRequest) -> str:
+    """The lane that is attacked; the members use the same."""
+    return str(request.param)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+@pytest.fixture
+def site(stack: ExitStack, name: str) -> Site:
+    """Two members, who make a round after each test."""
+    found = Site(stack, name, elements=SMALL)  # type: ignore[arg-type]
+    stack.callback(found.round)
+    return found
+
+
+def hand(stack: ExitStack, site: Site, name: str) -> Hand:
+    """A client by hand that has not said who it is."""
+    return stack.enter_context(Hand(site.lanes, name))
+
+
+def member(stack: ExitStack, site: Site, name: str) -> Hand:
+    """A client by hand that has the last member's session."""
+    return hand(stack, site, name).welcomed(site.workers[-1].session, site.lanes)
+
+
+# ---- Who is let in ----
+
+
+def wrong_tokens(site: Site) -> dict[str, tuple[int, bytes]]:
+    here, other = site.workers
+    return {
+        "none": (here.session, b""),
+        "wrong": (here.session, bytes(16)),
+        "shorter": (here.session, site.lanes.token(here.session)[:15]),
+        "of another session": (here.session, site.lanes.token(other.session)),
+        "of no session": (1 << 60, bytes(16)),
+    }
+
+
+@pytest.mark.parametrize("case", ["none", "wrong", "shorter", "of another session", "of no session"])
+def test_who_has_no_token_is_shown_out(stack: ExitStack, site: Site, name: str, case: str) -> None:
+    """Without a word, and without the memory in which the answers to others are."""
+    stranger = hand(stack, site, name)
+    stranger.hello(*wrong_tokens(site)[case])
+    if name == "shm":
+        assert socket.recv_fds(stranger.sock, 1, 1)[:2] == (b"", [])
+    assert stranger.is_closed()
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL, Kind.PART, Kind.FREED, Kind.WELCOME, Kind.ANSWER])
+def test_nothing_comes_before_a_hello(stack: ExitStack, site: Site, name: str, kind: Kind) -> None:
+    """Though it brings a token that is right."""
+    stranger = hand(stack, site, name)
+    session = site.workers[0].session
+    hello = pb.LaneHello(session=session, token=site.lanes.token(session))
+    stranger.say(kind, header=hello.SerializeToString())
+    assert stranger.is_closed()
+
+
+BAD_HELLOS = {
+    "garbage": {"kind": 0xFF, "header": b"x" * 100},
+    "a header of 4 GiB": {"kind": Kind.HELLO, "header": None},
+    "data": {"kind": Kind.HELLO, "size": 1},
+    "no protobuf": {"kind": Kind.HELLO, "header": b"\xff" * 20},
+}
+
+
+@pytest.mark.parametrize("case", BAD_HELLOS)
+def test_a_bad_hello_is_not_listened_to(stack: ExitStack, site: Site, name: str, case: str) -> None:
+    """It is refused by its head: none of what it announces is waited for."""
+    stranger = hand(stack, site, name)
+    said = dict(BAD_HELLOS[case])
+    if case == "a header of 4 GiB":
+        stranger.sock.sendall(bytes([Kind.HELLO, 0, 0, 0]) + b"\xff" * 4 + bytes(32))
+    else:
+        stranger.say(**said)
+    assert stranger.is_closed()
+
+
+def test_a_hello_that_does_not_come(stack: ExitStack, site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is waited for as long as is said, and no longer."""
+    monkeypatch.setattr(server_lanes, "HELLO_SECONDS", 0.1)
+    assert hand(stack, site, name).is_closed()
+
+
+def test_many_that_say_nothing(stack: ExitStack, site: Site, name: str) -> None:
+    """300 of them: the oldest have to go, and whoever says who it is gets in."""
+    strangers = [hand(stack, site, name) for _ in range(300)]
+    guest = member(stack, site, name)
+    assert len(site.open([None])) <= server_lanes.MAX_STRANGERS
+    for stranger in strangers[:40]:
+        assert stranger.is_closed()
+    site.round()
+    assert not select.select([guest.sock], [], [], 0)[0]
+
+
+def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: str) -> None:
+    """Its pushes and pulls for another are refused; the lane stays."""
+    guest = member(stack, site, name)
+    here, last = site.workers
+    header, parts = guest.push(site, here, 1)
+    guest.say(Kind.PUSH, 1, header, data=parts[0][1])
+    request = pb.PullRequest(session=here.session, variables=[site.variables[0].id], after=-1)
+    guest.say(Kind.PULL, 2, request.SerializeToString())
+    for call in (1, 2):
+        answer = guest.hear()
+        assert (answer.kind, answer.call) == (Kind.REFUSAL, call)
+        assert isinstance(refusal_from_pb(parse(pb.Refusal, answer.header)), Fenced)
+    request.session = last.session
+    guest.say(Kind.PULL, 3, request.SerializeToString())
+    assert guest.hear().kind is Kind.ANSWER
+
+
+# ---- What a member may say ----
+
+
+BAD_HEADS = {
+    "a header of 4 GiB": (Kind.PUSH, 0xFFFFFFFF, 0, 0, INLINE),
+    "a header that is too large": (Kind.PULL, MAX_HEADER_BYTES + 1, 0, 0, INLINE),
+    "a part of an exabyte": (Kind.PART, 0, 0, 1 << 60, INLINE),
+    "a part that is too large": (Kind.PART, 0, 0, MAX_PART_BYTES + 1, 0),
+    "an unknown kind": (9, 0, 0, 0, INLINE),
+    "kind 0": (0, 0, 0, 0, INLINE),
+    "what only servers say": (Kind.ANSWER, 0, 0, 0, INLINE),
+    "a second hello": (Kind.HELLO, 0, 0, 0, INLINE),
+    "memory that it was never told of": (Kind.FREED, 0, 0, 0, 0),
+    "memory that there cannot be": (Kind.FREED, 0, 0, 0, 1 << 63),
+    "data past the end of its memory": (Kind.PART, 0, 0, 64, CLIENT_BYTES),
+    "data that end past the end of its memory": (Kind.PART, 0, 0, 128, CLIENT_BYTES - 64),
+    "data in no place": (Kind.PART, 0, 0, 64, INLINE - 1),
+    "data between lines": (Kind.PART, 0, 0, 64, 32),
+}
+
+
+@pytest.mark.parametrize("case", BAD_HEADS)
+def test_nonsense_ends_a_lane(stack: ExitStack, site: Site, name: str, case: str) -> None:
+    """And only this one."""
+    guest = member(stack, site, name)
+    kind, header, offset, size, place = BAD_HEADS[case]
+    guest.sock.sendall(
+        bytes([kind, 0, 0, 0])
+        + header.to_bytes(4, "little")
+        + b"".join(number.to_bytes(8, "little") for number in (7, offset, size, place))
+    )
+    assert guest.is_closed()
+
+
+def test_parts_out_of_place_end_a_lane(stack: ExitStack, site: Site, name: str) -> None:
+    """What came before stays half a contribution, and a good push completes it."""
+    guest = member(stack, site, name)
+    header, [(_, data)] = guest.push(site, site.workers[-1], 2)
+    guest.say(Kind.PUSH, 1, header, data=data[:64])
+    guest.say(Kind.PART, 1, offset=32, data=data[64:])
+    assert guest.is_closed()
+
+
+def test_what_is_left_of_a_failed_push_is_read_past(stack: ExitStack, site: Site, name: str) -> None:
+    """Its parts may be on their way when it is refused: they are no nonsense."""
+    guest = member(stack, site, name)
+    _, [(_, data)] = guest.push(site, site.workers[-1], 2)
+    guest.say(Kind.PUSH, 1, b"\xff" * 9)
+    for _ in range(20):
+        guest.say(Kind.PART, 1, data=data)
+    assert isinstance(refusal_from_pb(parse(pb.Refusal, guest.hear().header)), InvalidRequest)
+    assert not select.select([guest.sock], [], [], 0)[0]
+
+
+def test_a_push_that_is_too_large_is_refused_by_its_header(stack: ExitStack, site: Site, name: str) -> None:
+    """Before anything is kept of it."""
+    site.lanes.max_payload_bytes = 100
+    guest = member(stack, site, name)
+    header, [(_, data)] = guest.push(site, site.workers[-1], 2)
+    guest.say(Kind.PUSH, 1, header, data=data)
+    assert isinstance(refusal_from_pb(parse(pb.Refusal, guest.hear().header)), MemoryLimit)
+    site.lanes.max_payload_bytes = 1 << 40
+
+
+def test_the_memory_of_a_refused_push_is_free_again(stack: ExitStack) -> None:
+    """Whatever it is refused for, or the client would run out of memory and wait for ever."""
+    site = Site(stack, "shm", elements=SMALL)
+    site.lanes.max_payload_bytes = 100
+    guest = member(stack, site, "shm")
+    header, [(_, data)] = guest.push(site, site.workers[-1], 2)
+    foreign, _ = guest.push(site, site.workers[0], 2)
+    for place, wrong in ((0, header), (1 << 20, foreign), (2 << 20, b"\xff" * 9)):
+        guest.say(Kind.PUSH, 1, wrong, size=len(data), place=place)
+        heard = set()
+        for _ in range(2):
+            number, header_size, _, _, _, told = server_lanes_head(guest)
+            guest._exactly(header_size)
+            heard.add((number, told if number == Kind.FREED else -1))
+        assert heard == {(Kind.REFUSAL, -1), (Kind.FREED, place)}
+
+
+def server_lanes_head(guest: Hand) -> tuple[int, int, int, int, int, int]:
+    """The head of the next message."""
+    from pswire.lanes.sockets import HEAD
+
+    return HEAD.unpack(guest._exactly(HEAD.size))
+
+
+# ---- Memory that is handed over ----
+
+
+def sealed(nbytes: int, seals: int = SEALS) -> int:
+    """A file in memory that can neither grow nor shrink."""
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, nbytes)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def plain(tmp: Path) -> int:
+    """A file that is none in memory."""
+    (tmp / "file").write_bytes(bytes(4096))
+    return os.open(tmp / "file", os.O_RDWR)
+
+
+BAD_FILES: dict[str, Callable[[Path], list[int]]] = {
+    "none": lambda tmp: [],
+    "not sealed": lambda tmp: [sealed(4096, 0)],
+    "sealed against growth only": lambda tmp: [sealed(4096, fcntl.F_SEAL_GROW)],
+    "sealed against shrinking only": lambda tmp: [sealed(4096, fcntl.F_SEAL_SHRINK)],
+    "empty": lambda tmp: [sealed(0)],
+    "huge": lambda tmp: [sealed(1 << 50)],
+    "much larger than a client's": lambda tmp: [sealed(1 << 39)],
+    "on a disk": lambda tmp: [plain(tmp)],
+    "a pipe": lambda tmp: [os.open(_fifo(tmp), os.O_RDWR)],
+    "a directory": lambda tmp: [os.open(tmp, os.O_RDONLY)],
+    "a path only": lambda tmp: [os.open(tmp, os.O_PATH)],
+    "a socket": lambda tmp: [socket.socket().detach()],
+}
+
+
+def _fifo(tmp: Path) -> Path:
+    os.mkfifo(tmp / "pipe")
+    return tmp / "pipe"
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_memory_that_is_none_is_not_taken(tmp_path: Path, stack: ExitStack, case: str) -> None:
+    """Nothing is mapped that could shrink while it is read, or that is larger than a client has any use for."""
+    site = Site(stack, "shm", elements=SMALL)
+    before = mappings()
+    guest = stack.enter_context(Hand(site.lanes, "shm", introduce=False))
+    files = BAD_FILES[case](tmp_path)
+    if files:
+        guest.hand_over(*files)
+    else:
+        guest.sock.sendall(b"\0")
+    with suppress(OSError):
+        guest.hello(site.workers[0].session, site.lanes.token(site.workers[0].session))
+    assert guest.is_closed()
+    assert mappings() == before
+    site.round()
+
+
+def test_files_that_come_later_are_nobodys(stack: ExitStack) -> None:
+    """A client can send more with every message: the server keeps none."""
+    site = Site(stack, "shm", elements=SMALL)
+    guest = member(stack, site, "shm")
+    session = site.workers[-1].session
+    request = pb.PullRequest(session=session, variables=[site.variables[0].id], after=-1).SerializeToString()
+    before = len(os.listdir("/proc/self/fd"))
+    for call in range(20):
+        header = bytes([Kind.PULL, 0, 0, 0]) + len(request).to_bytes(4, "little")
+        head = header + call.to_bytes(8, "little") + bytes(16) + b"\xff" * 8
+        mine = [os.dup(0) for _ in range(10)]
+        socket.send_fds(guest.sock, [head + request], mine)
+        for file in mine:
+            os.close(file)
+        assert guest.hear().kind is Kind.ANSWER
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_small_segment_is_enough_for_small_values(stack: ExitStack) -> None:
+    """The size is the client's choice: places are checked against it."""
+    site = Site(stack, "shm", elements=SMALL)
+    guest = stack.enter_context(Hand(site.lanes, "shm", nbytes=4096))
+    guest.welcomed(site.workers[-1].session, site.lanes)
+    header, [(_, data)] = guest.push(site, site.workers[-1], 2)
+    guest.memory[: len(data)] = data
+    guest.say(Kind.PUSH, 1, header, size=len(data), place=0)
+    first = site.push(site.workers[0], 1)
+    site.whole([1, 2], first)
+    assert guest.freed() == 0
+    site.round()
+
+
+def test_clients_cannot_write_where_answers_are(stack: ExitStack) -> None:
+    """They all read the same memory: neither a mapping, nor the file, nor a new opening of it writes."""
+    site = Site(stack, "shm", elements=1 << 16)
+    guest = member(stack, site, "shm")
+    request = pb.PullRequest(session=site.workers[-1].session, variables=[site.variables[0].id], after=-1)
+    guest.say(Kind.PULL, 1, request.SerializeToString())
+    answer = guest.hear()
+    assert answer.place != INLINE
+    file, size = guest.outbox, os.fstat(guest.outbox).st_size
+    again = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+    stack.callback(os.close, again)
+    for each in (file, again):
+        with pytest.raises(PermissionError):
+            mmap.mmap(each, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(OSError):
+            os.pwrite(each, b"x", answer.place)
+        for length in (0, size - 1, size + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(each, length)
+        with pytest.raises(OSError):
+            fcntl.fcntl(each, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    seen = mmap.mmap(file, size, mmap.MAP_SHARED, mmap.PROT_READ)
+    with pytest.raises(TypeError):
+        seen[answer.place] = 1
+    assert (np.frombuffer(seen, "float32", 1 << 16, answer.place) == 0).all()
+    site.round()
+
+
+# ---- Clients that are slow, loud, or gone ----
+
+
+def test_a_client_that_goes_frees_what_it_was_told_of(stack: ExitStack) -> None:
+    """Also what it would have been told of afterwards."""
+    site = Site(stack, "shm", elements=1 << 16)
+    site.round()
+    ring, _ = site.lanes.outbox()
+    for _ in range(3):
+        guest = member(stack, site, "shm")
+        session = site.workers[-1].session
+        late = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=site.workers[-1].round)
+        now = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=-1)
+        guest.say(Kind.PULL, 1, late.SerializeToString())
+        guest.say(Kind.PULL, 2, now.SerializeToString())
+        assert guest.hear().place != INLINE
+        before = len(site.lanes.connections)
+        guest.sock.close()
+        eventually(lambda before=before: len(site.lanes.connections) < before)
+        site.round()
+    # What stays are the members' own values of the last round, if anything.
+    eventually(lambda: not ring._entries)
+
+
+def test_who_asks_without_reading_is_not_listened_to(stack: ExitStack, site: Site, name: str) -> None:
+    """Answers that nobody takes are bounded, and the others are served."""
+    guest = member(stack, site, name)
+    session = site.workers[-1].session
+    request = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=-1).SerializeToString()
+    head = bytes([Kind.PULL, 0, 0, 0]) + len(request).to_bytes(4, "little") + bytes(24) + b"\xff" * 8
+    guest.sock.settimeout(0.5)
+    said = 0
+    with suppress(TimeoutError, ConnectionError):
+        while said < 64 << 20:
+            said += guest.sock.send((head + request) * 1000)
+    assert said < 64 << 20, "whatever it asks is taken"
+    site.round()
+    (connection,) = [c for c in site.open([session]) if c._link._out]
+    assert len(connection._link._out) < 100_000
+
+
+def test_a_loud_client_does_not_drown_the_others(stack: ExitStack, site: Site, name: str) -> None:
+    """Who sends without end is one of many."""
+    guest = member(stack, site, name)
+    noise = (bytes([Kind.PART, 0, 0, 0]) + bytes(28) + b"\xff" * 8) * 5000
+    quiet = threading.Event()
+
+    def shout() -> None:
+        with suppress(OSError):
+            while not quiet.is_set():
+                guest.sock.sendall(noise)
+
+    thread = threading.Thread(target=shout)
+    thread.start()
+    try:
+        for _ in range(5):
+            began = time.monotonic()
+            site.round()
+            assert time.monotonic() - began < SOON / 4
+    finally:
+        quiet.set()
+        thread.join()
+
+
+def test_a_host_that_loses_its_power_is_forgotten(stack: ExitStack) -> None:
+    """What it has half sent is not kept for ever: the system asks for signs of life."""
+    site = Site(stack, "tcp", elements=SMALL)
+    member(stack, site, "tcp")
+    for connection in site.lanes.connections:
+        sock = connection._sock
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+
+
+# ---- Names in the file system ----
+
+
+def test_names_of_dead_servers_are_removed(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next server; those of servers that listen, and what is no socket of ours, stay."""
+    monkeypatch.setattr(server_lanes, "SHARED", tmp_path)
+    living = Site(stack, "shm", elements=SMALL)
+    dead, other = tmp_path / "paramserver-0123456789abcdef", tmp_path / "paramserver-notes"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(dead))
+        sock.listen()
+    other.write_text("mine")
+    assert dead.exists()
+    second = Site(stack, "shm", elements=SMALL)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {other.name, Path(living.lanes.path).name, Path(second.lanes.path).name}
+    living.round()
+    second.round()
+
+
+def test_a_name_goes_with_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that ends in good order leaves nothing."""
+    monkeypatch.setattr(server_lanes, "SHARED", tmp_path)
+    with ExitStack() as stack:
+        Site(stack, "shm", elements=SMALL).round()
+        assert len(list(tmp_path.iterdir())) == 1
+    assert not list(tmp_path.iterdir())
+
+
+# ---- Many ----
+
+
+def test_many_clients_cost_no_threads(stack: ExitStack, name: str) -> None:
+    """64 of them on one server, each with its round: as many threads serve them as serve two."""
+    site = Site(stack, name, elements=SMALL)  # type: ignore[arg-type]
+    site.round()
+    process = psutil.Process()
+    threads, memory = process.num_threads(), process.memory_info().rss
+    guests = [hand(stack, site, name).welcomed(site.workers[n % 2].session, site.lanes) for n in range(64)]
+    for guest, worker in zip(guests, site.workers * 32, strict=True):
+        request = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=-1)
+        guest.say(Kind.PULL, 1, request.SerializeToString())
+    assert [guest.hear().kind for guest in guests] == [Kind.ANSWER] * 64
+    assert process.num_threads() <= threads
+    assert (process.memory_info().rss - memory) / 64 < 256 << 10
+    site.round()
+
+
+# ---- Whatever else ----
+
+
+KINDS = st.one_of(st.sampled_from([*Kind]), st.integers(0, 255))
+SIZES = st.one_of(st.integers(0, 300), st.sampled_from([MAX_PART_BYTES, MAX_PART_BYTES + 1, 1 << 63]))
+PLACES = st.one_of(st.just(INLINE), st.sampled_from([0, 64, 4096, CLIENT_BYTES - 64, CLIENT_BYTES, 1, 1 << 63]))
+HEADERS = st.one_of(st.just(b""), st.binary(max_size=40), st.sampled_from(["push", "pull", "wide"]))
+SAID = st.tuples(KINDS, st.integers(0, 2), HEADERS, st.sampled_from([0, 16, 64, 256, 1 << 63]), SIZES, PLACES)
+
+
+@pytest.fixture(scope="module", params=["tcp", "shm"])
+def attacked(request: pytest.FixtureRequest) -> Iterator[tuple[str, Site]]:
+    """One server for all attacks on a lane."""
+    with ExitStack() as stack:
+        yield request.param, Site(stack, request.param, elements=SMALL)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.booleans(), st.lists(SAID, min_size=1, max_size=8), st.binary(max_size=64))
+def test_whatever_is_sent_others_are_served(
+    attacked: tuple[str, Site], known: bool, messages: list[tuple[int, int, bytes | str, int, int, int]], rest: bytes
+) -> None:
+    """Messages of the right form with any content, by a member or a stranger, and then anything."""
+    name, site = attacked
+    last = site.workers[-1]
+    with Hand(site.lanes, name) as guest:
+        header, _ = guest.push(site, last, 2)
+        pull = pb.PullRequest(session=last.session, variables=[site.variables[0].id], after=-1).SerializeToString()
+        wide = pb.PushHeader(session=last.session, epoch=1 << 63, round=1 << 62, size=1 << 38).SerializeToString()
+        headers = {"push": header, "pull": pull, "wide": wide}
+        if known:
+            guest.welcomed(last.session, site.lanes)
+        with suppress(ConnectionError):
+            for kind, call, chosen, offset, size, place in messages:
+                content = headers[chosen] if isinstance(chosen, str) else chosen
+                inline = size if place == INLINE and size <= 300 else 0
+                guest.say(kind, call, content, offset, size, place, bytes(inline))
+            guest.sock.sendall(rest)
+    assert site.server.status().variables == 3
+    assert np.isfinite(site.pulled(site.workers[0])).all()
+    assert site.thread._thread.is_alive()
