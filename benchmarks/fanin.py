@@ -31,7 +31,7 @@ from typing import Any
 
 import click
 import numpy as np
-from figures import COLOURS, machine
+from figures import COLOURS, WIDTH, machine
 from measures import Cost, spread
 from rich.console import Console
 from rich.table import Table
@@ -292,6 +292,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
         times.plot(workers, cpu, "o--", color=colour, label=f"{lane} lane, the server's processor time")
         memory.plot(workers, [row["server_rss_mb"] for row in rows], "o-", color=colour, label=f"{lane} lane")
     times.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms")
+    counts = sorted({row["workers"] for row in found["rows"]})
+    times.set_xticks(counts, counts)
+    times.set_xticks([], minor=True)
     most = max(row["server_rss_mb"] for row in found["rows"])
     memory.set(xlabel="workers", ylabel="resident memory of the server, MB", ylim=(0, 1.2 * most))
     for axes in (times, memory):
@@ -333,6 +336,7 @@ def main(
         with console.status(f"{lane} lane, {count} workers"):
             rows.append(measure(lane, count, processes, rounds, nbytes))
     found = report(rows, processes, nbytes)
+    console.width = max(console.width, WIDTH)
     console.print(table(found))
     if json_file:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

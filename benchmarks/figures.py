@@ -92,7 +92,7 @@ def _cells(row: dict[str, Any], differing: Sequence[str]) -> dict[str, str]:
         cells["/ sgd"] = f"{row['to_sgd']:.2f}" if row["to_sgd"] else "-"
     cells |= {"GB/s": f"{row['gb_per_s']:.2g}", "/ limit": f"{row[key]:.2g} {limit}"}
     cells |= {"server CPU": f"{row['server_cpu_ms']:.3g}", "worker CPU": f"{row['worker_cpu_ms']:.3g}"}
-    return cells | {"server MB": f"{row['server_rss_mb']:.0f} ({row['server_growth_mb']:+.0f})"}
+    return cells | {"server MB": f"{row['server_rss_mb']:.0f} ({round(row['server_growth_mb']):+d})"}
 
 
 # ---- The plot ----

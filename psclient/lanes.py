@@ -62,6 +62,7 @@ class Offer:
         token: what shows it.
         host, port: of the tcp lane; the port is 0 where there is none.
         path: of the shm lane's socket; "" where there is none.
+        in_flight: bytes of a contribution that the server holds before they are used.
     """
 
     session: int
@@ -69,6 +70,7 @@ class Offer:
     host: str
     port: int
     path: str
+    in_flight: int = CLIENT_BYTES
 
 
 @dataclass
@@ -108,6 +110,7 @@ class Lane:
         self._why: str | None = None
         self._mirror: Mirror | None = None
         self._freed: deque[int] = deque()
+        self._over = False
         self._welcome = threading.Event()
         self._bell, self._rope = socket.socketpair()
         self._rope.setblocking(False)
@@ -116,7 +119,7 @@ class Lane:
         try:
             self._sock = _connect(name, offer, silence)
             self._sockets.append(self._sock)
-            ring = self._introduce(Message(Kind.HELLO, header=hello).head(), name == "shm")
+            ring = self._introduce(Message(Kind.HELLO, header=hello).head(), offer.in_flight if name == "shm" else 0)
             self._link = Link(self._sock)
             self._link.trust()
             self._channel = Channel(self._link, ring, True, self._ring_bell)
@@ -129,12 +132,12 @@ class Lane:
             self.close(self._why or f"{offer.host}:{offer.port} does not answer")
             raise LaneLost(self._why)
 
-    def _introduce(self, hello: bytes, shared: bool) -> Ring | None:
-        """Says who it is; where memory is shared it hands its own over, and the first byte of the answer brings more."""
+    def _introduce(self, hello: bytes, shared: int) -> Ring | None:
+        """Says who it is; hands over so many bytes of memory, if any, and the answer's first byte brings more."""
         if not shared:
             self._sock.sendall(hello)
             return None
-        segment, file = Segment.make(CLIENT_BYTES)
+        segment, file = Segment.make(shared)
         files: list[int] = [file]
         try:
             socket.send_fds(self._sock, [b"\0" + hello], [file])
@@ -152,6 +155,16 @@ class Lane:
         """Data are needed no more; told by any thread, at any time."""
         self._freed.append(place)
         self._ring_bell()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Is gone for the server, once nobody looks at its memory any more: until then it writes nothing else there."""
+        if self._over and self._mirror is not None and self._mirror.looked_at:
+            _LINGERING.add(self)
+        elif self._over:
+            self._mirror = None  # else only a collection of garbage would give its memory back
+            _LINGERING.discard(self)
+            self._drop()
 
     def push(self, header: bytes, payload: Payload) -> Future[Answered]:
         """Sends a contribution; the future gives the answer's header and payload, or raises `LaneLost`."""
@@ -190,6 +203,11 @@ class Lane:
         for sock in self._sockets:
             sock.close()
 
+    def keep(self) -> None:
+        """Before a fork of the process: what it may look at stays as it is."""
+        if self._mirror is not None:
+            self._mirror.keep()
+
     def forget(self) -> None:
         """In a fork of the process: it is not ours, and ends when the process ends that opened it."""
         self._why = "a fork has no part in the job"
@@ -213,7 +231,8 @@ class Lane:
         finally:
             self.close("it has failed")  # whatever happened: nobody waits for what cannot come
             self._channel.close()
-            self._drop()
+            self._over = True
+            self._leave()
 
     def _turn(self, selector: selectors.BaseSelector) -> None:
         for key, events in selector.select():
@@ -276,13 +295,21 @@ class Lane:
 _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
 """Those of this process."""
 
+_LINGERING: set[Lane] = set()
+"""Those that are closed, while somebody looks at a server's memory."""
+
+
+def _keep() -> None:
+    for lane in list(_LANES):
+        lane.keep()
+
 
 def _forget() -> None:
     for lane in list(_LANES):
         lane.forget()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(before=_keep, after_in_child=_forget)
 
 
 def _connect(name: LaneName, offer: Offer, silence: float) -> socket.socket:
@@ -321,9 +348,8 @@ class Lanes:
         self._left = list(LANES[LANES.index(wanted) :])
         self._losses = 0
         self._offer: Offer | None = offer
-        self._lane: Lane | None = None
         self._lock = threading.Lock()  # guards that one lane is opened at a time
-        self.best()
+        self._lane: Lane | None = self._open(offer)
 
     def ask(
         self,

@@ -122,7 +122,7 @@ class RemoteServer:
         self._metadata = ((INCARNATION_KEY, str(m.incarnation)),)
         if replicas:
             host = self.address.rpartition(":")[0].strip("[]")
-            offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path)
+            offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path, m.in_flight)
             self._lanes[m.session] = Lanes(str(self.task), offer, self._timeouts.lease, self._threads, self._lane)
         return Opened(m.session, m.incarnation, m.token, m.server, m.device)
 

@@ -8,6 +8,8 @@ to stderr. It ends at SIGTERM or SIGINT, with `--until-done` at the end of the j
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -30,6 +32,9 @@ TICK = 0.25
 GRACE = 1.0
 """Seconds that answers under way get when the server ends."""
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's mallopt."""
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -46,6 +51,12 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     default="1GiB",
     show_default=True,
     help="Bytes in which answers are for clients on this host, twice the model at best; 0 for no shm lane.",
+)
+@click.option(
+    "--in-flight",
+    default="64MiB",
+    show_default=True,
+    help="Bytes of one worker's contribution that are held before they are used; the rest waits in the worker.",
 )
 @click.option(
     "--checkpoint-root",
@@ -67,6 +78,7 @@ def command(
     memory_limit: str,
     data_port: int,
     shared_memory: str,
+    in_flight: str,
     checkpoint_root: Path,
     until_done: bool,
     lifeline: bool,
@@ -91,6 +103,7 @@ def command(
             threads=threads,
             data_port=data_port,
             shared_memory=shared_memory,
+            in_flight=in_flight,
         )
         asyncio.run(serve(config, until_done, lifeline))
     except PSError as error:
@@ -132,6 +145,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             config.max_payload_bytes,
             config.data_port,
             config.shared_memory,
+            config.in_flight,
         )
         port = await server.start()
         try:
@@ -189,8 +203,17 @@ def _refuse(text: str) -> int:
     return 2
 
 
+def tune_allocator() -> None:
+    """Has the C library keep the memory of messages, and use it again: fresh pages cost more than copies."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        for name, value in ((M_MMAP_THRESHOLD, 1 << 30), (M_TRIM_THRESHOLD, (1 << 31) - 1)):
+            mallopt(name, value)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The console script; exits with 0 after a clean end and 2 where it could not start."""
+    tune_allocator()
     try:
         code = command.main(args, prog_name="psserver", standalone_mode=False)
     except click.ClickException as error:

@@ -5,6 +5,7 @@ The only module of this package that reads the environment.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from psserver.units import human, parse_bytes
 from pswire.cluster import Task, TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
+
+LEAST_IN_FLIGHT = 1 << 20
+"""Bytes."""
 
 LOCAL_HOST = "127.0.0.1"
 """Where a server listens that no cluster gives an address."""
@@ -35,6 +39,7 @@ class ServerConfig:
         threads: that run one update program.
         data_port: the port of the tcp lane, 0 to pick one.
         shared_memory: bytes in which answers are for clients on this host; 0 for no shm lane.
+        in_flight: bytes of one client's contribution that are held before they are used.
     """
 
     task: Task
@@ -47,6 +52,7 @@ class ServerConfig:
     threads: int = 1
     data_port: int = 0
     shared_memory: int = 0
+    in_flight: int = 0
 
     @property
     def max_payload_bytes(self) -> int:
@@ -70,6 +76,7 @@ def server_config(
     threads: int = 1,
     data_port: int = 0,
     shared_memory: str = "1GiB",
+    in_flight: str = "64MiB",
 ) -> ServerConfig:
     """Merges flags with the environment.
 
@@ -84,6 +91,7 @@ def server_config(
         threads: that run one update program.
         data_port: the port of the tcp lane, 0 to pick one.
         shared_memory: bytes with a unit, "0" for no shm lane.
+        in_flight: bytes with a unit, at least 1 MiB.
 
     Raises:
         ConfigError: what is asked for is malformed, not there, or not a task of the cluster.
@@ -101,8 +109,21 @@ def server_config(
         timeouts=Timeouts.from_environ(environ),
         threads=threads,
         data_port=data_port,
-        shared_memory=parse_bytes(shared_memory, "--shared-memory"),
+        shared_memory=_pages(parse_bytes(shared_memory, "--shared-memory")),
+        in_flight=_in_flight(in_flight),
     )
+
+
+def _in_flight(text: str) -> int:
+    size = parse_bytes(text, "--in-flight")
+    if size < LEAST_IN_FLIGHT:
+        raise ConfigError(f"--in-flight {text} is too little for a part of a contribution; give 1MiB or more")
+    return _pages(size)
+
+
+def _pages(size: int) -> int:
+    """A size in whole pages, which shared memory has."""
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _task(index: int | None, cluster: TaskConfig | None) -> Task:

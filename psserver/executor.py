@@ -325,9 +325,6 @@ class Stream:
                 self._check_contributed(bool(run.senders))
                 run.receive_operands()
                 self._begun = True
-                largest = max(reduction.tensor.nbytes for reduction in self.job.plan.reductions)
-                for sender in run.senders:
-                    sender.part.payload.reader = largest
                 return {}, {}
             step, first = self._steps.popleft()
             reduced = [ref.index for ref in _refs(step) if ref.kind == "reduction"]

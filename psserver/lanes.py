@@ -67,6 +67,8 @@ class Lanes:
         max_payload_bytes: what one message may announce.
         shared_memory: bytes in which answers are for clients on this host: twice the largest model whose values these
             use where they are. Only what was once in use at a time takes memory; 0 for no shm lane.
+        in_flight: bytes of one client's contribution that are held before they are used, where they can be used bit
+            by bit; the rest waits in the client.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class Lanes:
         port: int,
         max_payload_bytes: int,
         shared_memory: int,
+        in_flight: int = CLIENT_BYTES,
     ) -> None:
+        self.in_flight = in_flight
         self._shared_memory = shared_memory
         self.core = core
         self.task = str(task)
@@ -112,7 +116,7 @@ class Lanes:
     def start(self) -> None:
         """Listens from now on; raises `OSError` where the port cannot be had."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        tcp = socket.create_server((self._host.strip("[]"), self._wanted), family=family, backlog=128)
+        tcp = socket.create_server((self._host.strip("[]"), self._wanted), family=family, backlog=MAX_STRANGERS)
         self.port = tcp.getsockname()[1]
         self._listen(tcp, False)
         if not self._shared_memory:
@@ -129,7 +133,7 @@ class Lanes:
         try:
             unix.bind(str(new))
             new.chmod(0o666 if folder == SHARED else 0o600)  # what opens it is the token
-            unix.listen(128)
+            unix.listen(MAX_STRANGERS)
             new.rename(path)  # not before: a name at which nobody listens is a dead server's
         except OSError:
             unix.close()
@@ -239,7 +243,7 @@ class Connection:
         except OSError as error:
             self.close(str(error))
         except InvalidRequest as error:
-            log.warning("a lane is closed, since what came is malformed: %s", error)
+            log.warning("a lane is closed, since what came is malformed: %s", error.message)
             self.close(error.message)
 
     def _take_turn(self) -> int:
@@ -251,8 +255,8 @@ class Connection:
             if self._closed:
                 break
             if self._link.waiting > BACKLOG:
-                self._paused = True
-                self._loop.remove_reader(self._sock)
+                self._pause()
+            if self._paused:
                 break
         return count
 
@@ -264,7 +268,7 @@ class Connection:
                 raise ConnectionResetError("it was closed at once")
             if len(files) != 1:
                 raise InvalidRequest("no memory was handed over")
-            segment = Segment.take(files[0], CLIENT_BYTES)
+            segment = Segment.take(files[0], self._lanes.in_flight)
         finally:
             for file in files:
                 os.close(file)
@@ -294,10 +298,24 @@ class Connection:
         if not left:
             self._armed = False
             self._loop.remove_writer(self._sock)
-            if self._paused:
-                self._paused = False
-                self._loop.add_reader(self._sock, self._readable)
-                self._loop.call_soon(self._readable)
+            self._go_on()
+
+    def _pause(self) -> None:
+        """Reads nothing more for now."""
+        if not self._paused:
+            self._paused = True
+            self._loop.remove_reader(self._sock)
+
+    def _go_on(self) -> None:
+        if self._paused and not self._closed:
+            self._paused = False
+            self._loop.add_reader(self._sock, self._readable)
+            self._loop.call_soon(self._readable)
+
+    def _go_on_soon(self) -> None:
+        """Reads on; told by any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._loop.call_soon_threadsafe(self._go_on)
 
     def _let_go(self, place: int) -> None:
         """Data are needed no more; told by any thread, at any time."""
@@ -399,6 +417,8 @@ class Connection:
             assembly.add(message.offset, (data,))
         if assembly.payload.whole:
             del self._assemblies[message.call]
+        elif self._mirror is None and assembly.payload.crowded(self._lanes.in_flight, self._go_on_soon):
+            self._pause()
 
     def _data(self, message: Message, reader: int) -> memoryview | None:
         if message.data is not None or not message.size:
@@ -409,6 +429,7 @@ class Connection:
 
     def _refuse(self, call: int, error: PSError) -> None:
         self._assemblies.pop(call, None)
+        self._go_on_soon()  # what is left of the call is read, and thrown away
         self._channel.tell(Kind.REFUSAL, call, refusal_to_pb(error).SerializeToString())
 
 

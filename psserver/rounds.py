@@ -257,6 +257,8 @@ class Rounds:
         said = part.said
         expected = places(plan, self.server, said).size
         if len(said.weights) == len(plan.reductions) and part.payload.size == expected:
+            if self._streams(plan, waiting):
+                part.payload.reader = max(reduction.tensor.nbytes for reduction in plan.reductions)
             return
         del waiting.parts[said.session]
         here = sum(self.server in reduction.servers for reduction in plan.reductions)

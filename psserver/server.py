@@ -33,6 +33,7 @@ class Server:
         max_payload_bytes: what one message may announce.
         data_port: the port of the tcp lane, 0 to pick one.
         shared_memory: bytes in which answers are for clients on this host; 0 for no shm lane.
+        in_flight: bytes of one client's contribution that are held before they are used.
     """
 
     def __init__(
@@ -44,11 +45,12 @@ class Server:
         max_payload_bytes: int,
         data_port: int = 0,
         shared_memory: int = 1 << 30,
+        in_flight: int = 64 << 20,
     ) -> None:
         self._host = host
         self._port = port
         self._data_port = data_port
-        self._lanes = Lanes(core, task, host, data_port, max_payload_bytes, shared_memory)
+        self._lanes = Lanes(core, task, host, data_port, max_payload_bytes, shared_memory, in_flight)
         self._service = Service(core, task, core.status().incarnation, max_payload_bytes, self._lanes)
         self._server: grpc.aio.Server | None = None
 

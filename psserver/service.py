@@ -250,7 +250,7 @@ class Service(grpc.GenericRpcHandler):
     async def _open(self, data: bytes, context: Context) -> bytes:
         reply = await asyncio.to_thread(_open, self._core, data)
         reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
-        reply.lane_token = self._lanes.token(reply.session)
+        reply.lane_token, reply.in_flight = self._lanes.token(reply.session), self._lanes.in_flight
         return reply.SerializeToString()
 
     def _prompt(self, row: Prompt) -> Handler:
@@ -294,7 +294,8 @@ class Service(grpc.GenericRpcHandler):
         answer = _Answer()
         future = self._core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
         future.add_done_callback(lambda _: answer.bell.ring())
-        receiving = None if assembly.payload.whole else asyncio.ensure_future(answer.receive(_rest(context, assembly)))
+        rest = None if assembly.payload.whole else _rest(context, assembly, self._lanes.in_flight)
+        receiving = asyncio.ensure_future(answer.receive(rest)) if rest else None
         try:
             await self._send_answer(context, future, answer)
         finally:
@@ -337,7 +338,7 @@ class Service(grpc.GenericRpcHandler):
     async def _received(self, first: Frame, context: Context, size: int) -> Payload:
         """A payload whose first part is there, once it is whole."""
         assembly = self._assembly(first, size)
-        await _rest(context, assembly)
+        await _rest(context, assembly, self._lanes.in_flight)
         return assembly.payload
 
 
@@ -352,9 +353,12 @@ def _method(streams: tuple[bool, bool], handler: Handler) -> grpc.RpcMethodHandl
     return kinds[streams](handler)
 
 
-async def _rest(context: Context, assembly: Assembly) -> None:
-    """Collects the parts of a payload until it is whole."""
+async def _rest(context: Context, assembly: Assembly, in_flight: int) -> None:
+    """Collects the parts of a payload until it is whole; reads no more than `in_flight` bytes before they are used."""
+    bell = _Bell()
     while not assembly.payload.whole:
+        if assembly.payload.crowded(in_flight, bell.ring):
+            await bell.heard()
         message = await context.read()
         if message is grpc.aio.EOF:
             break

@@ -37,10 +37,13 @@ class Payload:
         self.chunks = list(chunks)
         self.size = size
         self.end = self.chunks[-1][0] + len(self.chunks[-1][1]) if self.chunks else 0
+        self.begin = 0
+        """Up to where somebody has let go of it."""
         self.reader = 0
         """Bytes that somebody takes at once who reads it as it comes, and lets go of what was read; 0: nobody does."""
         self._lock = threading.Lock()  # guards what is there, and who waits for more
         self._waiting: list[tuple[int, Callable[[], object]]] = []
+        self._crowding: list[tuple[int, Callable[[], object]]] = []
 
     @classmethod
     def pack(cls, arrays: Iterable[Array]) -> Payload:
@@ -91,7 +94,25 @@ class Payload:
         """Lets go of what lies before an offset, which nobody will read: its memory serves what comes."""
         with self._lock:
             while self.chunks and self.chunks[0][0] + len(self.chunks[0][1]) <= end:
-                del self.chunks[0]
+                offset, buffer = self.chunks.pop(0)
+                self.begin = offset + len(buffer)
+            told = [then for offset, then in self._crowding if offset <= self.begin]
+            self._crowding = [waiter for waiter in self._crowding if waiter[0] > self.begin]
+        for then in told:
+            then()
+
+    def crowded(self, limit: int, then: Callable[[], object]) -> bool:
+        """Whether more bytes are held than a limit, and somebody reads them as they come, to whom that is enough.
+
+        Args:
+            limit: in bytes.
+            then: called, once, when fewer are held; only where there were more.
+        """
+        with self._lock:
+            crowded = 0 < 2 * self.reader <= limit < self.end - self.begin
+            if crowded:
+                self._crowding.append((self.end - limit, then))
+        return crowded
 
     def follow(self, other: Payload) -> None:
         """Takes from another payload, of the same bytes, what is not here yet, as it comes: a push sent again."""

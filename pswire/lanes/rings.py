@@ -180,6 +180,7 @@ class Mirror:
         self._memory = memory
         self._freed = freed
         self._held: dict[int, tuple[int, weakref.ref[Array]]] = {}
+        self._kept: list[Array | None] = []
 
     def read(self, place: int, size: int, reader: int = 0) -> memoryview:
         """Data: where they are, or a copy while half of the memory is in use, so that more can come.
@@ -200,6 +201,15 @@ class Mirror:
         found = np.empty(size, np.uint8)
         np.copyto(found, array)
         return found.data
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether anybody holds what was read where it is."""
+        return bool(self._held)
+
+    def keep(self) -> None:
+        """What is held now is not freed any more: a fork of the process has the same memory, and frees nothing."""
+        self._kept += [array() for _, array in list(self._held.values())]
 
     def _look(self, place: int, size: int) -> Array:
         if place + size > len(self._memory) or place % LINE or place in self._held:

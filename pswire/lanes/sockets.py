@@ -29,7 +29,6 @@ from socket import (
     TCP_KEEPIDLE,
     TCP_KEEPINTVL,
     TCP_NODELAY,
-    TCP_USER_TIMEOUT,
     socket,
 )
 
@@ -70,13 +69,16 @@ BLOCKED = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantW
 
 
 def tune(sock: socket, silence: float) -> None:
-    """Has a TCP socket send at once, and break when its other end has been silent for so many seconds."""
+    """Has a TCP socket send at once, and break when the host of its other end is silent for so many seconds.
+
+    It does not break while that end only reads nothing, which it may do for as long as a round takes: so there is no
+    TCP_USER_TIMEOUT, which counts that as silence.
+    """
     sock.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
     # A host that loses its power says nothing.
     sock.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)
     for option, value in ((TCP_KEEPIDLE, silence / 2), (TCP_KEEPINTVL, silence / 4), (TCP_KEEPCNT, 2)):
         sock.setsockopt(IPPROTO_TCP, option, max(int(value), 1))
-    sock.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, int(silence * 1000))
 
 
 class Kind(IntEnum):

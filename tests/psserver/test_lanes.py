@@ -223,19 +223,8 @@ def test_the_memory_of_a_refused_push_is_free_again(stack: ExitStack) -> None:
     foreign, _ = guest.push(site, site.workers[0], 2)
     for place, wrong in ((0, header), (1 << 20, foreign), (2 << 20, b"\xff" * 9)):
         guest.say(Kind.PUSH, 1, wrong, size=len(data), place=place)
-        heard = set()
-        for _ in range(2):
-            number, header_size, _, _, _, told = server_lanes_head(guest)
-            guest._exactly(header_size)
-            heard.add((number, told if number == Kind.FREED else -1))
-        assert heard == {(Kind.REFUSAL, -1), (Kind.FREED, place)}
-
-
-def server_lanes_head(guest: Hand) -> tuple[int, int, int, int, int, int]:
-    """The head of the next message."""
-    from pswire.lanes.sockets import HEAD
-
-    return HEAD.unpack(guest._exactly(HEAD.size))
+        heard = {(message.kind, message.place) for message in (guest.next(), guest.next())}
+        assert heard == {(Kind.REFUSAL, INLINE), (Kind.FREED, place)}
 
 
 # ---- Memory that is handed over ----
@@ -425,8 +414,9 @@ def test_a_host_that_loses_its_power_is_forgotten(stack: ExitStack) -> None:
     for connection in site.lanes.connections:
         sock = connection._sock
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+        pause = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        count = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + pause * count <= 60
 
 
 # ---- Names in the file system ----
@@ -489,12 +479,16 @@ SAID = st.tuples(KINDS, st.integers(0, 2), HEADERS, st.sampled_from([0, 16, 64, 
 
 @pytest.fixture(scope="module", params=["tcp", "shm"])
 def attacked(request: pytest.FixtureRequest) -> Iterator[tuple[str, Site]]:
-    """One server for all attacks on a lane."""
+    """One server for all attacks on a lane; nothing that it does not foresee may reach its event loop."""
+    surprises: list[object] = []
     with ExitStack() as stack:
-        yield request.param, Site(stack, request.param, elements=SMALL)
+        site = Site(stack, request.param, elements=SMALL)
+        site.thread._loop.set_exception_handler(lambda loop, context: surprises.append(context))
+        yield request.param, site
+    assert not surprises
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.booleans(), st.lists(SAID, min_size=1, max_size=8), st.binary(max_size=64))
 def test_whatever_is_sent_others_are_served(
     attacked: tuple[str, Site], known: bool, messages: list[tuple[int, int, bytes | str, int, int, int]], rest: bytes
@@ -517,4 +511,3 @@ def test_whatever_is_sent_others_are_served(
             guest.sock.sendall(rest)
     assert site.server.status().variables == 3
     assert np.isfinite(site.pulled(site.workers[0])).all()
-    assert site.thread._thread.is_alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -149,7 +150,7 @@ class Hand:
             return
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(SOON)
-        self.sock.connect(lanes.path)
+        eventually(lambda: self.sock.connect_ex(lanes.path) != errno.EAGAIN)  # others may wait to be let in
         if introduce:
             segment, file = Segment.make(nbytes)
             self.memory = segment.memory
@@ -201,23 +202,27 @@ class Hand:
 
     def hear(self) -> Message:
         """The next message but those of memory that is free again; raises `ConnectionError` where there is none."""
-        while True:
-            if self.sock.family == socket.AF_UNIX and self.outbox < 0:
-                byte, files, _, _ = socket.recv_fds(self.sock, 1, 1)
-                if not byte:
-                    raise ConnectionResetError
-                (self.outbox,) = files
-            number, header_size, call, offset, size, place = HEAD.unpack(self._exactly(HEAD.size))
-            header = self._exactly(header_size)
-            data = memoryview(self._exactly(size)) if size and place == INLINE else None
-            if number != Kind.FREED:
-                return Message(Kind(number), call, header, offset, size, place, data)
+        while (message := self.next()).kind is Kind.FREED:
+            pass
+        return message
 
     def freed(self) -> int:
-        """The place of the next message, which says that memory is free again."""
-        number, _, _, _, _, place = HEAD.unpack(self._exactly(HEAD.size))
-        assert number == Kind.FREED
-        return int(place)
+        """The place of the next message that says that memory is free again."""
+        while (message := self.next()).kind is not Kind.FREED:
+            pass
+        return message.place
+
+    def next(self) -> Message:
+        """The next message; raises `ConnectionError` where there is none."""
+        if self.sock.family == socket.AF_UNIX and self.outbox < 0:
+            byte, files, _, _ = socket.recv_fds(self.sock, 1, 1)
+            if not byte:
+                raise ConnectionResetError
+            (self.outbox,) = files
+        number, header_size, call, offset, size, place = HEAD.unpack(self._exactly(HEAD.size))
+        header = self._exactly(header_size)
+        data = memoryview(self._exactly(size)) if size and place == INLINE else None
+        return Message(Kind(number), call, header, offset, size, place, data)
 
     def _exactly(self, count: int) -> bytes:
         found = b""

@@ -1,0 +1,301 @@
+"""Lanes that break, and processes that die, while values travel on plain sockets and through shared memory."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import lane_rig
+import numpy as np
+import pytest
+from inside import ME, add_all, gate, say
+from jobs import CHIEF, PS0, PS1, QUICK, W0, W1, W2, Job
+from lane_rig import Cut, Proxy, Site, eventually, mappings
+from rig import SOON, WORKERS
+
+import psclient as ps
+from psclient import lanes as client_lanes
+from pswire.lanes import LaneName
+from pswire.lanes.sockets import HEAD
+from pswire.limits import PART_BYTES
+
+HELLO = 1 + HEAD.size + 32
+"""Bytes of a client's hello at most: who breaks off before has no lane that could break."""
+
+WELCOME = 1 + HEAD.size
+"""Bytes of a server's answer to it."""
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def name(request: pytest.FixtureRequest) -> LaneName:
+    """The lane that breaks."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+# ---- Connections that are cut ----
+
+
+def proxied(stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch) -> tuple[Site, Proxy]:
+    """A site behind a proxy, whose members do not tire of opening lanes."""
+    monkeypatch.setattr(client_lanes, "LOSSES", 1 << 30)
+    proxies: list[Proxy] = []
+    site = Site(stack, name, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
+    return site, proxies[0]
+
+
+def places(name: LaneName, way: str) -> list[int]:
+    """Where a push, or an answer, of three parts may break: between bytes of heads, between messages, within parts."""
+    heads = [*range(0, 4 * HEAD.size, 13), 2 * HEAD.size, 3 * HEAD.size]
+    parts = [PART_BYTES // 2, PART_BYTES, PART_BYTES + 100, 2 * PART_BYTES, 3 * PART_BYTES - 1]
+    first = HELLO if way == "up" else WELCOME
+    return [first + place for place in sorted(heads + (parts if name == "tcp" else []))]
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_wherever_a_connection_breaks_each_contribution_counts_once(
+    stack: ExitStack, name: LaneName, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a push, or of its answer, at every place where that may be."""
+    site, proxy = proxied(stack, name, monkeypatch)
+    where = places(name, way)
+    for at in where:
+        proxy.cuts.append(Cut(at, None) if way == "up" else Cut(None, at))
+    came = proxy.count
+    proxy.cut()
+    # Cuts that come after the end of one round's messages break the next round.
+    rounds = 0
+    while proxy.cuts:
+        site.round()
+        rounds += 1
+        assert rounds < len(where)
+    site.round()
+    assert proxy.count >= came + len(where)
+    assert all(site.lane(worker).name == name for worker in site.workers)
+
+
+def test_connections_that_break_between_rounds(
+    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody sees it."""
+    site, proxy = proxied(stack, name, monkeypatch)
+    for _ in range(5):
+        site.round()
+        proxy.cut()
+        site.round()
+
+
+def test_a_push_that_has_changed_a_variable_is_sent_again(
+    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first part changes a variable before the connection breaks: it does so once, and the rest follows."""
+    site, proxy = proxied(stack, name, monkeypatch)
+    here, other = site.workers
+    first = site.push(here, 1)
+    site.job.arrived(here)
+    size = PART_BYTES if name == "tcp" else 0
+    # The part travels whole, and half of the head of the next one.
+    proxy.cuts.append(Cut(HELLO + HEAD.size + 200 + size, None))
+    site.lane(other)._sock.shutdown(2)
+    site.whole([1, 10], first, site.push(other, 10))
+    site.round()
+
+
+def test_a_member_that_goes_in_the_middle_of_its_push_is_left_out(stack: ExitStack, name: LaneName) -> None:
+    """Others go on once its session has ended; of its memory nothing stays."""
+    site = Site(stack, name, workers=3)
+    *others, gone = site.workers
+    answers = [site.push(worker, 1) for worker in others]
+    guest = stack.enter_context(lane_rig.Hand(site.lanes, name)).welcomed(gone.session, site.lanes)
+    before = mappings()
+    header, parts = guest.push(site, gone, 100)
+    if name == "shm":
+        guest.memory[: len(parts[0][1])] = parts[0][1]
+        guest.say(3, 1, header, size=len(parts[0][1]), place=0)
+    else:
+        guest.say(3, 1, header, data=parts[0][1])
+    eventually(lambda: site.core._store.value(site.variables[0].id)[0] == 102)
+    guest.sock.close()
+    site.job.close([worker.member for worker in others])
+    for answer in answers:
+        values = answer.result(SOON).payload.tensors([v.spec.tensor for v in site.variables])
+        assert [float(value[0]) for value in values] == [102, 4, 6]
+        assert answer.result().left_out == (WORKERS[2],)
+    if name == "shm":
+        # One of the hand's own, which the test holds, and one of the server's, which goes.
+        eventually(lambda: mappings() == before - 1)
+
+
+# ---- Jobs of processes ----
+
+
+def hammer(rounds, calls):
+    """Sums of integers on lanes that break again and again; says those that are not exact."""
+    import lane_rig
+
+    made = lane_rig.fragile(ME, calls)
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        small = ps.Variable(np.zeros(5), name="small")
+        large = ps.Variable(np.zeros(400_000), name="large")
+    wrong = []
+    for step in range(rounds):
+        value = (step + 1.0) * (ME + 1)
+        strategy.run(lambda value=value: add_all([(small, np.full(5, value)), (large, np.full(400_000, value))]))
+        expected = 6.0 * sum(range(1, step + 2))
+        found = [small.numpy(), large.numpy()]
+        if not all((value == expected).all() for value in found):
+            wrong.append([step, expected, [float(value[0]) for value in found]])
+    say("wrong", wrong)
+    say("sums", [float(small[0]), float(large.numpy().min())])
+    say("made", made[0])
+
+
+def test_the_variable_is_the_exact_sum(tmp_path, name):
+    """2 servers, 3 workers, integers: the exact sum after each round, however often lanes break."""
+    with Job(hammer, tmp_path, (25, 120), ps=2, workers=3, lane=name) as job:
+        for task in (W0, W1, W2):
+            assert job.hear(task, "wrong") == []
+            assert job.hear(task, "sums") == [6.0 * 325] * 2
+            assert job.hear(task, "made") > 6, "hardly a lane broke"
+        job.finish()
+
+
+def endure(rounds, stops, elements, stall):
+    """Each contribution is a power of 100, so that the sums' digits count contributions by worker."""
+    import lane_rig
+
+    if stall and stall[0] == ME:
+        lane_rig.stall(
+            lambda: strategy is not None and strategy.round == stall[1],
+            lambda: (say("stalled"), gate("never")),
+        )
+    strategy = None
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(elements), name="v")
+        u = ps.Variable(np.zeros(elements), name="u")
+    while strategy.round < rounds:
+        if [ME, strategy.round] in stops:
+            say("at", strategy.round)
+            gate("go")
+        mine = np.full(elements, 100.0**ME)
+        strategy.run(lambda mine=mine: add_all([(v, mine), (u, mine)]))
+        found = v.numpy(), u.numpy()
+        assert all((value == value[0]).all() for value in found)
+        say("did", strategy.round - 1)
+    say("sums", [float(v[0]), float(u[0])])
+
+
+LEASE, MARGIN = QUICK.lease, 3.0
+"""Seconds; the second for looks at leases, the chief, and a machine that others use."""
+
+
+def names() -> set[str]:
+    """What servers have in the file system."""
+    return {path.name for path in Path("/dev/shm").glob("*paramserver-*")}
+
+
+def counts(*workers):
+    """The sum of so many contributions of each worker."""
+    return sum(count * 100.0**worker for worker, count in enumerate(workers))
+
+
+def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, name):
+    """No half contribution is ever visible, the others go on within the lease, and its memory is gone."""
+    before = names()
+    keys = {"ps": 1, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never", "go"], "lane": name}
+    with Job(endure, tmp_path, (8, [[0, 7]], 400_000, [1, 5]), **keys) as job:
+        job.hear(W1, "stalled")
+        server = job.cluster.processes[PS0].pid
+        mapped = mappings(server)
+        assert mapped == (4 if name == "shm" else 0)
+        job.kill(W1)
+        began = time.monotonic()
+        job.hear(W0, "did", 5)
+        assert time.monotonic() - began < LEASE + MARGIN
+        job.hear(W0, "at", 7)
+        if name == "shm":
+            job.until(lambda: mappings(server) == mapped - 1)
+        job.open("go")
+        for task in (W0, W2):
+            first, second = job.hear(task, "sums")
+            assert first in (counts(8, 5, 8), counts(8, 6, 8))
+            assert second == counts(8, 5, 8)
+            assert f"round 5 of server 0 is complete without {W1}" in job.errors(task)
+            assert job.exited(task) == 0
+    assert names() <= before
+
+
+def test_a_stopped_worker(tmp_path, name):
+    """Its lease ends, and the others go on; when it runs again it is told, and disturbs nobody."""
+    keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["go"], "lane": name}
+    with Job(endure, tmp_path, (12, [[1, 5], [0, 9]], 200_000, None), **keys) as job:
+        job.hear(W1, "at", 5)
+        job.kill(W1, signal.SIGSTOP)
+        job.open("go")
+        began = time.monotonic()
+        job.hear(W0, "did", 5)
+        assert time.monotonic() - began < LEASE + MARGIN
+        job.kill(W1, signal.SIGCONT)
+        assert job.exited(W1) == 1
+        assert "this session was ended" in job.errors(W1)
+        assert job.hear(W0, "sums") == [counts(12, 5)] * 2
+        assert job.exited(W0) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_server_that_is_lost(tmp_path, name, number):
+    """Every process knows which one within a lease; what it had in the file system goes with the next server."""
+    before = names()
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"], "lane": name}
+    with Job(endure, tmp_path, (20, [[1, 5]], 200_000, None), **keys) as job:
+        job.hear(W1, "at", 5)
+        mine = names() - before
+        assert len(mine) == 2
+        job.kill(PS1, number)
+        began = time.monotonic()
+        for task in (W0, CHIEF):  # one waits in a round, one for news
+            assert "restart from a checkpoint" in job.hear_error(task, f"error: {PS1}: was lost")
+            assert time.monotonic() - began < LEASE + MARGIN
+        job.open("go")
+        for task in (W0, W1, CHIEF):
+            assert job.exited(task) == 1
+        job.kill(PS1)
+        assert len(names() & mine) >= 1
+        with ExitStack() as stack:
+            Site(stack, "shm", elements=4)
+            job.until(lambda: len(names() & mine) <= 1)
+    assert not names() & mine
+
+
+def interrupted():
+    """Waits in a round for a worker that does not come, until somebody presses Ctrl-C."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(400_000), name="v")
+    if ME:
+        say("away")
+        gate("never")
+    say("waits")
+    strategy.run(lambda: add_all([(v, np.ones(400_000))]))
+
+
+def test_control_c_while_a_push_waits(tmp_path, name):
+    """The process ends at once, as one that waits for a call of gRPC."""
+    with Job(interrupted, tmp_path, gates=["never"], workers=2, lane=name) as job, job.server(PS0) as server:
+        job.hear(W1, "away")
+        job.hear(W0, "waits")
+        job.until(lambda: any(W0 not in waiting.missing for waiting in server.status().waiting))
+        began = time.monotonic()
+        job.kill(W0, signal.SIGINT)
+        assert job.exited(W0) != 0
+        assert time.monotonic() - began < MARGIN

@@ -1,0 +1,423 @@
+"""A client's lanes: which one is used and why, what becomes of calls on one that breaks, and what is left of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+
+import pytest
+from lane_rig import SIZE, Cut, Proxy, Site, connecting, eventually, files, mappings, threads
+from rig import SOON, WORKERS
+
+from psclient import lanes as client_lanes
+from psclient.lanes import Lane, LaneLost, Offer
+from pswire.errors import ConfigError, Fenced, PSError
+from pswire.lanes import LANES, LaneName
+from pswire.lanes.sockets import HEAD, Kind, tune
+
+SMALL = 64
+"""Elements of variables whose rounds are one part."""
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def name(request: pytest.FixtureRequest) -> LaneName:
+    """A lane that is no gRPC."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What is logged."""
+    caplog.set_level(logging.INFO, "psclient.lanes")
+    return caplog
+
+
+# ---- Which one ----
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_the_lane_that_is_wanted_is_used(stack: ExitStack, said: pytest.LogCaptureFixture, lane: LaneName) -> None:
+    """And said, once for each member."""
+    site = Site(stack, lane, elements=SMALL)
+    for _ in range(3):
+        site.round()
+    used = [site.lane(worker) for worker in site.workers]
+    assert [one.name if one else "grpc" for one in used] == [lane] * 2
+    assert said.messages == [f"{lane} lane to {site.core.task}"] * 2
+
+
+def no_port(site_lanes: object) -> None:
+    site_lanes.port = 0  # type: ignore[attr-defined]
+
+
+def no_path(site_lanes: object) -> None:
+    site_lanes.path = ""  # type: ignore[attr-defined]
+
+
+def other_path(site_lanes: object) -> None:
+    site_lanes.path = f"{tempfile.gettempdir()}/of-another-file-system"  # type: ignore[attr-defined]
+
+
+def other_port(site_lanes: object) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        site_lanes.port = gone.getsockname()[1]  # type: ignore[attr-defined]
+
+
+REFUSED = {
+    "no path": ("shm", no_path, "tcp", "no shm lane to /job:ps/task:0: the server has none"),
+    "a path that is not here": ("shm", other_path, "tcp", "do server and client share /dev/shm?"),
+    "no port": ("tcp", no_port, "grpc", "no tcp lane to /job:ps/task:0: the server has none"),
+    "a port that nobody listens at": ("tcp", other_port, "grpc", "cannot be reached"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_lane_that_cannot_be_had(stack: ExitStack, said: pytest.LogCaptureFixture, case: str) -> None:
+    """The next is used, and one line says why."""
+    lane, between, otherwise, why = REFUSED[case]
+    site = Site(stack, lane, elements=SMALL, between=between)  # type: ignore[arg-type]
+    site.round()
+    used = site.lane(site.workers[0])
+    assert (used.name if used else "grpc") == otherwise
+    assert len([line for line in said.messages if why in line]) == 2  # one for each member
+    assert len(said.messages) == 4
+
+
+def silent(stack: ExitStack, name: LaneName) -> socket.socket:
+    """What takes connections and says nothing."""
+    if name == "tcp":
+        return stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+    listener.bind(f"{stack.enter_context(tempfile.TemporaryDirectory())}/silent")
+    listener.listen()
+    return listener
+
+
+def test_who_does_not_welcome_is_not_waited_for(
+    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something that only listens is no server; nothing is left of the attempt."""
+    monkeypatch.setattr(client_lanes, "CONNECT_SECONDS", 0.2)
+    listener = silent(stack, name)
+    address = listener.getsockname()
+    offer = Offer(1, b"token", "127.0.0.1", address[1] if name == "tcp" else 0, address if name == "shm" else "")
+    before = files(), mappings()
+    assert any(word in refused(name, offer) for word in ("answer", "cannot be used"))
+    eventually(lambda: gc.collect() >= 0 and (files(), mappings(), threads()) == (*before, []))
+
+
+def refused(name: LaneName, offer: Offer) -> str:
+    """Why a lane cannot be opened."""
+    try:
+        Lane(name, offer, 10.0)
+    except LaneLost as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrong_token_is_told(stack: ExitStack, name: LaneName) -> None:
+    """At once, and nothing is left of the attempt."""
+    site = Site(stack, "grpc", elements=SMALL)
+    before = files(), mappings()
+    began = time.monotonic()
+    assert refused(name, Offer(1, b"wrong", "127.0.0.1", site.lanes.port, site.lanes.path))
+    assert time.monotonic() - began < client_lanes.CONNECT_SECONDS / 2
+    eventually(lambda: gc.collect() >= 0 and (files(), mappings(), threads()) == (*before, []))
+
+
+def test_an_unknown_lane_is_refused() -> None:
+    """With the lanes that there are."""
+    from psclient.config import lane_from
+
+    assert lane_from({}) == "shm"
+    assert lane_from({"PS_LANE": "tcp"}) == "tcp"
+    with pytest.raises(ConfigError, match=r"tpc.*tcp"):
+        lane_from({"PS_LANE": "tpc"})
+
+
+# ---- One that breaks ----
+
+
+def test_a_lane_that_breaks_between_rounds_is_opened_again(stack: ExitStack, name: LaneName) -> None:
+    """The next round does not see it."""
+    proxies: list[Proxy] = []
+    site = Site(stack, name, elements=SMALL, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
+    for _ in range(client_lanes.LOSSES):
+        site.round()
+        lost = [site.lane(worker) for worker in site.workers]
+        proxies[0].cut()
+        eventually(lambda lost=lost: all(lane._why for lane in lost))
+    site.round()
+    assert all(site.lane(worker).name == name for worker in site.workers)
+
+
+def test_a_lane_that_breaks_again_and_again_is_left(
+    stack: ExitStack, name: LaneName, said: pytest.LogCaptureFixture
+) -> None:
+    """For the next one; a line says why, and no contribution counts twice."""
+    proxies: list[Proxy] = []
+    site = Site(stack, name, elements=SMALL, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
+    for _ in range(client_lanes.LOSSES + 2):
+        site.round()
+        lost = [site.lane(worker) for worker in site.workers]
+        proxies[0].cut()
+        eventually(lambda lost=lost: all(lane is None or lane.name != name or lane._why for lane in lost))
+    site.round()
+    otherwise = LANES[LANES.index(name) + 1]
+    used = [site.lane(worker) for worker in site.workers]
+    assert [lane.name if lane else "grpc" for lane in used] == [otherwise] * 2
+    assert said.messages.count(f"no {name} lane to {site.core.task}: it breaks again and again") == 2
+
+
+def test_a_lane_breaks_once_for_all_calls_on_it(stack: ExitStack, name: LaneName) -> None:
+    """Many calls under way when it breaks: each goes on, on one new lane, and one loss is counted."""
+    proxies: list[Proxy] = []
+    site = Site(stack, name, elements=SMALL, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
+    reader = site.workers[0]
+    ids = [variable.id for variable in site.variables]
+    calls = [site.server.pull(reader.session, ids, reader.round) for _ in range(50)]
+    before = proxies[0].count
+    site.lane(reader)._sock.shutdown(socket.SHUT_RDWR)
+    eventually(lambda: proxies[0].count == before + 1)
+    site.round()
+    for call in calls:
+        assert (call.result(SOON).payload.tensors([v.spec.tensor for v in site.variables])[0] == 3.0).all()
+    assert proxies[0].count == before + 1
+    assert site.server._lanes[reader.session]._losses == 1
+
+
+def test_what_the_server_refuses_does_not_break_the_lane(stack: ExitStack, name: LaneName) -> None:
+    """An error of the server's is the call's answer, in the middle of a large push too."""
+    site = Site(stack, name)
+    here, other = site.workers
+    lane = site.lane(other)
+    site.job.close([here.member])
+    with pytest.raises(Fenced):
+        site.push(other, 1).result(SOON)
+    assert site.lane(other) is lane
+    assert lane._why is None
+    assert not lane._channel._streams
+
+
+def test_nonsense_of_a_server_is_no_answer(stack: ExitStack, name: LaneName) -> None:
+    """The lane is left, and the call is made on another: nobody waits for what cannot come."""
+    site = Site(stack, name, elements=SMALL)
+    worker = site.workers[0]
+    connection = next(c for c in site.lanes.connections if c.session == worker.session)
+    late = site.server.pull(worker.session, [site.variables[0].id], worker.round)
+    first = site.lane(worker)
+    connection._sock.send(HEAD.pack(Kind.ANSWER, 3, 1, 0, 0, 0) + b"\xff\xff\xff")
+    site.round()
+    assert late.result(SOON).round == 0
+    assert site.lane(worker) is not first
+
+
+def test_a_fault_of_ours_in_the_receiver_lets_nobody_wait(
+    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends its thread: its calls go another way."""
+    site = Site(stack, name, elements=SMALL)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    lane = site.lane(site.workers[0])
+    monkeypatch.setattr(lane, "_handle", lambda message: 1 / 0)
+    site.round()
+    assert lane._why is not None
+
+
+def test_a_round_may_take_longer_than_a_host_may_be_silent(
+    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that reads no more of a push until others have sent theirs has not lost its power."""
+    monkeypatch.setattr(client_lanes, "tune", lambda sock, silence: tune(sock, 1.0))
+    site = Site(stack, name, variables=24, between=lambda lanes: setattr(lanes, "in_flight", 4 << 20))
+    here, other = site.workers
+    lane = site.lane(here)
+    first = site.push(here, 1)
+    assert not wait([first], 4.0).done
+    assert site.lane(here) is lane
+    assert lane._why is None
+    site.whole([1, 2], first, site.push(other, 2))
+
+
+# ---- The end ----
+
+
+def test_close_leaves_nothing(stack: ExitStack, name: LaneName) -> None:
+    """No thread, no file, no mapping; also where a lane has broken before."""
+    site = Site(stack, "grpc", elements=SIZE)
+    site.round()
+    gc.collect()
+    before = files(), mappings()
+    for _ in range(3):
+        server = site.connect(name)
+        session = server.open(WORKERS[-1], 1, 0, False).session
+        for _ in range(2):
+            assert server.pull(session, [site.variables[0].id], -1).result(SOON).payload.whole
+            lane = server._lanes[session].best()
+            assert lane is not None
+            lane._sock.shutdown(socket.SHUT_RDWR)
+        del lane
+        server.close()
+    del server
+    own = name == "shm"  # the server's memory, which it keeps: a file, and a mapping, which has another
+    eventually(lambda: not threads())
+    eventually(lambda: gc.collect() >= 0 and files() <= before[0] + 2 * own)
+    eventually(lambda: gc.collect() >= 0 and mappings() <= before[1] + own)
+
+
+def test_values_outlive_their_server(name: LaneName) -> None:
+    """Who holds what was answered may look at it after the lane, and the server, are gone."""
+    with ExitStack() as inner:
+        site = Site(inner, name, elements=SIZE)
+        site.round()
+        value = site.pulled(site.workers[0])
+    gc.collect()
+    assert (value == 3.0).all()
+
+
+def test_values_outlive_their_lane(stack: ExitStack, name: LaneName) -> None:
+    """They stay what they were, though the server goes on; once nobody looks at them it forgets the client."""
+    site = Site(stack, name, elements=SIZE)
+    site.round()
+    guest = site.connect(name)
+    session = guest.open(WORKERS[-1], 1, 0, False).session
+    spec = site.variables[0].spec.tensor
+    value = guest.pull(session, [site.variables[0].id], -1).result(SOON).payload.tensors([spec])[0]
+    guest.close()
+    eventually(lambda: len(threads()) == 2)
+    del guest
+    gc.collect()
+    for _ in range(3):
+        site.round()
+    assert (value == 3.0).all()
+    del value
+    eventually(lambda: gc.collect() >= 0 and not site.open([session]))
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_an_end_is_not_waited_for(stack: ExitStack, name: LaneName, large: bool) -> None:
+    """Who closes the connection while a push waits on a lane is told at once; so are all who wait."""
+    site = Site(stack, name, elements=SIZE if large else SMALL)
+    waiting: list[Future[object]] = [site.push(site.workers[0], 1)]  # type: ignore[list-item]
+    waiting.append(site.server.pull(site.workers[1].session, [site.variables[0].id], 5))  # type: ignore[arg-type]
+    began = time.monotonic()
+    site.server.fail(PSError("it is over"))
+    for call in waiting:
+        with pytest.raises(PSError, match="it is over"):
+            call.result(SOON)
+    with pytest.raises(PSError, match="it is over"):
+        site.push(site.workers[0], 1)
+    assert time.monotonic() - began < SOON / 4
+
+
+def test_an_end_while_a_lane_is_opened(stack: ExitStack, name: LaneName) -> None:
+    """It is not used, and closed when it is there."""
+    site = Site(stack, name, elements=SMALL)
+    arrived, go = threading.Event(), threading.Event()
+
+    def slowly(sock: socket.socket) -> socket.socket:
+        arrived.set()
+        assert go.wait(SOON)
+        return sock
+
+    stack.callback(connecting(slowly))
+    worker = site.workers[0]
+    waiting = site.server.pull(worker.session, [site.variables[0].id], worker.round)
+    site.lane(worker)._sock.shutdown(socket.SHUT_RDWR)
+    assert arrived.wait(SOON)
+    site.server.fail(PSError("it is over"))
+    go.set()
+    with pytest.raises(PSError, match="it is over"):
+        waiting.result(SOON)
+    eventually(lambda: not threads())
+
+
+def test_a_server_that_stops_is_told_of(stack: ExitStack, name: LaneName) -> None:
+    """Who waits on a lane learns it within the lease, as on gRPC."""
+    site = Site(stack, name, elements=SMALL)
+    waiting = site.push(site.workers[0], 1)
+    site.job.arrived(site.workers[0])
+    began = time.monotonic()
+    site.thread.stop()
+    with pytest.raises(PSError, match=r"was lost|was stopped"):
+        waiting.result(SOON)
+    assert time.monotonic() - began < 4.0 + 3.0
+
+
+# ---- Forks ----
+
+
+def forked(stack: ExitStack, look: Callable[[], bool]) -> socket.socket:
+    """A fork that looks at something each time that it is told to, until it is told no more; gives where it is told."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if not child:
+        try:
+            ours.close()
+            while theirs.recv(1):
+                theirs.send(b"+" if look() else b"-")
+        finally:
+            os._exit(0)
+    theirs.close()
+    ours.settimeout(SOON)
+    stack.callback(os.waitpid, child, 0)
+    stack.callback(ours.close)
+    return ours
+
+
+def looks(fork: socket.socket) -> bool:
+    """What a fork sees when it looks."""
+    fork.send(b"?")
+    return fork.recv(1) == b"+"
+
+
+def test_a_fork_may_look_at_what_was_read_before(stack: ExitStack, name: LaneName) -> None:
+    """It stays what it was, though the process goes on and does not look at it any more."""
+    site = Site(stack, name, elements=SIZE)
+    site.round()
+    values = [site.pulled(site.workers[0])]
+    fork = forked(stack, lambda: bool((values[0] == 3.0).all()))
+    assert looks(fork)
+    values.clear()
+    for _ in range(5):
+        site.round()
+        values = [site.pulled(site.workers[0])]
+    assert (values[0] == 18.0).all()
+    assert looks(fork)
+
+
+def test_a_fork_neither_holds_a_lane_nor_breaks_it(stack: ExitStack, name: LaneName) -> None:
+    """When its parent goes the server sees it go, whatever the fork does."""
+    site = Site(stack, name, elements=SMALL)
+    site.round()
+    fork = forked(stack, lambda: all(lane._why and lane._sock.fileno() < 0 for lane in client_lanes._LANES))
+    assert looks(fork)
+    site.round()
+    assert len(site.lanes.connections) == 2
+    site.server.close()
+    eventually(lambda: not site.lanes.connections)
+    assert looks(fork)
+
+
+def test_a_connection_in_between_changes_nothing(stack: ExitStack, name: LaneName) -> None:
+    """The proxy of these tests hands on all that comes; else they would show nothing."""
+    proxies: list[Proxy] = []
+    site = Site(stack, name, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
+    proxies[0].cuts.append(Cut())
+    for _ in range(3):
+        site.round()
+    assert proxies[0].count == 2
