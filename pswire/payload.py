@@ -172,7 +172,8 @@ class Cutter:
 
     Args:
         payload: what is cut.
-        part_bytes: what a part has at most, a multiple of `2 * ALIGN`. One that has half of it is not waited with.
+        part_bytes: what a part has at most, a multiple of `2 * ALIGN`. One that has half of it is not waited with,
+            and what is left of a payload that is whole is one part if it fits.
 
     Attributes:
         payload: what is cut.
@@ -205,6 +206,9 @@ class Cutter:
         """The chunks of the next part, or one that is larger than a part; none while too few are there."""
         self._seen = self.payload.end
         whole, chunks, enough = self.payload.whole, self.payload.chunks, self._part_bytes // 2
+        if whole and self.payload.size - self._cut <= self._part_bytes:
+            taken, self._next = chunks[self._next :], len(chunks)
+            return taken
         taken: list[Chunk] = []
         size = 0
         for offset, buffer in chunks[self._next :]:

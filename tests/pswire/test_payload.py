@@ -387,3 +387,11 @@ def test_a_payload_of_another_size_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="not whole"):
         Payload((), 8).tensors([TensorSpec("float64", ())])
     assert Payload.pack([]).tensors([]) == []
+
+
+@given(st.lists(st.integers(1, PART_BYTES // 2), min_size=1, max_size=3))
+def test_what_fits_a_part_is_one(sizes: list[int]) -> None:
+    """However many tensors it is: a push that fits one message is one."""
+    payload = Payload.pack([np.zeros(size, np.uint8) for size in sizes])
+    count = len(list(payload.parts()))
+    assert count == 1 if payload.size <= PART_BYTES else count == 2
