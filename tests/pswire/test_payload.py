@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pswire.errors import InvalidRequest
-from pswire.limits import ALIGN
+from pswire.limits import ALIGN, PART_BYTES
 from pswire.payload import MIN_PART_BYTES, SPARE_PARTS, Assembly, Chunk, Cutter, Part, Payload
 from pswire.tensor import Array, TensorSpec, layout
 
