@@ -72,6 +72,7 @@ class Invocation:
 @click.option("--checkpoint-root", help="Directory below which checkpoints are.")
 @click.option("--shared-memory", help="Bytes in which each server's answers are for workers here, such as 4GiB.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of one update program on each server.")
+@click.option("--in-flight", help="Bytes of one worker's contribution that a server holds before they are used.")
 @click.option("--lane", type=click.Choice(LANES), help="The fastest lane to use [default: PS_LANE, else shm].")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)

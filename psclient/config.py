@@ -43,6 +43,7 @@ class ServerOptions:
         checkpoint_root: the directory below which checkpoints are.
         threads: that run one update program, a number.
         shared_memory: bytes in which a server's answers are for clients on its host, with a unit; "0" for none.
+        in_flight: bytes of one worker's contribution that a server holds before they are used, with a unit.
     """
 
     device: str = "cpu"
@@ -50,6 +51,7 @@ class ServerOptions:
     checkpoint_root: str = "checkpoints"
     threads: str = "1"
     shared_memory: str = "1GiB"
+    in_flight: str = "64MiB"
 
 
 @dataclass(frozen=True)

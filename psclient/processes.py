@@ -68,7 +68,8 @@ def spawn_server(
     command = [sys.executable, "-P", "-m", "psserver", "--task", str(task.index), "--lifeline"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--device", options.device]
     command += ["--memory-limit", options.memory_limit, "--checkpoint-root", options.checkpoint_root]
-    command += ["--threads", options.threads, "--shared-memory", options.shared_memory, *flags]
+    command += ["--threads", options.threads, "--shared-memory", options.shared_memory]
+    command += ["--in-flight", options.in_flight, *flags]
     return spawn(command, child_environ(tasks, timeouts), stdin=subprocess.PIPE, stderr=stderr)
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hmac
 import logging
 import os
 import secrets
 import socket
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +20,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from psserver import names
 from pswire import replies
 from pswire.api import ParameterServer, PullReply, RoundReply
 from pswire.cluster import Task
@@ -48,12 +47,6 @@ TURN = 32
 
 BACKLOG = 1024
 """Buffers that a client has not taken, beyond which it is not listened to."""
-
-SHARED = Path("/dev/shm")
-"""Where the Unix socket is, if there is such a place: containers that share memory share it."""
-
-PREFIX = "paramserver-"
-"""With what the name of that socket begins."""
 
 
 class Lanes:
@@ -122,24 +115,9 @@ class Lanes:
         if not self._shared_memory:
             return
         with contextlib.suppress(OSError):  # a system without Unix sockets, or a place that cannot be written
-            self._listen(self._unix(), True)
-
-    def _unix(self) -> socket.socket:
-        folder = SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
-        _remove_dead(folder)
-        path = folder / f"{PREFIX}{secrets.token_hex(8)}"
-        new = path.with_name(f".{path.name}")
-        unix = socket.socket(socket.AF_UNIX)
-        try:
-            unix.bind(str(new))
-            new.chmod(0o666 if folder == SHARED else 0o600)  # what opens it is the token
-            unix.listen(MAX_STRANGERS)
-            new.rename(path)  # not before: a name at which nobody listens is a dead server's
-        except OSError:
-            unix.close()
-            raise
-        self.path = str(path)
-        return unix
+            unix, path = names.listen(MAX_STRANGERS)
+            self._listen(unix, True)
+            self.path = str(path)
 
     def _listen(self, listener: socket.socket, shared: bool) -> None:
         listener.setblocking(False)
@@ -149,10 +127,10 @@ class Lanes:
     def _accept(self, listener: socket.socket, shared: bool) -> None:
         try:
             sock, _ = listener.accept()
+            if not shared:
+                tune(sock, SILENCE_SECONDS)
         except OSError:
             return
-        if not shared:
-            tune(sock, SILENCE_SECONDS)
         strangers = [connection for connection in self.connections if connection.session is None]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].close("too many connections that say nothing")
@@ -172,15 +150,6 @@ class Lanes:
         if self._outbox is not None:
             os.close(self._outbox[1])
             self._outbox = None
-
-
-def _remove_dead(folder: Path) -> None:
-    """Removes the names that killed servers have left: nobody listens there any more."""
-    for path in folder.glob(f"{PREFIX}*"):
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            probe.setblocking(False)
-            if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
-                path.unlink()
 
 
 class Connection:

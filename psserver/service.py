@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +20,13 @@ import grpc
 from google.protobuf.message import Message
 
 from psserver.lanes import Lanes
+from psserver.outgoing import Bell, Frames, Growing
 from pswire import codec, replies
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, PSError, ServerLost
-from pswire.lanes.frames import Frame, frames
-from pswire.payload import Assembly, Cutter, Part, Payload
+from pswire.lanes.frames import Frame
+from pswire.payload import EMPTY, Assembly, Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.wire import INCARNATION_KEY, VERBS, fitting, parse, refusal
 
@@ -168,7 +169,8 @@ class Service(grpc.GenericRpcHandler):
         self._task = str(task)
         self._incarnation = str(incarnation)
         self._max_payload_bytes = max_payload_bytes
-        self._bells: set[_Bell] = set()
+        self._bells: set[Bell] = set()
+        self._frames = Frames()
         self._closed = False
         own: dict[str, Handler] = {
             "Open": self._open,
@@ -229,12 +231,12 @@ class Service(grpc.GenericRpcHandler):
     async def _wait(self, future: Future[T]) -> T:
         """Waits for a future of the core without owning it: a client that goes away cancels nothing."""
         if not future.done():
-            bell = _Bell()
+            bell = Bell()
             future.add_done_callback(lambda _: bell.ring())
             await self._hear(bell)
         return future.result()
 
-    async def _hear(self, bell: _Bell) -> None:
+    async def _hear(self, bell: Bell) -> None:
         """Waits for a bell, or for the end of this server."""
         if not self._closed:
             self._bells.add(bell)
@@ -291,7 +293,7 @@ class Service(grpc.GenericRpcHandler):
         first = await _first(context)
         header = parse(pb.PushHeader, first.header)
         assembly = self._assembly(first, header.size)
-        answer = _Answer()
+        answer = Growing()
         future = self._core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
         future.add_done_callback(lambda _: answer.bell.ring())
         rest = None if assembly.payload.whole else _rest(context, assembly, self._lanes.in_flight)
@@ -302,7 +304,7 @@ class Service(grpc.GenericRpcHandler):
             if receiving:
                 receiving.cancel()
 
-    async def _send_answer(self, context: Context, future: Future[RoundReply], answer: _Answer) -> None:
+    async def _send_answer(self, context: Context, future: Future[RoundReply], answer: Growing) -> None:
         """Sends an answer, and its parts as they come to be. The first header tells their size, the last one all."""
         while not future.done() or not answer.sent:
             part = answer.next()
@@ -311,17 +313,26 @@ class Service(grpc.GenericRpcHandler):
                     break
                 await self._hear(answer.bell)
             else:
-                await context.write(Frame(answer.header(), *part).encode())
+                await context.write(self._frames.encoded(answer.header(), answer.payload or EMPTY, part))
         reply = future.result()
         if answer.cutter is None:
-            await _send(context, replies.round_to_pb(reply), reply.payload)
+            await self._send(context, replies.round_to_pb(reply), reply.payload)
         else:
             await context.write(Frame(replies.round_to_pb(reply).SerializeToString()).encode())
 
     async def _pull(self, data: bytes, context: Context) -> None:
         m = parse(pb.PullRequest, data)
         reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
-        await _send(context, replies.pull_to_pb(reply), reply.payload)
+        await self._send(context, replies.pull_to_pb(reply), reply.payload)
+
+    async def _send(self, context: Context, message: Message, payload: Payload) -> None:
+        """Sends an answer that is whole; its first part rides with the header."""
+        header = message.SerializeToString()
+        for part in payload.parts():
+            await context.write(self._frames.encoded(header, payload, part))
+            header = b""
+        if not payload.size:
+            await context.write(Frame(header).encode())
 
     def _assembly(self, first: Frame, size: int) -> Assembly:
         """Where a payload is collected whose first part is there."""
@@ -355,7 +366,7 @@ def _method(streams: tuple[bool, bool], handler: Handler) -> grpc.RpcMethodHandl
 
 async def _rest(context: Context, assembly: Assembly, in_flight: int) -> None:
     """Collects the parts of a payload until it is whole; reads no more than `in_flight` bytes before they are used."""
-    bell = _Bell()
+    bell = Bell()
     while not assembly.payload.whole:
         if assembly.payload.crowded(in_flight, bell.ring):
             await bell.heard()
@@ -374,77 +385,3 @@ async def _first(context: Context) -> Frame:
     if message is grpc.aio.EOF:
         raise InvalidRequest("a stream ended before its header")
     return Frame.decode(message)
-
-
-async def _send(context: Context, header: Message, payload: Payload) -> None:
-    for frame in frames(header.SerializeToString(), payload):
-        await context.write(frame.encode())
-
-
-class _Bell:
-    """Wakes a coroutine of the running loop, from any thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._rung = asyncio.Event()
-
-    def ring(self) -> None:
-        """Wakes who waits now, or next."""
-        try:
-            self._loop.call_soon_threadsafe(self._rung.set)
-        except RuntimeError:  # the loop is closed: the server has ended, and nobody waits
-            pass
-
-    async def heard(self) -> None:
-        await self._rung.wait()
-        self._rung.clear()
-
-
-class _Answer:
-    """The payload of an answer that may be sent while it is made.
-
-    Attributes:
-        bell: rings when there is more of it.
-        cutter: cuts it; None where it is not sent before it is whole.
-    """
-
-    def __init__(self) -> None:
-        self.bell = _Bell()
-        self.cutter: Cutter | None = None
-        self._payload: Payload | None = None
-        self._untold = 0
-        self._error: Exception | None = None
-
-    def begin(self, payload: Payload) -> None:
-        """It begins to grow; called from any thread."""
-        self._untold, self._payload = payload.size, payload
-        self.bell.ring()
-
-    async def receive(self, rest: Coroutine[Any, Any, None]) -> None:
-        """Waits for the rest of the request, while the answer is sent."""
-        try:
-            await rest
-        except Exception as error:
-            # The answer ends by itself: gRPC takes no error while a write is under way.
-            self._error = error
-            self.bell.ring()
-
-    @property
-    def sent(self) -> bool:
-        return self.cutter is not None and self.cutter.done
-
-    def header(self) -> bytes:
-        """The next frame's header: the first one has the size, those after it nothing."""
-        size, self._untold = self._untold, 0
-        return pb.RoundHeader(size=size).SerializeToString()
-
-    def next(self) -> Part | None:
-        """The next part; the bell rings when there may be another. Raises what is wrong with the request."""
-        if self._error:
-            raise self._error
-        if self.cutter is None and self._payload is not None and self._payload.size:
-            self.cutter = Cutter(self._payload)
-        part = self.cutter.next() if self.cutter else None
-        if part is None and self.cutter and not self.cutter.done:
-            self.cutter.when(0, self.bell.ring)
-        return part

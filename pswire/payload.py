@@ -206,10 +206,10 @@ class Cutter:
         """The chunks of the next part, or one that is larger than a part; none while too few are there."""
         self._seen = self.payload.end
         whole, chunks, enough = self.payload.whole, self.payload.chunks, self._part_bytes // 2
+        taken: list[Chunk] = []
         if whole and self.payload.size - self._cut <= self._part_bytes:
             taken, self._next = chunks[self._next :], len(chunks)
             return taken
-        taken: list[Chunk] = []
         size = 0
         for offset, buffer in chunks[self._next :]:
             if size >= enough or (taken and len(buffer) >= enough):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import itertools
 import mmap
 import os
 from typing import Any
@@ -122,7 +123,7 @@ class Sharing(RuleBasedStateMachine):
         self.count += 1
         data = content(self.count, size)
         at = sorted({0, size, *(cut for cut in cuts if cut < size)})
-        buffers = [memoryview(data[low:high]) for low, high in zip(at, at[1:], strict=False)]
+        buffers = [memoryview(data[low:high]) for low, high in itertools.pairwise(at)]
         place = self.ring.put(buffers, size, key)
         if key in self.keys:
             assert place == self.keys[key]

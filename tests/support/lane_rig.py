@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rig import SOON, WORKERS, Clock, Job, Servers, Worker, core, eventually, payload, sum_into, together
@@ -352,6 +352,17 @@ def _shut(sock: socket.socket) -> None:
 # ---- In the processes of jobs ----
 
 
+S = TypeVar("S", bound=socket.socket)
+
+
+def _instead_of(sock: socket.socket, kind: type[S]) -> S:
+    """The same connection as another kind of socket."""
+    timeout = sock.gettimeout()
+    found = kind(fileno=sock.detach())
+    found.settimeout(timeout)
+    return found
+
+
 class _Fragile(socket.socket):
     """A socket that breaks after so many calls of the system, in the middle of what it sends."""
 
@@ -397,7 +408,7 @@ def fragile(seed: int, calls: int) -> list[int]:
 
     def change(sock: socket.socket) -> socket.socket:
         made[0] += 1
-        broken = _Fragile(fileno=sock.detach())
+        broken = _instead_of(sock, _Fragile)
         broken.life = chosen.randint(10, calls)
         return broken
 
@@ -413,7 +424,7 @@ class _Stalling(socket.socket):
     stop: Callable[[], object] = staticmethod(lambda: None)
 
     def sendmsg(self, buffers: Any, *rest: Any) -> int:
-        if not self.when():
+        if buffers[0][0] != Kind.PUSH or not self.when():
             return super().sendmsg(buffers, *rest)
         data = b"".join(buffers)
         sent = super().send(data[: max(len(data) // 2, 1)])
@@ -425,12 +436,12 @@ def stall(when: Callable[[], bool], stop: Callable[[], object]) -> None:
     """Has this process stop in the middle of a push on a lane.
 
     Args:
-        when: whether this is the one; asked before everything that is sent.
+        when: whether this is the one.
         stop: called in the middle of it.
     """
 
     def change(sock: socket.socket) -> socket.socket:
-        slow = _Stalling(fileno=sock.detach())
+        slow = _instead_of(sock, _Stalling)
         slow.when, slow.stop = when, stop  # type: ignore[method-assign]
         return slow
 
