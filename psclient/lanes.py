@@ -111,7 +111,8 @@ class Lane:
         self._mirror: Mirror | None = None
         self._freed: deque[int] = deque()
         self._over = False
-        self._welcome = threading.Event()
+        self._welcome = threading.Event()  # or the end
+        self._welcomed = False
         self._bell, self._rope = socket.socketpair()
         self._rope.setblocking(False)
         self._sockets = [self._bell, self._rope]
@@ -128,7 +129,8 @@ class Lane:
             raise LaneLost(_why(name, offer, error)) from None
         _LANES.add(self)
         threading.Thread(target=self._run, name=f"lane {name}", daemon=True).start()
-        if not self._welcome.wait(CONNECT_SECONDS) or self._why is not None:
+        self._welcome.wait(CONNECT_SECONDS)
+        if not self._welcomed:
             self.close(self._why or f"{offer.host}:{offer.port} does not answer")
             raise LaneLost(self._why)
 
@@ -248,6 +250,7 @@ class Lane:
 
     def _handle(self, message: Message) -> None:
         if message.kind is Kind.WELCOME:
+            self._welcomed = True
             self._welcome.set()
         elif message.kind is Kind.FREED:
             self._channel.freed(message.place)

@@ -189,6 +189,7 @@ class Connection:
             self._loop.remove_writer(self._sock)
         self._sock.close()
         self._channel.close()
+        self._mirror = None  # else only a collection of garbage would give its memory back
         self._assemblies.clear()
         self._lanes.connections.remove(self)
         log.debug("a lane of session %s is closed: %s", self.session, why)

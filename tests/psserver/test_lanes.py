@@ -344,6 +344,17 @@ def test_clients_cannot_write_where_answers_are(stack: ExitStack) -> None:
     site.round()
 
 
+def test_who_looks_at_an_answer_does_not_hold_the_variable(stack: ExitStack) -> None:
+    """What it looks at is a copy in shared memory: the next round may write where the variable is."""
+    site = Site(stack, "shm", elements=1 << 16)
+    site.round()
+    value = site.pulled(site.workers[0])
+    ids = [variable.id for variable in site.variables]
+    eventually(lambda: site.core._store.alone(ids) == frozenset(ids))
+    site.round()
+    assert (value == 3.0).all()
+
+
 # ---- Clients that are slow, loud, or gone ----
 
 
