@@ -15,6 +15,7 @@ import click
 
 from psclient.chief import drive
 from psclient.config import (
+    LOG_LEVELS,
     LaunchConfig,
     ServerOptions,
     load_launch_config,
@@ -29,8 +30,6 @@ from psclient.runner import die_with, end_on_sigterm, run_script, say
 from pswire.cluster import TaskConfig
 from pswire.errors import ConfigError, PSError
 from pswire.lanes import LANES
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Invocation:
 @click.option("--threads", type=click.IntRange(1), help="Threads of one update program on each server.")
 @click.option("--in-flight", help="Bytes of one worker's contribution that a server holds before they are used.")
 @click.option("--lane", type=click.Choice(LANES), help="The fastest lane to use [default: PS_LANE, else shm].")
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), help="Of the log [default: warning; servers: info].")
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
 @click.option("--debug", is_flag=True, help="Show tracebacks of this package.")
 @click.argument("script", default="")
@@ -96,11 +95,12 @@ def command(script: str, args: tuple[str, ...], **flags: Any) -> Invocation:
         given["chief"] = "driver" if flags["has_chief"] else "none"
     launch = None
     if flags["standalone"] or flags["config"]:
-        launch = _launch_config(flags["config"], given, server, script, args, flags["debug"], flags["lane"])
+        given |= {name: flags[name] for name in ("lane", "log_level") if flags[name]}
+        launch = _launch_config(flags["config"], given, server, script, args, flags["debug"])
     elif given or server:
         name = next(iter(given | server)).replace("_", "-")
         raise ConfigError(f"--{name} describes a local cluster; add --standalone")
-    return Invocation(script, args, launch, flags["parent"], flags["log_level"], flags["debug"])
+    return Invocation(script, args, launch, flags["parent"], flags["log_level"] or "warning", flags["debug"])
 
 
 def _launch_config(
@@ -110,11 +110,8 @@ def _launch_config(
     script: str,
     args: tuple[str, ...],
     debug: bool,
-    lane: str | None,
 ) -> LaunchConfig:
     config = load_launch_config(path) if path else LaunchConfig()
-    if lane:
-        given |= {"lane": lane}
     if script:
         given |= {"script": script, "args": args}
     config = dataclasses.replace(

@@ -19,6 +19,8 @@ from pswire.errors import ConfigError
 from pswire.lanes import LANES, LaneName
 from pswire.limits import Timeouts, parse_seconds, refuse_unknown
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 """Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
 
@@ -69,6 +71,7 @@ class LaunchConfig:
         timeouts: handed to every process; by default this process's own.
         debug: whether every process shows tracebacks of this package.
         lane: the fastest lane that workers may use; by default what `PS_LANE` says.
+        log_level: of every process, one of `LOG_LEVELS`; "" for what each has by itself.
     """
 
     ps: int = 1
@@ -81,6 +84,7 @@ class LaunchConfig:
     timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
     debug: bool = False
     lane: str = field(default_factory=lambda: lane_from())
+    log_level: str = ""
 
     def __post_init__(self) -> None:
         if self.ps < 1:
@@ -90,6 +94,7 @@ class LaunchConfig:
         if self.chief not in CHIEFS:
             raise ConfigError(f"chief {self.chief!r} is unknown; write one of {', '.join(CHIEFS)}")
         check_lane(self.lane)
+        refuse_unknown([self.log_level] if self.log_level else [], LOG_LEVELS, "log_level")
         if self.script and not self.workers and self.chief != "script":
             raise ConfigError(f"nobody would run {self.script}: the cluster has no worker")
 

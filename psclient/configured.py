@@ -129,9 +129,20 @@ class Settings:
     def kinds(self) -> Iterator[type]:
         """The class, and those of configured objects among the attributes."""
         yield self.kind
-        for value in nest.flatten(tuple(self._attributes.values())):
+        for value in self._leaves():
             if isinstance(value, Settings):
                 yield from value.kinds()
+
+    def functions(self) -> Iterator[types.FunctionType]:
+        """The functions among the attributes, and among those of configured objects there."""
+        for value in self._leaves():
+            if isinstance(value, Settings):
+                yield from value.functions()
+            elif isinstance(value, types.FunctionType):
+                yield value
+
+    def _leaves(self) -> list[Any]:
+        return nest.flatten(tuple(self._attributes.values()))
 
 
 class _Key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from psclient import context, nest
@@ -85,10 +86,10 @@ class StrategyExtended:
     def create_variable(
         self, spec: VariableSpec, value: Array, place: Place, on_read: bool, aggregation: VariableAggregation
     ) -> Variable:
-        """Gets or creates a variable; called by `Variable`."""
+        """Gets or creates a variable; called by `Variable`, and for what checkpoints have by another name."""
         if context.is_default(self._strategy):
             return self._backend.create(self._strategy, spec, value, place, on_read, aggregation)
-        unique = VariableSpec(self._unique(spec.name), spec.tensor, spec.trainable)
+        unique = replace(spec, name=self._unique(spec.name))
         made = self._backend.create(self._strategy, unique, value, place, on_read, aggregation)
         for taken in {spec.name, unique.name}:
             self._names[taken] = self._names.get(taken, 0) + 1

@@ -281,8 +281,8 @@ class Lane:
             call = self._calls.pop(number, None)
         if call is None:
             return
+        self._channel.drop(number)  # where an answer came before all was sent
         if isinstance(answer, PSError):
-            self._channel.drop(number)
             call.future.set_exception(answer)
         else:
             call.future.set_result(answer)

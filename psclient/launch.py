@@ -213,17 +213,22 @@ class Cluster:
 
     def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
         config = self.config
-        flags = ["--debug"] * config.debug + ["--until-done"] * bool(config.script)
+        flags = self._flags() + ["--until-done"] * bool(config.script)
         return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, self._tasks())
 
     def _client(self, task: Task) -> subprocess.Popen[bytes]:
         runs = task.job == "worker" or self.config.chief == "script"
         command = [sys.executable, "-P", "-m", "psclient.cli", "--die-with-parent", str(os.getpid())]
-        command += ["--debug"] if self.config.debug else []
+        command += self._flags()
         command += ["--", self.config.script, *self.config.args] if runs else []
         told = {LANE: self.config.lane} | self._more | {"TF_CONFIG": self.tf_config(task)}
         environ = child_environ(self._tasks(), self.config.timeouts, told)
         return spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def _flags(self) -> list[str]:
+        """What every process is told of what to show."""
+        level = self.config.log_level
+        return ["--debug"] * self.config.debug + (["--log-level", level] if level else [])
 
     def _tasks(self) -> int:
         return self.config.ps + self.config.workers

@@ -129,19 +129,21 @@ def refuse_result(fn: Callable[..., Any], result: Any) -> None:
     )
 
 
-def refuse_return(optimizer: Any, returned: Any, variables: Sequence[Any]) -> None:
-    """Raises `ProgramError` if an optimizer's `update` returns something: it assigns, and what it returns is lost.
+def refuse_step(optimizer: Any, returned: Any, variables: Sequence[Any], assigned: bool) -> None:
+    """Raises `ProgramError` if an optimizer's `update` returns something, which is lost, or assigns nothing.
 
     Args:
         optimizer: whose.
         returned: what it returned; variables, and None, are nothing.
         variables: what it could assign.
+        assigned: whether it has assigned the variable that it is to update.
     """
-    if all(any(leaf is known for known in (None, *variables)) for leaf in nest.flatten(returned)):
-        return
-    refuse_result(optimizer.update, returned)
     name, line = _named(optimizer.update)
-    fail(f"{name} returns a value, which is lost; assign it, as in v.assign(value), and return nothing", at=line)
+    if not all(any(leaf is known for known in (None, *variables)) for leaf in nest.flatten(returned)):
+        refuse_result(optimizer.update, returned)
+        fail(f"{name} returns a value, which is lost; assign it, as in v.assign(value), and return nothing", at=line)
+    if not assigned:
+        fail(f"{name} does not assign its variable, so that a step changes nothing; write v.assign_sub(step)", at=line)
 
 
 def refuse_changing(brought: Sequence[Brought], again: Sequence[Brought]) -> None:

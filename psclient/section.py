@@ -35,9 +35,8 @@ from pswire.tensor import Array, TensorSpec, portable, spec_of
 
 def bring(values: Sequence[Any]) -> list[Array]:
     """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
-    for value in values:
-        if isinstance(value, Located):
-            value.section.give_back(values)
+    for section in {value.section for value in values if isinstance(value, Located)}:
+        section.give_back(values)
     return [np.asarray(value) for value in values]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dis
+import functools
+import itertools
 import os
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -20,11 +23,17 @@ _INSTALLED = tuple(
 
 _NOTHING = object()
 
+_LOOKED_UP = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+"""Instructions that find a global by its name; those of attributes have names as well."""
+
+_LONGEST = 100
+"""Links of a chain of wrapped functions that are followed: some objects say of everything that they have it."""
+
 
 class Surroundings:
     """What some functions read by name: globals, variables of enclosing functions, methods of their classes.
 
-    Also what the functions among these read. Each is the same as long as it is the same object: of what is inside
+    Also what the functions among these read, and those that they wrap. Each is the same as long as it is the same object: of what is inside
     of a list, a module or an array nothing is known.
 
     Args:
@@ -55,12 +64,14 @@ class Surroundings:
 
     def _enter_class(self, kind: type) -> None:
         for name, value in list(vars(kind).items()):
-            if self._enter(value.fget if isinstance(value, property) else value):
+            if self._enter(value):
                 self._names.append((vars(kind), name, value))
 
     def _enter(self, function: Any) -> bool:
-        """Adds what a function reads; returns whether it is one that may be changed."""
-        function = getattr(function, "__wrapped__", function)
+        """Adds what a function reads, and what those read that it wraps; returns whether one of them may be changed."""
+        return any([self._enter_one(link) for link in itertools.islice(_chain(function), _LONGEST)])
+
+    def _enter_one(self, function: Any) -> bool:
         if not isinstance(function, FunctionType) or function.__code__.co_filename.startswith(_INSTALLED):
             return False
         if function in self._entered:
@@ -76,10 +87,22 @@ class Surroundings:
         return True
 
 
+def _chain(function: Any) -> Iterator[Any]:
+    """A function, and what it wraps: as a property, by `functools.partial`, by a decorator, and so on."""
+    while function is not None:
+        yield function
+        if isinstance(function, property):
+            function = function.fget
+        elif isinstance(function, functools.partial | functools.partialmethod | functools.cached_property):
+            function = function.func
+        else:
+            function = getattr(function, "__wrapped__", None)
+
+
 def _names(code: CodeType) -> set[str]:
-    """Names that a function's code has, those of functions within it included."""
+    """Names by which a function's code looks for globals, those of functions within it included."""
     within = (_names(item) for item in code.co_consts if isinstance(item, CodeType))
-    return set(code.co_names).union(*within)
+    return {read.argval for read in dis.get_instructions(code) if read.opname in _LOOKED_UP}.union(*within)
 
 
 def _content(cell: CellType) -> Any:

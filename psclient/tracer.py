@@ -260,13 +260,17 @@ class Tracer(NDArrayOperatorsMixin):
 
 
 class VariableTracer(Tracer):
-    """A variable in a program. After an assignment it denotes its new value."""
+    """A variable in a program. After an assignment it denotes its new value.
+
+    Attributes:
+        assigned: how often it was.
+    """
 
     def __init__(self, recording: Recorder, number: int, name: str) -> None:
         super().__init__(recording, number)
         self.input = number
         self.label = name
-        self.assigned = False
+        self.assigned = 0
 
     @property
     def name(self) -> str:
@@ -290,7 +294,7 @@ class VariableTracer(Tracer):
             ProgramError: with its name, if shape or dtype do not fit.
         """
         self.number = self.recording.fit(value, self).number
-        self.assigned = True
+        self.assigned += 1
         return self
 
     def assign_add(self, delta: object) -> VariableTracer:

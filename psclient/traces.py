@@ -9,9 +9,9 @@ A Python function may read whatever it likes, so that nobody can see from outsid
 have the same structure, shapes and dtypes makes the same program; numbers among them are the program's operands.
 
 Also seen, for a new trace, is that a global, a variable of an enclosing function, or a method of a configured object's
-class is another object than when the function was traced: of the function itself, and of functions that it finds that
-way. Not seen is what changes within an object: an item of a list, an attribute of a module or of another object, an
-array in place; nor what an installed package's functions read.
+class is another object than when the function was traced: of the function itself, of those that it wraps or is given,
+and of functions that it finds that way. Not seen is what changes within an object: an item of a list, an attribute of a
+module or of another object, an array in place; nor what an installed package's functions read.
 """
 
 from __future__ import annotations
@@ -271,8 +271,10 @@ def update_function(fn: Callable[..., Any]) -> UpdateFunction:
 def _around(fn: Callable[..., Any], args: Any) -> Surroundings:
     """What a function may read by other ways than its arguments, as of now."""
     leaves = nest.flatten(args)
-    kinds = (kind for leaf in leaves if isinstance(leaf, Settings) for kind in leaf.kinds())
-    return Surroundings([fn, *(leaf for leaf in leaves if isinstance(leaf, types.FunctionType))], kinds)
+    settings = [leaf for leaf in leaves if isinstance(leaf, Settings)]
+    given = [leaf for leaf in leaves if isinstance(leaf, types.FunctionType)]
+    given += [function for one in settings for function in one.functions()]
+    return Surroundings([fn, *given], [kind for one in settings for kind in one.kinds()])
 
 
 def _tracer(recording: Recording, given: Sequence[Given], place: int) -> Tracer:

@@ -36,7 +36,7 @@ class Frozen:
         server: which server.
         round: the round.
         positions: the datasets' positions after it.
-        values: arrays on the device, by variable name.
+        values: arrays on the device, by the name that checkpoints have them by.
     """
 
     order: SnapshotOrder
@@ -120,7 +120,7 @@ class Restored:
     Attributes:
         directory: where it is.
         path: the same, below the root.
-        files: variable name to the name of the file that holds it.
+        files: the name that checkpoints have a variable by, to the name of the file that holds it.
         positions: the datasets' positions in it.
     """
 
@@ -161,22 +161,22 @@ class Restored:
             CheckpointError: the checkpoint does not have it, or its file is broken.
             VariableMismatch: it has another shape or dtype.
         """
-        file = self.files.get(spec.name)
+        name = spec.saved_name
+        file = self.files.get(name)
         if file is None:
             raise CheckpointError(
-                f"the checkpoint {self.directory} has no variable {spec.name!r}; "
-                f"it has {', '.join(sorted(self.files)[:8])}"
+                f"the checkpoint {self.directory} has no variable {name!r}; it has {', '.join(sorted(self.files)[:8])}"
             )
         try:
             with safetensors.safe_open(self.directory / file, framework="np") as shard:
-                value: Array = shard.get_tensor(spec.name)
-                parted = (shard.metadata() or {}).get(spec.name) == "complex128"
+                value: Array = shard.get_tensor(name)
+                parted = (shard.metadata() or {}).get(name) == "complex128"
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{self.directory / file} cannot be read: {error}") from error
         value = np.asarray(value).view(np.complex128)[..., 0] if parted else np.asarray(value)
         found = spec_of(value)
         if found != spec.tensor:
-            raise VariableMismatch(f"the checkpoint {self.directory} has {spec.name!r} as {found}, not {spec.tensor}")
+            raise VariableMismatch(f"the checkpoint {self.directory} has {name!r} as {found}, not {spec.tensor}")
         return np.array(value, DTYPES[found.dtype])
 
 

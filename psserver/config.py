@@ -18,7 +18,7 @@ from pswire.errors import ConfigError
 from pswire.limits import Timeouts
 
 LEAST_IN_FLIGHT = 1 << 20
-"""Bytes."""
+"""Bytes: less may not hold a part of a contribution."""
 
 LOCAL_HOST = "127.0.0.1"
 """Where a server listens that no cluster gives an address."""
@@ -110,15 +110,8 @@ def server_config(
         threads=threads,
         data_port=data_port,
         shared_memory=_pages(parse_bytes(shared_memory, "--shared-memory")),
-        in_flight=_in_flight(in_flight),
+        in_flight=_pages(parse_bytes(in_flight, "--in-flight", LEAST_IN_FLIGHT)),
     )
-
-
-def _in_flight(text: str) -> int:
-    size = parse_bytes(text, "--in-flight")
-    if size < LEAST_IN_FLIGHT:
-        raise ConfigError(f"--in-flight {text} is too little for a part of a contribution; give 1MiB or more")
-    return _pages(size)
 
 
 def _pages(size: int) -> int:

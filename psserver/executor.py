@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from psserver.calls import MAX_PARTS, Call, Parts
-from psserver.job import Job, Part, places
+from psserver.job import Job, Part, places, refs
 from psserver.kernels.kernels import Kernels
 from psserver.kernels.source import Sum
 from psserver.reducer import reduce
@@ -25,7 +25,7 @@ from pswire.cluster import Task
 from pswire.errors import Diverged, MemoryLimit, ProgramError, PSError
 from pswire.program import Program
 from pswire.spec import Apply, Plan, Ref
-from pswire.tensor import Array, TensorSpec, join, spec_of
+from pswire.tensor import Array, TensorSpec, align, join, spec_of
 
 log = logging.getLogger("psserver")
 
@@ -253,7 +253,7 @@ class Stream:
         left = range(len(self._steps) - 1, -1, -1)
         applies = zip(left, self._run.applies(), strict=False)
         self._last = {id: after for after, (apply, _) in applies for id in self._targets(apply)}
-        self._readers = Counter(ref.index for step, _ in self._steps for ref in _refs(step) if ref.kind == "reduction")
+        self._readers = Counter(ref.index for step, _ in self._steps for ref in refs(step) if ref.kind == "reduction")
         self._begun = False
         self.has_written = False
         """Whether it has changed a variable."""
@@ -284,6 +284,11 @@ class Stream:
                 self.dropped.add(sender.task)
         return len(self.dropped) > known
 
+    def close(self) -> None:
+        """It is over: nobody reads what is left of the contributions, or still comes."""
+        for part in self.job.parts:
+            part.payload.discard()
+
     def awaits(self, then: Callable[[], object]) -> bool:
         """Whether the next step has to wait; then a function is called when it may be worth to look again."""
         for sender, end in self._needs():
@@ -298,14 +303,14 @@ class Stream:
             if not self._begun:
                 yield sender, sender.places.operands
             elif self._steps:
-                refs = _refs(self._steps[0][0])
-                yield sender, max((sender.end(ref.index) for ref in refs if ref.kind == "reduction"), default=0)
+                ends = (sender.end(ref.index) for ref in refs(self._steps[0][0]) if ref.kind == "reduction")
+                yield sender, max(ends, default=0)
 
     @property
     def reads(self) -> set[int]:
         """Numbers of the variables that must be there for the next step; for the first one all."""
         steps = [self._steps[0]] if self._begun else self._steps
-        return {ref.index for step, _ in steps for ref in _refs(step) if ref.kind == "variable"}
+        return {ref.index for step, _ in steps for ref in refs(step) if ref.kind == "variable"}
 
     def step(self, values: Mapping[int, Array], alone: Set[int]) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
         """Makes the next step.
@@ -327,7 +332,7 @@ class Stream:
                 self._begun = True
                 return {}, {}
             step, first = self._steps.popleft()
-            reduced = [ref.index for ref in _refs(step) if ref.kind == "reduction"]
+            reduced = [ref.index for ref in refs(step) if ref.kind == "reduction"]
             self._check_contributed(all(map(run.contributed, reduced)))
             if isinstance(step, Ref):
                 self.given.append(owned(run.value(step)))
@@ -357,11 +362,6 @@ class Stream:
             raise ProgramError("all who contribute were lost before their contributions were whole")
 
 
-def _refs(step: Apply | Ref) -> Sequence[Ref]:
-    """What a step needs."""
-    return step.args if isinstance(step, Apply) else [step]
-
-
 class _Sender:
     """What one member contributes: its tensors, by what they are for."""
 
@@ -386,7 +386,7 @@ class _Sender:
     def let_go(self, readers: Mapping[int, int]) -> None:
         """Frees the memory of the contributions before the first that somebody has still to read."""
         while self._left and not readers[self._left[0][0]]:
-            self.part.payload.release(self._left.popleft()[1])
+            self.part.payload.release(align(self._left.popleft()[1]))
 
     def contribution(self, index: int, spec: TensorSpec) -> tuple[float, list[Array]]:
         """Weight and pieces; nothing of who is gone and has not sent it whole."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.log import Member, Position
 from pswire.payload import Payload
-from pswire.spec import Plan, Ref
-from pswire.tensor import layout
+from pswire.spec import Apply, Plan, Ref
+from pswire.tensor import align, layout
 
 Key = Task | None
 """Which strand: a task's own, or None for the one that all make together."""
@@ -67,11 +68,13 @@ class Places:
         of: offset and end of each operand and of each contribution that counts, in bytes.
         operands: the end of the last operand.
         size: of the payload.
+        window: how much of it has to be held at once where it is used bit by bit.
     """
 
     of: Mapping[Ref, tuple[int, int]]
     operands: int
     size: int
+    window: int
 
 
 def places(plan: Plan, server: int, said: Contribution) -> Places:
@@ -99,4 +102,28 @@ def _places(plan: Plan, server: int, said: Contribution) -> Places:
     offsets, size = layout(tensors.values())
     ends = [offset + spec.nbytes for offset, spec in zip(offsets, tensors.values(), strict=True)]
     of = dict(zip(tensors, zip(offsets, ends, strict=True), strict=True))
-    return Places(of, max(ends[:last], default=0), size)
+    return Places(of, max(ends[:last], default=0), size, _window(plan, server, of))
+
+
+def refs(step: Apply | Ref) -> Sequence[Ref]:
+    """What a step of a round needs."""
+    return step.args if isinstance(step, Apply) else (step,)
+
+
+def steps(plan: Plan, server: int) -> list[Apply | Ref]:
+    """What a round that runs bit by bit does on a server, in order: applications, then returned values."""
+    return [*(apply for apply in plan.applies if server in apply.servers), *(ref for ref, _ in plan.given(server))]
+
+
+def _window(plan: Plan, server: int, of: Mapping[Ref, tuple[int, int]]) -> int:
+    """The most bytes between the first that somebody has still to read and the last that a step needs."""
+    needs = [[ref for ref in refs(step) if ref in of and ref.kind == "reduction"] for step in steps(plan, server)]
+    readers = Counter(ref for need in needs for ref in need)
+    left = deque(sorted((place, ref) for ref, place in of.items() if ref.kind == "reduction"))
+    window = begin = 0
+    for need in needs:
+        window = max([window, *(of[ref][1] - begin for ref in need)])
+        readers.subtract(need)
+        while left and not readers[left[0][1]]:
+            begin = align(left.popleft()[0][1])
+    return window

@@ -92,7 +92,7 @@ class Frames:
     """Encodes the parts of payloads, and those that several clients are sent once. Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._kept: WeakKeyDictionary[Payload, OrderedDict[tuple[bytes, int], bytes]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Payload, OrderedDict[tuple[bytes, int, int], bytes]] = WeakKeyDictionary()
 
     def encoded(self, header: bytes, payload: Payload, part: Part) -> bytes:
         """A part's frame.
@@ -103,7 +103,7 @@ class Frames:
             part: where it begins, and its buffers.
         """
         kept = self._kept.setdefault(payload, OrderedDict())
-        key = header, part[0]
+        key = header, part[0], sum(map(len, part[1]))
         if key not in kept:
             kept[key] = Frame(header, *part).encode()
             if len(kept) > KEPT:

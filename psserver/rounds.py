@@ -255,10 +255,11 @@ class Rounds:
     def _admit(self, waiting: _Open, part: Part, plan: Plan) -> None:
         """Refuses a contribution that does not fit its plan; its sender alone is told."""
         said = part.said
-        expected = places(plan, self.server, said).size
+        found = places(plan, self.server, said)
+        expected = found.size
         if len(said.weights) == len(plan.reductions) and part.payload.size == expected:
             if self._streams(plan, waiting):
-                part.payload.reader = max(reduction.tensor.nbytes for reduction in plan.reductions)
+                part.payload.reader = found.window
             return
         del waiting.parts[said.session]
         here = sum(self.server in reduction.servers for reduction in plan.reductions)
@@ -363,7 +364,8 @@ class Rounds:
 
     def fail(self, job: Job, error: PSError) -> tuple[Record, list[Waiter]]:
         """A round could not run: everyone is told the same, and nothing of it was applied."""
-        record = Record(job.plan.id, error=error)
+        # A new one: the traceback of the old one holds all that the round had.
+        record = Record(job.plan.id, error=type(error)(error.message, error.task))
         return record, self._close(job.strand, job.round, record)
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
@@ -414,6 +416,10 @@ class Rounds:
     def _open(self) -> Iterator[tuple[int, _Open]]:
         """All rounds that wait."""
         return (item for strand in self.strands.values() for item in strand.open.items())
+
+    def runs(self, job: Job) -> bool:
+        """Whether a round that was begun is not over yet."""
+        return self._running and job.round in self.strands[job.strand].open
 
     def waiters(self, job: Job) -> list[Waiter]:
         """Who waits for a round that runs."""

@@ -120,7 +120,23 @@ class Runner:
         if job is None:
             return []
         life, run = self._life, self._begin if job.streams else self._execute
-        return [lambda: self._submit(lambda: run(job, life))]
+        return [lambda: self._submit(lambda: self._guarded(run, job, life))]
+
+    def _guarded(self, run: Callable[[Job, int], None], job: Job, life: int) -> None:
+        """A bug of ours must reach the members as an error, not as silence."""
+        try:
+            run(job, life)
+        except Exception as error:
+            log.exception("round %d failed", job.round)
+            with self._lock:
+                if life != self._life or not self._rounds.runs(job):
+                    return
+                self._stream, self._deliveries = None, {}
+                self._store.end_loan()
+                self.broken = _halfway(job, PSError(f"internal error: {error!r}; see the server's log"))
+                record, waiters = self._failed(job, self.broken)
+                answers = self.replies(record, waiters) + self._progress()
+            do(answers)
 
     # ---- All or nothing ----
 
@@ -274,6 +290,7 @@ class Runner:
                     error = self.broken = _halfway(job, error)
                 record, waiters = self._failed(job, error)
             answers = self.replies(record, waiters, None, deliveries) + self._progress()
+        stream.close()
         do(answers)
 
 

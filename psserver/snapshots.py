@@ -60,11 +60,17 @@ class Snapshots:
         order, server = job.plan.snapshot, self._store.server
         if order is None or server not in order.servers:
             return
-        # Of a variable with several copies the first is saved.
         # One without a value has lost its creator, and whoever creates it next gives it one.
-        mine = [v for v in self._store.variables.values() if min(v.servers) == server and self._store.initialized(v.id)]
-        values = {v.spec.name: self._store.value(v.id) for v in mine}
+        mine = [v for v in self._saved() if min(v.servers) == server and self._store.initialized(v.id)]
+        values = {v.spec.saved_name: self._store.value(v.id) for v in mine}
         self._frozen[job.plan.id] = Frozen(order, server, job.round, job.positions, values)
+
+    def _saved(self) -> list[Variable]:
+        """What all servers save together: of variables that always have one value the first created."""
+        first: dict[str, Variable] = {}
+        for _, variable in sorted(self._store.variables.items()):
+            first.setdefault(variable.spec.saved_name, variable)
+        return [variable for name, variable in first.items() if name]
 
     def thaw(self, plan_id: bytes) -> None:
         """A checkpoint is complete, or failed: its values are not needed any more."""
@@ -109,7 +115,8 @@ class Snapshots:
         """Reads a checkpoint's values, without the lock; raises `PSError` if one is missing or does not fit."""
         try:
             restored = Restored.open(self._root, path)
-            return restored, {v.id: self._store.device.put(restored.read(v.spec)) for v in variables}
+            saved = [v for v in variables if v.spec.saved_name]
+            return restored, {v.id: self._store.device.put(restored.read(v.spec)) for v in saved}
         except OSError as error:
             if isinstance(error, PSError):
                 raise
@@ -125,9 +132,12 @@ class Snapshots:
         self._restores = {key: other for key, other in self._restores.items() if other is not future}
 
     def first_value(self, variable: Variable) -> Array | None:
-        """What the restored checkpoint has for a variable that is created only now; None if it has nothing."""
+        """What the restored checkpoint has for a variable that is created only now; None if it has nothing.
+
+        One that is saved as another begins as its creator says: the other may have changed since the restore.
+        """
         restored = self._restored
-        if restored is None or variable.spec.name not in restored:
+        if restored is None or variable.spec.saved_as is not None or variable.spec.name not in restored:
             return None
         value: Array = self._store.device.put(restored.read(variable.spec))
         return value

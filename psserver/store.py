@@ -64,9 +64,10 @@ class Store:
             return
         nbytes = variable.spec.tensor.nbytes if self.server in variable.servers else 0
         if self.memory_limit and self.nbytes + nbytes > self.memory_limit:
+            ways = "raise --memory-limit" + (" or add a server" if nbytes <= self.memory_limit else "")
             raise MemoryLimit(
                 f"variable {variable.spec} needs {human(nbytes)}, and this server holds {human(self.nbytes)} of "
-                f"its limit of {human(self.memory_limit)}; raise --memory-limit or add a server",
+                f"its limit of {human(self.memory_limit)}; {ways}",
                 str(Task("ps", self.server)),
             )
         self.variables[variable.id] = variable

@@ -21,12 +21,25 @@ _BYTES = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
-def parse_bytes(text: str, where: str) -> int:
-    """Reads `4GiB`, `500MB` or plain bytes; raises `ConfigError` naming `where` for anything else."""
+def parse_bytes(text: str, where: str, least: int = 0) -> int:
+    """Reads `4GiB`, `500MB` or plain bytes.
+
+    Args:
+        text: what is written.
+        where: what it is written for, such as `--memory-limit`.
+        least: bytes that it has to be.
+
+    Raises:
+        ConfigError: it is no size, or too little.
+    """
     match = _SIZE.fullmatch(text)
     if not match or match[2].upper() not in _BYTES:
-        raise ConfigError(f"{where} {text!r} is no size; write bytes with a unit, such as 4GiB, or 0 for none")
-    return int(float(match[1]) * _BYTES[match[2].upper()])
+        ends = f"and at least {human(least)}" if least else "or 0 for none"
+        raise ConfigError(f"{where} {text!r} is no size; write bytes with a unit, such as 4GiB, {ends}")
+    size = int(float(match[1]) * _BYTES[match[2].upper()])
+    if size < least:
+        raise ConfigError(f"{where} {text} is too little; give at least {human(least)}")
+    return size
 
 
 def human(nbytes: int) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from pswire.program import Node, Program
-from pswire.spec import Apply, Plan, Variable, describe_ref
+from pswire.spec import Apply, Plan, Reduction, Variable, describe_ref
 
 LONG = 400
 """Characters of a section in a message."""
 
 
 class Section(str):
-    """A section in words. Long ones are cut; `lines` has all that a plan says.
+    """A section in words. Long ones are cut; `parts` has all that a plan says.
 
     Args:
         plan: the section.
@@ -29,25 +29,30 @@ class Section(str):
         made._plan, made._variables = plan, variables
         return made
 
-    def lines(self) -> Iterator[str]:
-        """What the section does, one thing after another: different sections have different lines."""
+    def parts(self) -> Iterator[list[list[str]]]:
+        """What the section does: reductions, updates, operands, what comes back, a checkpoint; of each its lines.
+
+        Different sections have different lines.
+        """
         plan, variables = self._plan, self._variables
-        for index, reduction in enumerate(plan.reductions):
-            about = f" for {reduction.target}" if reduction.target else ""
-            where = _places(reduction.servers)
-            yield f"reduction {index} is {reduction.op} {reduction.tensor}{about}{where}"
-        for index, operand in enumerate(plan.operands):
-            yield f"operand {index} is {operand.tensor}{_places(operand.servers)}"
-        for index, apply in enumerate(plan.applies):
-            yield from _update(index, apply, plan.programs[apply.program], variables)
-        for ref in plan.returned:
-            yield f"{describe_ref(ref, variables)} comes back"
-        if plan.snapshot:
-            yield f"a checkpoint {plan.snapshot.path!r} of round {plan.snapshot.round} is made"
+        yield [[_reduction(index, reduction)] for index, reduction in enumerate(plan.reductions)]
+        yield [
+            list(_update(index, apply, plan.programs[apply.program], variables))
+            for index, apply in enumerate(plan.applies)
+        ]
+        yield [[f"operand {i} is {one.tensor}{_places(one.servers)}"] for i, one in enumerate(plan.operands)]
+        yield [[f"{describe_ref(ref, variables)} comes back"] for ref in plan.returned]
+        made = plan.snapshot
+        yield [[f"a checkpoint {made.path!r} of round {made.round} is made"]] if made else []
 
 
 def _places(servers: Sequence[int]) -> str:
     return f" on {', '.join(f'/job:ps/task:{server}' for server in servers)}"
+
+
+def _reduction(index: int, reduction: Reduction) -> str:
+    about = f" for {reduction.target}" if reduction.target else ""
+    return f"reduction {index} is {reduction.op} {reduction.tensor}{about}{_places(reduction.servers)}"
 
 
 def _update(index: int, apply: Apply, program: Program, variables: Mapping[int, Variable]) -> Iterator[str]:
@@ -75,7 +80,16 @@ def compared(sections: Sequence[str]) -> list[str]:
     known = [section for section in sections if isinstance(section, Section)]
     if len(known) < len(sections) or len(known) < 2:
         return list(sections)
-    for lines in zip_longest(*(section.lines() for section in known), fillvalue="nothing more"):
-        if len(set(lines)) > 1:
-            return [f"{section} [where they first differ: {line}]" for section, line in zip(known, lines, strict=True)]
-    return list(sections)
+    first = next(_differences(known), None)
+    if first is None:
+        return list(sections)
+    return [f"{section} [where they first differ: {line}]" for section, line in zip(known, first, strict=True)]
+
+
+def _differences(sections: Sequence[Section]) -> Iterator[tuple[str, ...]]:
+    """The lines in which sections differ: each reduction, update and so on is compared with that of its number."""
+    for parts in zip(*(section.parts() for section in sections), strict=True):
+        for ones in zip_longest(*parts, fillvalue=()):
+            for lines in zip_longest(*ones, fillvalue="nothing more"):
+                if len(set(lines)) > 1:
+                    yield lines

@@ -44,6 +44,7 @@ class Payload:
         self._lock = threading.Lock()  # guards what is there, and who waits for more
         self._waiting: list[tuple[int, Callable[[], object]]] = []
         self._crowding: list[tuple[int, Callable[[], object]]] = []
+        self._unread = False
 
     @classmethod
     def pack(cls, arrays: Iterable[Array]) -> Payload:
@@ -69,8 +70,9 @@ class Payload:
         with self._lock:
             start = max(offset, self.end)
             if start < offset + len(buffer):
-                self.chunks.append((start, buffer[start - offset :]))
                 self.end = offset + len(buffer)
+                if not self._unread:
+                    self.chunks.append((start, buffer[start - offset :]))
             told = self._told()
         for then in told:
             then()
@@ -98,6 +100,15 @@ class Payload:
                 self.begin = offset + len(buffer)
             told = [then for offset, then in self._crowding if offset <= self.begin]
             self._crowding = [waiter for waiter in self._crowding if waiter[0] > self.begin]
+        for then in told:
+            then()
+
+    def discard(self) -> None:
+        """Nobody reads any more of it: what is here is let go of, and so is what still comes."""
+        with self._lock:
+            self._unread, self.reader = True, 0
+            self.chunks.clear()
+            told, self._crowding = [then for _, then in self._crowding], []
         for then in told:
             then()
 
@@ -173,7 +184,7 @@ class Cutter:
     Args:
         payload: what is cut.
         part_bytes: what a part has at most, a multiple of `2 * ALIGN`. One that has half of it is not waited with,
-            and what is left of a payload that is whole is one part if it fits.
+            and what is left at the end is one part if it fits.
 
     Attributes:
         payload: what is cut.
@@ -205,10 +216,12 @@ class Cutter:
     def _take(self) -> list[Chunk]:
         """The chunks of the next part, or one that is larger than a part; none while too few are there."""
         self._seen = self.payload.end
-        whole, chunks, enough = self.payload.whole, self.payload.chunks, self._part_bytes // 2
+        chunks, enough = self.payload.chunks, self._part_bytes // 2
         taken: list[Chunk] = []
-        if whole and self.payload.size - self._cut <= self._part_bytes:
-            taken, self._next = chunks[self._next :], len(chunks)
+        # Where it is cut depends on sizes alone, never on what is there by now: others may be told of the same parts.
+        if self.payload.size - self._cut <= self._part_bytes:
+            if self.payload.whole:
+                taken, self._next = chunks[self._next :], len(chunks)
             return taken
         size = 0
         for offset, buffer in chunks[self._next :]:
@@ -217,7 +230,7 @@ class Cutter:
             taken.append((offset, buffer))
             size = offset + len(buffer) - taken[0][0]
         else:
-            if size < enough and not whole:
+            if size < enough:
                 return []
         self._next += len(taken)
         return taken

@@ -30,18 +30,27 @@ class VariableSpec:
         name: unique in the job, by creation order.
         tensor: dtype and shape.
         trainable: whether optimizers should touch it; kept for checkpoints and tools.
+        saved_as: the name that checkpoints have it by: None for its own; "" for scratch, which they leave out; else
+            that of another variable, whose value it always has.
     """
 
     name: str
     tensor: TensorSpec
     trainable: bool = True
+    saved_as: str | None = None
 
     def __str__(self) -> str:
         return f"{self.name!r} {self.tensor}"
 
+    @property
+    def saved_name(self) -> str:
+        """The name that checkpoints have it by; "" if they do not have it."""
+        return self.name if self.saved_as is None else self.saved_as
+
     def check(self) -> VariableSpec:
         """Returns itself; raises `InvalidRequest` for a name or a tensor that cannot be."""
-        if not self.name or len(self.name) > MAX_NAME or not self.name.isprintable():
+        names = (self.name, self.saved_as or self.name)
+        if not all(0 < len(name) <= MAX_NAME and name.isprintable() for name in names):
             raise InvalidRequest(f"a variable's name has 1 to {MAX_NAME} printable characters")
         self.tensor.check()
         return self

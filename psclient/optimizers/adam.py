@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from psclient.optimizers.base import Optimizer
-from psclient.optimizers.options import LearningRate, Options
+from psclient.optimizers.options import AT_LEAST_0, LESS_THAN_1, LearningRate, Options
 from psclient.variables import Variable
 from pswire.tensor import Array
 
@@ -22,10 +22,11 @@ class Moments(Optimizer):
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: a decay is not at least 0 and less than 1.
+        ValueError: a decay is not at least 0 and less than 1, or epsilon less than 0.
     """
 
     slots: tuple[str, ...] = ("m", "v")
+    _ranges = {"beta_1": LESS_THAN_1, "beta_2": LESS_THAN_1, "epsilon": AT_LEAST_0}
 
     def __init__(
         self,
@@ -36,9 +37,6 @@ class Moments(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
-        for name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if not 0 <= beta < 1:
-                raise ValueError(f"{name} is {beta!r}, and must be at least 0 and less than 1")
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
     def move(self, gradient: Any, m: Any, s: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from psclient.optimizers.base import Optimizer
-from psclient.optimizers.options import LearningRate, Options
+from psclient.optimizers.options import AT_LEAST_0, AT_MOST_0, FROM_0_TO_1, LearningRate, Options
 from psclient.variables import Variable
 from pswire.tensor import Array
 
@@ -24,10 +24,11 @@ class Adagrad(Optimizer):
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: the sum begins with less than 0.
+        ValueError: the sum begins with less than 0, or epsilon is less.
     """
 
     slots = ("accumulator",)
+    _ranges = {"initial_accumulator_value": AT_LEAST_0, "epsilon": AT_LEAST_0}
 
     def __init__(
         self,
@@ -37,8 +38,7 @@ class Adagrad(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.initial_accumulator_value = _at_least_0("initial_accumulator_value", initial_accumulator_value)
-        self.epsilon = epsilon
+        self.initial_accumulator_value, self.epsilon = initial_accumulator_value, epsilon
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
         """`initial_accumulator_value`, of the variable's shape."""
@@ -60,9 +60,13 @@ class Adadelta(Optimizer):
         rho: decay of both sizes.
         epsilon: keeps the division away from zero.
         options: as in `Optimizer`.
+
+    Raises:
+        ValueError: the decay is not between 0 and 1, or epsilon is less than 0.
     """
 
     slots = ("gradients", "steps")
+    _ranges = {"rho": FROM_0_TO_1, "epsilon": AT_LEAST_0}
 
     def __init__(
         self, learning_rate: LearningRate = 0.001, rho: float = 0.95, epsilon: float = 1e-7, **options: Unpack[Options]
@@ -92,10 +96,12 @@ class RMSprop(Optimizer):
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: momentum is not between 0 and 1.
+        ValueError: momentum or the decay is not between 0 and 1, or epsilon is less than 0.
     """
 
+    slots: tuple[str, ...] = ("squares", "mean", "momentum")
     _slot_of = {"centered": "mean", "momentum": "momentum"}
+    _ranges = {"rho": FROM_0_TO_1, "momentum": FROM_0_TO_1, "epsilon": AT_LEAST_0}
 
     def __init__(
         self,
@@ -107,11 +113,9 @@ class RMSprop(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum is {momentum!r}, and must be between 0 and 1")
-        more = {"mean": centered, "momentum": momentum}
-        self.slots = ("squares", *(slot for slot, wanted in more.items() if wanted))
         self.rho, self.momentum, self.epsilon, self.centered = rho, momentum, epsilon, bool(centered)
+        more = {"mean": self.centered, "momentum": self.momentum}
+        self.slots = ("squares", *(slot for slot, wanted in more.items() if wanted))
 
     def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
         kept = dict(zip(self.slots, slots, strict=True))
@@ -148,6 +152,14 @@ class Ftrl(Optimizer):
     """
 
     slots = ("accumulator", "linear")
+    _ranges = {
+        "learning_rate_power": AT_MOST_0,
+        "initial_accumulator_value": AT_LEAST_0,
+        "l1_regularization_strength": AT_LEAST_0,
+        "l2_regularization_strength": AT_LEAST_0,
+        "l2_shrinkage_regularization_strength": AT_LEAST_0,
+        "beta": AT_LEAST_0,
+    }
 
     def __init__(
         self,
@@ -161,14 +173,12 @@ class Ftrl(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
-        if learning_rate_power > 0:
-            raise ValueError(f"learning_rate_power is {learning_rate_power!r}, and must be at most 0")
         self.learning_rate_power = learning_rate_power
-        self.initial_accumulator_value = _at_least_0("initial_accumulator_value", initial_accumulator_value)
-        self.l1 = _at_least_0("l1_regularization_strength", l1_regularization_strength)
-        self.l2 = _at_least_0("l2_regularization_strength", l2_regularization_strength)
-        self.shrinkage = _at_least_0("l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength)
-        self.beta = _at_least_0("beta", beta)
+        self.initial_accumulator_value = initial_accumulator_value
+        self.l1_regularization_strength = l1_regularization_strength
+        self.l2_regularization_strength = l2_regularization_strength
+        self.l2_shrinkage_regularization_strength = l2_shrinkage_regularization_strength
+        self.beta = beta
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
         """`initial_accumulator_value` for the sum of squares, zeros for the other."""
@@ -177,16 +187,11 @@ class Ftrl(Optimizer):
 
     def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
         total, linear = slots
+        l1, l2 = self.l1_regularization_strength, self.l2_regularization_strength
         rate, weights = self.learning_rate, v.astype(gradient.dtype)
         before = total.value() ** -self.learning_rate_power
         total.assign_add(gradient * gradient)
         after = total.value() ** -self.learning_rate_power
-        linear.assign_add(gradient + 2 * self.shrinkage * weights - (after - before) / rate * weights)
-        quadratic = after / rate + 2 * (self.l2 + self.beta / (2 * rate))
-        v.assign((np.clip(linear, -self.l1, self.l1) - linear) / quadratic)
-
-
-def _at_least_0(name: str, value: float) -> float:
-    if not value >= 0:
-        raise ValueError(f"{name} is {value!r}, and must be at least 0")
-    return value
+        linear.assign_add(gradient + 2 * self.l2_shrinkage_regularization_strength * weights - (after - before) / rate * weights)
+        quadratic = after / rate + 2 * (l2 + self.beta / (2 * rate))
+        v.assign((np.clip(linear, -l1, l1) - linear) / quadratic)

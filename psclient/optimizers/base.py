@@ -16,10 +16,9 @@ from psclient import context, values
 from psclient.configured import Configured, Settings, is_view
 from psclient.optimizers.exclusions import Exclusions
 from psclient.optimizers.last import LastStep, Step
-from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate
+from psclient.optimizers.options import OPTIONS, LearningRate, Range, check_number, check_options, check_rate, rate_now
 from psclient.optimizers.pairs import check_gradients, check_variables
 from psclient.optimizers.scaling import DynamicLossScale
-from psclient.optimizers.schedules import LearningRateSchedule
 from psclient.optimizers.state import Needs, State
 from psclient.optimizers.step import apply, become, begin, measure, state_dtype, total
 from psclient.section import bring
@@ -57,7 +56,7 @@ class Optimizer(Configured):
 
     Raises:
         ValueError: more than one way of clipping, or an option that is out of its range.
-        TypeError: the learning rate is none.
+        TypeError: the learning rate is none, or another number is no number.
     """
 
     slots: tuple[str, ...] = ()
@@ -65,6 +64,8 @@ class Optimizer(Configured):
     _fixed_once_built: ClassVar[Set[str]] = frozenset({"slots", "use_ema"})
     _slot_of: ClassVar[Mapping[str, str]] = {}
     """Attributes that need a slot if they are true, and which."""
+    _ranges: ClassVar[Mapping[str, Range]] = {}
+    """A class's own attributes that are numbers, and which ones: when it is created, and when they are changed."""
 
     weight_decay: float | None
     clipnorm: float | None
@@ -111,6 +112,8 @@ class Optimizer(Configured):
     def __setattr__(self, name: str, value: Any) -> None:
         # What stands for an optimizer in an update function has no state.
         if "_state" in vars(self):
+            if name in self._ranges:
+                value = check_number(name, value, self._ranges[name])
             self._check_change(name, value)
             if name in OPTIONS:
                 options = {option: getattr(self, option) for option in OPTIONS}
@@ -143,12 +146,10 @@ class Optimizer(Configured):
         Raises:
             TypeError: on setting, it is no learning rate.
         """
-        rate = self._learning_rate
-        if "_state" not in vars(self) or not callable(rate):
-            return rate
-        if not isinstance(rate, LearningRateSchedule):
-            return float(rate())
-        return float(rate(self._calls if self._state.built else 0))
+        if "_state" not in vars(self):
+            return self._learning_rate
+        rate = rate_now(self._learning_rate)
+        return float(rate(self._calls if self._state.built else 0)) if callable(rate) else rate
 
     @learning_rate.setter
     def learning_rate(self, rate: Any) -> None:
@@ -434,10 +435,7 @@ class Optimizer(Configured):
 
     def settings(self) -> Settings:
         """What update functions see of it, as of now."""
-        rate = self._learning_rate
-        if not isinstance(rate, LearningRateSchedule):
-            rate = float(rate() if callable(rate) else rate)
-        return self.settings_with(_learning_rate=rate)
+        return self.settings_with(_learning_rate=rate_now(self._learning_rate))
 
     if not TYPE_CHECKING:
 

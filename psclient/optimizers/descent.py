@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from psclient.optimizers.base import Optimizer
-from psclient.optimizers.options import LearningRate, Options
+from psclient.optimizers.options import FROM_0_TO_1, LearningRate, Options, Range
 
 
 class SGD(Optimizer):
@@ -25,7 +25,9 @@ class SGD(Optimizer):
         ValueError: momentum is not between 0 and 1.
     """
 
+    slots: tuple[str, ...] = ("momentum",)
     _slot_of = {"momentum": "momentum"}
+    _ranges = {"momentum": FROM_0_TO_1}
 
     def __init__(
         self,
@@ -35,10 +37,8 @@ class SGD(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
-        if not isinstance(momentum, int | float) or not 0 <= momentum <= 1:
-            raise ValueError(f"momentum is {momentum!r}, and must be between 0 and 1")
-        self.slots = ("momentum",) if momentum else ()
         self.momentum, self.nesterov = momentum, bool(nesterov)
+        self.slots = ("momentum",) if self.momentum else ()
 
     def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
         step = self.learning_rate * gradient
@@ -60,10 +60,11 @@ class Lion(Optimizer):
         options: as in `Optimizer`.
 
     Raises:
-        ValueError: beta_1 is not more than 0 and at most 1.
+        ValueError: beta_1 is not more than 0 and at most 1, or beta_2 not between 0 and 1.
     """
 
     slots = ("momentum",)
+    _ranges = {"beta_1": Range("more than 0 and at most 1; SGD has none", lambda x: 0 < x <= 1), "beta_2": FROM_0_TO_1}
 
     def __init__(
         self,
@@ -73,8 +74,6 @@ class Lion(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(learning_rate, **options)
-        if not 0 < beta_1 <= 1:
-            raise ValueError(f"beta_1 is {beta_1!r}, and must be more than 0 and at most 1; SGD has none")
         self.beta_1, self.beta_2 = beta_1, beta_2
 
     def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:

@@ -21,7 +21,12 @@ class Exclusions:
         Args:
             variables: these.
             names: regular expressions; variables whose name has one in it.
+
+        Raises:
+            TypeError: the names are one word, of which each letter would be a name.
         """
+        if isinstance(names, str):
+            raise TypeError(f"var_names is {names!r}, and must be a list of names; write var_names=[{names!r}]")
         self._variables |= {id(v): v for v in variables}
         self._names |= {re.compile(name).pattern for name in names}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -13,7 +13,32 @@ from psclient.optimizers.schedules import LearningRateSchedule
 LearningRate = float | LearningRateSchedule | Callable[[], float]
 """A number, a schedule, or a function that each process calls for each step, and that gives all the same."""
 
+
+class Range(NamedTuple):
+    """Which numbers may be given.
+
+    Attributes:
+        words: that say so.
+        holds: whether a number is one of them.
+    """
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+AT_LEAST_0 = Range("at least 0", lambda x: x >= 0)
+AT_MOST_0 = Range("at most 0", lambda x: x <= 0)
+MORE_THAN_0 = Range("more than 0", lambda x: x > 0)
+FROM_0_TO_1 = Range("between 0 and 1", lambda x: 0 <= x <= 1)
+LESS_THAN_1 = Range("at least 0 and less than 1", lambda x: 0 <= x < 1)
+
 _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
+_RANGES = {
+    "weight_decay": AT_LEAST_0,
+    **dict.fromkeys(_CLIPS, MORE_THAN_0),
+    "ema_momentum": FROM_0_TO_1,
+    "loss_scale_factor": MORE_THAN_0,
+}
 _COUNTS = {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 2}
 """Options that are whole numbers, and the least that each may be."""
 
@@ -45,49 +70,76 @@ def check_rate(rate: Any) -> Any:
     """
     if isinstance(rate, LearningRateSchedule) or callable(rate):
         return rate
-    if isinstance(rate, bool | str) or np.ndim(rate) or not hasattr(type(rate), "__float__"):
+    if not _is_number(rate):
         raise TypeError(f"learning_rate is {rate!r}; give a number, a schedule, or a function that returns a number")
     return float(rate)
 
 
+def rate_now(rate: Any) -> Any:
+    """A learning rate as one step takes it: a number, or the schedule.
+
+    Raises:
+        TypeError: it is a function, which returned no number.
+    """
+    if isinstance(rate, LearningRateSchedule) or not callable(rate):
+        return rate
+    found = rate()
+    if not _is_number(found):
+        raise TypeError(f"the function given as learning_rate returned {found!r}; it has to return a number")
+    return float(found)
+
+
+def check_number(name: str, value: Any, range: Range) -> float:
+    """A number as it is kept: one of another type would be another kind of call, and so another program.
+
+    Args:
+        name: what it is for.
+        value: whatever was given.
+        range: which numbers it may be.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of the range.
+    """
+    if not _is_number(value):
+        raise TypeError(f"{name} is {value!r}; give a number")
+    if not range.holds(value):
+        raise ValueError(f"{name} is {value!r}, and must be {range.words}")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    has = hasattr(type(value), "__float__") and not isinstance(value, bool | np.bool_)
+    return has and not np.ndim(value)
+
+
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options but the name, as they are kept: whole numbers where a fraction is meant are fractions.
+    """All options but the name, as they are kept.
 
     Args:
         options: all of them, by name.
 
     Raises:
         ValueError: one is out of its range, or does not go with another.
+        TypeError: one is no number.
     """
-    _check_clips(options)
-    _check_averages(options)
+    _check_together(options)
     for name, least in _COUNTS.items():
         count = options[name]
         if count is not None and not (isinstance(count, int) and not isinstance(count, bool) and count >= least):
             raise ValueError(f"{name} is {count!r}, and must be a whole number of at least {least}, or None")
-    return {name: _fraction(value) if name not in _COUNTS else value for name, value in options.items()}
+    numbers = {name: _kept(name, options[name], range) for name, range in _RANGES.items()}
+    return {**options, **numbers, "use_ema": bool(options["use_ema"])}
 
 
-def _fraction(value: Any) -> Any:
-    # A number of another type would be another kind of call, and so another program.
-    return float(value) if type(value) is int else value
+def _kept(name: str, value: Any, range: Range) -> Any:
+    absent = value is None and name != "ema_momentum"
+    return value if absent or isinstance(value, DynamicLossScale) else check_number(name, value, range)
 
 
-def _check_clips(options: Mapping[str, Any]) -> None:
-    given = {name: options[name] for name in _CLIPS if options[name] is not None}
-    if len(given) > 1:
-        raise ValueError(f"gradients are clipped in one way, and {' and '.join(given)} are given; keep one")
-    scale = options["loss_scale_factor"]
-    if scale is not None and not isinstance(scale, DynamicLossScale):
-        given["loss_scale_factor"] = scale
-    for name, value in given.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value!r}, and must be more than 0")
-
-
-def _check_averages(options: Mapping[str, Any]) -> None:
-    momentum = options["ema_momentum"]
-    if not 0 <= momentum <= 1:
-        raise ValueError(f"ema_momentum is {momentum!r}, and must be between 0 and 1")
+def _check_together(options: Mapping[str, Any]) -> None:
+    clips = [name for name in _CLIPS if options[name] is not None]
+    if len(clips) > 1:
+        raise ValueError(f"gradients are clipped in one way, and {' and '.join(clips)} are given; keep one")
     if options["ema_overwrite_frequency"] is not None and not options["use_ema"]:
         raise ValueError("ema_overwrite_frequency is given, and there is no average; add use_ema=True")

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from psclient.optimizers.step import state_dtype
-from psclient.variables import Variable
-from pswire.tensor import Array
+from psclient.variables import Variable, VariableAggregation
+from pswire.spec import VariableSpec
+from pswire.tensor import Array, spec_of
 
 
 @dataclass(frozen=True)
@@ -121,16 +122,23 @@ class State:
                     self._own[id(v)] = self._first_own(v, needs(v))
                 own = self._own[id(v)]
                 if staged and own.staged is None:
-                    own.staged = self._beside(v, "gradient_staged", np.zeros(v.shape, state_dtype(v.dtype)))
+                    zeros = np.zeros(v.shape, state_dtype(v.dtype))
+                    own.staged = self._saved_as("", f"{self._name}/{v.name}/gradient_staged", zeros)
 
     def _build_shared(self, uncounted: Sequence[Variable]) -> None:
         """Variables that came later may live where the count is not: there it gets another copy."""
         if not uncounted:
             return
-        now = {name: v.numpy() for name, v in self._shared[0].items()} if self._shared else self._first
+        first = self._shared[0] if self._shared else {}
+        now = {name: v.numpy() for name, v in first.items()}
         extended = self.strategy.extended
         with extended.colocate_vars_with(extended.non_slot_devices(uncounted)):
-            self._shared.append({n: Variable(value, False, f"{self._name}/{n}") for n, value in now.items()})
+            if first:
+                # A name of its own kind: how many copies there are must not number what else is saved.
+                made = {n: self._saved_as(v.name, f"{v.name}.copy", now[n]) for n, v in first.items()}
+            else:
+                made = {n: Variable(value, False, f"{self._name}/{n}") for n, value in self._first.items()}
+        self._shared.append(made)
 
     def _first_own(self, v: Variable, needs: Needs) -> Own:
         dtype = state_dtype(v.dtype)
@@ -139,6 +147,16 @@ class State:
         zeros = np.zeros(v.shape, dtype)
         accumulator = self._beside(v, "gradient_accumulator", zeros) if needs.accumulator else None
         return Own(v, slots, average, accumulator)
+
+    def _saved_as(self, saved_as: str, name: str, value: Array) -> Variable:
+        """Creates a variable that checkpoints do not have by its own name, where `colocate_vars_with` says.
+
+        What there is depends on how many servers there are, and a checkpoint is for any number of them.
+        """
+        spec = VariableSpec(name, spec_of(value), False, saved_as)
+        extended = self.strategy.extended
+        made: Variable = extended.create_variable(spec, value, extended.colocation, False, VariableAggregation.NONE)
+        return made
 
     def _beside(self, v: Variable, name: str, value: Array) -> Variable:
         return Variable(value, False, f"{self._name}/{v.name}/{name}")

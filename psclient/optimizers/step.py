@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from psclient.mistakes import fail, refuse_result, refuse_return
+from psclient.mistakes import fail, refuse_result, refuse_step
 from psclient.optimizers.scaling import DynamicLossScale
 from psclient.optimizers.schedules import LearningRateSchedule
+from psclient.tracer import VariableTracer
 from psclient.traces import update_function
 
 SINGLE = np.dtype(np.float32)
@@ -186,9 +187,16 @@ def _change(
     if decays:
         value = v.astype(own.dtype)
         v.assign(value - value * optimizer.weight_decay * optimizer.learning_rate)
-    refuse_return(optimizer, optimizer.update(v, own, begun["t"], *slots), (v, *slots))
+    before = _state_of(v)
+    returned = optimizer.update(v, own, begun["t"], *slots)
+    refuse_step(optimizer, returned, (v, *slots), _state_of(v) is not before)
     if average is not None:
         _average(v, optimizer, begun["t"], average)
+
+
+def _state_of(v: Any) -> Any:
+    """An object that is another one after each assignment of a variable, whatever was assigned."""
+    return v.assigned if isinstance(v, VariableTracer) else v.read_value()
 
 
 def _unscaled(v: Any, optimizer: Any, gradient: Any, scale: Any) -> Any:

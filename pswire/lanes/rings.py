@@ -180,7 +180,7 @@ class Mirror:
         self._memory = memory
         self._freed = freed
         self._held: dict[int, tuple[int, weakref.ref[Array]]] = {}
-        self._kept: list[Array | None] = []
+        self._kept: dict[int, Array | None] = {}
 
     def read(self, place: int, size: int, reader: int = 0) -> memoryview:
         """Data: where they are, or a copy while half of the memory is in use, so that more can come.
@@ -209,7 +209,7 @@ class Mirror:
 
     def keep(self) -> None:
         """What is held now is not freed any more: a fork of the process has the same memory, and frees nothing."""
-        self._kept += [array() for _, array in list(self._held.values())]
+        self._kept |= {place: array() for place, (_, array) in list(self._held.items())}
 
     def _look(self, place: int, size: int) -> Array:
         if place + size > len(self._memory) or place % LINE or place in self._held:

@@ -400,7 +400,7 @@ class Channel:
         if self._ring is None or size < SMALL:
             return INLINE
         # All who are sent one payload are told of one place; it does not keep the arrays of which it is a copy.
-        key = None if self._waits else (weakref.ref(stream.cutter.payload), offset)
+        key = None if self._waits else (weakref.ref(stream.cutter.payload), offset, size)
         place = self._ring.put(buffers, size, key)
         if place is not None:
             self._unread[place] += 1

@@ -188,6 +188,41 @@ def test_a_variable_created_later_gets_the_restored_value(job, worker):
     assert job.value(again, fresh).tolist() == [8.0, 9.0]
 
 
+def test_variables_saved_by_one_name_are_saved_once(job, worker):
+    """As the first created, whichever server holds it; a restore gives all of them its value."""
+    first = job.variable(worker, np.array(1), (1,), "count")
+    copy = job.variable(worker, np.array(2), (0,), "copy", saved_as="count")
+    directory = save(job, worker)
+    assert list(json.loads((directory / "manifest.json").read_text())["tensors"]) == ["count"]
+    add(job, worker, first, 10)
+    restore(job, worker, "run")
+    assert [int(job.value(worker, v)) for v in (first, copy)] == [1, 1]
+
+
+def test_scratch_is_in_no_checkpoint(job, worker):
+    """It is neither saved nor restored, and a checkpoint without it fits."""
+    job.variable(worker, np.array(1), (0,), "w")
+    save(job, worker)
+    scratch = job.variable(worker, np.array(5), (0,), "scratch", saved_as="")
+    restore(job, worker, "run/ckpt-1")
+    directory = save(job, worker, "run/ckpt-2")
+    assert list(json.loads((directory / "manifest.json").read_text())["tensors"]) == ["w"]
+    assert int(job.value(worker, scratch)) == 5
+
+
+def test_what_is_saved_by_another_name_begins_as_its_creator_says(job, worker):
+    """After a restore, too: the other variable may have changed since."""
+    job.variable(worker, np.array(1), (0,), "count")
+    save(job, worker)
+    job.begin()
+    (again,) = job.join(A)
+    restore(job, again, "run")
+    first = job.variable(again, np.array(0), (0,), "count")
+    add(job, again, first, 10)
+    copy = job.variable(again, np.array(11), (1,), "copy", saved_as="count")
+    assert [int(job.value(again, v)) for v in (first, copy)] == [11, 11]
+
+
 def test_a_restored_first_value_is_told(job, worker):
     """To everyone who creates the variable, however late; until the job is started anew."""
     job.variable(worker, np.array(1), (1,), "there")

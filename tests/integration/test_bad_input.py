@@ -193,7 +193,7 @@ def test_a_server_out_of_its_memory_limit(tmp_path):
     failed(
         done,
         r"/job:ps/task:0: variable 'large' float64\[1000\] needs 7\.812 KiB, and this server holds 0 bytes of its "
-        r"limit of 4\.883 KiB; raise --memory-limit or add a server \(script.py:4\)",
+        r"limit of 4\.883 KiB; raise --memory-limit \(script.py:4\)",
     )
 
 

@@ -220,7 +220,7 @@ def test_nonsense_of_a_server_is_no_answer(stack: ExitStack, name: LaneName) -> 
     connection = next(c for c in site.lanes.connections if c.session == worker.session)
     late = site.server.pull(worker.session, [site.variables[0].id], worker.round)
     first = site.lane(worker)
-    connection._sock.send(HEAD.pack(Kind.ANSWER, 3, 1, 0, 0, 0) + b"\xff\xff\xff")
+    connection.sock.send(HEAD.pack(Kind.ANSWER, 3, 1, 0, 0, 0) + b"\xff\xff\xff")
     site.round()
     assert late.result(SOON).round == 0
     assert site.lane(worker) is not first

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from lane_rig import Hand, Site, eventually, mappings
 from rig import SOON
 
+from psserver import connection as connection_of
 from psserver import lanes as server_lanes
 from psserver import names
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit
@@ -119,7 +120,7 @@ def test_a_bad_hello_is_not_listened_to(stack: ExitStack, site: Site, name: str,
 
 def test_a_hello_that_does_not_come(stack: ExitStack, site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is waited for as long as is said, and no longer."""
-    monkeypatch.setattr(server_lanes, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(connection_of, "HELLO_SECONDS", 0.1)
     assert hand(stack, site, name).is_closed()
 
 
@@ -423,7 +424,7 @@ def test_a_host_that_loses_its_power_is_forgotten(stack: ExitStack) -> None:
     site = Site(stack, "tcp", elements=SMALL)
     member(stack, site, "tcp")
     for connection in site.lanes.connections:
-        sock = connection._sock
+        sock = connection.sock
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         pause = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
         count = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)

@@ -30,6 +30,15 @@ def test_what_fits_exactly_is_held():
     assert (held.nbytes, sorted(held.variables)) == (100, [0, 1])
 
 
+def test_another_server_is_advised_only_where_it_would_help():
+    """A variable that alone is more than the limit fits on no server."""
+    held = store(100)
+    held.declare(variable(0, 60))
+    for size, ways in ((100, "raise --memory-limit or add a server"), (101, "raise --memory-limit")):
+        with pytest.raises(MemoryLimit, match=f"; {ways}$"):
+            held.declare(variable(1, size))
+
+
 def test_a_variable_counts_once():
     """However often it is declared."""
     held = store(100)

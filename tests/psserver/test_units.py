@@ -24,6 +24,14 @@ def test_what_is_no_size(text: str) -> None:
         parse_bytes(text, "--memory-limit")
 
 
+@pytest.mark.parametrize(("text", "wrong"), [("abc", "no size"), ("0", "too little"), ("1023KiB", "too little")])
+def test_a_size_may_have_a_least(text: str, wrong: str) -> None:
+    """What is no size, and what is less, is told the least; nobody is sent to 0, which is less too."""
+    with pytest.raises(ConfigError, match=f"--in-flight .*{wrong}.*at least 1 MiB$"):
+        parse_bytes(text, "--in-flight", 1 << 20)
+    assert parse_bytes("1MiB", "--in-flight", 1 << 20) == 1 << 20
+
+
 @pytest.mark.parametrize("text", ["0 bytes", "1023 bytes", "1 KiB", "1.5 MiB", "7 GiB", "2048 TiB"])
 def test_sizes_are_read_as_they_are_written(text: str) -> None:
     """What people are shown means the same on a command line."""

@@ -31,6 +31,14 @@ def other_server():
     return replace(BASE, reductions=(replace(reduction, servers=(1,)),))
 
 
+def one_update_more():
+    more = plan(lambda u: u.assign(u * np.ones(3, "float32")), values=())
+    (apply,) = more.applies
+    apply = replace(apply, program=1, args=(Ref("variable", 1), Ref("operand", 0)))
+    applies, programs = (*BASE.applies, apply), (*BASE.programs, *more.programs)
+    return replace(BASE, operands=more.operands, programs=programs, applies=applies)
+
+
 DIFFERENT = {
     "another op": (
         plan(lambda v, g: v.assign(v + g)),
@@ -40,7 +48,12 @@ DIFFERENT = {
     "another order": (plan(lambda v, g: v.assign(g - v)), "subtract(#0", "subtract(#1"),
     "one op more": (plan(lambda v, g: v.assign(np.sqrt(v - g))), "assigns #2 to variable 'vee'", "#3 = sqrt(#2"),
     "another reduction": (plan(lambda v, g: v.assign(v - g.astype("float32")), [TensorSpec("int8", (3,))]), "", "int8"),
-    "another operand": (plan(lambda v, g: v.assign(v - g * np.ones(3, "float32"))), "", "operand 0 is float32[3]"),
+    "an operand more": (
+        plan(lambda v, g: v.assign(v - g * np.ones(3, "float32"))),
+        "computes #2 = subtract(",
+        "takes operand 0, float32[3], as #2",
+    ),
+    "an update more": (one_update_more(), "nothing more", "update 1 of variable 'uu' on /job:ps/task:0 takes variable"),
     "another server": (other_server(), "on /job:ps/task:0", "on /job:ps/task:1"),
     "something given back": (replace(BASE, returned=(Ref("reduction", 0),)), "nothing more", "reduction 0 comes back"),
     "another checkpoint": (replace(BASE, snapshot=SnapshotOrder("x", (0,), 7)), "nothing more", "'x' of round 7"),

@@ -72,7 +72,7 @@ def tuples(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
 SERVERS = tuples(U32)
 TENSORS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000)))
 NAMES = st.text(string.ascii_letters + "/_:0", min_size=1, max_size=12)
-SPECS = st.builds(VariableSpec, NAMES, TENSORS, st.booleans())
+SPECS = st.builds(VariableSpec, NAMES, TENSORS, st.booleans(), st.none() | st.just("") | NAMES)
 VARIABLES = st.builds(Variable, U64, SPECS, SERVERS)
 ATTRS = st.none() | st.booleans() | S64 | REAL | TEXT | tuples(S64)
 PROGRAMS = st.builds(
@@ -190,6 +190,7 @@ REFUSED: dict[str, tuple[From, Message]] = {
     "a tensor too large": (codec.tensor_from_pb, pb.TensorSpec(dtype="int8", shape=[1 << 45])),
     "a variable without name": (codec.spec_from_pb, pb.VariableSpec(tensor=SPEC)),
     "a name of several lines": (codec.spec_from_pb, pb.VariableSpec(name="a\nb", tensor=SPEC)),
+    "saved by a name of several lines": (codec.spec_from_pb, pb.VariableSpec(name="a", tensor=SPEC, saved_as="a\nb")),
     "a member of no mode": (codec.member_from_pb, pb.Member(task=pb.Task(job="worker"))),
     "a task of no job": (codec.task_from_pb, pb.Task(index=1)),
     "a task of another job": (codec.task_from_pb, pb.Task(job="boss")),

@@ -194,9 +194,16 @@ class Job:
         self.append(EpochClosed(self.epoch))
         return self.epoch
 
-    def variable(self, creator: Worker, value: Array, servers: tuple[int, ...] = (0,), name: str = "") -> Variable:
+    def variable(
+        self,
+        creator: Worker,
+        value: Array,
+        servers: tuple[int, ...] = (0,),
+        name: str = "",
+        saved_as: str | None = None,
+    ) -> Variable:
         """Creates a variable with its first value, as the next of the job."""
-        spec = VariableSpec(name or f"v{len(self.variables)}", spec_of(np.asarray(value)))
+        spec = VariableSpec(name or f"v{len(self.variables)}", spec_of(np.asarray(value)), saved_as=saved_as)
         ordinal = len(self.variables)
         named = self.verbs[0].create(creator.session, ordinal, -1, spec, servers, None)
         variable = Variable(named.id, spec, named.servers)

@@ -1,0 +1,63 @@
+"""Contributions that are larger than what a server holds of them: every plan completes, whatever its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from lane_rig import Site
+from rig import SOON, sum_into
+
+from pswire.lanes import LANES, LaneName
+from pswire.spec import Apply, Plan, Reduction, Ref
+from pswire.tensor import TensorSpec
+
+IN_FLIGHT = 1 << 22
+NUMBER = TensorSpec("float32", ())
+
+
+def with_a_loss(plan: Plan) -> Plan:
+    """A small value is reduced before all gradients, and read after them."""
+    applies = tuple(
+        Apply(apply.program, apply.servers, (apply.args[0], Ref("reduction", apply.args[1].index + 1)))
+        for apply in plan.applies
+    )
+    loss = Reduction("mean", NUMBER, (0,), "loss")
+    return replace(plan, reductions=(loss, *plan.reductions), applies=applies, returned=(Ref("reduction", 0),))
+
+
+ORDERS: dict[str, Callable[[Plan], Plan]] = {
+    "in order": lambda plan: plan,
+    "a loss first": with_a_loss,
+    "backwards": lambda plan: replace(plan, applies=plan.applies[::-1]),
+    "two passes": lambda plan: replace(plan, applies=plan.applies * 2),
+    "most is never read": lambda plan: replace(plan, applies=plan.applies[:1]),
+}
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("elements", [1 << 18, (1 << 18) - 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_round_larger_than_what_is_in_flight_completes(lane: LaneName, order: str, elements: int) -> None:
+    """And so does the next one, on the same connections; sizes need not be multiples of anything."""
+    with ExitStack() as stack:
+        site = Site(stack, lane, elements=elements, variables=20, between=limit)
+        plan = site.job.approve(ORDERS[order](sum_into(*site.variables, returned=False)), site.workers[0])
+        assert plan.streams
+        values = [np.ones(reduction.tensor.shape, "float32") for reduction in plan.reductions]
+        passes = 2 if order == "two passes" else 1
+        for number in range(2):
+            replies = [worker.push(plan, values) for worker in site.workers]
+            for worker, reply in zip(site.workers, replies, strict=True):
+                assert reply.result(SOON).round == worker.round == number
+                worker.round += 1
+        first = site.job.value(site.workers[0], site.variables[0])
+        assert first.tolist() == [2.0 * passes * len(site.workers)] * elements
+
+
+def limit(lanes: object) -> None:
+    """Lets a server hold little."""
+    lanes.in_flight = IN_FLIGHT  # type: ignore[attr-defined]

@@ -1,0 +1,133 @@
+"""Checkpoints of optimizers, restored onto another number of servers: the same numbers as without a checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from strategies import opened
+
+import psclient as ps
+
+MOVES = pytest.mark.parametrize(("before", "after"), [("embedded-1", "servers-2"), ("servers-2", "embedded-1")])
+OPTIONS = {
+    "nothing": dict,
+    "global_clipnorm": lambda: {"global_clipnorm": 0.5},
+    "scale": lambda: {"loss_scale_factor": ps.optimizers.DynamicLossScale(4.0, dynamic_growth_steps=2)},
+    "norm and accumulation": lambda: {"global_clipnorm": 0.5, "gradient_accumulation_steps": 2},
+}
+NOT_FINITE = 1
+"""A step in which a gradient is not finite, where a loss scale leaves it out."""
+
+
+@pytest.fixture(autouse=True)
+def _root(tmp_path, monkeypatch):
+    """Servers keep checkpoints below the directory in which they were started."""
+    monkeypatch.chdir(tmp_path)
+
+
+class Trained:
+    """An optimizer of two variables, which are on two servers where there are two."""
+
+    def __init__(self, strategy, options):
+        self.strategy = strategy
+        devices = strategy.extended.parameter_devices
+        self.variables = {}
+        for name, device in (("a", devices[0]), ("b", devices[-1])):
+            with strategy.scope(), strategy.extended.colocate_vars_with(device):
+                self.variables[name] = ps.Variable(np.linspace(-1, 1, 3), name=name)
+        self.optimizer = ps.optimizers.SGD(0.1, momentum=0.9, **OPTIONS[options]())
+        self.scaled = options == "scale"
+
+    def build(self, names):
+        self.optimizer.build([self.variables[name] for name in names])
+
+    def step(self, names, at):
+        gradients = {name: np.sin(np.arange(3.0) + at + ord(name)) for name in names}
+        if self.scaled and at == NOT_FINITE:
+            gradients[names[0]][1] = np.inf
+        pairs = [(gradients[name], self.variables[name]) for name in names]
+        self.strategy.run(lambda: self.optimizer.apply_gradients(pairs))
+
+    def state(self):
+        """All values by name, of scratch none; copies have the value of what they are copies of."""
+        found = {}
+        for v in (*self.variables.values(), *self.optimizer.variables):
+            if not v.name.endswith("gradient_staged"):
+                value = v.numpy()
+                first = found.setdefault(v.name.removesuffix(".copy"), value)
+                np.testing.assert_array_equal(value, first, err_msg=v.name)
+        return found
+
+
+def assert_equal(found, expected):
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-12, err_msg=name)
+
+
+@MOVES
+@pytest.mark.parametrize("build", [["ab"], ["a", "b"]], ids=["at once", "late"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_it_goes_on_where_it_was(options, build, before, after):
+    """Whatever a step keeps on several servers, and whichever variables came late."""
+
+    def train(kind, steps, resume="", save=False):
+        with opened(kind) as strategy:
+            trained = Trained(strategy, options)
+            for names in build:
+                trained.build(names)
+            if resume:
+                assert ps.Checkpoint(strategy).restore(resume)
+            for at in steps:
+                trained.step("ab", at)
+            return ps.Checkpoint(strategy).save("run") if save else "", trained.state()
+
+    path, saved = train(before, range(3), save=True)
+    assert_equal(train(after, (), path)[1], saved)
+    assert_equal(train(after, range(3, 6), path)[1], train("mirrored-1", range(6))[1])
+
+
+@MOVES
+def test_what_comes_late_counts_the_steps_since_the_restore(before, after):
+    """On a server that had no count before, it is the count of now, and not that of the checkpoint."""
+
+    def late(trained):
+        trained.step("a", 3)
+        trained.build("b")
+        trained.step("ab", 4)
+        assert int(trained.optimizer.iterations) == 5
+        return trained.state()
+
+    with opened(before) as strategy:
+        trained = Trained(strategy, "nothing")
+        for at in range(3):
+            trained.step("a", at)
+        path = ps.Checkpoint(strategy).save("run")
+        expected = late(trained)
+    with opened(after) as strategy:
+        trained = Trained(strategy, "nothing")
+        trained.build("a")
+        assert ps.Checkpoint(strategy).restore(path)
+        assert_equal(late(trained), expected)
+
+
+def test_copies_do_not_number_what_else_is_saved():
+    """Two optimizers of one name keep their numbers apart, however many copies of their counts there are."""
+
+    def train(kind, steps, resume="", save=False):
+        with opened(kind) as strategy:
+            first = Trained(strategy, "nothing")
+            first.build("a")
+            first.build("b")
+            other = ps.optimizers.SGD(0.1)
+            other.build([first.variables["a"]])
+            if resume:
+                ps.Checkpoint(strategy).restore(resume)
+            for at in range(steps):
+                first.step("ab", at)
+            path = ps.Checkpoint(strategy).save("run") if save else ""
+            return path, int(first.optimizer.iterations), int(other.iterations), other.iterations.name
+
+    path, *saved = train("servers-2", 3, save=True)
+    assert saved == [3, 0, "sgd/iterations_1"]
+    assert train("embedded-1", 0, path)[1:] == (3, 0, "sgd/iterations_1")
