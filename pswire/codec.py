@@ -76,11 +76,13 @@ def tensor_from_pb(message: pb.TensorSpec) -> TensorSpec:
 
 
 def spec_to_pb(spec: VariableSpec) -> pb.VariableSpec:
-    return pb.VariableSpec(name=spec.name, tensor=tensor_to_pb(spec.tensor), trainable=spec.trainable)
+    tensor = tensor_to_pb(spec.tensor)
+    return pb.VariableSpec(name=spec.name, tensor=tensor, trainable=spec.trainable, saved_as=spec.saved_as)
 
 
 def spec_from_pb(message: pb.VariableSpec) -> VariableSpec:
-    return VariableSpec(message.name, tensor_from_pb(message.tensor), message.trainable).check()
+    saved_as = message.saved_as if message.HasField("saved_as") else None
+    return VariableSpec(message.name, tensor_from_pb(message.tensor), message.trainable, saved_as).check()
 
 
 def variable_to_pb(variable: Variable) -> pb.Variable:

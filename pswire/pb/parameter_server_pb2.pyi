@@ -151,14 +151,16 @@ class LeaveRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
-    __slots__ = ("name", "tensor", "trainable")
+    __slots__ = ("name", "tensor", "trainable", "saved_as")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     TRAINABLE_FIELD_NUMBER: _ClassVar[int]
+    SAVED_AS_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensor: TensorSpec
     trainable: bool
-    def __init__(self, name: _Optional[str] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., trainable: _Optional[bool] = ...) -> None: ...
+    saved_as: str
+    def __init__(self, name: _Optional[str] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., trainable: _Optional[bool] = ..., saved_as: _Optional[str] = ...) -> None: ...
 
 class Variable(_message.Message):
     __slots__ = ("id", "spec", "servers")
