@@ -33,8 +33,8 @@ _LONGEST = 100
 class Surroundings:
     """What some functions read by name: globals, variables of enclosing functions, methods of their classes.
 
-    Also what the functions among these read, and those that they wrap. Each is the same as long as it is the same object: of what is inside
-    of a list, a module or an array nothing is known.
+    Also what the functions among these read, and those that they wrap. Each is the same as long as it is the same
+    object: of what is inside of a list, a module or an array nothing is known.
 
     Args:
         functions: in which names are looked for.
@@ -69,7 +69,7 @@ class Surroundings:
 
     def _enter(self, function: Any) -> bool:
         """Adds what a function reads, and what those read that it wraps; returns whether one of them may be changed."""
-        return any([self._enter_one(link) for link in itertools.islice(_chain(function), _LONGEST)])
+        return True in {self._enter_one(link) for link in itertools.islice(_chain(function), _LONGEST)}
 
     def _enter_one(self, function: Any) -> bool:
         if not isinstance(function, FunctionType) or function.__code__.co_filename.startswith(_INSTALLED):

@@ -192,6 +192,8 @@ class Ftrl(Optimizer):
         before = total.value() ** -self.learning_rate_power
         total.assign_add(gradient * gradient)
         after = total.value() ** -self.learning_rate_power
-        linear.assign_add(gradient + 2 * self.l2_shrinkage_regularization_strength * weights - (after - before) / rate * weights)
+        linear.assign_add(
+            gradient + 2 * self.l2_shrinkage_regularization_strength * weights - (after - before) / rate * weights
+        )
         quadratic = after / rate + 2 * (l2 + self.beta / (2 * rate))
         v.assign((np.clip(linear, -l1, l1) - linear) / quadratic)

@@ -187,16 +187,16 @@ def _change(
     if decays:
         value = v.astype(own.dtype)
         v.assign(value - value * optimizer.weight_decay * optimizer.learning_rate)
-    before = _state_of(v)
+    before = v.assigned if isinstance(v, VariableTracer) else v.read_value()
     returned = optimizer.update(v, own, begun["t"], *slots)
-    refuse_step(optimizer, returned, (v, *slots), _state_of(v) is not before)
+    refuse_step(optimizer, returned, (v, *slots), _assigned_since(before, v))
     if average is not None:
         _average(v, optimizer, begun["t"], average)
 
 
-def _state_of(v: Any) -> Any:
-    """An object that is another one after each assignment of a variable, whatever was assigned."""
-    return v.assigned if isinstance(v, VariableTracer) else v.read_value()
+def _assigned_since(before: Any, v: Any) -> bool:
+    # An array is replaced by each assignment, also by one of the same value.
+    return v.assigned > before if isinstance(v, VariableTracer) else v.read_value() is not before
 
 
 def _unscaled(v: Any, optimizer: Any, gradient: Any, scale: Any) -> Any:

@@ -105,6 +105,7 @@ def test_a_file_says_everything(tmp_path):
         ("server: 3", "must be a mapping"),
         ("- 3", "must be a mapping"),
         ("a: [", "is no YAML"),
+        ("log_level: loud", "log_level loud is unknown; known are debug, error, info, warning"),
         ("{workers: 0, script: a.py}", "nobody would run a.py"),
     ],
 )

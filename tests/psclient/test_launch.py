@@ -71,6 +71,15 @@ def test_a_chief_may_run_the_script(script):
     assert cluster.output(Task("worker", 1)) == ["worker 1"]
 
 
+def test_all_processes_log_alike(script):
+    """At the level that is asked for."""
+    outcome, cluster = run(script("import logging; print(logging.getLogger().level)"), log_level="debug", workers=1)
+    assert outcome == launch.Outcome(0)
+    assert cluster.output(WORKERS[0]) == ["10"]
+    words = cluster.processes[Task("ps", 0)].args
+    assert words[words.index("--log-level") + 1] == "debug"
+
+
 def test_the_first_failure_ends_all(script):
     """The others are ended, the failing task's code is returned, and its traceback shows user code alone."""
     outcome, cluster = run(script("if me == 1:\n    raise ValueError('broken')\ntime.sleep(600)"))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from psclient.cli import command
+
 SECONDS = 60
 WORKER = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "worker", "index": 0}}'
 PS = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "ps", "index": 0}}'
@@ -89,6 +91,15 @@ def test_bad_input_is_one_line(tmp_path, args, tf_config, said):
     assert done.stderr.startswith("psworker: ")
     assert done.stderr.count("\n") == 1
     assert said in done.stderr
+
+
+def test_a_log_level_is_that_of_all_processes(tmp_path, monkeypatch):
+    """Of a cluster's tasks as well, where one is given; else each has its own."""
+    monkeypatch.chdir(tmp_path)
+    name = write(tmp_path, "")
+    for flags, own, others in ((["--log-level", "info"], "info", "info"), ([], "warning", "")):
+        invocation = command.main(["--standalone", *flags, name], standalone_mode=False)
+        assert (invocation.log_level, invocation.launch.log_level) == (own, others)
 
 
 def test_a_chief_without_servers_says_who_it_is(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import numbers
 import operator
@@ -10,6 +11,7 @@ import statistics
 import sys
 import time
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -335,6 +337,87 @@ def test_a_class_may_be_changed(strategy, traced, monkeypatch):
     assert moved() == 9.0
     monkeypatch.setattr(Plain, "update", lambda self, v, gradient, iterations: v.assign_sub(gradient))
     assert moved() == 1.0
+
+
+def scaled(fn):
+    @functools.wraps(fn)
+    def wrapper(*args):
+        return fn(*args) * FACTOR
+
+    return wrapper
+
+
+def shifted(x):
+    return x + OFFSET
+
+
+OFFSET = 1.0
+WRAPPED = {
+    "a decorator": scaled(shifted),
+    "two": scaled(scaled(shifted)),
+    "a partial": functools.partial(scaled(shifted)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_each_link_of_a_wrapped_function_is_looked_into(strategy, monkeypatch, name):
+    """What a decorator reads counts, and what the function reads that it wraps."""
+    outer, v = WRAPPED[name], variable(strategy, [1.0])
+    fn, module = ps.update_function(lambda v: outer(v.value())), sys.modules[__name__]
+
+    times = 2 if name == "two" else 1
+    assert update(strategy, v, fn) == [2.0 * 2.0**times]
+    monkeypatch.setattr(module, "FACTOR", 3.0)
+    assert update(strategy, v, fn) == [2.0 * 3.0**times]
+    monkeypatch.setattr(module, "OFFSET", 2.0)
+    assert update(strategy, v, fn) == [3.0 * 3.0**times]
+
+
+class Ruled(ps.optimizers.Optimizer):
+    """Has a function as an attribute, and a cached property."""
+
+    def __init__(self, rules):
+        super().__init__(1.0)
+        self.rules = rules
+
+    @functools.cached_property
+    def offset(self):
+        return OFFSET
+
+    def update(self, v, gradient, iterations):
+        v.assign_sub(self.rules[0](gradient) * self.offset)
+
+
+def test_functions_of_an_optimizer_are_looked_into(strategy, monkeypatch):
+    """Those that it has as attributes, and cached properties of its class."""
+    v, optimizer, module = variable(strategy, [0.0]), Ruled((doubled,)), sys.modules[__name__]
+
+    def moved():
+        before = float(v.numpy()[0])
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
+        return before - float(v.numpy()[0])
+
+    assert moved() == 2.0
+    monkeypatch.setattr(module, "FACTOR", 5.0)
+    assert moved() == 5.0
+    monkeypatch.setattr(module, "OFFSET", 3.0)
+    assert moved() == 15.0
+
+
+def test_a_global_named_as_an_attribute_is_another_thing(strategy, traced, monkeypatch):
+    """What a function does not look for by name may change at will."""
+    monkeypatch.setattr(sys.modules[__name__], "shape", 1.0, raising=False)
+    v, fn = variable(strategy, [1.0]), ps.update_function(lambda v: v * float(v.shape[0]))
+    for value in (2.0, 3.0):
+        assert update(strategy, v, fn) == [1.0]
+        monkeypatch.setattr(sys.modules[__name__], "shape", value)
+    assert len(traced) == 1
+
+
+def test_an_object_that_has_everything_is_no_hindrance(strategy):
+    """It says that it wraps something, which wraps something, and so on."""
+    everything, v = mock.call, variable(strategy, [1.0])
+    assert update(strategy, v, ps.update_function(lambda v: v + (0 if everything else 1))) == [1.0]
 
 
 def test_names_without_a_value_yet_are_no_hindrance(strategy):

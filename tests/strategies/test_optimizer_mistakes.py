@@ -96,6 +96,35 @@ def test_an_update_that_assigns_nothing_is_refused(strategy, kind, text):
     assert v.numpy().tolist() == [0.0] * 3
 
 
+class Idle(Optimizer):
+    slots = ("seen",)
+
+    def update(self, v, gradient, iterations, seen):
+        seen.assign(gradient)
+        v - gradient
+
+
+class Waiting(Optimizer):
+    """Assigns what the variable has already, and for two steps of three nothing else."""
+
+    def update(self, v, gradient, iterations):
+        v.assign(v.value())
+        v.assign(np.where(iterations % 3 == 0, v - gradient, v))
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.5}, {"gradient_accumulation_steps": 2}])
+def test_a_step_that_leaves_its_variable_alone_is_refused(strategy, options):
+    """What decay or accumulation assign does not count, nor does a slot; an assignment of the same value does."""
+    v = variable(strategy)
+    with pytest.raises(ProgramError, match=r"does not assign its variable.*write v\.assign_sub") as caught:
+        apply(strategy, Idle(0.1, **options), v)
+    assert str(caught.value).startswith(f"{line(Idle.update)}Idle.update")
+    waiting = Waiting(0.1)
+    for expected in (0.0, 0.0, -1.0):
+        apply(strategy, waiting, v)
+        assert v.numpy().tolist() == [expected] * 3
+
+
 def test_an_update_may_return_what_it_has_assigned(strategy):
     """`assign` gives the variable back; also several, in a nest."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from strategies import copies, in_replicas, kind_of, opened, replicas, variable
@@ -328,6 +330,61 @@ def test_a_slot_may_rest(strategy, make, name, without):
         found.append((value(w), len(optimizer.variables)))
     assert found[0][0] == found[1][0]
     assert found[0][1] == found[1][1] + 1
+
+
+def test_names_without_decay_are_a_list():
+    """Of one word each letter would be a name."""
+    with pytest.raises(TypeError, match=r"var_names is 'bias'.*write var_names=\['bias'\]"):
+        SGD(weight_decay=0.1).exclude_from_weight_decay(var_names="bias")
+
+
+OWN_RANGES = {
+    SGD: {"momentum": (-1, 2.0)},
+    ps.optimizers.Lion: {"beta_1": (0, 2.0), "beta_2": (-1.0,)},
+    ps.optimizers.Adam: {"beta_1": (2.0,), "beta_2": (-1.0, 1), "epsilon": (-1.0, np.nan)},
+    ps.optimizers.Nadam: {"beta_1": (2.0,), "beta_2": (1,), "epsilon": (-1.0,)},
+    ps.optimizers.RMSprop: {"rho": (2.0,), "momentum": (2.0,), "epsilon": (-1,)},
+    ps.optimizers.Adagrad: {"initial_accumulator_value": (-1,), "epsilon": (-1,)},
+    ps.optimizers.Adadelta: {"rho": (-0.5,), "epsilon": (-1,)},
+    ps.optimizers.Ftrl: {"learning_rate_power": (1,), "l1_regularization_strength": (-1,), "beta": (-1,)},
+}
+ALL_RANGES = {"weight_decay": (-1.0,), "clipnorm": (0,), "ema_momentum": (2.0,), "loss_scale_factor": (0,)}
+WORDS = ["x", "0.1", True, np.ones(2), [0.1]]
+
+
+@pytest.mark.parametrize("kind", OWN_RANGES, ids=lambda kind: kind.__name__)
+def test_a_number_has_one_range(kind):
+    """Out of it, or of another type, it is refused by name: at creation, and later, where the old one stays."""
+    for name, wrongs in (OWN_RANGES[kind] | ALL_RANGES).items():
+        optimizer = kind()
+        old = getattr(optimizer, name)
+        for wrong in (*wrongs, *WORDS):
+            error = TypeError if any(wrong is word for word in WORDS) else ValueError
+            text = re.escape(f"{name} is {wrong!r}") + ("; give a number" if error is TypeError else ", and must be ")
+            with pytest.raises(error, match=text):
+                kind(**{name: wrong})
+            with pytest.raises(error, match=text):
+                setattr(optimizer, name, wrong)
+            assert getattr(optimizer, name) == old
+
+
+def test_a_function_gives_a_number(strategy):
+    """As a learning rate; what it gave instead is told."""
+    w = variable(strategy)
+    for use in (
+        lambda optimizer: optimizer.learning_rate,
+        lambda optimizer: apply(strategy, optimizer, ([1.0] * 3, w)),
+    ):
+        with pytest.raises(TypeError, match="function given as learning_rate returned None; it has to return a number"):
+            use(SGD(lambda: None))
+
+
+def test_a_switch_is_a_switch():
+    """Whatever it was given as, so that it is one kind of call."""
+    assert SGD(use_ema=1).use_ema is True
+    optimizer = SGD(use_ema=True)
+    optimizer.use_ema = 0
+    assert optimizer.use_ema is False
 
 
 @pytest.mark.parametrize(

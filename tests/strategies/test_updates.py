@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from strategies import by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
 
 import psclient as ps
+from psclient.section import Section, bring
 
 
 def plain(value):
@@ -21,6 +22,20 @@ def plain(value):
 
 
 # ---- What comes back ----
+
+
+def test_values_are_brought_together(monkeypatch):
+    """A section is told once of all that is wanted of it, and not once for each value."""
+    own, told = Section.give_back, []
+    monkeypatch.setattr(Section, "give_back", lambda self, value: told.append(value) or own(self, value))
+    with opened("embedded-1") as strategy:
+        v = variable(strategy)
+        with strategy.scope():
+            found = [strategy.extended.update(v, lambda v, k: v + k, (float(k),)) for k in range(20)]
+            told.clear()
+            arrays = bring([*found, np.zeros(3)])
+    assert [array[0] for array in arrays] == [*map(float, range(20)), 0.0]
+    assert len(told) == 1
 
 
 def test_the_documents_example(strategy):
