@@ -41,7 +41,8 @@ def _sum(spec: TensorSpec, contributions: Sequence[Sequence[Array]]) -> Array:
     first, *others = contributions
     if not others:
         return join(first, spec)
-    total = np.empty(spec.size, DTYPES[spec.dtype])
+    whole = np.empty(spec.shape, DTYPES[spec.dtype])
+    total = whole.reshape(-1)
     if all([len(p) for p in first] == [len(p) for p in other] for other in others):
         # Everybody cut the payload alike, so one pass adds the first two and nothing is copied.
         at = 0
@@ -51,11 +52,11 @@ def _sum(spec: TensorSpec, contributions: Sequence[Sequence[Array]]) -> Array:
             for piece in pieces[2:]:
                 np.add(segment, piece, out=segment)
             at += len(segment)
-        return total.reshape(spec.shape)
+        return whole
     total[:] = join(first, spec).reshape(-1)
     for other in others:
         at = 0
         for piece in other:
             total[at : at + len(piece)] += piece
             at += len(piece)
-    return total.reshape(spec.shape)
+    return whole

@@ -70,7 +70,7 @@ def test_a_worker_killed_between_rounds(tmp_path):
 def test_a_worker_killed_in_the_middle_of_a_push(tmp_path):
     """What had arrived whole counts, what had not does not: no half contribution is ever visible."""
     keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never"]}
-    with Job(endure, tmp_path, (8, [], 400_000, [1, 5]), **keys) as job:
+    with Job(endure, tmp_path, (8, [], 1_200_000, [1, 5]), **keys) as job:
         job.hear(W1, "stalled")
         # The other server has all three contributions, and its round is complete.
         with job.server(PS0) as server:
