@@ -87,7 +87,7 @@ class Exchange:
 
         Args:
             spec: name, dtype and shape.
-            servers: who shall hold it; empty lets server 0 choose.
+            servers: who shall hold it; never empty for a new one.
             value: this process's first value, of that dtype and shape.
 
         Raises:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pswire import replies
 from pswire.api import PullReply, RoundReply
-from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError
+from pswire.errors import Fenced, InvalidRequest, PSError
 from pswire.lanes.rings import Mirror, Segment
 from pswire.lanes.sockets import Channel, Kind, Link, Message
 from pswire.payload import Assembly, Payload
@@ -258,13 +258,7 @@ class Connection:
         data = self._data(message, 0)  # first: those of a push that is refused are needed no more
         header = parse(pb.PushHeader, message.header)
         self._check_session(header.session)
-        if header.size > self._lanes.max_payload_bytes:
-            raise MemoryLimit(
-                f"a message of {header.size} bytes is above this server's limit of {self._lanes.max_payload_bytes}; "
-                "give the server more memory, or spread the variables over more servers",
-                self._lanes.task,
-            )
-        assembly = Assembly(header.size)
+        assembly = self._lanes.assembly(header.size)
         self._assemblies[message.call] = assembly
         self._add(message, assembly, data)
         answer = _Answer(self._channel, message.call)

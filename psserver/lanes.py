@@ -19,8 +19,10 @@ from psserver import names
 from psserver.connection import Connection
 from pswire.api import ParameterServer
 from pswire.cluster import Task
+from pswire.errors import MemoryLimit
 from pswire.lanes.rings import CLIENT_BYTES, Ring, Segment
 from pswire.lanes.sockets import tune
+from pswire.payload import Assembly
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,16 @@ class Lanes:
             segment, file = Segment.make(self._shared_memory)
             self._outbox = Ring(segment.memory), file
         return self._outbox
+
+    def assembly(self, size: int) -> Assembly:
+        """Where a message's payload is collected; raises `MemoryLimit` for one that announces too much."""
+        if size > self.max_payload_bytes:
+            raise MemoryLimit(
+                f"a message of {size} bytes is above this server's limit of {self.max_payload_bytes}; "
+                "give the server more memory, or spread the variables over more servers",
+                self.task,
+            )
+        return Assembly(size)
 
     def start(self) -> None:
         """Listens from now on; raises `OSError` where the port cannot be had."""

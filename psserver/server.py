@@ -51,7 +51,7 @@ class Server:
         self._port = port
         self._data_port = data_port
         self._lanes = Lanes(core, task, host, data_port, max_payload_bytes, shared_memory, in_flight)
-        self._service = Service(core, task, core.status().incarnation, max_payload_bytes, self._lanes)
+        self._service = Service(core, task, core.status().incarnation, self._lanes)
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> int:

@@ -24,7 +24,7 @@ from psserver.outgoing import Bell, Frames, Growing
 from pswire import codec, replies
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
-from pswire.errors import InvalidRequest, MemoryLimit, PSError, ServerLost
+from pswire.errors import InvalidRequest, PSError, ServerLost
 from pswire.lanes.frames import Frame
 from pswire.payload import EMPTY, Assembly, Payload
 from pswire.pb import parameter_server_pb2 as pb
@@ -157,18 +157,14 @@ class Service(grpc.GenericRpcHandler):
         core: the server proper; called from the event loop and from threads.
         task: which task this is, for messages.
         incarnation: the core's life; calls that name another are refused with `ServerLost`.
-        max_payload_bytes: what one message may announce; more is refused before a byte is kept.
-        lanes: the other ways to push and pull.
+        lanes: the other ways to push and pull; what bounds their messages bounds ours.
     """
 
-    def __init__(
-        self, core: ParameterServer, task: Task, incarnation: int, max_payload_bytes: int, lanes: Lanes
-    ) -> None:
+    def __init__(self, core: ParameterServer, task: Task, incarnation: int, lanes: Lanes) -> None:
         self._lanes = lanes
         self._core = core
         self._task = str(task)
         self._incarnation = str(incarnation)
-        self._max_payload_bytes = max_payload_bytes
         self._bells: set[Bell] = set()
         self._frames = Frames()
         self._closed = False
@@ -336,13 +332,7 @@ class Service(grpc.GenericRpcHandler):
 
     def _assembly(self, first: Frame, size: int) -> Assembly:
         """Where a payload is collected whose first part is there."""
-        if size > self._max_payload_bytes:
-            raise MemoryLimit(
-                f"a message of {size} bytes is above this server's limit of {self._max_payload_bytes}; "
-                "give the server more memory, or spread the variables over more servers",
-                self._task,
-            )
-        assembly = Assembly(size)
+        assembly = self._lanes.assembly(size)
         assembly.add(first.offset, first.data or ())
         return assembly
 

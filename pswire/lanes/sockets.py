@@ -12,7 +12,6 @@ data belong in their payload, as in `Part`.
 
 from __future__ import annotations
 
-import ssl
 import struct
 import threading
 import weakref
@@ -65,7 +64,7 @@ SMALL = 1 << 14
 BUFFERS = 256
 """Buffers that are handed to the system at once."""
 
-BLOCKED = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+BLOCKED = (BlockingIOError, InterruptedError)
 
 
 def tune(sock: socket, silence: float) -> None:
@@ -177,7 +176,7 @@ class Link:
     def _flush(self) -> None:
         while self._out:
             try:
-                sent = self._send(list(islice(self._out, BUFFERS)))
+                sent = self.sock.sendmsg(list(islice(self._out, BUFFERS)))
             except BLOCKED:
                 return
             while sent:
@@ -186,11 +185,6 @@ class Link:
                     self._out[0] = first[sent:]
                     return
                 sent -= len(self._out.popleft())
-
-    def _send(self, buffers: Sequence[memoryview]) -> int:
-        if isinstance(self.sock, ssl.SSLSocket):
-            return self.sock.send(buffers[0])
-        return self.sock.sendmsg(buffers)
 
     def receive(self) -> Iterator[Message]:
         """The messages that are there; ends where the next one is not whole yet.
