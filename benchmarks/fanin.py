@@ -25,13 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from figures import COLOURS, WIDTH, machine
+from figures import COLOURS, machine, publish
 from measures import Cost, spread
 from rich.console import Console
 from rich.table import Table
@@ -336,15 +337,7 @@ def main(
         with console.status(f"{lane} lane, {count} workers"):
             rows.append(measure(lane, count, processes, rounds, nbytes))
     found = report(rows, processes, nbytes)
-    console.width = max(console.width, WIDTH)
-    console.print(table(found))
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if plot:
-        try:
-            draw(found, PLOT)
-        except ImportError:
-            console.print("not drawn: matplotlib is not installed; pip install 'paramserver[bench]'")
+    publish(console, found, [table(found)], json_file, partial(draw, found, PLOT) if plot else None)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 LIMITS = (
@@ -96,6 +98,34 @@ def _cells(row: dict[str, Any], differing: Sequence[str]) -> dict[str, str]:
 
 
 # ---- The plot ----
+
+
+def publish(
+    console: Console,
+    found: dict[str, Any],
+    tables: Iterable[Table],
+    json_file: Path | None,
+    draw: Callable[[], object] | None,
+) -> None:
+    """Shows what was measured.
+
+    Args:
+        console: where the tables go.
+        found: all of it, for the file.
+        tables: what a person reads.
+        json_file: where it is written, if anywhere.
+        draw: makes the plot, if one is wanted.
+    """
+    console.width = max(console.width, WIDTH)
+    for table in tables:
+        console.print(table)
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if draw:
+        try:
+            draw()
+        except ImportError:
+            console.print("not drawn: matplotlib is not installed; pip install 'paramserver[bench]'")
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from io import FileIO
 from itertools import product
 from pathlib import Path
@@ -38,7 +39,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 import numpy as np
-from figures import WIDTH, draw, machine, tables
+from figures import draw, machine, publish, tables
 from limits import Limits
 from measures import Cost, spread
 from models import MODELS, SIZES
@@ -426,16 +427,7 @@ def main(
     settings = [Setting(*each) for each in product(*(chosen[each.name] for each in fields(Setting)))]
     limits, total = laps(settings, options, repeats or (1 if quick else 3), console)
     found = report(limits, total, options)
-    console.width = max(console.width, WIDTH)
-    for table in tables(found):
-        console.print(table)
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if plot:
-        try:
-            draw(found, PLOT)
-        except ImportError:
-            console.print("not drawn: matplotlib is not installed; pip install 'paramserver[bench]'")
+    publish(console, found, tables(found), json_file, partial(draw, found, PLOT) if plot else None)
 
 
 if __name__ == "__main__":
