@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from inside import add
-from jobs import CALM, SECONDS, Job, children, listens, until
+from inside import add, gate, say
+from jobs import CALM, PS0, PS1, SECONDS, Job, children, listens, until
 
 import psclient as ps
 from psclient.processes import start_server
@@ -25,19 +25,33 @@ def work(rounds):
     for _ in range(rounds):
         strategy.run(lambda: add(v, np.ones(300_000)))
     float(v[0])
+    say("worked", True)
+    gate("looked")
 
 
 @pytest.mark.parametrize(
     "chief", ["driver", *(pytest.param(chief, marks=pytest.mark.soak) for chief in ("script", "none"))]
 )
 def test_a_job_leaves_nothing_behind(tmp_path, chief):
-    """All processes exit with 0 by themselves; their ports are free, and no segment of memory stays."""
-    before, segments = children(), set(os.listdir("/dev/shm"))
-    with Job(work, tmp_path, (5,), ps=2, workers=2, chief=chief) as job:
+    """All processes exit with 0 by themselves; their ports are free, and the names of their sockets are gone."""
+    before = children()
+    with Job(work, tmp_path, (5,), gates=["looked"], ps=2, workers=2, chief=chief) as job:
+        for task in job.runners:
+            job.hear(task, "worked", True)
+        sockets = [path for task in (PS0, PS1) for path in _sockets(job.cluster.processes[task].pid)]
+        assert len(sockets) == 2
+        assert all(path.is_socket() for path in sockets)
+        job.open("looked")
         job.finish()
         assert not any(listens(address) for address in job.cluster.addresses.values())
     assert children() == before
-    assert set(os.listdir("/dev/shm")) <= segments
+    assert not any(path.exists() for path in sockets)
+
+
+def _sockets(pid):
+    """The names in shared memory of the sockets that a process listens on; not those of other tests' servers."""
+    bound = {Path(each.laddr) for each in psutil.Process(pid).net_connections("unix") if each.laddr}
+    return [path.with_name(path.name.removeprefix(".")) for path in bound if path.parent == Path("/dev/shm")]
 
 
 class Held:
