@@ -7,22 +7,24 @@ comes after. Everywhere else it writes into new arrays, which are made before th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from psserver.kernels.kernels import Kernel, Kernels
+from psserver.job import Application
+from psserver.kernels.kernels import Kernel, Kernels, Stage
 from psserver.kernels.launch import Copy, Pieces
 from psserver.kernels.source import Parameter, Role, Sum
-from psserver.kernels.steps import Step
-from pswire.program import Program
-from pswire.spec import Apply, Ref
+from pswire.spec import Ref
 from pswire.tensor import DTYPES, Array, TensorSpec
 
 MAX_PARTS = 8
 """Contributions that a kernel sums; of more, the reducer makes one value first."""
+
+Room = dict[tuple[Role, int], Array]
+"""New arrays that a stage writes: of assigned inputs, by input, and of outputs."""
 
 
 @dataclass(frozen=True)
@@ -40,81 +42,41 @@ class Parts:
     total: float
 
 
-@dataclass
-class Stage:
-    """A step that is going to run.
-
-    Attributes:
-        step: what it does.
-        kernel: what does it; None for the interpreter.
-        parts: by input of the step, what the kernel sums.
-        may_fail: whether running it may raise an error.
-        in_place: inputs of the step that are written where they are.
-        room: new arrays: of assigned inputs, by input, and of outputs.
-    """
-
-    step: Step
-    kernel: Kernel | None = None
-    parts: Mapping[int, Parts] = field(default_factory=dict)
-    may_fail: bool = True
-    in_place: frozenset[int] = frozenset()
-    room: dict[tuple[Role, int], Array] = field(default_factory=dict)
-
-
 class Call:
-    """An application of a program.
+    """An application of a program in one round.
 
     Args:
-        apply: which.
-        program: of the plan's, the one that it applies.
-        kernels: gives steps and kernels.
-        parts: the contributions to a value if nobody but this call needs it; None for any other value.
+        number: which, among those of the server.
+        application: the same.
+        kernels: gives stages and kernels.
+        parts: the contributions to a reduction, by its number; None where a kernel cannot sum them.
     """
 
-    def __init__(self, apply: Apply, program: Program, kernels: Kernels, parts: Callable[[Ref], Parts | None]) -> None:
-        self.apply = apply
-        self.program = program
+    def __init__(
+        self, number: int, application: Application, kernels: Kernels, parts: Callable[[int], Parts | None]
+    ) -> None:
+        self.numbers = range(number, number + 1)
+        self._application = application
+        self._args = application.apply.args
         self._kernels = kernels
-        self.stages = self._compiled(parts) or [Stage(kernels.whole(program))]
+        found = {number: part for number, index in application.alone if (part := parts(index)) is not None}
+        sums = {number: part.combined for number, part in found.items()}
+        program = application.program
+        self.stages = (
+            kernels.stages(program, application.reduced, sums) if application.distinct else kernels.interpreted(program)
+        )
+        self._parts = found
+        self._in_place: list[frozenset[int]] = [frozenset()] * len(self.stages)
+        self._rooms: list[Room] = [{} for _ in self.stages]
 
-    def _compiled(self, parts: Callable[[Ref], Parts | None]) -> list[Stage] | None:
-        """All stages, if the kernels are there."""
-        if len(set(self.apply.args)) < len(self.apply.args):
-            return None  # Two names for one memory.
-        steps = self._kernels.steps(self.program)
-        if any(step.shape is not None and prod(step.shape) < self._kernels.smallest for step in steps):
-            return None
-        stages = [self._stage(step, steps, parts) for step in steps]
-        missing = [stage for stage in stages if stage.step.shape is not None and stage.kernel is None]
-        return None if missing else stages
+    @property
+    def width(self) -> int:
+        """How many stages it has."""
+        return len(self.stages)
 
-    def _stage(self, step: Step, steps: Sequence[Step], parts: Callable[[Ref], Parts | None]) -> Stage:
-        found = self._parts(step, steps, parts) if step.shape is not None else {}
-        sums = {index: part.combined for index, part in found.items()}
-        kernel = self._kernels.kernel(step, sums) if step.shape is not None else None
-        # A reduction takes memory when it is first used.
-        reduced = [i for i, number in enumerate(step.args) if i not in found and self._is_reduction(number)]
-        return Stage(step, kernel, found, step.may_fail or bool(reduced))
-
-    def _is_reduction(self, number: int) -> bool:
-        return number < len(self.apply.args) and self.apply.args[number].kind == "reduction"
-
-    def _parts(self, step: Step, steps: Sequence[Step], parts: Callable[[Ref], Parts | None]) -> dict[int, Parts]:
-        """The inputs of a step that are sums of contributions which no other step reads."""
-        if self._kernels.device.gpu is not None:
-            return {}  # Summed before they go there: one value over the bus and not many.
-        found = {}
-        for index, number in enumerate(step.args):
-            alone = self._is_reduction(number) and sum(number in other.args for other in steps) == 1
-            if alone and step.program.inputs[index].spec.shape == step.shape and number not in self.program.outputs:
-                part = parts(self.apply.args[number])
-                if part is not None:
-                    found[index] = part
-        return found
-
-    def target(self, step: Step, index: int) -> int:
-        """The variable that is an input of a step."""
-        return self.apply.args[step.args[index]].index
+    def target(self, stage: Stage, index: int) -> int:
+        """The variable that is an input of a stage."""
+        return self._args[stage.step.args[index]].index
 
     def reserve(self, safe: Sequence[bool], own: Set[int], fresh: Set[int]) -> None:
         """Decides where kernels write, and makes the arrays for it; on a GPU kernels make their own.
@@ -124,30 +86,25 @@ class Call:
             own: variables whose arrays nobody else holds.
             fresh: variables whose values are new ones of this round.
         """
-        for stage, secure in zip(self.stages, safe, strict=True):
+        for at, (stage, secure) in enumerate(zip(self.stages, safe, strict=True)):
             if stage.kernel is not None and self._kernels.device.gpu is None:
-                self._reserve(stage, own | fresh if secure else fresh)
-
-    def _reserve(self, stage: Stage, mine: Set[int]) -> None:
-        step = stage.step
-        targets = frozenset(target for target, _ in step.program.assigns)
-        stage.in_place = frozenset(t for t in targets - step.kept if self.target(step, t) in mine)
-        for target in targets - stage.in_place:
-            stage.room["array", target] = _empty(step.program.inputs[target].spec)
-        for index, spec in enumerate(step.program.output_specs):
-            stage.room["output", index] = _empty(spec)
+                mine = own | fresh if secure else fresh
+                self._in_place[at] = frozenset(
+                    t for t in stage.targets - stage.step.kept if self.target(stage, t) in mine
+                )
+                self._rooms[at] = _room(stage, stage.targets - self._in_place[at])
 
     @property
     def copies(self) -> bool:
         """Whether it gives back what must be copied when it is done, which takes memory."""
-        outputs = self.program.outputs
+        outputs = self._application.program.outputs
         made = {number for stage in self.stages for number in stage.step.results}
         return len(set(outputs)) < len(outputs) or not made.issuperset(outputs)
 
     @property
     def assigned(self) -> set[int]:
         """Numbers of the variables that it assigns."""
-        return {self.target(s.step, target) for s in self.stages for target, _ in s.step.program.assigns}
+        return {self.target(stage, target) for stage in self.stages for target in stage.targets}
 
     def run(self, value: Callable[[Ref], Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
         """Runs all stages.
@@ -163,56 +120,68 @@ class Call:
 
         def get(number: int) -> Any:
             if number not in known:
-                known[number] = value(self.apply.args[number])
+                known[number] = value(self._args[number])
             return known[number]
 
-        if self.stages[0].step.program is self.program:  # Interpreted as a whole: its results are the outputs.
-            written, outputs = self._run(self.stages[0], get, xp)
-            return {self.apply.args[target].index: array for target, array in written.items()}, outputs
+        program = self._application.program
+        if self.stages[0].step.program is program:  # Interpreted as a whole: its results are the outputs.
+            written, outputs = self._run(0, get, xp)
+            return {self._args[target].index: array for target, array in written.items()}, outputs
         assigned: dict[int, Any] = {}
-        for stage in self.stages:
-            written, results = self._run(stage, get, xp)
-            known.update(zip(stage.step.results, results, strict=True))
-            known.update((number, written[target]) for number, target in stage.step.shared)
-            assigned |= {self.target(stage.step, target): array for target, array in written.items()}
-            for number in stage.step.done:
+        own: set[int] = set()
+        for at, stage in enumerate(self.stages):
+            step = stage.step
+            written, results = self._run(at, get, xp)
+            known.update(zip(step.results, results, strict=True))
+            known.update((number, written[target]) for number, target in step.shared)
+            assigned.update((self.target(stage, target), array) for target, array in written.items())
+            own.update(step.results)
+            for number in step.done:
                 del known[number]
-        own = {number for stage in self.stages for number in stage.step.results}
         outputs = []
-        for number in self.program.outputs:
+        for number in program.outputs:
             outputs.append(get(number) if number in own else xp.array(get(number), copy=True, order="C"))
             own.discard(number)
         return assigned, outputs
 
-    def _run(self, stage: Stage, get: Callable[[int], Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
+    def _run(self, at: int, get: Callable[[int], Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
+        stage = self.stages[at]
         step, kernel = stage.step, stage.kernel
-        inputs = {i: get(number) for i, number in enumerate(step.args) if i not in stage.parts}
+        inputs = {index: get(number) for index, number in stage.inputs}
         if kernel is None:
             return step.script.run(list(inputs.values()), xp)
         if self._kernels.device.gpu is not None:
             return _on_gpu(kernel, inputs, xp)
-        arrays = [_memory(stage, parameter, inputs) for parameter in kernel.parameters]
+        room, self._rooms[at] = self._rooms[at], {}  # so that they are let go when nobody needs them
+        arrays = [self._memory(stage, parameter, inputs, room) for parameter in kernel.parameters]
         self._kernels.crew.launch(kernel.function, prod(step.shape or ()), arrays, kernel.singles)
-        room, stage.room = stage.room, {}  # so that they are let go when nobody needs them
-        written = {t: inputs[t] if t in stage.in_place else room["array", t] for t, _ in step.program.assigns}
+        written = {t: inputs[t] if t in self._in_place[at] else room["array", t] for t in stage.targets}
         return written, [room["output", index] for index in range(len(step.results))]
 
+    def _memory(self, stage: Stage, parameter: Parameter, inputs: Mapping[int, Any], room: Room) -> Pieces | Copy:
+        """What a kernel on the CPU reads or writes for a parameter."""
+        index = parameter.value
+        match parameter.role:
+            case "part":
+                return self._parts[stage.parts[index]].pieces[parameter.place]
+            case "total":
+                return [np.asarray(self._parts[stage.parts[index]].total, DTYPES[parameter.dtype])]
+            case "output":
+                return [room["output", index]]
+        array = np.ascontiguousarray(inputs[index])
+        if ("array", index) not in room:
+            return [array]
+        new = room["array", index]
+        return Copy(array, new) if stage.kernel and index in stage.kernel.read else [new]
 
-def _memory(stage: Stage, parameter: Parameter, inputs: Mapping[int, Any]) -> Pieces | Copy:
-    """What a kernel on the CPU reads or writes for a parameter."""
-    index = parameter.value
-    match parameter.role:
-        case "part":
-            return stage.parts[index].pieces[parameter.place]
-        case "total":
-            return [np.asarray(stage.parts[index].total, DTYPES[parameter.dtype])]
-        case "output":
-            return [stage.room["output", index]]
-    array = np.ascontiguousarray(inputs[index])
-    if ("array", index) not in stage.room:
-        return [array]
-    new = stage.room["array", index]
-    return Copy(array, new) if stage.kernel and index in stage.kernel.form.read else [new]
+
+def _room(stage: Stage, targets: Set[int]) -> Room:
+    """New arrays for what is not assigned in place, and for outputs."""
+    program = stage.step.program
+    room: Room = {("array", target): _empty(program.inputs[target].spec) for target in targets}
+    for index, spec in enumerate(program.output_specs):
+        room["output", index] = _empty(spec)
+    return room
 
 
 def _on_gpu(kernel: Kernel, inputs: Mapping[int, Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:

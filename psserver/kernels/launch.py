@@ -65,9 +65,11 @@ class Crew:
             arrays: as the kernel takes them.
             scalars: for each array whether it is one.
         """
-        if not self._helpers and all(not isinstance(array, Copy) and len(array) == 1 for array in arrays):
-            kernel(size, *(address_of(pieces[0]) for pieces in arrays))  # type: ignore[index]
-            return
+        if not self._helpers:
+            addresses = [address_of(array[0]) for array in arrays if not isinstance(array, Copy) and len(array) == 1]
+            if len(addresses) == len(arrays):
+                kernel(size, *addresses)
+                return
         whole = [_pieces(array) for array, scalar in zip(arrays, scalars, strict=True) if not scalar]
         cuts = _cuts(size, whole)
         columns = [_addresses(_pieces(array), scalar, cuts) for array, scalar in zip(arrays, scalars, strict=True)]
@@ -87,6 +89,10 @@ class Crew:
             calls: its arguments; the first is a number of elements, if there are copies.
             copies: what each call copies before, from where to where, and bytes of an element.
         """
+        if not (self._helpers or copies):
+            for call in calls:
+                kernel(*call)
+            return
         runs = _Runs(kernel, calls, copies)
         pool, others = self._pool, min(self._helpers, len(runs.calls) - 1)
         futures = [pool.submit(runs.work) for _ in range(others)] if pool else []

@@ -20,6 +20,7 @@ from psserver.arrays import Device
 from psserver.job import Job as Round
 from psserver.job import Part
 from psserver.kernels.kernels import SMALLEST, Kernels
+from psserver.stream import Stream
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import ALIGN
@@ -732,7 +733,7 @@ def test_a_stream_makes_what_is_made_at_once(round, data):
     job, values = round
     expected = executor.run(job, 0, KERNELS, dict(values))
     parts, rest = zip(*(growing(part) for part in job.parts), strict=True)
-    stream = executor.Stream(replace(job, parts=parts), 0, KERNELS)
+    stream = Stream(replace(job, parts=parts), 0, KERNELS)
     ready, told = {}, []
     while not stream.done:
         if stream.awaits(lambda: told.append(1)):
@@ -742,7 +743,7 @@ def test_a_stream_makes_what_is_made_at_once(round, data):
                 offset, buffers = rest[place].pop(0)
                 parts[place].payload.add(offset, memoryview(b"".join(buffers)))
             continue
-        assigned, fresh = stream.step({id: values[id] for id in stream.reads}, frozenset())
+        assigned, fresh = stream.step({id: values[id] for id in stream.reads()}, frozenset())
         values |= assigned
         assert not ready.keys() & {key for key in fresh if isinstance(key, int)}, "a variable is delivered twice"
         ready |= fresh

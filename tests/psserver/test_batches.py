@@ -1,0 +1,236 @@
+"""Applications of one kernel, made together: the same bits as one by one, and nothing that one by one would refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given as given_by_hypothesis
+from hypothesis import strategies as st
+from programs import job_of, same_bits
+
+from psserver import executor
+from psserver.arrays import Device
+from psserver.batches import batches
+from psserver.job import outline
+from psserver.kernels.kernels import SMALL_PATIENCE, Kernels
+from psserver.stream import Stream
+from pswire.errors import ProgramError
+from pswire.limits import ALIGN
+from pswire.payload import Payload
+from pswire.program import Input, Node, Program
+from pswire.spec import Apply, Operand, Plan, Reduction, Ref
+from pswire.tensor import TensorSpec
+
+RATE = TensorSpec("float32", ())
+POWER = Program(
+    (Input("variable", TensorSpec("int64", ())), Input("value", TensorSpec("int64", ()))),
+    (Node("pow", (0, 1)),),
+    ((0, 2),),
+    (),
+)
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Kernels for arrays of any size, from the second round on."""
+    made = Kernels(Device(), patience=1, smallest=0)
+    yield made
+    made.close()
+
+
+def descent(size):
+    """`w -= rate * gradient`."""
+    spec = TensorSpec("float32", (size,))
+    inputs = (Input("variable", spec), Input("value", spec), Input("operand", RATE))
+    return Program(inputs, (Node("multiply", (1, 2)), Node("subtract", (0, 3))), ((0, 4),), ())
+
+
+def descents(sizes, op="sum", more=()):
+    """A plan that updates a variable of each size alike, and then by other programs one variable each."""
+    programs = tuple(dict.fromkeys(map(descent, sizes))) + tuple(more)
+    reductions = [Reduction(op, TensorSpec("float32", (size,)), (0,)) for size in sizes]
+    reductions += [Reduction("sum", program.inputs[1].spec, (0,)) for program in more]
+    applies = [
+        Apply(programs.index(descent(size)), (0,), (Ref("variable", n), Ref("reduction", n), Ref("operand", 0)))
+        for n, size in enumerate(sizes)
+    ]
+    for n, program in enumerate(more, len(sizes)):
+        applies.append(Apply(programs.index(program), (0,), (Ref("variable", n), Ref("reduction", n))))
+    return Plan(tuple(reductions), (Operand(RATE, (0,)),), programs, tuple(applies))
+
+
+def arrays(sizes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=size).astype("float32") for size in sizes]
+
+
+def job_for(plan, contributions, part_bytes=1 << 20):
+    return job_of(plan, contributions, [np.float32(0.1)], part_bytes)
+
+
+def warm(kernels, job, values):
+    """Has all kernels made; returns the numbers of what is batched now."""
+    for _ in range(2):
+        executor.run(job, 0, kernels, values)
+        kernels.compiler.wait()
+    return set(batches(job.plan, 0, outline(job.plan, 0), kernels, len(job.parts)))
+
+
+def fresh(sizes):
+    return dict(enumerate(arrays(sizes, 99)))
+
+
+@given_by_hypothesis(
+    st.lists(st.integers(0, 40), min_size=2, max_size=6),
+    st.sampled_from(["sum", "mean"]),
+    st.integers(1, 4),
+    st.sampled_from([2 * ALIGN, 4 * ALIGN, 1 << 20]),
+)
+def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, part_bytes):
+    """Whatever the sizes, however many contribute, wherever their contributions are cut."""
+    plan = descents(sizes, op)
+    job = job_for(plan, [arrays(sizes, seed) for seed in range(members)], part_bytes)
+    expected = executor.run(job, 0, Kernels(Device()), fresh(sizes))
+    assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
+    values = fresh(sizes)
+    lent = executor.run(job, 0, kernels, values, frozenset(values)).assigned
+    assert all(same_bits(lent[id], expected.assigned[id]) for id in values)
+    assert all(lent[id] is values[id] for id in values if values[id].size), "it is written where it is"
+
+
+def test_what_one_of_many_holds_is_not_written(kernels):
+    """A batch writes in place; where somebody holds one of its variables, that one is replaced."""
+    sizes = [8, 9, 10]
+    job = job_for(descents(sizes), [arrays(sizes)])
+    warm(kernels, job, fresh(sizes))
+    values = fresh(sizes)
+    found = executor.run(job, 0, kernels, values, frozenset([0, 2])).assigned
+    assert same_bits(values[1], fresh(sizes)[1])
+    assert all(same_bits(found[id], executor.run(job, 0, Kernels(Device()), fresh(sizes)).assigned[id]) for id in found)
+
+
+def test_a_later_failure_leaves_all_variables_of_a_batch(kernels):
+    """A power is refused after it."""
+    sizes = [8, 9]
+    plan = descents(sizes, more=[POWER])
+    values = {**fresh(sizes), 2: np.array(2)}
+    good = job_for(plan, [[*arrays(sizes), np.array(3)]])
+    assert warm(kernels, good, dict(values)) == {0, 1}
+    with pytest.raises(ProgramError, match="pow"):
+        executor.run(job_for(plan, [[*arrays(sizes), np.array(-1)]]), 0, kernels, values, frozenset(values))
+    assert all(same_bits(values[id], array) for id, array in fresh(sizes).items())
+    assert int(executor.run(good, 0, kernels, values, frozenset(values)).assigned[2]) == 8
+
+
+def test_who_contributes_nothing_is_left_out(kernels):
+    """A weight of 0 on one of the reductions: the others have both contributions, that one has one."""
+    sizes = [8, 9]
+    whole = job_for(descents(sizes, "mean"), [arrays(sizes, 1), arrays(sizes, 2)])
+    warm(kernels, whole, fresh(sizes))
+    first, second = whole.parts
+    said = replace(second.said, weights=(0.0, 2.0))
+    short = Payload.pack([np.float32(0.1), arrays(sizes, 2)[1]])
+    job = replace(whole, parts=(first, replace(second, said=said, payload=short)))
+    values = fresh(sizes)
+    found = executor.run(job, 0, kernels, values, frozenset(values)).assigned
+    expected = executor.run(job, 0, Kernels(Device()), fresh(sizes)).assigned
+    assert all(same_bits(found[id], expected[id]) for id in (0, 1))
+
+
+def test_one_variable_twice_is_no_batch(kernels):
+    """The second application reads what the first has written."""
+    plan = descents([8, 8])
+    twice = tuple(replace(apply, args=(Ref("variable", 0), *apply.args[1:])) for apply in plan.applies)
+    plan = replace(plan, applies=twice)
+    job = job_for(plan, [arrays([8, 8])])
+    assert warm(kernels, job, fresh([8])) == set()
+    values = fresh([8])
+    found = executor.run(job, 0, kernels, values, frozenset(values)).assigned[0]
+    assert same_bits(found, executor.run(job, 0, Kernels(Device()), fresh([8])).assigned[0])
+
+
+def test_variables_of_a_wrong_shape_are_refused_before_anything_is_written(kernels):
+    """Kernels see addresses only."""
+    sizes = [8, 9]
+    job = job_for(descents(sizes), [arrays(sizes)])
+    warm(kernels, job, fresh(sizes))
+    values = {0: fresh(sizes)[0], 1: np.zeros(8, "float32")}
+    with pytest.raises(ProgramError, match="variable 1 should have a value of float32"):
+        executor.run(job, 0, kernels, values, frozenset(values))
+    assert same_bits(values[0], fresh(sizes)[0])
+
+
+def streamed(kernels, sizes):
+    """A round of two members that runs bit by bit: the stream, and the tensors that are still to come of each."""
+    job = job_for(descents(sizes), [arrays(sizes, 1), arrays(sizes, 2)])
+    warm(kernels, job, fresh(sizes))
+    parts = [replace(part, payload=Payload((), part.payload.size)) for part in job.parts]
+    stream = Stream(replace(job, parts=tuple(parts)), 0, kernels)
+    ends = [ALIGN, *(ALIGN + 4 * sum(sizes[: n + 1]) for n in range(len(sizes)))]
+    bytes_of = [part.payload.chunks[0][1] for part in job.parts]
+    return job, stream, parts, [[(low, whole[low:high]) for low, high in pairwise([0, *ends])] for whole in bytes_of]
+
+
+def advance(stream, values):
+    """Makes all steps that can be made; returns how many variables each of them updated."""
+    made = []
+    while not (stream.done or stream.awaits(lambda: None)):
+        assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values))
+        values |= assigned
+        made.append(len(assigned))
+    return made
+
+
+def test_a_stream_makes_at_once_what_is_there(kernels):
+    """One step for all variables whose contributions have come, and none for the others."""
+    sizes = [8] * 6
+    job, stream, parts, rest = streamed(kernels, sizes)
+    values = fresh(sizes)
+
+    def come(count):
+        for part, chunks in zip(parts, rest, strict=True):
+            for offset, buffer in chunks[:count]:
+                part.payload.add(offset, buffer)
+            del chunks[:count]
+
+    come(3)
+    few = sum(advance(stream, values))
+    assert 0 < few < 6
+    come(9)
+    assert advance(stream, values) == [6 - few]
+    expected = executor.run(job, 0, Kernels(Device()), fresh(sizes)).assigned
+    assert all(same_bits(values[id], expected[id]) for id in values)
+
+
+def test_who_is_lost_within_a_batch_counts_where_it_was_whole(kernels):
+    """What it had sent whole is in; what not, is not."""
+    sizes = [8] * 4
+    job, stream, parts, rest = streamed(kernels, sizes)
+    values = fresh(sizes)
+    for part, chunks in zip(parts, (rest[0], rest[1][:3]), strict=True):
+        for offset, buffer in chunks:
+            part.payload.add(offset, buffer)
+    before = sum(advance(stream, values))
+    assert stream.drop({parts[1].member.session})
+    advance(stream, values)
+    both = executor.run(job, 0, Kernels(Device()), fresh(sizes)).assigned
+    alone = executor.run(replace(job, parts=job.parts[:1]), 0, Kernels(Device()), fresh(sizes)).assigned
+    assert 0 < before < 4
+    assert all(same_bits(values[id], (both if id < before else alone)[id]) for id in values)
+
+
+def test_small_variables_have_a_kernel_in_the_long_run():
+    """It saves little in a round, so that a short job never compiles."""
+    kernels = Kernels(Device(), patience=1)
+    job = job_for(descents([8, 9]), [arrays([8, 9])])
+    for _ in range(SMALL_PATIENCE // 2 - 1):
+        executor.run(job, 0, kernels, fresh([8, 9]))
+    assert not kernels.compiler.texts
+    for _ in range(SMALL_PATIENCE):
+        executor.run(job, 0, kernels, fresh([8, 9]))
+    kernels.compiler.wait()
+    assert warm(kernels, job, fresh([8, 9])) == {0, 1}
+    kernels.close()
