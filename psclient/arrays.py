@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
@@ -143,7 +146,7 @@ def device_of(array: AnyArray) -> Device:
 
 
 def to_device(array: AnyArray, device: Device) -> AnyArray:
-    """The array on a device: itself if it is there, else a copy.
+    """The array on a device: itself if it is there, else a copy, which the host does not wait for.
 
     Args:
         array: anything that `to_numpy` takes.
@@ -151,8 +154,10 @@ def to_device(array: AnyArray, device: Device) -> AnyArray:
     """
     if device.kind == "cpu":
         return to_numpy(array)
-    with device_scope(device):
-        return _loaded_cupy().asarray(array if _is_cupy(array) else to_numpy(array))
+    found = as_array(array)
+    if isinstance(found, np.ndarray):
+        return _copies(device).upload(found)
+    return found if device_of(found) == device else _copies(device).take(found)
 
 
 def is_array(value: Any) -> bool:
@@ -185,8 +190,143 @@ def to_numpy(array: AnyArray) -> Array:
     return host
 
 
+def begin_download(array: AnyArray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | Download:
+    """An array on its way to the host, contiguous; what is on the host is there already.
+
+    Args:
+        array: NumPy's or CuPy's; on a GPU it must not change before the copy has ended. What makes it must be in the
+            calling thread's current stream, or in one that this stream waits for, as the null stream does.
+        dtype, shape: of the result; the shape has as many elements as the array's.
+    """
+    if _is_cupy(array):
+        return _copies(device_of(array)).download(array, dtype, shape)
+    return np.ascontiguousarray(array, dtype).reshape(shape)
+
+
 def add(a: AnyArray, b: AnyArray) -> AnyArray:
     """The sum of two arrays of one shape, on the device of the first."""
     device = device_of(a)
     with device_scope(device):
         return namespace(device).add(a, to_device(b, device))
+
+
+# ---- Copies that nobody waits for ----
+
+
+class Download:
+    """A host array that a copy from a GPU fills, while the program goes on. May be waited for by any thread.
+
+    Args:
+        host: the array.
+        done: the event at the end of the copy.
+        over: called when somebody has seen that end.
+
+    Attributes:
+        nbytes: of the array.
+        here: the array, once `wait` has seen the end of the copy; None before.
+    """
+
+    def __init__(self, host: Array, done: Any, over: Callable[[], object]) -> None:
+        self._host = host
+        self._done = done
+        self._over = over
+        self.nbytes = host.nbytes
+        self.here: Array | None = None
+
+    def wait(self) -> Array:
+        """Waits for the end of the copy; returns the array. Raises the device's error if it has failed."""
+        if self.here is None:
+            self._done.synchronize()
+            self.here = self._host
+            self._over()
+        return self.here
+
+
+class _Copies:
+    """The one stream of a GPU on which arrays come there and leave. May be used by any thread.
+
+    The host waits for nothing, and the streams for as little as they can: a copy begins when the calling thread's
+    current stream has done what it was given so far, and what that stream is given next begins when the copy that it
+    needs has ended. Host memory is pinned, from CuPy's pool, where it goes back to with the last array that is made
+    of it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._cupy: Any = _loaded_cupy()
+        self._device = device
+        with device_scope(device):
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._lock = threading.Lock()  # guards what is held, which is in the order of the copies
+        self._held: deque[tuple[Any, tuple[AnyArray, ...]]] = deque()
+
+    def download(self, array: AnyArray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Download:
+        """Begins to copy an array of this device to the host, contiguous, in a dtype and a shape."""
+        with device_scope(self._device):
+            there = self._cupy.ascontiguousarray(array, dtype).reshape(shape)
+            host = self._pinned(there)
+            self._stream.wait_event(self._now(self._current()))
+            there.data.copy_to_host_async(host.ctypes.data, host.nbytes, self._stream)
+            return Download(host, self._copied(there, host), self._let_go)
+
+    def upload(self, host: Array) -> AnyArray:
+        """A copy of a host array on this device; the host array may change when this returns."""
+        with device_scope(self._device):
+            there = self._cupy.empty(host.shape, host.dtype.newbyteorder("="))
+            pinned = self._pinned(there)
+            pinned[...] = host
+            current = self._current()
+            # The array is the current stream's, which may still be reading what was in this memory before.
+            self._stream.wait_event(self._now(current))
+            there.data.copy_from_host_async(pinned.ctypes.data, pinned.nbytes, self._stream)
+            current.wait_event(self._copied(there, pinned))
+            return there
+
+    def take(self, array: AnyArray) -> AnyArray:
+        """A copy of another GPU's array on this device."""
+        with device_scope(device_of(array)):
+            array = self._cupy.ascontiguousarray(array).reshape(array.shape)
+            giving = self._current()
+            made = self._now(giving)
+        with device_scope(self._device):
+            there = self._cupy.empty(array.shape, array.dtype)
+            current = self._current()
+            self._stream.wait_event(made)
+            self._stream.wait_event(self._now(current))
+            there.data.copy_from_device_async(array.data, array.nbytes, self._stream)
+            done = self._copied(there, array)
+            current.wait_event(done)
+        with device_scope(device_of(array)):
+            giving.wait_event(done)  # What it is given next may change the array.
+        return there
+
+    def _current(self) -> Any:
+        return self._cupy.cuda.get_current_stream()
+
+    def _now(self, stream: Any) -> Any:
+        """The event at the end of what a stream of the current device was given so far."""
+        return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))
+
+    def _pinned(self, like: AnyArray) -> Array:
+        """A host array of the dtype and shape of another."""
+        if not like.nbytes:
+            return np.empty(like.shape, like.dtype)
+        memory = self._cupy.cuda.alloc_pinned_memory(like.nbytes)
+        return np.frombuffer(memory, like.dtype, like.size).reshape(like.shape)
+
+    def _copied(self, *arrays: AnyArray) -> Any:
+        """The event at the end of a copy, until which its arrays are held: nobody else may get their memory."""
+        with self._lock:
+            done = self._now(self._stream)
+            self._held.append((done, arrays))
+        self._let_go()
+        return done
+
+    def _let_go(self) -> None:
+        with self._lock:
+            while self._held and self._held[0][0].done:
+                self._held.popleft()
+
+
+@cache
+def _copies(device: Device) -> _Copies:
+    return _Copies(device)

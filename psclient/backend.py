@@ -15,8 +15,8 @@ from pswire.spec import VariableSpec
 from pswire.tensor import Array
 
 if TYPE_CHECKING:
+    from psclient.kept import HostValue, Kept
     from psclient.scalars import Number
-    from psclient.section import Kept
 
 Place = tuple[int, ...]
 """Parameter devices, by number."""
@@ -137,12 +137,13 @@ class Backend(Protocol):
         """
         ...
 
-    def repeat(self, kept: Kept, numbers: list[Number]) -> bool:
-        """Does behind the reductions that the calling thread has begun with what was done behind the same ones before.
+    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
+        """Makes the reductions that were made before, and does behind them what was done behind them then.
 
         Args:
             kept: what was done.
             numbers: in place of those of then.
+            local: this process's contributions, in place of those of then; of the same dtypes and shapes.
 
         Returns:
             False if it is not known that this would be the same: then nothing is done.

@@ -10,6 +10,7 @@ import enum
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -32,6 +33,9 @@ _PLAIN = NUMBERS | {bool, str, type(None)}
 """What most attributes are: an optimizer's are looked at in each step."""
 
 _VIEW = "_stands_for_another"
+
+_LAST = "_last_settings"
+"""Most steps find the settings of the step before, which know what they are."""
 
 
 def is_view(configured: Configured) -> bool:
@@ -74,14 +78,19 @@ class Configured:
         """As `settings`, with other values of some attributes."""
         kind: Any = type(self)
         taken = {name: _taken(value) for name, value in (vars(self) | replaced).items()}
+        known = {name: _taken(getattr(kind, name)) for name in _names_of_class(kind) if name not in taken}
+        attributes = {name: value for name, value in (known | taken).items() if value is not _LEFT_OUT}
+        last: Settings | None = vars(self).get(_LAST)
+        if last is not None and last.same(kind, attributes):
+            return last
         for name, value in taken.items():
             if value is _LEFT_OUT and hasattr(kind, name):
                 raise TypeError(
                     f"attribute {name!r} of {kind.__name__} hides the class's own, and update functions see "
                     "numbers, words, functions and tuples only; make it one of these, or give it another name"
                 )
-        known = {name: _taken(getattr(kind, name)) for name in _names_of_class(kind) if name not in taken}
-        return Settings(kind, {name: value for name, value in (known | taken).items() if value is not _LEFT_OUT})
+        made = vars(self)[_LAST] = Settings(kind, attributes)
+        return made
 
 
 @functools.lru_cache(maxsize=1024)
@@ -114,6 +123,11 @@ class Settings:
         self.numbers: list[Number] = []
         self.view(self.numbers.append)
         self.key = _Key((kind, *((name, _key(value)) for name, value in attributes.items())))
+
+    def same(self, kind: type, attributes: Mapping[str, Any]) -> bool:
+        """Whether they are of this class, and have these very attributes."""
+        mine = self._attributes
+        return self.kind is kind and [*mine] == [*attributes] and all(map(is_, mine.values(), attributes.values()))
 
     def view(self, number: Callable[[Number], Any]) -> Any:
         """An object of the class with these attributes.
@@ -169,6 +183,8 @@ def _taken(value: Any) -> Any:
         return value.settings()
     if isinstance(value, tuple | list):
         items = tuple(map(_taken, value))
+        if type(value) is tuple and all(map(is_, value, items)):
+            return value
         return _LEFT_OUT if _LEFT_OUT in items else items
     if isinstance(value, np.generic):
         value = value.item()

@@ -158,6 +158,8 @@ def unbox(boxes: Any) -> list[Any]:
     rows = [box.leaves for box in values.local_results(boxes)]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(f"replicas reduce different numbers of values: {[len(row) for row in rows]}")
+    if len(rows) == 1:
+        return list(rows[0])
     return [values.per_replica(column) for column in zip(*rows, strict=True)]
 
 
@@ -326,7 +328,8 @@ def in_update() -> bool:
 
 def update_lift() -> Lift | None:
     """What makes tracers in the calling thread's update context; None in all other contexts."""
-    return _current().lift
+    entries = _stack.entries  # The default context has none, and each read of a variable asks.
+    return entries[-1].context.lift if entries else None
 
 
 def local_replica(strategy: Any) -> int | None:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from psclient.group import Group
 from psclient.session import Session
+from psclient.staging import Sent, fill, pack
 from pswire.api import Contribution, CreateReply, ParameterServer, RestoreReply, RoundReply
 from pswire.errors import CheckpointError, Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
 from pswire.log import Position, Snapshotted
 from pswire.payload import EMPTY, Payload
 from pswire.spec import Plan, Ref, Variable, VariableSpec
-from pswire.tensor import Array, portable
+from pswire.tensor import Array, TensorSpec, portable
 
 log = logging.getLogger("psclient")
 
@@ -36,21 +37,43 @@ class Outgoing:
     Attributes:
         plan: the section's plan.
         weights: for each reduction, by how much this process's contribution counts.
-        contributions: for each reduction, a host array; None where the weight is 0.
+        contributions: for each reduction, a host array, or one on its way from a GPU; None where the weight is 0.
         operands: for each operand, a host array.
     """
 
     plan: Plan
     weights: tuple[float, ...]
-    contributions: tuple[Array | None, ...]
+    contributions: tuple[Sent | None, ...]
     operands: tuple[Array, ...]
 
     def payload(self, server: int) -> Payload:
         """What goes to one server."""
-        sent = zip(self.plan.reductions, self.contributions, strict=True)
-        arrays = [array for reduction, array in sent if array is not None and server in reduction.servers]
-        used = zip(self.plan.operands, self.operands, strict=True)
-        return Payload.pack([*(array for operand, array in used if server in operand.servers), *arrays])
+        share = _share(self.plan, server)
+        sent = [self.contributions[place] for place in share.reductions]
+        return pack([*(self.operands[place] for place in share.operands), *(x for x in sent if x is not None)])
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What of a plan concerns one server; found once, and remembered with the plan.
+
+    Attributes:
+        operands, reductions: places of those that are sent there.
+        given: as `Plan.given`.
+    """
+
+    operands: tuple[int, ...]
+    reductions: tuple[int, ...]
+    given: list[tuple[Ref, TensorSpec]]
+
+
+def _share(plan: Plan, server: int) -> _Share:
+    found = plan.remembered.get(("share", server))
+    if not isinstance(found, _Share):
+        operands = tuple(place for place, item in enumerate(plan.operands) if server in item.servers)
+        reductions = tuple(place for place, item in enumerate(plan.reductions) if server in item.servers)
+        found = plan.remembered["share", server] = _Share(operands, reductions, plan.given(server))
+    return found
 
 
 class Exchange:
@@ -144,6 +167,16 @@ class Exchange:
                 value = self._cache[variable.id] = self._pull(variable)
             return value
 
+    def kept(self, id: int) -> Array | None:
+        """A variable's value, where no round has changed it since it was read; None where `read` has to look closer.
+
+        Without the lock: another thread's round changes such a value before or after it is read here.
+        """
+        value = self._cache.get(id) if self._renewed else None
+        if value is not None:
+            self._read.add(id)
+        return value
+
     def begin_step(self) -> None:
         """What was read before is out of date where workers are asynchronous; what the last round brought is not."""
         if self.group.alone:
@@ -205,7 +238,12 @@ class Exchange:
         if not self.group.alone:
             self.session.waits = (self.group.round, plan.id)
         try:
-            futures = {server: self._push(outgoing, server, want[server], observes) for server in plan.servers}
+            payloads = {server: EMPTY if observes else outgoing.payload(server) for server in plan.servers}
+            futures = {
+                server: self._push(outgoing, payload, server, want[server], observes)
+                for server, payload in payloads.items()
+            }
+            self._fill(outgoing, payloads.values())
             replies, failure = self._gather(futures)
         except BaseException as error:
             if not isinstance(error, PSError):
@@ -222,10 +260,25 @@ class Exchange:
     def _want(self, plan: Plan, server: int) -> tuple[int, ...]:
         """What to ask back: variables that the plan assigns and that were read since their last assignment."""
         with self._lock:
-            written = (id for id in plan.writes(server) if id in self._read)
-            return tuple(id for id in written if self._variables[id].servers[0] == server)
+            written = [id for id in plan.writes(server) if id in self._read]
+            return tuple([id for id in written if self._variables[id].servers[0] == server])
 
-    def _push(self, outgoing: Outgoing, server: int, want: tuple[int, ...], observes: bool) -> Future[RoundReply]:
+    def _fill(self, outgoing: Outgoing, payloads: Iterable[Payload]) -> None:
+        """Waits until all of a contribution is on the host, while what is there is sent."""
+        try:
+            fill(outgoing.contributions, payloads)
+        except Exception as error:
+            # The servers wait for the rest of it, and nobody can send that.
+            failure = PSError(
+                f"the contribution to round {self.group.round} could not be copied from the GPU ({error}); restart",
+                str(self.session.task),
+            )
+            self.session.end(failure)
+            raise failure from error
+
+    def _push(
+        self, outgoing: Outgoing, payload: Payload, server: int, want: tuple[int, ...], observes: bool
+    ) -> Future[RoundReply]:
         epoch = self.group.epoch
         said = Contribution(
             self.session.number,
@@ -238,7 +291,7 @@ class Exchange:
             want,
             observes,
         )
-        return self.session.servers[server].push(said, EMPTY if observes else outgoing.payload(server))
+        return self.session.servers[server].push(said, payload)
 
     def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> tuple[dict[int, RoundReply], PSError | None]:
         """The answers, and why the round failed on some server: then it did for every process."""
@@ -287,7 +340,7 @@ class Exchange:
         values: dict[Ref, Array] = {}
         fresh: dict[int, Array] = {}
         for server, reply in replies.items():
-            given = plan.given(server)
+            given = _share(plan, server).given
             wanted = [self._variables[id].spec.tensor for id in want[server]]
             tensors = [_frozen(array) for array in reply.payload.tensors(wanted + [spec for _, spec in given])]
             fresh |= zip(want[server], tensors, strict=False)
@@ -296,11 +349,11 @@ class Exchange:
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)
         for server in plan.servers:
             self._touched[server] = self.group.round
-        written = {id for server in plan.servers for id in plan.writes(server)}
+        written = set[int]().union(*map(plan.writes, plan.servers))
         with self._lock:
             self._read -= written
-            for id in written:
-                self._cache.pop(id, None)
+            for id in written & (self._cache.keys() - fresh.keys()):
+                del self._cache[id]
             self._cache |= fresh
             self._brought = set(fresh)
         epochs = [reply.epoch for reply in replies.values()]

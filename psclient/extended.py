@@ -11,6 +11,7 @@ from typing import Any
 from psclient import context, nest
 from psclient.arrays import Device, is_array, to_device, to_numpy
 from psclient.backend import Backend, Beside, Place
+from psclient.kept import HostValue, travels_as
 from psclient.local import apply_to_copies
 from psclient.readable import Readable, read
 from psclient.reduce_op import ReduceOp
@@ -18,7 +19,7 @@ from psclient.reduction import EVERYONE, LocalValue, combine
 from psclient.stored import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
 from psclient.variables import Variable, VariableAggregation
-from pswire.spec import VariableSpec
+from pswire.spec import Reduction, VariableSpec
 from pswire.tensor import Array
 
 Destination = Beside | tuple[Device, ...]
@@ -229,6 +230,24 @@ class StrategyExtended:
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
         """One reduction whose value comes back to every process, at once; see `Strategy.reduce`."""
         return self._here(self._local(op, value, axis))
+
+    def contributions(self, values: Sequence[Any], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
+        """What this process contributes to sums like those of before, if it fits; else fewer items.
+
+        In cross-replica context.
+
+        Args:
+            values: one for each reduction, as `batch_reduce_to` takes them.
+            reductions: those of before.
+        """
+        whole = len(self.worker_devices) == 1 and not self._backend.group.empty
+        found: list[LocalValue | HostValue] = []
+        for value, reduction in zip(values, reductions, strict=True):
+            if whole and travels_as(value, reduction.tensor):
+                found.append(HostValue(1.0, value))
+            elif (local := self._local(ReduceOp.SUM, value, None)).spec == reduction.tensor:
+                found.append(local)
+        return found
 
     def _here(self, local: LocalValue) -> Array:
         (reduced,) = self._backend.reduce([(local, None)])

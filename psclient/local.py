@@ -19,8 +19,8 @@ from pswire.spec import VariableSpec
 from pswire.tensor import Array
 
 if TYPE_CHECKING:
+    from psclient.kept import HostValue, Kept
     from psclient.scalars import Number
-    from psclient.section import Kept
 
 LOCALHOST = Task("localhost", 0)
 """The task of a process that is in no cluster."""
@@ -115,7 +115,7 @@ class LocalBackend:
     def complete(self, numbers: list[Number]) -> None:
         """Nothing: each update runs at once."""
 
-    def repeat(self, kept: Kept, numbers: list[Number]) -> bool:
+    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
         """False: nothing is recorded that could be."""
         return False
 

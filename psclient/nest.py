@@ -154,7 +154,8 @@ def _map_one(fn: Callable[..., Any], value: Nest, is_leaf: Callable[[Any], bool]
     if opener is None or (is_leaf is not None and is_leaf(value)):
         return fn(value)
     if opener is _open_sequence:
-        mapped = [_map_one(fn, child, is_leaf) for child in value]
+        # A leaf is not worth another call: most are in a sequence of leaves.
+        mapped = [_map_one(fn, child, is_leaf) if _opener(type(child)) else fn(child) for child in value]
         return mapped if type(value) is list else type(value)(mapped)
     node = opener(value)
     return node.build([_map_one(fn, child, is_leaf) for child in node.children])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from psclient.arrays import AnyArray, add, as_array, device_of, device_scope, namespace, to_numpy
+from psclient.arrays import AnyArray, Download, add, as_array, begin_download, device_of, device_scope, namespace
 from pswire.spec import ReduceOp
 from pswire.tensor import DTYPES, Array, TensorSpec
 
@@ -35,12 +35,11 @@ class LocalValue:
     total: AnyArray
 
     @property
-    def array(self) -> Array | None:
-        """The sum as it travels, contiguous on the host; None where the weight is 0."""
+    def array(self) -> Array | Download | None:
+        """The sum as it travels, contiguous on the host; None where the weight is 0. From a GPU its copy begins now."""
         if not self.weight:
             return None
-        host = np.ascontiguousarray(to_numpy(self.total), DTYPES[self.spec.dtype])
-        return host.reshape(self.spec.shape)
+        return begin_download(self.total, DTYPES[self.spec.dtype], self.spec.shape)
 
     def kept(self) -> LocalValue:
         """The same with memory of its own, which the caller's buffers do not change any more."""

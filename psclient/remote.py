@@ -12,10 +12,11 @@ from psclient.arrays import Device
 from psclient.backend import Beside, Place
 from psclient.exchange import Exchange
 from psclient.group import Group
+from psclient.kept import HostValue, Kept
 from psclient.placement import Placement
 from psclient.reduction import LocalValue
 from psclient.scalars import Number
-from psclient.section import Kept, Section
+from psclient.section import Section
 from psclient.stored import ServerVariable, SyncOnReadVariable
 from psclient.variables import Variable, VariableAggregation
 from pswire.errors import LocalityError
@@ -82,6 +83,10 @@ class RemoteBackend:
 
     def read(self, handle: Handle) -> Array:
         """A variable's value on the host; if this thread's open section assigns it, that is flushed first."""
+        if self._section is None and not self._closed:
+            value = self._exchange.kept(handle.id)
+            if value is not None:
+                return value
         self.check_open()
         section = self._mine()
         if section is not None and section.writes(handle.id):
@@ -138,9 +143,9 @@ class RemoteBackend:
         section = self._mine()
         return None if section is None else section.complete(numbers)
 
-    def repeat(self, kept: Kept, numbers: list[Number]) -> bool:
+    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
         """Records in the calling thread's section what another one recorded; see `Section.repeat`."""
-        return self.section_here.repeat(kept, numbers)
+        return self.section_here.repeat(kept, numbers, local)
 
     @property
     def section_here(self) -> Section:

@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +21,9 @@ import grpc
 from google.protobuf.message import Message
 
 from psclient.channels import OPTIONS, REASONS, Interceptor, stub
-from psclient.lanes import Answered, Lane, Lanes, Offer
+from psclient.lane import Answered, Lane, Offer
+from psclient.lanes import Lanes
+from psclient.staging import Parts
 from psclient.threads import Threads
 from pswire import codec, replies
 from pswire.api import (
@@ -42,7 +44,7 @@ from pswire.lanes import LaneName
 from pswire.lanes.frames import Frame, frames
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.log import Entry, Mode, Start
-from pswire.payload import Assembly, Payload
+from pswire.payload import Assembly, Part, Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.spec import Plan, VariableSpec
 from pswire.wire import INCARNATION_KEY, UNANSWERED, VERBS, Metadata, Verb, batches, parse, refused
@@ -123,7 +125,10 @@ class RemoteServer:
         if replicas:
             host = self.address.rpartition(":")[0].strip("[]")
             offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path, m.in_flight)
+            old = self._lanes.get(m.session)
             self._lanes[m.session] = Lanes(str(self.task), offer, self._timeouts.lease, self._threads, self._lane)
+            if old is not None:
+                old.close("the session was opened again")
         return Opened(m.session, m.incarnation, m.token, m.server, m.device)
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
@@ -154,7 +159,8 @@ class RemoteServer:
         ).SerializeToString()
 
         def once(seconds: float) -> bytes:
-            call = self._start(self._stubs["Create"].future, self._frames(header, value), seconds)
+            parts = value.parts() if value else ()
+            call = self._start(self._stubs["Create"].future, self._frames(header, parts), seconds)
             with self._under_way(call):
                 return bytes(call.result())
 
@@ -189,15 +195,18 @@ class RemoteServer:
         return length
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
-        """As `ParameterServer.push`; a broken stream is sent again, whole."""
+        """As `ParameterServer.push`; the payload may still grow. A broken stream is sent again, whole."""
         header = replies.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:
-            whole = payload.size <= PART_BYTES
-            messages = self._frames(header, payload)
-            start, request = (self._push_whole, next(messages)) if whole else (self._stubs["Push"], messages)
-            call = self._start(start, request, seconds)
-            return replies.round_from_pb(*self._receive(call, pb.RoundHeader))
+            alone, parts = payload.whole and payload.size <= PART_BYTES, Parts(payload)
+            messages = self._frames(header, parts)
+            start, request = (self._push_whole, next(messages)) if alone else (self._stubs["Push"], messages)
+            try:
+                call = self._start(start, request, seconds)
+                return replies.round_from_pb(*self._receive(call, pb.RoundHeader))
+            finally:
+                parts.end()  # gRPC's thread would wait for them, however the call has ended
 
         def over(lane: Lane) -> Future[Answered]:
             with self._lock:
@@ -311,8 +320,8 @@ class RemoteServer:
 
         return self._until_answered(VERBS[name], once)
 
-    def _frames(self, header: bytes, payload: Payload | None) -> Iterator[bytes]:
-        for frame in frames(header, payload) if payload else (Frame(header),):
+    def _frames(self, header: bytes, parts: Iterable[Part]) -> Iterator[bytes]:
+        for frame in frames(header, parts):
             message = frame.encode()
             with self._lock:
                 self.bytes_sent += _size(frame)

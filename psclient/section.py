@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from psclient import context, nest
 from psclient.arrays import is_array, to_numpy
 from psclient.configured import Settings
 from psclient.exchange import Outgoing
+from psclient.kept import HostValue, Kept
 from psclient.readable import Readable
 from psclient.recording import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient.reduction import LocalValue
@@ -59,33 +60,6 @@ class Located(Readable):
         return f"Located({self.spec}, {self.section.state(self.ref)})"
 
 
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """What one section recorded, for others that differ by their contributions, and by numbers.
-
-    Attributes:
-        plan: as it travels.
-        written: ids of the variables that it assigns.
-        traces: of its update functions, each with whether there were numbers among its arguments.
-        sources: for each operand of the plan, of which trace it is which input.
-    """
-
-    plan: Plan
-    written: frozenset[int]
-    traces: Mapping[Trace, bool]
-    sources: tuple[tuple[Trace, int], ...]
-
-    def operands(self, numbers: list[Number]) -> tuple[Array, ...] | None:
-        """The operands with other numbers; None where a function would do something else."""
-        found: dict[Trace, list[Array | None]] = {}
-        for one, takes in self.traces.items():
-            arrays = one.operands(numbers if takes else [])
-            if arrays is None:
-                return None
-            found[one] = arrays
-        return tuple(cast(Array, found[one][place]) for one, place in self.sources)
-
-
 class Section:
     """Records one stretch of cross-replica code. Used by the thread that made it; others may ask for its values.
 
@@ -99,7 +73,7 @@ class Section:
         self._flush = flush
         self._reductions: list[Reduction] = []
         self._floating: set[int] = set()  # reductions that get their place where they are used
-        self._local: list[LocalValue] = []
+        self._local: list[LocalValue | HostValue] = []
         self._operands: list[tuple[Array, tuple[int, ...]]] = []
         self._programs: dict[Program, int] = {}
         self._numbers: dict[int, int] = {}
@@ -301,25 +275,29 @@ class Section:
         traces = {call.trace: bool(call.numbers) for call in self._calls}
         return Kept(self._whole, frozenset(self._written), traces, tuple(self._sources))
 
-    def repeat(self, kept: Kept, numbers: list[Number]) -> bool:
+    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue] = ()) -> bool:
         """Records, behind the same reductions, all that another section of the same strategy has recorded.
 
         Args:
             kept: that.
             numbers: in place of those that it was recorded with.
+            local: this process's contributions to the same reductions, where these are not recorded yet.
 
         Returns:
             Whether it does: False if the reductions are others, or something else was recorded, or an update function
             would do something else by now. Then nothing is done.
         """
         only_reduced = not (self._applies or self._operands or self._returned or self._snapshot)
-        if not (only_reduced and tuple(self._reductions) == kept.plan.reductions):
+        same = not self._reductions if local else tuple(self._reductions) == kept.plan.reductions
+        if not (only_reduced and same):
             return False
         operands = kept.operands(numbers)
         if operands is None:
             return False
         places = (operand.servers for operand in kept.plan.operands)
         self._operands = list(zip(operands, places, strict=True))
+        if local:
+            self._reductions, self._local = list(kept.plan.reductions), list(local)
         self._written.update(kept.written)
         self._whole = kept.plan
         return True
@@ -332,9 +310,9 @@ class Section:
 
     def outgoing(self) -> Outgoing:
         """The section as it is sent."""
-        weights = tuple(local.weight for local in self._local)
-        contributions = tuple(local.array for local in self._local)
-        operands = tuple(array for array, _ in self._operands)
+        weights = tuple([local.weight for local in self._local])
+        contributions = tuple([local.array for local in self._local])
+        operands = tuple([array for array, _ in self._operands])
         return Outgoing(self._whole or self._plan(), weights, contributions, operands)
 
     def _plan(self) -> Plan:

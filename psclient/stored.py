@@ -57,6 +57,8 @@ class ServerVariable(Variable):
         return self._fetch_handle(self.handle)
 
     def _copy_on(self, device: Device) -> AnyArray:
+        if device.kind == "cpu":
+            return self._fetch()
         # What was read is the same object until a round changes it: so long its copy serves as well.
         host, copy = self._copies.get(device, (None, None))
         value = self._fetch()

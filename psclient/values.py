@@ -93,13 +93,18 @@ def unwrap(value: Nest, replicas: int) -> list[Nest]:
     Raises:
         ValueError: a distributed value is of another number of replicas.
     """
-    for leaf in nest.flatten(value):
-        if isinstance(leaf, DistributedValues) and len(leaf.values) != replicas:
+
+    def component(leaf: Any, replica: int) -> Any:
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        if len(leaf.values) != replicas:
             raise ValueError(
                 f"a {type(leaf).__name__} of {len(leaf.values)} values is given to {replicas} local replicas; give one "
                 "that this strategy has made"
             )
-    return [select(value, replica) for replica in range(replicas)]
+        return leaf.component(replica)
+
+    return [nest.map_structure(partial(component, replica=replica), value) for replica in range(replicas)]
 
 
 def regroup(given: Sequence[Nest]) -> Nest:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -76,15 +79,21 @@ class Device:
         return scope
 
     def put(self, array: Array) -> Any:
-        """A host array on this device; on the CPU it is the array itself."""
-        if self.gpu is None:
-            return array
-        with self.scope():
-            return _cupy().asarray(array)
+        """A host array on this device, as it is now; on the CPU it is the array itself.
+
+        On a GPU the calling thread does not wait for the copy; its current stream does.
+        """
+        return array if self.gpu is None else _copies(self).put(np.asarray(array))
 
     def get(self, array: Any) -> Array:
-        """An array of this device in host memory; on the CPU it is the array itself."""
-        return np.asarray(array) if self.gpu is None else np.asarray(_cupy().asnumpy(array))
+        """An array of this device in host memory; on the CPU it is the array itself.
+
+        Of a GPU's it is in pinned memory, which is used again when the array is gone; the calling thread waits for
+        the copy, and for nothing that its current stream is given later.
+        """
+        if self.gpu is None or isinstance(array, np.ndarray | np.generic):
+            return np.asarray(array)
+        return _copies(self).get(array)
 
     def elementwise(self, inputs: str, outputs: str, operation: str, preamble: str, scalars: Sequence[bool]) -> Any:
         """A `cupy.ElementwiseKernel`, compiled, for this GPU.
@@ -104,6 +113,75 @@ class Device:
         taken = zip(inputs.split(", "), scalars, strict=True)
         kernel(*(cupy.zeros(() if scalar else 2, parameter.split()[0]) for parameter, scalar in taken))
         return kernel
+
+
+class _Copies:
+    """The one stream of a GPU on which arrays come from the host, and go there. May be used by any thread.
+
+    A copy begins when the calling thread's current stream has done what it was given so far; so no stream waits for
+    more than it needs. Host memory is pinned, from CuPy's pool, where it goes back to with the last array, or payload,
+    that is made of it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._cupy: Any = _cupy()
+        self._device = device
+        with device.scope():
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._lock = threading.Lock()  # guards what is held, which is in the order of the copies
+        self._held: deque[tuple[Any, Any, Array]] = deque()
+
+    def put(self, host: Array) -> Any:
+        with self._device.scope():
+            there = self._cupy.empty(host.shape, host.dtype)
+            pinned = self._pinned(there)
+            pinned[...] = host
+            current = self._cupy.cuda.get_current_stream()
+            # The array is the current stream's, which may still be reading what was in this memory before.
+            self._stream.wait_event(self._now(current))
+            there.data.copy_from_host_async(pinned.ctypes.data, pinned.nbytes, self._stream)
+            current.wait_event(self._copied(there, pinned))
+            return there
+
+    def get(self, array: Any) -> Array:
+        with self._device.scope():
+            there = self._cupy.ascontiguousarray(array).reshape(array.shape)
+            host = self._pinned(there)
+            self._stream.wait_event(self._now(self._cupy.cuda.get_current_stream()))
+            there.data.copy_to_host_async(host.ctypes.data, host.nbytes, self._stream)
+            done = self._copied(there, host)
+        done.synchronize()
+        self._let_go()
+        return host
+
+    def _now(self, stream: Any) -> Any:
+        """The event at the end of what a stream was given so far; who waits for it sleeps."""
+        return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))
+
+    def _pinned(self, like: Any) -> Array:
+        """A host array of the dtype and shape of another."""
+        if not like.nbytes:
+            return np.empty(like.shape, like.dtype)
+        memory = self._cupy.cuda.alloc_pinned_memory(like.nbytes)
+        return np.frombuffer(memory, like.dtype, like.size).reshape(like.shape)
+
+    def _copied(self, there: Any, host: Array) -> Any:
+        """The event at the end of a copy, until which both arrays are held: nobody else may get their memory."""
+        with self._lock:
+            done = self._now(self._stream)
+            self._held.append((done, there, host))
+        self._let_go()
+        return done
+
+    def _let_go(self) -> None:
+        with self._lock:
+            while self._held and self._held[0][0].done:
+                self._held.popleft()
+
+
+@cache
+def _copies(device: Device) -> _Copies:
+    return _Copies(device)
 
 
 def _cupy() -> ModuleType:

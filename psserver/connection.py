@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pswire import replies
 from pswire.api import PullReply, RoundReply
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 HELLO_SECONDS = 10.0
 """How long a connection may take to say who it is."""
 
@@ -36,6 +38,15 @@ TURN = 32
 
 BACKLOG = 1024
 """Buffers that a client has not taken, beyond which it is not listened to."""
+
+MAX_CALLS = 256
+"""Calls of one client that may wait for their answers at a time."""
+
+ENOUGH = 8
+"""A client is told at once of memory that is free again when it is this part of its segment."""
+
+TELL_SECONDS = 0.05
+"""After how long a client is told of memory that is free again, though it is little."""
 
 
 class Connection:
@@ -58,7 +69,10 @@ class Connection:
         self._channel = Channel(self._link, None, False, self._blocked)
         self._mirror: Mirror | None = None
         self._freed: deque[int] = deque()
+        self._untold = 0  # bytes of these, nearly: threads add to it at once
+        self._telling = self._watching = False
         self._assemblies: dict[int, Assembly] = {}
+        self._under_way: dict[Future[Any], int] = {}
         self._closed = self._armed = self._paused = False
         self._late = self._loop.call_later(HELLO_SECONDS, self._check_hello)
         self._loop.add_reader(sock, self._readable)
@@ -207,16 +221,37 @@ class Connection:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._go_on)
 
-    def _let_go(self, place: int) -> None:
-        """Data are needed no more; told by any thread, at any time."""
+    def _let_go(self, place: int, size: int) -> None:
+        """Data are needed no more; told by any thread, at any time.
+
+        To wake the loop costs who computes: it is woken when there is much to tell, or nothing else to come.
+        """
         self._freed.append(place)
+        self._untold += size
+        mirror = self._mirror
+        if mirror is None or self._telling or (mirror.looked_at and self._untold < mirror.size // ENOUGH):
+            return
+        self._telling = True
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._tell_freed)
 
     def _tell_freed(self) -> None:
+        self._telling, self._untold = False, 0  # first: what is freed from now on may not be among these
         places = [self._freed.popleft() for _ in range(len(self._freed))]
         if places and not self._closed:
             self._channel.let_go(places)
+
+    def _watch(self) -> None:
+        """Tells the rest after a while: it may be little, and yet all the room that its client can have."""
+        if not self._watching:
+            self._watching = True
+            self._loop.call_later(TELL_SECONDS, self._tell_rest)
+
+    def _tell_rest(self) -> None:
+        self._tell_freed()
+        self._watching = False
+        if self._mirror is not None and self._mirror.looked_at:
+            self._watch()
 
     # ---- Messages ----
 
@@ -257,17 +292,18 @@ class Connection:
     def _push(self, message: Message) -> None:
         data = self._data(message, 0)  # first: those of a push that is refused are needed no more
         header = parse(pb.PushHeader, message.header)
-        self._check_session(header.session)
+        self._check(header.session)
         assembly = self._lanes.assembly(header.size)
         self._assemblies[message.call] = assembly
         self._add(message, assembly, data)
         answer = _Answer(self._channel, message.call)
         future = self._lanes.core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
-        future.add_done_callback(partial(self._answer_round, answer))
+        self._wait(future, message.call, partial(self._answer_round, answer))
 
     def _answer_round(self, answer: _Answer, future: Future[RoundReply]) -> None:
         try:
             reply = future.result()
+            self._let_rest_pass(answer.call)
             answer.send(replies.round_to_pb(reply).SerializeToString(), reply.payload)
         except PSError as error:
             self._channel.drop(answer.call)
@@ -275,9 +311,9 @@ class Connection:
 
     def _pull(self, message: Message) -> None:
         header = parse(pb.PullRequest, message.header)
-        self._check_session(header.session)
+        self._check(header.session)
         future = self._lanes.core.pull(header.session, tuple(header.variables), header.after)
-        future.add_done_callback(partial(self._answer_pull, message.call))
+        self._wait(future, message.call, partial(self._answer_pull, message.call))
 
     def _answer_pull(self, call: int, future: Future[PullReply]) -> None:
         try:
@@ -286,13 +322,32 @@ class Connection:
         except PSError as error:
             self._refuse(call, error)
 
-    def _check_session(self, session: int) -> None:
+    def _check(self, session: int) -> None:
+        """Raises why a call is not taken."""
         if session != self.session:
             raise Fenced(f"this lane is of session {self.session}, not of {session}")
+        if self._lanes.ended is not None:
+            raise self._lanes.ended
+        if len(self._under_way) >= MAX_CALLS:
+            raise InvalidRequest(
+                f"{MAX_CALLS} calls of this session wait on its lane already; wait for some of them before the next",
+                self._lanes.task,
+            )
+
+    def _wait(self, future: Future[T], call: int, answer: Callable[[Future[T]], object]) -> None:
+        """Answers a call when its future is done."""
+        self._under_way[future] = call
+        future.add_done_callback(self._under_way.pop)
+        future.add_done_callback(answer)
+
+    def end(self, error: PSError) -> None:
+        """Answers all calls that wait with an error."""
+        for call in list(self._under_way.values()):
+            self._refuse(call, error)
 
     def _part(self, message: Message) -> None:
         assembly = self._assemblies.get(message.call)
-        data = self._data(message, assembly.payload.reader if assembly else 0)
+        data = self._data(message, assembly.payload.window if assembly else 0)
         if assembly is not None:  # else it is what is left of a call that has failed
             self._add(message, assembly, data)
 
@@ -309,11 +364,16 @@ class Connection:
             return message.data
         if self._mirror is None:
             raise InvalidRequest("data without memory")
+        self._watch()
         return self._mirror.read(message.place, message.size, reader)
 
+    def _let_rest_pass(self, call: int) -> None:
+        """What is left of a call that is answered is read, and thrown away."""
+        if self._assemblies.pop(call, None) is not None:
+            self._go_on_soon()
+
     def _refuse(self, call: int, error: PSError) -> None:
-        self._assemblies.pop(call, None)
-        self._go_on_soon()  # what is left of the call is read, and thrown away
+        self._let_rest_pass(call)
         self._channel.tell(Kind.REFUSAL, call, refusal_to_pb(error).SerializeToString())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
 import os
@@ -19,7 +20,7 @@ from psserver import names
 from psserver.connection import Connection
 from pswire.api import ParameterServer
 from pswire.cluster import Task
-from pswire.errors import MemoryLimit
+from pswire.errors import MemoryLimit, PSError
 from pswire.lanes.rings import CLIENT_BYTES, Ring, Segment
 from pswire.lanes.sockets import tune
 from pswire.payload import Assembly
@@ -28,6 +29,15 @@ log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 256
 """Connections that have not said who they are; the oldest has to go."""
+
+MAX_TOKENS = 4096
+"""Sessions that may open lanes; of those without one the oldest can no more, and pushes and pulls over gRPC."""
+
+REST_SECONDS = 1.0
+"""How long nobody is let in once the system has no room for a connection."""
+
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""What the system says then."""
 
 SILENCE_SECONDS = 30.0
 """How long a client's host may not acknowledge anything."""
@@ -75,9 +85,15 @@ class Lanes:
         self.connections: list[Connection] = []
         self.leaving: set[Connection] = set()
         """Those that are over, and whose clients may still look at our memory."""
+        self.ended: PSError | None = None
+        """Why no call is taken any more."""
+        self._resting = False
 
     def token(self, session: int) -> bytes:
         """What the client of a session says to show that it is."""
+        if session not in self._tokens and len(self._tokens) >= MAX_TOKENS:
+            busy = {connection.session for connection in list(self.connections)}
+            del self._tokens[next((old for old in self._tokens if old not in busy), next(iter(self._tokens)))]
         return self._tokens.setdefault(session, secrets.token_bytes(16))
 
     def owns(self, session: int, token: bytes) -> bool:
@@ -118,19 +134,41 @@ class Lanes:
     def _listen(self, listener: socket.socket, shared: bool) -> None:
         listener.setblocking(False)
         self._listeners.append(listener)
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener, shared)
+        self._heed(listener, shared)
+
+    def _heed(self, listener: socket.socket, shared: bool) -> None:
+        if listener in self._listeners:  # else the server has ended meanwhile
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener, shared)
 
     def _accept(self, listener: socket.socket, shared: bool) -> None:
         try:
             sock, _ = listener.accept()
             if not shared:
                 tune(sock, SILENCE_SECONDS)
-        except OSError:
+        except OSError as error:
+            if error.errno in FULL:
+                self._rest(listener, shared, error)
             return
+        self._resting = False
         strangers = [connection for connection in self.connections if connection.session is None]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].close("too many connections that say nothing")
         self.connections.append(Connection(self, sock, shared))
+
+    def _rest(self, listener: socket.socket, shared: bool, error: OSError) -> None:
+        """Lets nobody in for a moment: who waits would have the loop try again and again."""
+        if not self._resting:
+            log.warning("%s lets nobody in for now (%s)", self.task, error.strerror)
+        self._resting = True
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        loop.call_later(REST_SECONDS, self._heed, listener, shared)
+
+    def end(self, error: PSError) -> None:
+        """Answers all calls that wait, and all that come, with an error."""
+        self.ended = error
+        for connection in list(self.connections):
+            connection.end(error)
 
     def stop(self) -> None:
         """Ends all connections."""

@@ -13,13 +13,14 @@ from concurrent.futures import Future
 from weakref import WeakKeyDictionary
 
 from psserver import executor
-from psserver.answers import Answer, Submit, answering, do, failing
-from psserver.executor import Outcome, Stream
+from psserver.answers import Answer, Submit, answering, do, failing, working
+from psserver.executor import Outcome
 from psserver.job import Job
 from psserver.kernels.kernels import Kernels
 from psserver.rounds import Record, Rounds, Waiter
 from psserver.snapshots import Snapshots
 from psserver.store import Store
+from psserver.stream import Stream
 from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import PSError, ServerLost
 from pswire.payload import Payload
@@ -178,7 +179,7 @@ class Runner:
         wanted: Mapping[int, Array] | None = None,
         delivered: Mapping[tuple[int, ...], Delivery] | None = None,
     ) -> list[Answer]:
-        """The answers to members; their wanted variables are read now, which is before the next round.
+        """The answers to members; their wanted variables are as they are now, which is before the next round.
 
         Args:
             record: what came of the round.
@@ -194,14 +195,27 @@ class Runner:
                 if error := record.error or self.broken:
                     raise error
                 if said.want not in payloads:
-                    for id in said.want:
-                        if id not in fresh:
-                            fresh[id] = self._store.device.get(self._store.value(id))
+                    here = {id: self._store.value(id) for id in said.want if id not in fresh}
+                    if here and self._store.device.gpu is not None:
+                        answers.append(self._fetching(said, future, record, fresh | here))
+                        continue
+                    fresh |= here
                     payloads[said.want] = Payload.pack([*(fresh[id] for id in said.want), *record.given])
                 answers.append(answering(future, _reply(said, record, payloads[said.want])))
             except PSError as error:
                 answers.append(failing(future, error))
         return answers
+
+    def _fetching(
+        self, said: Contribution, future: Future[RoundReply], record: Record, values: Mapping[int, Array]
+    ) -> Answer:
+        """The answer to a member that wants what is not on the host: it is brought there outside of the lock."""
+
+        def fetch() -> RoundReply:
+            wanted = [self._store.device.get(values[id]) for id in said.want]
+            return _reply(said, record, Payload.pack([*wanted, *record.given]))
+
+        return lambda: self._submit(working(future, fetch))
 
     # ---- Bit by bit ----
 
@@ -229,9 +243,15 @@ class Runner:
             specs = [*(variables[id].spec.tensor for id in said.want), *(spec for _, spec in given)]
             delivery = self._deliveries[said.want] = Delivery(said.want, [ref for ref, _ in given], specs)
             others = set(said.want).difference(stream.job.plan.writes(self._server))
-            delivery.put({id: self._store.device.get(self._store.value(id)) for id in others})
+            values = {id: self._store.value(id) for id in others}
+            return lambda: self._open(delivery, values, begun)
         payload = delivery.payload
         return lambda: begun(payload)
+
+    def _open(self, delivery: Delivery, values: Mapping[int, Array], begun: Begun) -> None:
+        """Begins an answer with what the round does not change; called without the lock, before its first step."""
+        begun(delivery.payload)
+        delivery.put({id: self._store.device.get(value) for id, value in values.items()})
 
     def _drop(self, stream: Stream) -> list[Answer]:
         """Lets a stream wait no more for members that are lost."""
@@ -260,7 +280,7 @@ class Runner:
         with self._lock:
             if stream is not self._stream:
                 return False
-            reads = stream.reads
+            reads = stream.reads()
             alone = self._store.alone(reads)  # before there is one who holds them
             values = {id: self._store.value(id) for id in reads}
         assigned, ready = stream.step(values, alone)

@@ -190,6 +190,7 @@ class Service(grpc.GenericRpcHandler):
         self._closed = True
         for bell in self._bells:
             bell.ring()
+        self._lanes.end(self._ended())
 
     def _ended(self) -> ServerLost:
         return ServerLost("was stopped; its variables are gone; start it and restart from a checkpoint", self._task)

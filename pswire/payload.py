@@ -42,6 +42,7 @@ class Payload:
         self.reader = 0
         """Bytes that somebody takes at once who reads it as it comes, and lets go of what was read; 0: nobody does."""
         self._lock = threading.Lock()  # guards what is there, and who waits for more
+        self._taker: Payload | None = None
         self._waiting: list[tuple[int, Callable[[], object]]] = []
         self._crowding: list[tuple[int, Callable[[], object]]] = []
         self._unread = False
@@ -112,6 +113,11 @@ class Payload:
         for then in told:
             then()
 
+    @property
+    def window(self) -> int:
+        """The bytes that its reader takes at once, or that of the payload which takes what comes here."""
+        return self.reader if self._taker is None else self._taker.window
+
     def crowded(self, limit: int, then: Callable[[], object]) -> bool:
         """Whether more bytes are held than a limit, and somebody reads them as they come, to whom that is enough.
 
@@ -119,6 +125,8 @@ class Payload:
             limit: in bytes.
             then: called, once, when fewer are held; only where there were more.
         """
+        if self._taker is not None:
+            return self._taker.crowded(limit, then)
         with self._lock:
             crowded = 0 < 2 * self.reader <= limit < self.end - self.begin
             if crowded:
@@ -127,6 +135,7 @@ class Payload:
 
     def follow(self, other: Payload) -> None:
         """Takes from another payload, of the same bytes, what is not here yet, as it comes: a push sent again."""
+        other._taker = self
         end = other.end
         for chunk in other.chunks[:]:
             self.add(*chunk)
@@ -139,11 +148,12 @@ class Payload:
     def pieces(self, offset: int, spec: TensorSpec) -> list[Array]:
         """One tensor as 1-D arrays over the received bytes, in order; together they are its elements."""
         dtype, end = DTYPES[spec.dtype], offset + spec.nbytes
-        if len(self.chunks) == 1 and self.chunks[0][0] == 0 and 0 < end <= len(self.chunks[0][1]):
-            return [np.frombuffer(self.chunks[0][1], dtype, spec.size, offset)] if spec.size else []
+        first = max(bisect.bisect_right(self.chunks, offset, key=_offset) - 1, 0) if len(self.chunks) > 1 else 0
+        for start, buffer in self.chunks[first : first + 1]:
+            if start <= offset < end <= start + len(buffer):
+                return [np.frombuffer(buffer, dtype, spec.size, offset - start)]
         found: list[Array] = []
-        first = bisect.bisect_right(self.chunks, offset, key=_offset) - 1
-        for start, buffer in self.chunks[max(first, 0) :]:
+        for start, buffer in self.chunks[first:]:
             if start >= end:
                 break
             low, high = max(offset, start), min(end, start + len(buffer))

@@ -310,6 +310,8 @@ class Optimizer(Configured):
         return loss if factor is None else loss * factor
 
     def _check_variables(self, variables: Sequence[Any]) -> None:
+        if self._last.was_of(variables):
+            return
         check_variables(variables)
         if self._state.strategy not in (None, variables[0].strategy):
             raise ValueError(
@@ -364,17 +366,17 @@ class Optimizer(Configured):
         self._check_variables(variables)
         check_gradients(grads, variables)
         self._state.build(variables, self._needs, self._in_stages(strategy, variables))
-        settings, pairs = self.settings(), list(zip(grads, variables, strict=True))
-        sums = strategy.extended.batch_reduce_to("sum", pairs)
-        update = partial(self._update_all, strategy, settings, variables, sums)
+        settings = self.settings()
+        record = partial(self._record, strategy, settings, grads, variables)
         if alone:
             step = Step(tuple(variables), tuple(map(self._decays, variables)), settings, len(self._state.everywhere))
-            self._last.make(strategy.backend, step, update)
+            self._last.make(strategy, step, grads, record)
         else:
-            update()
+            record()
 
-    def _update_all(self, strategy: Any, settings: Settings, variables: list[Variable], sums: list[Any]) -> None:
+    def _record(self, strategy: Any, settings: Settings, grads: list[Any], variables: list[Variable]) -> None:
         extended, state = strategy.extended, self._state
+        sums = extended.batch_reduce_to("sum", list(zip(grads, variables, strict=True)))
         if self._in_stages(strategy, variables):
             for v, gradient in zip(variables, sums, strict=True):
                 extended.update(state.of(v).staged, become, (gradient,))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from psclient.backend import Backend
 from psclient.configured import Settings
-from psclient.section import Kept
+from psclient.kept import Kept
 from psclient.variables import Variable
+
+_TRAINABLE = operator.attrgetter("trainable")
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +32,7 @@ class Step:
 
     def same(self, other: Step) -> bool:
         """Whether another one would do the same with these numbers."""
-        if len(self.variables) != len(other.variables) or not all(map(operator.is_, self.variables, other.variables)):
+        if not _same(self.variables, other.variables):
             return False
         words, others = ((step.decays, step.copies, step.settings.key) for step in (self, other))
         return words == others
@@ -42,18 +44,29 @@ class LastStep:
     def __init__(self) -> None:
         self._known: tuple[Step, Kept] | None = None
 
-    def make(self, backend: Backend, step: Step, record: Callable[[], None]) -> None:
-        """Makes a step of gradients that are reduced in the open section, which is this step's alone.
+    def was_of(self, variables: Sequence[Variable]) -> bool:
+        """Whether it is known that a step of these variables can be made: the last one was. For any thread."""
+        known = self._known
+        return known is not None and _same(known[0].variables, variables) and all(map(_TRAINABLE, variables))
+
+    def make(self, strategy: Any, step: Step, gradients: Sequence[Any], record: Callable[[], None]) -> None:
+        """Makes a step in the open section, which is this step's alone.
 
         Args:
-            backend: whose section it is.
+            strategy: whose section it is.
             step: what it is.
-            record: makes its updates, one by one.
+            gradients: of its variables, checked.
+            record: reduces the gradients, and makes the updates, one by one.
         """
-        if self._known is not None:
-            before, section = self._known
-            if step.same(before) and backend.repeat(section, step.settings.numbers):
+        if self._known is not None and step.same(self._known[0]):
+            kept, numbers = self._known[1], step.settings.numbers
+            local = strategy.extended.contributions(gradients, kept.plan.reductions)
+            if len(local) == len(gradients) and strategy.backend.repeat(kept, numbers, local):
                 return
         record()
-        recorded = backend.complete(step.settings.numbers)
+        recorded = strategy.backend.complete(step.settings.numbers)
         self._known = None if recorded is None else (step, recorded)
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))

@@ -12,12 +12,12 @@ decoding none:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
-from pswire.payload import Payload
+from pswire.payload import Part
 
 # Frames: protobuf's wire format of `{ bytes header = 1; Part part = 2; }` by hand, since the generated
 # class copies the data twice more each way. A test holds that both write and read the same bytes.
@@ -127,10 +127,10 @@ def _decode_part(part: memoryview) -> tuple[int, memoryview]:
     return offset, data
 
 
-def frames(header: bytes, payload: Payload) -> Iterator[Frame]:
-    """The messages that carry a header and a payload: the first part rides with the header."""
-    parts = payload.parts()
-    first = next(parts, None)
+def frames(header: bytes, parts: Iterable[Part]) -> Iterator[Frame]:
+    """The messages that carry a header and the parts of a payload: the first part rides with the header."""
+    rest = iter(parts)
+    first = next(rest, None)
     yield Frame(header) if first is None else Frame(header, *first)
-    for offset, buffers in parts:
+    for offset, buffers in rest:
         yield Frame(b"", offset, buffers)

@@ -168,19 +168,37 @@ class Ring:
         return at if self.size - at >= size else None
 
 
+class Hold:
+    """A place is in use as long as this object is there.
+
+    Args:
+        free: called at the end, by any thread.
+    """
+
+    def __init__(self, free: Callable[[], object]) -> None:
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free()
+
+
 class Mirror:
     """A segment that another process writes. May be used by any thread.
 
     Args:
         memory: what to read.
-        freed: told a place, by any thread, when nobody here looks at it any more.
+        freed: told a place and its bytes, by any thread, when nobody here looks at it any more.
+
+    Attributes:
+        size: of the memory, in bytes.
     """
 
-    def __init__(self, memory: memoryview, freed: Callable[[int], object]) -> None:
+    def __init__(self, memory: memoryview, freed: Callable[[int, int], object]) -> None:
+        self.size = len(memory)
         self._memory = memory
         self._freed = freed
-        self._held: dict[int, tuple[int, weakref.ref[Array]]] = {}
-        self._kept: dict[int, Array | None] = {}
+        self._taken: dict[int, int] = {}
+        self._held: dict[int, tuple[Hold, weakref.ref[Array]]] = {}
 
     def read(self, place: int, size: int, reader: int = 0) -> memoryview:
         """Data: where they are, or a copy while half of the memory is in use, so that more can come.
@@ -195,8 +213,8 @@ class Mirror:
         Raises:
             InvalidRequest: they are not within the segment, or somebody looks at them.
         """
-        array, half = self._look(place, size), len(self._memory) // 2
-        if 0 < reader <= half or sum(held for held, _ in list(self._held.values())) <= half:
+        array, half = self._look(place, size), self.size // 2
+        if 0 < reader <= half or sum(list(self._taken.values())) <= half:
             return array.data
         found = np.empty(size, np.uint8)
         np.copyto(found, array)
@@ -205,21 +223,20 @@ class Mirror:
     @property
     def looked_at(self) -> bool:
         """Whether anybody holds what was read where it is."""
-        return bool(self._held)
+        return bool(self._taken)
 
-    def keep(self) -> None:
-        """What is held now is not freed any more: a fork of the process has the same memory, and frees nothing."""
-        self._kept |= {place: array() for place, (_, array) in list(self._held.items())}
+    def keep(self) -> list[Hold]:
+        """What is looked at now is not freed before these are gone: a fork has the same memory, and frees nothing."""
+        return [hold for hold, _ in list(self._held.values())]
 
     def _look(self, place: int, size: int) -> Array:
-        if place + size > len(self._memory) or place % LINE or place in self._held:
+        if place + size > self.size or place % LINE or place in self._taken:
             raise InvalidRequest(f"{size} bytes at {place} are no place in the shared memory")
         array = np.frombuffer(self._memory, np.uint8, size, place)
         array.flags.writeable = False
-
-        def gone(_: object) -> None:
-            self._held.pop(place, None)
-            self._freed(place)
-
-        self._held[place] = size, weakref.ref(array, gone)
+        self._taken[place] = size
+        self._held[place] = Hold(lambda: self._free(place)), weakref.ref(array, lambda _: self._held.pop(place, None))
         return array
+
+    def _free(self, place: int) -> None:
+        self._freed(place, self._taken.pop(place))

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from lane_rig import Site
+from lane_rig import Site, eventually
 from rig import SOON, sum_into
 
 from pswire.lanes import LANES, LaneName
+from pswire.limits import PART_BYTES
 from pswire.spec import Apply, Plan, Reduction, Ref
 from pswire.tensor import TensorSpec
 
@@ -61,3 +62,34 @@ def test_a_round_larger_than_what_is_in_flight_completes(lane: LaneName, order: 
 def limit(lanes: object) -> None:
     """Lets a server hold little."""
     lanes.in_flight = IN_FLIGHT  # type: ignore[attr-defined]
+
+
+def rests(value: Callable[[], int]) -> int:
+    """What a number is once it has been the same for a while."""
+    seen: list[int] = []
+
+    def same() -> bool:
+        seen.append(value())
+        return len(seen) > 100 and len(set(seen[-100:])) == 1
+
+    eventually(same)
+    return seen[-1]
+
+
+@pytest.mark.parametrize("lane", ["tcp", "shm"])
+def test_a_push_that_is_sent_again_is_bounded_too(lane: LaneName) -> None:
+    """Its connection breaks when it has sent as much as it may: on the next one it sends no more than that."""
+    with ExitStack() as stack:
+        site = Site(stack, lane, elements=1 << 18, variables=20, between=limit)
+        here, other = site.workers
+        second = site.push(other, 2)
+        (waiting,) = eventually(lambda: [*site.core._rounds.strands[None].open.values()])
+        payload = waiting.parts[other.session].payload
+        held = rests(lambda: payload.end - payload.begin)
+        assert 0 < held <= IN_FLIGHT + PART_BYTES
+        lost = site.lane(other)
+        lost._sock.shutdown(2)
+        eventually(lambda: site.lane(other) is not lost)
+        assert held <= rests(lambda: payload.end - payload.begin) <= 2 * IN_FLIGHT
+        site.whole([1, 2], site.push(here, 1), second)
+        site.round()

@@ -129,7 +129,7 @@ class Cluster:
         """The other member's push, as it travels."""
         sent = self.payload(number)
         header = replies.contribution_to_pb(self.said(self.other), sent.size).SerializeToString()
-        found = list(frames(header, sent))
+        found = list(frames(header, sent.parts()))
         assert len(found) == 3
         return found
 

@@ -11,15 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
-from lane_rig import SIZE, Cut, Proxy, Site, connecting, eventually, files, mappings, threads
+from lane_rig import SIZE, Cut, Proxy, Site, connecting, eventually, files, gone, mappings, threads
 from rig import SOON, WORKERS
 
+from psclient import lane as client_lane
 from psclient import lanes as client_lanes
-from psclient.lanes import Lane, LaneLost, Offer
-from pswire.errors import ConfigError, Fenced, PSError
+from psclient.lane import Lane, LaneLost, Offer
+from pswire.errors import ConfigError, Fenced, PSError, ServerLost
 from pswire.lanes import LANES, LaneName
 from pswire.lanes.sockets import HEAD, Kind, tune
 
@@ -111,13 +112,13 @@ def test_who_does_not_welcome_is_not_waited_for(
     stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something that only listens is no server; nothing is left of the attempt."""
-    monkeypatch.setattr(client_lanes, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(client_lane, "CONNECT_SECONDS", 0.2)
     listener = silent(stack, name)
     address = listener.getsockname()
     offer = Offer(1, b"token", "127.0.0.1", address[1] if name == "tcp" else 0, address if name == "shm" else "")
     before = files(), mappings()
     assert any(word in refused(name, offer) for word in ("answer", "cannot be used"))
-    eventually(lambda: gc.collect() >= 0 and (files(), mappings(), threads()) == (*before, []))
+    eventually(lambda: gone(before))
 
 
 def refused(name: LaneName, offer: Offer) -> str:
@@ -135,8 +136,8 @@ def test_a_wrong_token_is_told(stack: ExitStack, name: LaneName) -> None:
     before = files(), mappings()
     began = time.monotonic()
     assert refused(name, Offer(1, b"wrong", "127.0.0.1", site.lanes.port, site.lanes.path))
-    assert time.monotonic() - began < client_lanes.CONNECT_SECONDS / 2
-    eventually(lambda: gc.collect() >= 0 and (files(), mappings(), threads()) == (*before, []))
+    assert time.monotonic() - began < client_lane.CONNECT_SECONDS / 2
+    eventually(lambda: gone(before))
 
 
 def test_an_unknown_lane_is_refused() -> None:
@@ -181,6 +182,87 @@ def test_a_lane_that_breaks_again_and_again_is_left(
     used = [site.lane(worker) for worker in site.workers]
     assert [lane.name if lane else "grpc" for lane in used] == [otherwise] * 2
     assert said.messages.count(f"no {name} lane to {site.core.task}: it breaks again and again") == 2
+
+
+def test_losses_are_forgiven(stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane that has served for a while before it breaks may break as often as a new one."""
+    monkeypatch.setattr(client_lanes, "FORGIVEN", 2)
+    proxies: list[Proxy] = []
+    site = Site(stack, name, elements=SMALL, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
+    for _ in range(client_lanes.LOSSES + 2):
+        site.round()
+        site.round()
+        lost = [site.lane(worker) for worker in site.workers]
+        proxies[0].cut()
+        eventually(lambda lost=lost: all(lane._why for lane in lost))
+    site.round()
+    assert all(site.lane(worker).name == name for worker in site.workers)
+
+
+def test_a_lane_that_could_not_be_opened_is_tried_again(
+    stack: ExitStack, name: LaneName, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some calls later, without one that waits for that; a line says that it is used again."""
+    monkeypatch.setattr(client_lanes, "AGAIN", 8)
+    site = Site(stack, name, elements=SMALL)
+    worker = site.workers[0]
+    works = threading.Event()
+
+    def broken(sock: socket.socket) -> socket.socket:
+        if sock.family == (socket.AF_UNIX if name == "shm" else socket.AF_INET) and not works.is_set():
+            sock.close()
+            raise ConnectionRefusedError("not now")
+        return sock
+
+    stack.callback(connecting(broken))
+    for each in site.workers:
+        site.lane(each)._sock.shutdown(socket.SHUT_RDWR)
+    site.round()
+    otherwise = LANES[LANES.index(name) + 1]
+    assert (site.lane(worker).name if site.lane(worker) else "grpc") == otherwise
+    for _ in range(20):  # in vain, again and again
+        site.round()
+    assert len([line for line in said.messages if "cannot be" in line]) == 2
+    works.set()
+    said.clear()
+
+    def back() -> bool:
+        site.round()
+        return all(lane is not None and lane.name == name for lane in map(site.lane, site.workers))
+
+    eventually(back)
+    assert said.messages == [f"{name} lane to {site.core.task}"] * 2
+    eventually(lambda: len(threads()) == 2)
+
+
+def test_nobody_waits_for_a_lane_that_is_tried_again(
+    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds are made while it is opened, however long that takes; one that comes too late is closed."""
+    monkeypatch.setattr(client_lanes, "AGAIN", 4)
+    site = Site(stack, name, elements=SMALL)
+    arrived, go = threading.Event(), threading.Event()
+
+    def slowly(sock: socket.socket) -> socket.socket:
+        if sock.family == (socket.AF_UNIX if name == "shm" else socket.AF_INET):
+            if not arrived.is_set():
+                arrived.set()
+                sock.close()
+                raise ConnectionRefusedError("not now")
+            assert go.wait(SOON)
+        return sock
+
+    site.server.close()
+    site = Site(stack, name, workers=1, elements=SMALL)
+    stack.callback(connecting(slowly))
+    site.lane(site.workers[0])._sock.shutdown(socket.SHUT_RDWR)
+    for _ in range(20):
+        began = time.monotonic()
+        site.round()
+        assert time.monotonic() - began < client_lane.CONNECT_SECONDS / 2
+    site.server.fail(PSError("it is over"))
+    go.set()
+    eventually(lambda: not threads())
 
 
 def test_a_lane_breaks_once_for_all_calls_on_it(stack: ExitStack, name: LaneName) -> None:
@@ -242,7 +324,7 @@ def test_a_round_may_take_longer_than_a_host_may_be_silent(
     stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that reads no more of a push until others have sent theirs has not lost its power."""
-    monkeypatch.setattr(client_lanes, "tune", lambda sock, silence: tune(sock, 1.0))
+    monkeypatch.setattr(client_lane, "tune", lambda sock, silence: tune(sock, 1.0))
     site = Site(stack, name, variables=24, between=lambda lanes: setattr(lanes, "in_flight", 4 << 20))
     here, other = site.workers
     lane = site.lane(here)
@@ -346,16 +428,59 @@ def test_an_end_while_a_lane_is_opened(stack: ExitStack, name: LaneName) -> None
     eventually(lambda: not threads())
 
 
-def test_a_server_that_stops_is_told_of(stack: ExitStack, name: LaneName) -> None:
-    """Who waits on a lane learns it within the lease, as on gRPC."""
-    site = Site(stack, name, elements=SMALL)
-    waiting = site.push(site.workers[0], 1)
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_a_server_that_stops_is_told_of(stack: ExitStack, name: LaneName, large: bool) -> None:
+    """Who waits on a lane learns it at once, as on gRPC: not only when no answer has come for a lease."""
+    site = Site(stack, name, elements=SIZE if large else SMALL)
+    pull = site.server.pull(site.workers[1].session, [site.variables[0].id], 5)
+    push = site.push(site.workers[0], 1)
     site.job.arrived(site.workers[0])
     began = time.monotonic()
     site.thread.stop()
-    with pytest.raises(PSError, match=r"was lost|was stopped"):
-        waiting.result(SOON)
-    assert time.monotonic() - began < 4.0 + 3.0
+    for waiting in (push, pull):
+        with pytest.raises(ServerLost, match="was stopped"):
+            waiting.result(SOON)
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_session_that_is_opened_again_has_one_lane(stack: ExitStack, name: LaneName) -> None:
+    """The one that it had is closed."""
+    site = Site(stack, name, elements=SMALL)
+    key = 77
+    session = site.server.open(WORKERS[-1], 1, key, False).session
+    first = site.server._lanes[session].best()
+    assert site.server.open(WORKERS[-1], 1, key, False).session == session
+    assert first is not None
+    assert first._why is not None
+    eventually(lambda: len(threads()) == 3)
+    site.round()
+
+
+def test_a_lane_that_is_let_go_while_it_ends_is_gone(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread finds that somebody looks at its memory, and before it can say so nobody does."""
+    site = Site(stack, "shm", elements=SMALL)
+    lane = site.lane(site.workers[0])
+    mirror = lane._mirror
+
+    class Late:
+        """A mirror of which the last place is let go of by another thread when it has just been asked."""
+
+        asked = False
+
+        @property
+        def looked_at(self) -> bool:
+            first, self.asked = not self.asked, True
+            if first:
+                lane._leave()
+            return first
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(mirror, name)
+
+    lane._mirror = Late()
+    lane.close("it is over")
+    eventually(lambda: lane._sock.fileno() < 0)
+    assert lane not in client_lane._LINGERING
 
 
 # ---- Forks ----
@@ -368,15 +493,22 @@ def forked(stack: ExitStack, look: Callable[[], bool]) -> socket.socket:
     if not child:
         try:
             ours.close()
-            while theirs.recv(1):
+            while theirs.recv(1) == b"?":
                 theirs.send(b"+" if look() else b"-")
         finally:
             os._exit(0)
     theirs.close()
     ours.settimeout(SOON)
     stack.callback(os.waitpid, child, 0)
-    stack.callback(ours.close)
+    stack.callback(end, ours)
     return ours
+
+
+def end(fork: socket.socket) -> None:
+    """Has a fork end, though others have its socket, too."""
+    with suppress(OSError):
+        fork.send(b".")
+    fork.close()
 
 
 def looks(fork: socket.socket) -> bool:
@@ -404,13 +536,57 @@ def test_a_fork_neither_holds_a_lane_nor_breaks_it(stack: ExitStack, name: LaneN
     """When its parent goes the server sees it go, whatever the fork does."""
     site = Site(stack, name, elements=SMALL)
     site.round()
-    fork = forked(stack, lambda: all(lane._why and lane._sock.fileno() < 0 for lane in client_lanes._LANES))
+    fork = forked(stack, lambda: all(lane._why and lane._sock.fileno() < 0 for lane in client_lane._LANES))
     assert looks(fork)
     site.round()
     assert len(site.lanes.connections) == 2
     site.server.close()
     eventually(lambda: not site.lanes.connections)
     assert looks(fork)
+
+
+def test_forks_that_are_gone_hold_nothing(stack: ExitStack) -> None:
+    """What one may look at is free when the last that may is gone, though this process never waits for them."""
+    site = Site(stack, "shm", elements=SIZE)
+    site.round()
+    ring, _ = site.lanes.outbox()
+    values = [site.pulled(site.workers[0])]
+    with ExitStack() as short:
+        brief = forked(short, lambda: bool((values[0] == 3.0).all()))
+        lasting = forked(stack, lambda: bool((values[0] == 3.0).all()))
+        values.clear()
+        for _ in range(3):
+            site.round()
+        assert looks(brief)
+        held = len(ring._entries)
+    for _ in range(3):
+        site.round()
+    assert looks(lasting)
+    assert 0 < len(ring._entries) <= held
+    end(lasting)
+
+    def free() -> bool:
+        site.round()
+        return not site.lane(site.workers[0])._mirror.looked_at and not ring._entries
+
+    eventually(free)
+
+
+def test_forks_that_overlap_hold_no_more_than_each_looks_at(stack: ExitStack) -> None:
+    """There is always one; what a fork that is gone looked at is not held by those that came after it."""
+    site = Site(stack, "shm", elements=SIZE)
+    ring, _ = site.lanes.outbox()
+    before: list[socket.socket] = []
+    for _ in range(6):
+        site.round()
+        value = site.pulled(site.workers[0])
+        fork = forked(stack, lambda value=value, first=float(value[0]): bool((value == first).all()))
+        del value
+        for old in before:
+            end(old)
+        before = [fork]
+        eventually(lambda: site.round() or len(ring._entries) <= 2)
+        assert looks(fork)
 
 
 def test_a_connection_in_between_changes_nothing(stack: ExitStack, name: LaneName) -> None:

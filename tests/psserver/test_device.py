@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from rig import SOON, WORKERS, Clock, Job, Servers, core, given, sum_into
+from streams import Sending, arrays, full, streaming, zeros
 
 from psserver.arrays import Device
+from psserver.core import Core
 from pswire.errors import ConfigError
 
 
@@ -42,3 +47,57 @@ def test_without_cupy_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"install paramserver\[gpu\], or start with --device cpu"):
         Device.parse("gpu")
     assert Device.parse("cpu").put(1) == 1
+
+
+# ---- Values of a device in answers ----
+
+
+class Elsewhere(Device):
+    """Stands in for a GPU: its arrays have to be brought, which must not hold up the core."""
+
+    core: Core
+    brought = 0
+
+    def get(self, array: Any) -> Any:
+        """The array; nobody holds the core's lock meanwhile."""
+        assert not self.core._lock.locked()
+        type(self).brought += 1
+        return array
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job on a server whose variables are elsewhere, and whose rounds stream."""
+    streaming(monkeypatch)
+    one = core()
+    one._store.device = Elsewhere(0)
+    monkeypatch.setattr(Elsewhere, "core", one, raising=False)
+    monkeypatch.setattr(Elsewhere, "brought", 0)
+    return Job(Servers([one], [one], Clock(), Path("nowhere"), False))
+
+
+def test_a_resend_is_answered_with_values_brought_without_the_lock(job: Job) -> None:
+    """All the others can go on meanwhile."""
+    (worker,) = job.join(WORKERS[0])
+    variable = job.variable(worker, np.zeros(2))
+    plan = job.approve(sum_into(variable), worker)
+    for _ in range(2):  # the second is a resend
+        reply = worker.push(plan, [np.ones(2)], want=(variable.id,)).result(SOON)
+        assert [array.tolist() for array in given(reply, plan, 0, (variable,))] == [[1, 1], [1, 1]]
+    assert Elsewhere.brought == 1
+
+
+def test_an_answer_begins_with_values_brought_without_the_lock(job: Job) -> None:
+    """Those of variables that the round does not assign."""
+    two = job.join(*WORKERS[:2])
+    first, second, other = (job.variable(two[0], value) for value in zeros(3))
+    plan = job.approve(sum_into(first, second, returned=False), two[0])
+    want = (other, first, second)
+    sent = [Sending(worker, plan, full(1.0, 2.0), want=tuple(variable.id for variable in want)) for worker in two]
+    assert Elsewhere.brought == 1
+    begun = sent[0].told()
+    assert arrays(begun) == [0.0]
+    for one in sent:
+        one.come()
+    assert [one.reply.result(SOON).payload is begun for one in sent] == [True, True]
+    assert arrays(begun) == [0.0, 2.0, 4.0]

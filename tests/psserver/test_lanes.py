@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
+import resource
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from rig import SOON
 from psserver import connection as connection_of
 from psserver import lanes as server_lanes
 from psserver import names
-from pswire.errors import Fenced, InvalidRequest, MemoryLimit
+from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
 from pswire.lanes.rings import CLIENT_BYTES, SEALS
 from pswire.lanes.sockets import INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
 from pswire.pb import parameter_server_pb2 as pb
@@ -135,6 +137,52 @@ def test_many_that_say_nothing(stack: ExitStack, site: Site, name: str) -> None:
     assert not select.select([guest.sock], [], [], 0)[0]
 
 
+@contextmanager
+def no_more_files(spare: int = 0) -> Iterator[None]:
+    """This process can open no file more than it has, but for some that are closed within."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1 + spare, hard))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in taken:
+            os.close(file)
+
+
+def test_a_server_without_files_does_not_spin(
+    stack: ExitStack, site: Site, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who cannot be let in waits; the server says so once, serves the others, and lets them in when it can."""
+    monkeypatch.setattr(server_lanes, "REST_SECONDS", 0.05)
+    caplog.set_level(logging.WARNING, "psserver.lanes")
+    sock = stack.enter_context(socket.socket(socket.AF_INET if name == "tcp" else socket.AF_UNIX))
+    with no_more_files():
+        sock.connect(("127.0.0.1", site.lanes.port) if name == "tcp" else site.lanes.path)
+        eventually(lambda: caplog.messages)
+        began = time.process_time()
+        threading.Event().wait(0.5)
+        assert time.process_time() - began < 0.2
+        assert len(caplog.messages) == 1
+        assert "too many open files" in caplog.messages[0].lower()
+    before = len(site.lanes.connections)
+    eventually(lambda: len(site.lanes.connections) > before)
+    member(stack, site, name)
+
+
+def test_tokens_of_old_sessions_are_forgotten(stack: ExitStack, site: Site, name: str) -> None:
+    """Those of sessions that have no lane, the oldest first: a server for years keeps no more than so many."""
+    for session in range(1 << 50, (1 << 50) + server_lanes.MAX_TOKENS + 100):
+        token = site.lanes.token(session)
+    assert len(site.lanes._tokens) <= server_lanes.MAX_TOKENS
+    assert site.lanes.owns(session, token)
+    member(stack, site, name)
+
+
 def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: str) -> None:
     """Its pushes and pulls for another are refused; the lane stays."""
     guest = member(stack, site, name)
@@ -227,6 +275,59 @@ def test_the_memory_of_a_refused_push_is_free_again(stack: ExitStack) -> None:
         guest.say(Kind.PUSH, 1, wrong, size=len(data), place=place)
         heard = {(message.kind, message.place) for message in (guest.next(), guest.next())}
         assert heard == {(Kind.REFUSAL, INLINE), (Kind.FREED, place)}
+
+
+def test_calls_under_way_are_bounded(stack: ExitStack, site: Site, name: str) -> None:
+    """What is too much is refused, and the lane stays; answers make room."""
+    guest = member(stack, site, name)
+    worker = site.workers[-1]
+    late = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=worker.round)
+    for call in range(connection_of.MAX_CALLS + 2):
+        guest.say(Kind.PULL, call, late.SerializeToString())
+    header, parts = guest.push(site, worker, 2)
+    guest.say(Kind.PUSH, 1000, header, data=parts[0][1])
+    for call in (connection_of.MAX_CALLS, connection_of.MAX_CALLS + 1, 1000):
+        refused = guest.hear()
+        assert (refused.kind, refused.call) == (Kind.REFUSAL, call)
+        error = refusal_from_pb(parse(pb.Refusal, refused.header))
+        assert isinstance(error, InvalidRequest)
+        assert str(connection_of.MAX_CALLS) in error.message
+    site.round()
+    assert sorted(guest.hear().call for _ in range(connection_of.MAX_CALLS)) == [*range(connection_of.MAX_CALLS)]
+    late.after = -1
+    guest.say(Kind.PULL, 2000, late.SerializeToString())
+    assert (guest.hear().call) == 2000
+
+
+def test_what_comes_while_a_server_ends_is_refused(stack: ExitStack, name: str) -> None:
+    """As what waits is: at once, and whatever grace is given to answers under way."""
+    site = Site(stack, name, elements=SMALL)  # type: ignore[arg-type]
+    worker = site.workers[-1]
+    guest = member(stack, site, name)
+    late = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=worker.round)
+    guest.say(Kind.PULL, 1, late.SerializeToString())
+    eventually(lambda: site.core._readers)
+    site.thread._loop.call_soon_threadsafe(site.thread._server._service.close)
+    header, parts = guest.push(site, worker, 2)
+    for call in (1, 2):
+        refused = guest.hear()
+        assert (refused.kind, refused.call) == (Kind.REFUSAL, call)
+        assert isinstance(refusal_from_pb(parse(pb.Refusal, refused.header)), ServerLost)
+        guest.say(Kind.PUSH, 2, header, data=parts[0][1])
+
+
+def test_what_is_left_of_an_answered_push_is_not_kept(stack: ExitStack, site: Site, name: str) -> None:
+    """One that is sent again is answered by its header; its sender sends no more of it."""
+    site.round()
+    guest = member(stack, site, name)
+    worker = site.workers[-1]
+    worker.round -= 1
+    header, [(_, data)] = guest.push(site, worker, 2)
+    worker.round += 1
+    guest.say(Kind.PUSH, 1, header, data=data[:64])
+    assert guest.hear().kind is Kind.ANSWER
+    (connection,) = [one for one in site.open([worker.session]) if one._assemblies or one is site.lanes.connections[-1]]
+    eventually(lambda: not connection._assemblies)
 
 
 # ---- Memory that is handed over ----
@@ -429,6 +530,75 @@ def test_a_host_that_loses_its_power_is_forgotten(stack: ExitStack) -> None:
         pause = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
         count = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + pause * count <= 60
+
+
+# ---- Memory that is free again ----
+
+
+PART = 1 << 16
+"""Bytes of a part in these tests."""
+
+
+class Slowly:
+    """A member by hand that puts a push into its memory, part by part.
+
+    Args:
+        stack: ends it.
+        site: whose last member it is.
+    """
+
+    def __init__(self, stack: ExitStack, site: Site) -> None:
+        self.hand = member(stack, site, "shm")
+        self.header, parts = self.hand.push(site, site.workers[-1], 2)
+        self.data = b"".join(data for _, data in parts)
+        self.places: list[int] = []
+
+    def send(self, end: int) -> None:
+        """Sends all before an offset that was not sent yet."""
+        for offset in range(len(self.places) * PART, end, PART):
+            data = self.data[offset : offset + PART]
+            self.hand.memory[offset : offset + len(data)] = data
+            kind, header = (Kind.PART, b"") if self.places else (Kind.PUSH, self.header)
+            self.hand.say(kind, 1, header, offset, len(data), offset)
+            self.places.append(offset)
+
+    def hear(self, count: int) -> list[int]:
+        """So many places that are free again, in order."""
+        return sorted(self.hand.freed() for _ in range(count))
+
+
+def test_free_places_wake_the_loop_seldom(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wake costs who computes: they are told many at a time, and none is forgotten."""
+    site = Site(stack, "shm", elements=1 << 20, variables=6)
+    woken: list[str] = []
+    wake = site.thread._loop.call_soon_threadsafe
+
+    def count(call: Callable[..., object], *args: object) -> object:
+        woken.append(getattr(call, "__name__", ""))
+        return wake(call, *args)  # type: ignore[arg-type]
+
+    guest = Slowly(stack, site)
+    monkeypatch.setattr(site.thread._loop, "call_soon_threadsafe", count)
+    guest.send(len(guest.data))
+    first = site.push(site.workers[0], 1)
+    assert guest.hear(len(guest.places)) == guest.places
+    site.whole([1, 2], first)
+    assert woken.count("_tell_freed") <= 2 * len(guest.data) // (CLIENT_BYTES // 8) < len(guest.places) // 10
+
+
+def test_what_is_free_is_told_while_the_rest_is_held(stack: ExitStack) -> None:
+    """Though it is little: a client that has no other room waits for it, and the server for what comes then."""
+    site = Site(stack, "shm", elements=1 << 20)
+    guest = Slowly(stack, site)
+    one = 4 << 20
+    guest.send(one + PART)
+    first = site.push(site.workers[0], 1)
+    free = one // PART
+    assert guest.hear(free) == guest.places[:free]
+    assert any(one._mirror.looked_at for one in site.open([site.workers[-1].session]))
+    guest.send(len(guest.data))
+    assert guest.hear(len(guest.places) - free) == guest.places[free:]
+    site.whole([1, 2], first)
 
 
 # ---- Names in the file system ----

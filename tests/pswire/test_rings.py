@@ -7,6 +7,7 @@ import gc
 import itertools
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ def segment() -> tuple[Segment, Segment]:
 def content(number: int, size: int) -> bytes:
     """Bytes that tell which ones they are."""
     return bytes((number * 31 + at) % 251 for at in range(size))
+
+
+def freeing(places: list[int]) -> Callable[[int, int], None]:
+    """Notes the places that are free."""
+    return lambda place, size: places.append(place)
 
 
 # ---- Segments ----
@@ -99,7 +105,7 @@ class Sharing(RuleBasedStateMachine):
         ours, theirs = segment()
         self.ring = Ring(ours.memory)
         self.freed: list[int] = []
-        self.mirror = Mirror(theirs.memory, self.freed.append)
+        self.mirror = Mirror(theirs.memory, freeing(self.freed))
         self.known: dict[int, tuple[bytes, int]] = {}  # by place: what is there, and how many have still to free it
         self.keys: dict[str, int] = {}
         self.count = 0
@@ -178,7 +184,7 @@ class Sharing(RuleBasedStateMachine):
     def nothing_is_freed_twice(self) -> None:
         """Nor while somebody looks at it."""
         assert len(set(self.freed)) == len(self.freed)
-        assert not set(self.freed) & self.mirror._held.keys()
+        assert not set(self.freed) & self.mirror._taken.keys()
 
 
 Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -216,7 +222,7 @@ def test_a_crowded_memory_is_read_by_copies(held: int) -> None:
     """While half of it is held, more is copied and free at once; who lets go of what was read gets it where it is."""
     freed: list[int] = []
     _, theirs = segment()
-    mirror = Mirror(theirs.memory, freed.append)
+    mirror = Mirror(theirs.memory, freeing(freed))
     kept = mirror.read(0, held) if held else None
     place, size = SIZE // 2, SIZE // 4
     view = mirror.read(place, size)
@@ -236,7 +242,7 @@ def test_nothing_outside_is_looked_at(place: int, size: int) -> None:
     """Nor between lines, nor where somebody looks already."""
     _, theirs = segment()
     freed: list[int] = []
-    mirror = Mirror(theirs.memory, freed.append)
+    mirror = Mirror(theirs.memory, freeing(freed))
     if place >= 0 and place % LINE == 0 and place + size <= SIZE:
         view = mirror.read(place, size)
         assert len(view) == size
@@ -249,13 +255,19 @@ def test_nothing_outside_is_looked_at(place: int, size: int) -> None:
 
 
 def test_what_a_fork_may_look_at_is_not_freed() -> None:
-    """What is read afterwards is."""
+    """Until what was kept for it is let go of; what is read afterwards, and what nobody looks at any more, is."""
     _, theirs = segment()
     freed: list[int] = []
-    mirror = Mirror(theirs.memory, freed.append)
+    mirror = Mirror(theirs.memory, freeing(freed))
     before = mirror.read(0, LINE)
-    mirror.keep()
+    kept = mirror.keep()
     after = mirror.read(LINE, LINE)
     del before, after
     assert freed == [LINE]
     assert mirror.looked_at
+    with pytest.raises(InvalidRequest):
+        mirror.read(0, LINE)
+    assert not mirror.keep()
+    kept.clear()
+    assert freed == [LINE, 0]
+    assert not mirror.looked_at

@@ -195,7 +195,7 @@ class Wire:
         self.freed: list[int] = []
         if shared:
             segment, file = Segment.make(shared)
-            ring, mirror = Ring(segment.memory), Mirror(Segment.take(file).memory, self.freed.append)
+            ring, mirror = Ring(segment.memory), Mirror(Segment.take(file).memory, self._let_go)
             os.close(file)
         self._mirror = mirror
         self.ring = ring
@@ -206,6 +206,9 @@ class Wire:
         self.kinds: dict[int, list[tuple[Kind, bytes]]] = {}
         self.sizes: dict[int, int] = {}
         self.inline = 0
+
+    def _let_go(self, place: int, size: int) -> None:
+        self.freed.append(place)
 
     def step(self, free: bool = True) -> None:
         """The other end takes what has come, and maybe frees it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import gc
 import os
 import random
 import socket
@@ -388,13 +389,13 @@ class _Fragile(socket.socket):
 
 def connecting(change: Callable[[socket.socket], socket.socket]) -> Callable[[], None]:
     """Has the lanes that clients of this process open get other sockets; gives what ends that."""
-    from psclient import lanes
+    from psclient import lane
 
-    connect = lanes._connect
-    lanes._connect = lambda *args: change(connect(*args))
+    connect = lane._connect
+    lane._connect = lambda *args: change(connect(*args))
 
     def end() -> None:
-        lanes._connect = connect
+        lane._connect = connect
 
     return end
 
@@ -467,6 +468,12 @@ def threads(name: str = "lane ") -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
+def gone(before: tuple[int, int]) -> bool:
+    """Whether no more files and segments are open than before, and no lane runs; other tests' may end meanwhile."""
+    gc.collect()
+    return files() <= before[0] and mappings() <= before[1] and not threads()
+
+
 __all__ = [
     "SIZE",
     "Cut",
@@ -477,6 +484,7 @@ __all__ = [
     "eventually",
     "files",
     "fragile",
+    "gone",
     "mappings",
     "stall",
     "threads",

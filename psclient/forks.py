@@ -1,0 +1,87 @@
+"""What forks of this process may look at: it stays as it is until they are gone."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+
+class Fork:
+    """A fork, and all forks of it. Made before it.
+
+    Whether they are still there is told by memory that they share with this process: each has it until it ends or
+    runs another program, whatever files it closes, and the system seals no memory that somebody may write.
+
+    Args:
+        held: what they may look at; it is let go of with this object.
+
+    Raises:
+        OSError: the system gives no memory.
+    """
+
+    def __init__(self, held: Sequence[object]) -> None:
+        self._held = held
+        self._file = os.fdopen(os.memfd_create("fork", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb", 0)
+        self._file.truncate(1)
+        self._memory = mmap.mmap(self._file.fileno(), 1)
+
+    def part(self) -> None:
+        """In this process, after the fork: what is shared is theirs alone."""
+        self._memory.close()
+
+    @property
+    def gone(self) -> bool:
+        """Whether none of them is there any more."""
+        try:
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        except OSError:
+            return False
+        return True
+
+
+_BEGUN: dict[int, Fork] = {}
+"""Those that each thread makes now."""
+
+_THERE: list[Fork] = []
+"""Those that were there when they were last looked for."""
+
+_FOR_GOOD: list[object] = []
+"""What those may look at of which the system cannot tell whether they are there."""
+
+
+def watch(keep: Callable[[], Sequence[object]], forget: Callable[[], object]) -> None:
+    """Keeps what forks may look at.
+
+    Args:
+        keep: gives it; called before each fork.
+        forget: called in each fork.
+    """
+    os.register_at_fork(before=lambda: _begin(keep()), after_in_parent=_part, after_in_child=forget)
+
+
+def _begin(held: Sequence[object]) -> None:
+    release()
+    if held:
+        try:
+            _BEGUN[threading.get_ident()] = Fork(held)
+        except OSError:
+            _FOR_GOOD.extend(held)
+
+
+def _part() -> None:
+    fork = _BEGUN.pop(threading.get_ident(), None)
+    if fork is not None:
+        fork.part()
+        _THERE.append(fork)
+
+
+def release() -> None:
+    """Lets go of what only forks that are gone could look at. By any thread."""
+    for fork in list(_THERE):
+        if fork.gone:
+            with suppress(ValueError):  # another thread has seen it, too
+                _THERE.remove(fork)
