@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
-from pswire.api import SessionState, Watched
+from pswire.api import SessionState, Shard, Watched
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, Fenced, PSError, ServerLost, Unreachable
 from pswire.limits import Timeouts
@@ -33,7 +33,8 @@ from pswire.log import (
     Start,
     Started,
 )
-from pswire.spec import Plan
+from pswire.manifest import Manifest, Saved
+from pswire.spec import Plan, SnapshotOrder
 
 log = logging.getLogger("psclient.chief")
 
@@ -348,21 +349,24 @@ class Chief:
             if len({(shard.round, shard.positions) for shard in shards}) > 1:
                 rounds = ", ".join(str(shard.round) for shard in shards)
                 raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
-            manifest = {
-                "format": 1,
-                "round": shards[0].round,
-                "positions": [vars(position) for position in shards[0].positions],
-                "tensors": {
-                    name: {"file": shard.file, "dtype": spec.dtype, "shape": spec.shape}
-                    for shard in shards
-                    for name, spec in shard.tensors
-                },
-            }
-            text = json.dumps(manifest, indent=1, sort_keys=True)
+            text = _manifest(order, shards).text()
             commit = self._servers[order.servers[0]].snapshot(token, plan.id, text).result()
         except PSError as error:
             return Snapshotted(plan.id, 0, order.path, str(error))
         return Snapshotted(plan.id, commit.round, commit.path)
+
+
+def _manifest(order: SnapshotOrder, shards: Sequence[Shard]) -> Manifest:
+    said = json.loads(order.state) if order.state else {}
+    return Manifest(
+        shards[0].round,
+        shards[0].positions,
+        {name: Saved(shard.file, spec, checksum) for shard in shards for name, spec, checksum in shard.tensors},
+        {shard.file: shard.nbytes for shard in shards},
+        said.get("objects", {}),
+        said.get("state", {}),
+        time.time(),
+    )
 
 
 def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:

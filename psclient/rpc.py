@@ -27,11 +27,13 @@ from psclient.staging import Parts
 from psclient.threads import Threads
 from pswire import codec, replies
 from pswire.api import (
+    ALL,
     Begun,
     Contribution,
     CreateReply,
     Opened,
     PullReply,
+    RestoreOrder,
     RestoreReply,
     RoundReply,
     ServerStatus,
@@ -251,16 +253,14 @@ class RemoteServer:
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
         """As `ParameterServer.snapshot`."""
         request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
-        return self._threads.submit(
-            lambda: replies.shard_from_pb(parse(pb.SnapshotReply, self._ask("Snapshot", request)))
-        )
+        ask = partial(self._ask, "Snapshot", request)
+        return self._threads.submit(lambda: replies.shard_from_pb(parse(pb.SnapshotReply, ask())))
 
-    def restore(self, session: int, path: str, ordinal: int) -> Future[RestoreReply]:
+    def restore(self, session: int, path: str, ordinal: int, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         """As `ParameterServer.restore`."""
-        request = pb.RestoreRequest(session=session, path=path, ordinal=ordinal)
-        return self._threads.submit(
-            lambda: replies.restored_from_pb(parse(pb.RestoreReply, self._ask("Restore", request)))
-        )
+        request = pb.RestoreRequest(session=session, path=path, ordinal=ordinal, order=replies.order_to_pb(order))
+        ask = partial(self._ask, "Restore", request)
+        return self._threads.submit(lambda: replies.restored_from_pb(parse(pb.RestoreReply, ask())))
 
     def status(self) -> ServerStatus:
         """As `ParameterServer.status`."""

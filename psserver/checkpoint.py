@@ -6,25 +6,21 @@ is written beside its place, synced, and renamed into it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from pswire.api import Shard
+from pswire.api import RestoreReply, Shard
 from pswire.errors import CheckpointError, NoCheckpoint, VariableMismatch
 from pswire.log import Position
-from pswire.spec import SnapshotOrder, VariableSpec
-from pswire.tensor import DTYPES, Array, portable, spec_of
-
-MANIFEST = "manifest.json"
-FORMAT = 1
+from pswire.manifest import MANIFEST, Manifest
+from pswire.spec import SnapshotOrder
+from pswire.tensor import DTYPES, Array, TensorSpec, portable, spec_of
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,9 @@ def write(root: Path, frozen: Frozen, manifest: str, get: Callable[[Array], Arra
         (directory / MANIFEST).unlink(missing_ok=True)
         _sync(directory)
         _replace(directory / file, lambda path: _save(arrays, path))
-    tensors = tuple((name, spec_of(array)) for name, array in arrays.items())
-    return Shard(str(directory), file, frozen.round, frozen.positions, tensors)
+    tensors = tuple((name, spec_of(array), "") for name, array in arrays.items())
+    nbytes = 0 if manifest else (directory / file).stat().st_size
+    return Shard(str(directory), file, frozen.round, frozen.positions, tensors, nbytes)
 
 
 def _save(arrays: dict[str, Array], path: Path) -> None:
@@ -120,17 +117,22 @@ class Restored:
     Attributes:
         directory: where it is.
         path: the same, below the root.
-        files: the name that checkpoints have a variable by, to the name of the file that holds it.
-        positions: the datasets' positions in it.
+        manifest: what it has.
+        text: the same, as it was read.
     """
 
     directory: Path
     path: str
-    files: dict[str, str]
-    positions: tuple[Position, ...]
+    manifest: Manifest
+    text: str
 
     def __contains__(self, name: str) -> bool:
-        return name in self.files
+        return name in self.manifest.tensors
+
+    @property
+    def reply(self) -> RestoreReply:
+        """What is told of it."""
+        return RestoreReply(self.path, self.manifest.positions, self.text)
 
     @classmethod
     def open(cls, root: Path, path: str) -> Restored:
@@ -143,29 +145,29 @@ class Restored:
         if not (directory / MANIFEST).is_file():
             directory = newest(directory)
         try:
-            data: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
-            if data["format"] != FORMAT:
-                raise CheckpointError(f"{directory} has format {data['format']}; this server reads {FORMAT}")
-            files = {name: str(entry["file"]) for name, entry in data["tensors"].items()}
-            positions = tuple(Position(**position) for position in data["positions"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"the manifest of {directory} cannot be read: {error!r}") from error
-        if any(PurePosixPath(file).name != file for file in files.values()):
-            raise CheckpointError(f"the manifest of {directory} names a file outside of it")
-        return cls(directory, directory.relative_to(root.resolve()).as_posix(), files, positions)
+            text = (directory / MANIFEST).read_text()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory / MANIFEST} cannot be read: {error}") from error
+        manifest = Manifest.parse(text, str(directory / MANIFEST))
+        return cls(directory, directory.relative_to(root.resolve()).as_posix(), manifest, text)
 
-    def read(self, spec: VariableSpec) -> Array:
-        """A variable's value.
+    def read(self, name: str, spec: TensorSpec, cast: bool = False) -> Array:
+        """A tensor.
+
+        Args:
+            name: which.
+            spec: what it has to be.
+            cast: whether it may be of another dtype.
 
         Raises:
             CheckpointError: the checkpoint does not have it, or its file is broken.
             VariableMismatch: it has another shape or dtype.
         """
-        name = spec.saved_name
-        file = self.files.get(name)
+        tensors = self.manifest.tensors
+        file = tensors[name].file if name in tensors else None
         if file is None:
             raise CheckpointError(
-                f"the checkpoint {self.directory} has no variable {name!r}; it has {', '.join(sorted(self.files)[:8])}"
+                f"the checkpoint {self.directory} has no variable {name!r}; it has {', '.join(sorted(tensors)[:8])}"
             )
         try:
             with safetensors.safe_open(self.directory / file, framework="np") as shard:
@@ -175,9 +177,9 @@ class Restored:
             raise CheckpointError(f"{self.directory / file} cannot be read: {error}") from error
         value = np.asarray(value).view(np.complex128)[..., 0] if parted else np.asarray(value)
         found = spec_of(value)
-        if found != spec.tensor:
-            raise VariableMismatch(f"the checkpoint {self.directory} has {name!r} as {found}, not {spec.tensor}")
-        return np.array(value, DTYPES[found.dtype])
+        if found.shape != spec.shape or (found.dtype != spec.dtype and not cast):
+            raise VariableMismatch(f"the checkpoint {self.directory} has {name!r} as {found}, not {spec}")
+        return np.array(value, DTYPES[spec.dtype])
 
 
 def newest(directory: Path) -> Path:

@@ -26,11 +26,13 @@ from psserver.store import Store, owned
 from psserver.units import human
 from psserver.waiting import Readers, Resends, Watchers
 from pswire.api import (
+    ALL,
     Begun,
     Contribution,
     CreateReply,
     Opened,
     PullReply,
+    RestoreOrder,
     RestoreReply,
     RoundReply,
     ServerStatus,
@@ -348,29 +350,36 @@ class Core:
         do(answers)
         return future
 
-    def restore(self, session: int, path: str, ordinal: int) -> Future[RestoreReply]:
+    def restore(self, session: int, path: str, ordinal: int, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         with self._lock:
             self._check(session)
-            future, first = self._snapshots.restoring(path, ordinal)
+            if order.look:
+                future, first = Future[RestoreReply](), True
+            else:
+                future, first = self._snapshots.restoring(path, ordinal)
             variables = [v for v in self._store.variables.values() if self.server in v.servers]
             job = self._job
-        if first:
-            self._submit(working(future, lambda: self._restore(path, variables, future, job)))
+        if order.look:
+            self._submit(working(future, lambda: self._snapshots.open(path).reply))
+        elif first:
+            self._submit(working(future, lambda: self._restore(path, order, variables, future, job)))
         return future
 
-    def _restore(self, path: str, variables: list[Variable], future: Future[RestoreReply], job: int) -> RestoreReply:
+    def _restore(
+        self, path: str, order: RestoreOrder, variables: list[Variable], future: Future[RestoreReply], job: int
+    ) -> RestoreReply:
         try:
-            restored, values = self._snapshots.read(path, variables)
+            restored, values = self._snapshots.read(path, order, variables)
             with self._lock:
                 self._check_job(job)
-                self._snapshots.restored(restored, values)
+                self._snapshots.restored(restored, values, order)
         except NoCheckpoint:
             raise  # which the others are told, too: the first process goes on without one
         except BaseException:
             with self._lock:
                 self._snapshots.failed(future)
             raise
-        return RestoreReply(restored.path, restored.positions)
+        return restored.reply
 
     # ---- What is there, and what waits ----
 

@@ -138,7 +138,7 @@ def _snapshot(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
 
 def _restore(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
     m = parse(pb.RestoreRequest, data)
-    return core.restore(m.session, m.path, m.ordinal), replies.restored_to_pb
+    return core.restore(m.session, m.path, m.ordinal, replies.order_from_pb(m.order)), replies.restored_to_pb
 
 
 Ask = Callable[[ParameterServer, bytes], tuple[Future[Any], Encode]]

@@ -12,7 +12,7 @@ from psserver.answers import Answer, Submit, working
 from psserver.checkpoint import Frozen, Restored
 from psserver.job import Job
 from psserver.store import Store
-from pswire.api import RestoreReply, Shard
+from pswire.api import RestoreOrder, RestoreReply, Shard
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, PSError
 from pswire.spec import Variable
@@ -111,21 +111,30 @@ class Snapshots:
         future = self._restores[path, ordinal] = Future()
         return future, True
 
-    def read(self, path: str, variables: list[Variable]) -> tuple[Restored, dict[int, Array]]:
-        """Reads a checkpoint's values, without the lock; raises `PSError` if one is missing or does not fit."""
+    def open(self, path: str) -> Restored:
+        """Opens a checkpoint, without the lock; raises `PSError` if that is not possible."""
         try:
-            restored = Restored.open(self._root, path)
-            saved = [v for v in variables if v.spec.saved_name]
-            return restored, {v.id: self._store.device.put(restored.read(v.spec)) for v in saved}
+            return Restored.open(self._root, path)
         except OSError as error:
             if isinstance(error, PSError):
                 raise
             raise CheckpointError(f"cannot read {path!r}: {error}", str(self._task)) from error
 
-    def restored(self, restored: Restored, values: dict[int, Array]) -> None:
+    def read(self, path: str, order: RestoreOrder, variables: list[Variable]) -> tuple[Restored, dict[int, Array]]:
+        """Reads a checkpoint's values, without the lock; raises `PSError` if one is missing or does not fit."""
+        restored = self.open(path)
+        if order.names is None:
+            names = {v.id: v.spec.saved_name for v in variables if v.spec.saved_name}
+        else:
+            names = {id: name for name, id in order.names.items()}
+        put = self._store.device.put
+        found = [(v, names[v.id]) for v in variables if v.id in names]
+        return restored, {v.id: put(restored.read(name, v.spec.tensor, order.cast)) for v, name in found}
+
+    def restored(self, restored: Restored, values: dict[int, Array], order: RestoreOrder) -> None:
         """The variables have the checkpoint's values; those created later will get theirs."""
         self._store.commit(values)
-        self._restored = restored
+        self._restored = restored if order.late else None
 
     def failed(self, future: Future[RestoreReply]) -> None:
         """A restore failed; who asks again tries again."""
@@ -139,5 +148,5 @@ class Snapshots:
         restored = self._restored
         if restored is None or variable.spec.saved_as is not None or variable.spec.name not in restored:
             return None
-        value: Array = self._store.device.put(restored.read(variable.spec))
+        value: Array = self._store.device.put(restored.read(variable.spec.name, variable.spec.tensor))
         return value

@@ -8,7 +8,7 @@ recorded answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -125,10 +125,34 @@ class RestoreReply:
     Attributes:
         path: which one, below the checkpoint root: where a directory of them was asked for, its newest.
         positions: the datasets' positions in it.
+        manifest: the text of its manifest.
     """
 
     path: str
     positions: tuple[Position, ...]
+    manifest: str = ""
+
+
+@dataclass(frozen=True)
+class RestoreOrder:
+    """Which variables a restore changes, and how.
+
+    Attributes:
+        look: only opens the checkpoint: nothing changes, and no ordinal is used.
+        names: for each tensor of the checkpoint the number of the variable that gets it; None: each variable gets the
+            one with its own saved name, and misses none.
+        late: whether variables that are created later get theirs, by their saved names.
+        cast: whether values are cast to the variable's dtype; else another dtype is refused.
+    """
+
+    look: bool = False
+    names: Mapping[str, int] | None = None
+    late: bool = True
+    cast: bool = False
+
+
+ALL = RestoreOrder()
+"""Every variable gets what is saved under its own name."""
 
 
 @dataclass(frozen=True)
@@ -244,14 +268,16 @@ class Shard:
         file: the file's name in it.
         round: the round whose state it holds.
         positions: the datasets' positions after that round.
-        tensors: what it holds, by variable name.
+        tensors: what it holds: names, specs and checksums, as in `Manifest`.
+        nbytes: the file's size.
     """
 
     path: str
     file: str
     round: int
     positions: tuple[Position, ...]
-    tensors: tuple[tuple[str, TensorSpec], ...]
+    tensors: tuple[tuple[str, TensorSpec, str], ...]
+    nbytes: int = 0
 
 
 Begun = Callable[[Payload], object]
@@ -390,7 +416,7 @@ class ParameterServer(Protocol):
         """
         ...
 
-    def restore(self, session: int, path: str, ordinal: int) -> Future[RestoreReply]:
+    def restore(self, session: int, path: str, ordinal: int, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         """Reads a checkpoint's values into this server's variables. Key: (path, ordinal).
 
         Args:
@@ -398,6 +424,7 @@ class ParameterServer(Protocol):
                 to the others, however much later they ask.
             path: a checkpoint directory, below the servers' checkpoint root, or a directory of them.
             ordinal: how many restores this process asked for before.
+            order: which variables it changes, and how.
 
         Raises:
             NoCheckpoint: there is none, or there was none when the first process asked.

@@ -242,7 +242,12 @@ def plan_to_pb(plan: Plan) -> pb.Plan:
         ],
         returned=[_ref_to_pb(ref) for ref in plan.returned],
         snapshot=(
-            pb.SnapshotOrder(path=plan.snapshot.path, servers=plan.snapshot.servers, round=plan.snapshot.round)
+            pb.SnapshotOrder(
+                path=plan.snapshot.path,
+                servers=plan.snapshot.servers,
+                round=plan.snapshot.round,
+                state=plan.snapshot.state,
+            )
             if plan.snapshot
             else None
         ),
@@ -262,7 +267,9 @@ def plan_from_pb(message: pb.Plan) -> Plan:
         tuple(program_from_pb(program) for program in message.programs),
         tuple(Apply(a.program, tuple(a.servers), tuple(_ref_from_pb(ref) for ref in a.args)) for a in message.applies),
         tuple(_ref_from_pb(ref) for ref in message.returned),
-        SnapshotOrder(snapshot.path, tuple(snapshot.servers), snapshot.round) if message.HasField("snapshot") else None,
+        SnapshotOrder(snapshot.path, tuple(snapshot.servers), snapshot.round, snapshot.state)
+        if message.HasField("snapshot")
+        else None,
     )
 
 

@@ -7,6 +7,7 @@ from pswire.api import (
     OpenRound,
     Place,
     PullReply,
+    RestoreOrder,
     RestoreReply,
     RoundReply,
     ServerStatus,
@@ -120,7 +121,11 @@ def shard_to_pb(shard: Shard) -> pb.SnapshotReply:
         file=shard.file,
         round=shard.round,
         positions=[position_to_pb(p) for p in shard.positions],
-        tensors=[pb.NamedTensor(name=name, spec=tensor_to_pb(spec)) for name, spec in shard.tensors],
+        tensors=[
+            pb.NamedTensor(name=name, spec=tensor_to_pb(spec), checksum=checksum)
+            for name, spec, checksum in shard.tensors
+        ],
+        nbytes=shard.nbytes,
     )
 
 
@@ -130,16 +135,28 @@ def shard_from_pb(message: pb.SnapshotReply) -> Shard:
         message.file,
         message.round,
         positions_from_pb(message.positions),
-        tuple((t.name, tensor_from_pb(t.spec)) for t in message.tensors),
+        tuple((t.name, tensor_from_pb(t.spec), t.checksum) for t in message.tensors),
+        message.nbytes,
     )
 
 
 def restored_to_pb(reply: RestoreReply) -> pb.RestoreReply:
-    return pb.RestoreReply(path=reply.path, positions=[position_to_pb(p) for p in reply.positions])
+    positions = [position_to_pb(p) for p in reply.positions]
+    return pb.RestoreReply(path=reply.path, positions=positions, manifest=reply.manifest)
 
 
 def restored_from_pb(message: pb.RestoreReply) -> RestoreReply:
-    return RestoreReply(message.path, positions_from_pb(message.positions))
+    return RestoreReply(message.path, positions_from_pb(message.positions), message.manifest)
+
+
+def order_to_pb(order: RestoreOrder) -> pb.RestoreOrder:
+    return pb.RestoreOrder(
+        look=order.look, named=order.names is not None, names=order.names, late=order.late, cast=order.cast
+    )
+
+
+def order_from_pb(message: pb.RestoreOrder) -> RestoreOrder:
+    return RestoreOrder(message.look, dict(message.names) if message.named else None, message.late, message.cast)
 
 
 def status_to_pb(status: ServerStatus) -> pb.StatusReply:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple
@@ -140,11 +140,14 @@ class SnapshotOrder:
         path: where, below the servers' checkpoint root.
         servers: all servers of the job.
         round: the round of the section, so that no two orders are the same.
+        state: JSON text of the process that proposes it, `{"objects": ..., "state": ...}`, for the manifest. No part of
+            the plan's identity: processes may differ in it.
     """
 
     path: str
     servers: tuple[int, ...]
     round: int = 0
+    state: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True)

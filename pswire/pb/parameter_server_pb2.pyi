@@ -333,14 +333,16 @@ class Apply(_message.Message):
     def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ...) -> None: ...
 
 class SnapshotOrder(_message.Message):
-    __slots__ = ("path", "servers", "round")
+    __slots__ = ("path", "servers", "round", "state")
     PATH_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     path: str
     servers: _containers.RepeatedScalarFieldContainer[int]
     round: int
-    def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ...) -> None: ...
+    state: str
+    def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ..., state: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
     __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot")
@@ -571,44 +573,73 @@ class SnapshotRequest(_message.Message):
     def __init__(self, token: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., manifest: _Optional[str] = ...) -> None: ...
 
 class NamedTensor(_message.Message):
-    __slots__ = ("name", "spec")
+    __slots__ = ("name", "spec", "checksum")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     name: str
     spec: TensorSpec
-    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[TensorSpec, _Mapping]] = ...) -> None: ...
+    checksum: str
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[TensorSpec, _Mapping]] = ..., checksum: _Optional[str] = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
-    __slots__ = ("path", "file", "round", "positions", "tensors")
+    __slots__ = ("path", "file", "round", "positions", "tensors", "nbytes")
     PATH_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
     path: str
     file: str
     round: int
     positions: _containers.RepeatedCompositeFieldContainer[Position]
     tensors: _containers.RepeatedCompositeFieldContainer[NamedTensor]
-    def __init__(self, path: _Optional[str] = ..., file: _Optional[str] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ...) -> None: ...
+    nbytes: int
+    def __init__(self, path: _Optional[str] = ..., file: _Optional[str] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("session", "path", "ordinal")
+    __slots__ = ("session", "path", "ordinal", "order")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     session: int
     path: str
     ordinal: int
-    def __init__(self, session: _Optional[int] = ..., path: _Optional[str] = ..., ordinal: _Optional[int] = ...) -> None: ...
+    order: RestoreOrder
+    def __init__(self, session: _Optional[int] = ..., path: _Optional[str] = ..., ordinal: _Optional[int] = ..., order: _Optional[_Union[RestoreOrder, _Mapping]] = ...) -> None: ...
+
+class RestoreOrder(_message.Message):
+    __slots__ = ("look", "named", "names", "late", "cast")
+    class NamesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    LOOK_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    CAST_FIELD_NUMBER: _ClassVar[int]
+    look: bool
+    named: bool
+    names: _containers.ScalarMap[str, int]
+    late: bool
+    cast: bool
+    def __init__(self, look: _Optional[bool] = ..., named: _Optional[bool] = ..., names: _Optional[_Mapping[str, int]] = ..., late: _Optional[bool] = ..., cast: _Optional[bool] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
-    __slots__ = ("positions", "path")
+    __slots__ = ("positions", "path", "manifest")
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
     positions: _containers.RepeatedCompositeFieldContainer[Position]
     path: str
-    def __init__(self, positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., path: _Optional[str] = ...) -> None: ...
+    manifest: str
+    def __init__(self, positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., path: _Optional[str] = ..., manifest: _Optional[str] = ...) -> None: ...
 
 class OpenRound(_message.Message):
     __slots__ = ("round", "section", "missing", "approved")

@@ -12,9 +12,9 @@ import pytest
 from rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, sum_into, together
 from safetensors.numpy import load_file
 
-from pswire.api import RestoreReply
 from pswire.errors import CheckpointError, Fenced, NoCheckpoint, ServerLost, VariableMismatch
 from pswire.log import Position, Snapshotted
+from pswire.manifest import Manifest
 from pswire.payload import Payload
 from pswire.spec import SnapshotOrder, VariableSpec
 from pswire.tensor import TensorSpec
@@ -85,7 +85,9 @@ def test_what_was_saved_comes_back(job, worker):
     save(job, worker)
     add(job, worker, variables[0], 100)
     assert int(job.value(worker, variables[0])) == 97
-    assert restore(job, worker, "run/ckpt-1") == RestoreReply("run/ckpt-1", PLACES)
+    found = restore(job, worker, "run/ckpt-1")
+    assert (found.path, found.positions) == ("run/ckpt-1", PLACES)
+    assert Manifest.parse(found.manifest, "here").positions == PLACES
     for variable, value in zip(variables, values, strict=True):
         back = job.value(worker, variable)
         assert (back.dtype, back.shape, back.tobytes()) == (value.dtype, value.shape, value.tobytes())

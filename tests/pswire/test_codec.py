@@ -125,7 +125,7 @@ STATUSES = st.builds(
     places=tuples(st.builds(Place, TASKS, U64, POSITIONS)),
     program_version=U32,
 )
-SHARDS = st.builds(Shard, TEXT, TEXT, U64, POSITIONS, tuples(st.tuples(TEXT, TENSORS)))
+SHARDS = st.builds(Shard, TEXT, TEXT, U64, POSITIONS, tuples(st.tuples(TEXT, TENSORS, TEXT)), U64)
 CONTRIBUTIONS = st.builds(Contribution, U64, U64, U64, BYTES, tuples(REAL), st.booleans(), POSITIONS, tuples(U64))
 REPLIES = st.builds(RoundReply, U64, EPOCHS, st.booleans(), tuples(TASKS), st.just(EMPTY))
 PULLED = st.builds(PullReply, S64, st.just(EMPTY))
