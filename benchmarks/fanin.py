@@ -33,7 +33,7 @@ from typing import Any
 import click
 import numpy as np
 from figures import COLOURS, machine, publish
-from measures import Cost, spread
+from measures import Cost, at_rest, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -52,7 +52,9 @@ PROCESSES = 8
 NBYTES = 4000
 """Of the variable, and of each push and each answer."""
 
-ROUNDS, QUICK_ROUNDS, WARM = 200, 10, 20
+ROUNDS, QUICK_ROUNDS = 200, 10
+WARM = 300
+"""Rounds that are not measured: after so many the server has a kernel also for a small variable."""
 RATE, STEP = 0.125, 2.0**-10
 """Powers of two, so that float32 computes exactly."""
 
@@ -156,8 +158,12 @@ def measure(lane: LaneName, workers: int, processes: int, rounds: int, nbytes: i
         mine = [tuple(range(first, workers, processes)) for first in range(min(workers, processes))]
         shares = [Share(address, workers, each, rounds, nbytes, lane) for each in mine]
         clients = [stack.enter_context(_clients(share, len(mine) + 1)) for share in shares]
-        before = _pass_gate(clients, server)
-        after = _pass_gate(clients, server)
+        _wait_at_gate(clients)
+        [before] = at_rest([server.pid])
+        _open_gate(clients)
+        _wait_at_gate(clients)
+        after = Cost.of(server.pid)
+        _open_gate(clients)
         series = [json.loads(_hear(client)) for client in clients]
         for client in clients:
             client.wait(SECONDS)
@@ -197,15 +203,15 @@ def _clients(share: Share, tasks: int) -> Iterator[subprocess.Popen[bytes]]:
             send(process, signal.SIGKILL)
 
 
-def _pass_gate(clients: Sequence[subprocess.Popen[bytes]], server: subprocess.Popen[bytes]) -> Cost:
-    """Waits until all clients stand at their gate, looks at the server, and lets them go on."""
+def _wait_at_gate(clients: Sequence[subprocess.Popen[bytes]]) -> None:
     for client in clients:
         _hear(client)
-    cost = Cost.of(server.pid)
+
+
+def _open_gate(clients: Sequence[subprocess.Popen[bytes]]) -> None:
     for client in clients:
         assert client.stdin is not None  # we asked for the pipe
         client.stdin.write(b"\n")
-    return cost
 
 
 def _hear(client: subprocess.Popen[bytes]) -> str:

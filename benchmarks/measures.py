@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+REST_SECONDS = 0.2
+"""Between two looks at processes that come to rest."""
+
 
 def quantile(values: Sequence[float], fraction: float) -> float:
     """The smallest of the values that is not below this fraction of them."""
@@ -46,3 +49,13 @@ class Cost:
     def since(self, before: Cost) -> Cost:
         """What has come since an earlier moment."""
         return Cost(self.seconds - before.seconds, self.rss - before.rss, self.threads - before.threads)
+
+
+def at_rest(pids: Sequence[int]) -> list[Cost]:
+    """What each process has used once all rest: kernels that are compiled in the background are no part of a round."""
+    costs = list(map(Cost.of, pids))
+    while True:
+        time.sleep(REST_SECONDS)
+        before, costs = costs, list(map(Cost.of, pids))
+        if all(now.since(then).seconds < REST_SECONDS / 10 for now, then in zip(costs, before, strict=True)):
+            return costs

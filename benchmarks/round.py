@@ -41,7 +41,7 @@ import click
 import numpy as np
 from figures import draw, machine, publish, tables
 from limits import Limits
-from measures import Cost, spread
+from measures import Cost, at_rest, spread
 from models import MODELS, SIZES
 from rich.console import Console
 
@@ -72,11 +72,11 @@ OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
     "adam": lambda: ps.optimizers.Adam(1e-3),
 }
 
-REST_SECONDS = 0.2
-"""For so long a server has to do next to nothing."""
-
 LOOK = "look"
 """What worker 0 prints while all workers wait; they go on when a byte has come through the gate."""
+
+MEASURED = "measured"
+"""What it prints before the file in which the figures of a model are."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,10 @@ class Worker:
             for size in self._options.sizes:
                 said = self._measure(size)
                 if self._strategy.task == FIRST:
-                    print(json.dumps({"size": size, "lane": self._lanes.last, **said}), flush=True)
+                    # Not as a line: many rounds make one that is longer than the launcher takes.
+                    report = self._gate.with_name(f"{size}.json")
+                    report.write_text(json.dumps({"size": size, "lane": self._lanes.last, **said}), encoding="utf-8")
+                    print(MEASURED, report, flush=True)
 
     def _measure(self, size: str) -> dict[str, Any]:
         shapes = MODELS[size].shapes()
@@ -265,8 +268,8 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
         if line.text == LOOK:
             looks.append(_costs_at_rest(cluster))
             gate.write(b"\0")
-        elif line.text.startswith("{"):
-            said = json.loads(line.text)
+        elif line.text.startswith(MEASURED):
+            said = json.loads(Path(line.text.removeprefix(MEASURED).strip()).read_text(encoding="utf-8"))
             found[said["size"]] = Measured.of(said, *looks[-2:])
             lanes.add(said["lane"])
 
@@ -312,18 +315,7 @@ def _allocator(name: str) -> Iterator[None]:
 
 
 def _costs_at_rest(cluster: Cluster) -> list[Cost]:
-    """What each server has used once it rests: kernels that it compiles in the background are no part of a round."""
-    costs = _costs(cluster)
-    while True:
-        time.sleep(REST_SECONDS)
-        before, costs = costs, _costs(cluster)
-        if all(now.since(then).seconds < REST_SECONDS / 10 for now, then in zip(costs, before, strict=True)):
-            return costs
-
-
-def _costs(cluster: Cluster) -> list[Cost]:
-    """What each server has used so far."""
-    return [Cost.of(process.pid) for task, process in cluster.processes.items() if task.job == "ps"]
+    return at_rest([process.pid for task, process in cluster.processes.items() if task.job == "ps"])
 
 
 def laps(
