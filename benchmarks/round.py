@@ -12,7 +12,7 @@ looked at while all workers wait: between the warm-up and the first measured rou
 Not measured unless asked for, since they are long or large:
 
     --rounds 10000 --sizes 4KB             does memory grow?
-    --sizes 4MB --sizes 3GiB --workers 1   one variable of 3 GiB, with the kernel that the rounds before it compile
+    --sizes 3GiB --workers 1               one variable of 3 GiB
     --optimizer sgd --optimizer adam       beside each other
     --allocator tuned --allocator plain    with what our launcher tells the allocator, and without
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from psclient.group import Group
 from psclient.session import Session
 from psclient.staging import Sent, fill, pack
-from pswire.api import Contribution, CreateReply, ParameterServer, RestoreReply, RoundReply
-from pswire.errors import CheckpointError, Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
+from pswire.api import ALL, Contribution, CreateReply, ParameterServer, RestoreOrder, RestoreReply, RoundReply
+from pswire.errors import CheckpointError, Fenced, MemoryLimit, NoCheckpoint, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
-from pswire.log import Position, Snapshotted
+from pswire.log import Snapshotted
 from pswire.payload import EMPTY, Payload
 from pswire.spec import Plan, Ref, Variable, VariableSpec
 from pswire.tensor import Array, TensorSpec, portable
@@ -231,9 +231,7 @@ class Exchange:
         observes = self._renew() and waiting
         if observes:
             log.info("%s was taken in after it computed its first section, which does not count", self.session.task)
-        if plan.id not in self._proposed:
-            self.session.keeper.propose(self.session.number, plan, "", None)
-            self._proposed.add(plan.id)
+        self._propose(plan)
         want = {server: self._want(plan, server) for server in plan.servers}
         if not self.group.alone:
             self.session.waits = (self.group.round, plan.id)
@@ -244,6 +242,7 @@ class Exchange:
                 for server, payload in payloads.items()
             }
             self._fill(outgoing, payloads.values())
+            self._stand_in(plan, futures.values())
             replies, failure = self._gather(futures)
         except BaseException as error:
             if not isinstance(error, PSError):
@@ -256,6 +255,29 @@ class Exchange:
         if failure is not None:
             raise failure
         return values
+
+    def _propose(self, plan: Plan) -> None:
+        """Asks for a plan's approval, once; of one that saves a checkpoint only one process does, whose state it has."""
+        if plan.id not in self._proposed and (plan.snapshot is None or self._saves()):
+            self.session.keeper.propose(self.session.number, plan, "", None)
+            self._proposed.add(plan.id)
+
+    def _saves(self) -> bool:
+        """Whether this process is the first in task order of those that make this round and are still there."""
+        if self.group.alone or self.group.epoch is None or len(self.group.epoch.members) == 1:
+            return True
+        gone = {state.member.session for state in self.session.look().sessions if state.state != "open"}
+        here = [member.session for member in self.group.epoch.members if member.session not in gone]
+        return not here or here[0] == self.session.number
+
+    def _stand_in(self, plan: Plan, futures: Iterable[Future[RoundReply]]) -> None:
+        """Waits until a plan that others have to propose is answered; proposes it should all of them be gone."""
+        deadline = time.monotonic() + self.session.timeouts.round
+        while plan.id not in self._proposed and time.monotonic() < deadline:
+            if not wait(futures, self.session.timeouts.beat).not_done:
+                return
+            self.session.check()
+            self._propose(plan)
 
     def _want(self, plan: Plan, server: int) -> tuple[int, ...]:
         """What to ask back: variables that the plan assigns and that were read since their last assignment."""
@@ -337,6 +359,11 @@ class Exchange:
         self, plan: Plan, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
     ) -> dict[Ref, Array]:
         """Keeps what came back; returns what the plan returns."""
+        written = set[int]().union(*map(plan.writes, plan.servers))
+        with self._lock:  # first, so that there is never room for more than one value of a variable that spans parts
+            self._read -= written
+            for id in written & self._cache.keys():
+                del self._cache[id]
         values: dict[Ref, Array] = {}
         fresh: dict[int, Array] = {}
         for server, reply in replies.items():
@@ -349,11 +376,7 @@ class Exchange:
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)
         for server in plan.servers:
             self._touched[server] = self.group.round
-        written = set[int]().union(*map(plan.writes, plan.servers))
         with self._lock:
-            self._read -= written
-            for id in written & (self._cache.keys() - fresh.keys()):
-                del self._cache[id]
             self._cache |= fresh
             self._brought = set(fresh)
         epochs = [reply.epoch for reply in replies.values()]
@@ -363,22 +386,39 @@ class Exchange:
 
     # ---- Checkpoints ----
 
-    def snapshot(self, plan: Plan) -> Snapshotted:
+    def snapshot(self, plan_id: bytes) -> Snapshotted:
         """Waits until the checkpoint that a flushed plan ordered is complete, or failed."""
-        return self.group.snapshotted(plan.id, time.monotonic() + self.session.timeouts.round)
+        return self.group.snapshotted(plan_id, time.monotonic() + self.session.timeouts.round)
 
-    def restore(self, path: str) -> tuple[Position, ...]:
-        """Has every server read a checkpoint; returns the datasets' positions in it.
+    def look(self, path: str) -> RestoreReply:
+        """What a checkpoint has, or the newest of a directory of them; nothing changes.
+
+        Raises:
+            CheckpointError: there is none, or it is broken.
+        """
+        return self._restore(self.session.keeper, path, 0, RestoreOrder(look=True))
+
+    def restore(self, path: str, order_for: Callable[[RestoreReply], RestoreOrder]) -> RestoreReply:
+        """Has every server read a checkpoint.
+
+        Args:
+            path: which, or a directory of them.
+            order_for: which of its values go where, once it is known what it has.
 
         Raises:
             CheckpointError: there is none, or a server cannot read its part.
             VariableMismatch: it has a variable with another shape or dtype.
         """
         ordinal, self._restores = self._restores, self._restores + 1
-        # Server 0 says which one is the newest, so that all read the same.
-        first = self._restore(self.session.keeper, path, ordinal)
         try:
-            others = [self._restore(server, first.path, ordinal) for server in self.session.servers[1:]]
+            order = order_for(self.look(path))
+        except NoCheckpoint:
+            order = ALL  # Asked for all the same: servers remember that the first process found none.
+        # Server 0 says which one is the newest, so that all read the same.
+        first = self._restore(self.session.keeper, path, ordinal, order)
+        try:
+            order = order_for(first)
+            others = [self._restore(server, first.path, ordinal, order) for server in self.session.servers[1:]]
             if any(other != first for other in others):
                 raise CheckpointError(
                     f"the servers do not read the same checkpoint {first.path!r}; is it on all hosts?"
@@ -389,13 +429,13 @@ class Exchange:
             raise
         with self._lock:
             self._cache.clear()
-        return first.positions
+        return first
 
-    def _restore(self, server: ParameterServer, path: str, ordinal: int) -> RestoreReply:
+    def _restore(self, server: ParameterServer, path: str, ordinal: int, order: RestoreOrder) -> RestoreReply:
         session = self.session
         late = RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s")
         return session.wait(
-            server.restore(session.number, path, ordinal),
+            server.restore(session.number, path, ordinal, order),
             time.monotonic() + session.timeouts.round,
             late,
             lambda: f"waits for {path!r} to be restored",

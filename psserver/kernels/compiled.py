@@ -35,6 +35,9 @@ MAX_POINTERS = 200
 STOP_SECONDS = 1.0
 """How long the end of a server waits for a kernel that is being compiled."""
 
+WAIT_SECONDS = 20.0
+"""How long a kernel is waited for where interpreting would take longer."""
+
 MAX_KERNELS = 1000
 """Kernels of one server. Whoever makes more has a program that is another one in each round."""
 
@@ -61,12 +64,17 @@ class Compiler:
         self._kernels: dict[object, Future[Any]] = {}
         self._told = False
 
-    def elementwise(self, form: Form) -> Any | None:
-        """The kernel of a form: a `NumbaKernel` or a `cupy.ElementwiseKernel`; None while there is none."""
+    def elementwise(self, form: Form, now: bool = False) -> Any | None:
+        """The kernel of a form: a `NumbaKernel` or a `cupy.ElementwiseKernel`; None while there is none.
+
+        Args:
+            form: what it does.
+            now: whether to wait until it is compiled, also where it was never asked for before.
+        """
         if self._device.gpu is not None:
             scalars = [p.single for p in parameters(form) if p.role != "output"]
-            return self._get(form.cuda, lambda: self._device.elementwise(*form.cuda, scalars))
-        return self._pointed(form.numba, 1, parameters(form))
+            return self._get(form.cuda, lambda: self._device.elementwise(*form.cuda, scalars), now)
+        return self._pointed(form.numba, 1, parameters(form), now)
 
     def rows(self, form: Form) -> NumbaKernel | None:
         """The kernel of a form for rows of tables in host memory; None while there is none."""
@@ -78,12 +86,12 @@ class Compiler:
         """`groups.grouping`, compiled; None while it is not."""
         return self._get(grouping, lambda: self._numba(grouping, NUMBERS, ["int64"] * ARRAYS))
 
-    def _pointed(self, text: str, sizes: int, taken: list[Parameter]) -> NumbaKernel | None:
+    def _pointed(self, text: str, sizes: int, taken: list[Parameter], now: bool = False) -> NumbaKernel | None:
         """The kernel of a text for these pointers: the same text may be of several dtypes."""
         if len(taken) > MAX_POINTERS:
             return None
         dtypes = [parameter.dtype for parameter in taken]
-        return self._get((text, *dtypes), lambda: self._numba(text, sizes, dtypes))
+        return self._get((text, *dtypes), lambda: self._numba(text, sizes, dtypes), now)
 
     def _numba(self, kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -> NumbaKernel:
         with _stoppable(self._background):
@@ -105,19 +113,20 @@ class Compiler:
         """Compiles no more; breaks off what is being compiled, or leaves it alone if it does not end soon."""
         self._background.close(STOP_SECONDS)
 
-    def _get(self, key: object, build: Callable[[], Any]) -> Any | None:
+    def _get(self, key: object, build: Callable[[], Any], now: bool = False) -> Any | None:
         with self._lock:
+            if key not in self._kernels:
+                self._ask(key, build, 1 if now else self._patience)
             found = self._kernels.get(key)
-            if found is None:
-                self._ask(key, build)
-                return None
-        return found.result() if found.done() and not found.cancelled() else None
+        if found is not None and now:
+            wait([found], WAIT_SECONDS)
+        return found.result() if found and found.done() and not found.cancelled() else None
 
-    def _ask(self, key: object, build: Callable[[], Any]) -> None:
+    def _ask(self, key: object, build: Callable[[], Any], patience: int) -> None:
         if len(self._asked) >= MAX_KERNELS:
             return
         self._asked[key] = self._asked.get(key, 0) + 1
-        if self._asked[key] >= self._patience:
+        if self._asked[key] >= patience:
             self._kernels[key] = self._background.submit(lambda: self._build(build))
 
     def _build(self, build: Callable[[], Any]) -> Any | None:

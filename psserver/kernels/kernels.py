@@ -86,6 +86,10 @@ SMALLEST = 1 << 14
 """Elements of an array below which the interpreter takes as long as a kernel."""
 
 
+LARGE = 1 << 26
+"""Elements of an array from which on a kernel is waited for: interpreting would take longer than compiling, and several
+times the array's memory."""
+
 SMALL_PATIENCE = 256
 """How often a kernel for smaller ones is asked for before it is compiled: it saves little in a round."""
 
@@ -194,7 +198,11 @@ class Kernels:
 
     def kernel(self, step: Step, sums: Mapping[int, Sum]) -> Kernel | None:
         """The kernel of an elementwise step with these inputs summed in it; None while it is not compiled."""
-        return self._kernel(step, sums, self.compiler.elementwise)
+        now = prod(step.shape or ()) >= LARGE
+        return self._kernel(step, sums, self._compile_now if now else self.compiler.elementwise)
+
+    def _compile_now(self, form: Form) -> Any | None:
+        return self.compiler.elementwise(form, now=True)
 
     def rows(self, step: Step) -> Kernel | None:
         """The kernel of an elementwise step on rows of tables; None while it is not compiled.

@@ -14,6 +14,7 @@ from programs import job_of, same_bits
 from psserver import executor
 from psserver.arrays import Device
 from psserver.batches import batches
+from psserver.interpreter import Script
 from psserver.job import outline
 from psserver.kernels.kernels import SMALL_PATIENCE, Kernels
 from psserver.stream import Stream
@@ -233,4 +234,15 @@ def test_small_variables_have_a_kernel_in_the_long_run():
         executor.run(job, 0, kernels, fresh([8, 9]))
     kernels.compiler.wait()
     assert warm(kernels, job, fresh([8, 9])) == {0, 1}
+    kernels.close()
+
+
+def test_a_large_variable_waits_for_its_kernel(monkeypatch):
+    """Interpreting its first rounds would take longer, and several times its memory."""
+    monkeypatch.setattr("psserver.kernels.kernels.LARGE", 8)
+    monkeypatch.setattr(Script, "run", None)
+    kernels = Kernels(Device(), patience=1000, smallest=0)
+    job = job_for(descents([8, 9]), [arrays([8, 9])])
+    values = fresh([8, 9])
+    assert executor.run(job, 0, kernels, values, frozenset(values)).assigned[0] is values[0]
     kernels.close()
