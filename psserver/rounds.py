@@ -188,8 +188,10 @@ class Rounds:
         """
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
-        if any(not (isfinite(weight) and weight >= 0) or (weight and said.observes) for weight in said.weights):
+        if said.weights and not (isfinite(sum(said.weights)) and min(said.weights) >= 0):
             raise InvalidRequest(f"weights {said.weights} are no counts")
+        if said.observes and any(said.weights):
+            raise InvalidRequest("who observes contributes nothing")
         epoch = self._epochs.get(said.epoch)
         if epoch is None:
             self._park(said, payload, future)

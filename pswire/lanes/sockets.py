@@ -199,8 +199,12 @@ class Link:
     def _messages(self) -> Generator[Message | None, None, None]:
         head = bytearray(HEAD.size)
         while True:
-            yield from self._fill(memoryview(head))
-            number, header_size, call, offset, size, place = HEAD.unpack(head)
+            if self._filled - self._read >= HEAD.size:
+                number, header_size, call, offset, size, place = HEAD.unpack_from(self._scratch, self._read)
+                self._read += HEAD.size
+            else:
+                yield from self._fill(memoryview(head))
+                number, header_size, call, offset, size, place = HEAD.unpack(head)
             kind = _kind(number)
             if header_size > self.max_header or size > self.max_data:
                 raise InvalidRequest(f"a message of {header_size} and {size} bytes is larger than it may be")
