@@ -44,10 +44,11 @@ check: .venv/dev  ## style, types, generated code, snippets of the documents
 proto: .venv/dev  ## generates pswire/pb anew
 	$(BIN)/python tools/check_proto.py --write
 
-bench: .venv/dev  ## times of rounds, of an update, of other systems' rounds; ARGS=--quick for a first look
+bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of other systems' rounds; ARGS=--quick for a first look
 	$(BIN)/python benchmarks/round.py $(ARGS)
 	$(BIN)/python benchmarks/fanin.py $(ARGS)
 	$(BIN)/python benchmarks/update.py $(ARGS)
+	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 	$(BIN)/python benchmarks/peers/run.py $(ARGS) $(PEERS:%=--python %)
 
 soak: .venv/dev  ## the tests of faults, many times

@@ -113,12 +113,12 @@ def main(args: argparse.Namespace) -> None:
     strategy = ps.ParameterServerStrategy(args.devices)
     dataset = shuffled_batches(train, args.batch, args.seed)
     batches = strategy.experimental_distribute_dataset(dataset)
-    checkpoint = ps.Checkpoint(strategy)
     with strategy.scope():
         layers = make_layers(args.seed)
         variables = [variable for layer in layers for variable in layer]
         optimizer = OPTIMIZERS[args.optimizer]()
         optimizer.build(variables)
+        checkpoint = ps.train.Checkpoint(layers=layers, optimizer=optimizer)
         if args.resume:
             try:
                 checkpoint.restore(args.checkpoint)
@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> None:
                     loss = strategy.reduce("mean", losses, axis=0)
                     report.step(epoch, int(optimizer.iterations), float(loss))
                 if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
-                    path = checkpoint.save(args.checkpoint)
+                    path = checkpoint.save(f"{args.checkpoint}/ckpt")
                     say(strategy, f"saved checkpoint {path}")
         guesses = predict([(w.numpy(), b.numpy()) for w, b in layers], test[0])[0].argmax(axis=1)
         accuracy = np.mean(guesses == test[1].argmax(axis=1))

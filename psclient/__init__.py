@@ -1,7 +1,6 @@
 """Train on parameter servers, without TensorFlow, as with `tf.distribute`."""
 
-from psclient import compat, metrics, ops, optimizers
-from psclient.checkpoint import Checkpoint
+from psclient import compat, metrics, ops, optimizers, summary, train
 from psclient.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -45,7 +44,6 @@ __all__ = [
     "ArraySpec",
     "Async",
     "AutoShardPolicy",
-    "Checkpoint",
     "ClusterResolver",
     "ClusterSpec",
     "DistributedValues",
@@ -80,5 +78,7 @@ __all__ = [
     "metrics",
     "ops",
     "optimizers",
+    "summary",
+    "train",
     "update_function",
 ]

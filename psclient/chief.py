@@ -11,14 +11,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
 from pswire.api import SessionState, Shard, Watched
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, Fenced, PSError, ServerLost, Unreachable
+from pswire.errors import CheckpointError, Fenced, PSError, RoundTimeout, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.log import (
     Approved,
@@ -100,6 +102,7 @@ class Chief:
         self._copied = [0] * len(servers)
         self._writing: dict[bytes, threading.Thread] = {}
         self._written: dict[bytes, Snapshotted] = {}
+        self._more_written: Future[None] = Future()
         self._watching: Future[Watched] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -185,7 +188,8 @@ class Chief:
             if self._watching is None:
                 known = len(self._state.log)
                 self._watching = self._servers[0].watch(self._session.number, known, version)
-            wait((self._watching,), PAUSE / 4)
+            news: list[Future[Any]] = [self._watching, self._more_written]
+            wait(news, PAUSE / 4, FIRST_COMPLETED)
             if self._watching.done():
                 watched, self._watching = self._watching.result(), None
             elif self._written or time.monotonic() > until:
@@ -226,6 +230,8 @@ class Chief:
     def _decide(self, watched: Watched) -> bool:
         """Does what there is to do; returns whether the job is done."""
         entries: list[Entry] = [Approved(p) for p in watched.plans if p.id not in self._state.approved]
+        if self._more_written.done():
+            self._more_written = Future()  # first: what is written from now on is told by this one
         # A copy in one step: threads that write checkpoints add to it.
         entries += list(self._written.values())
         for epoch in self._next_epochs(watched.sessions):
@@ -337,6 +343,8 @@ class Chief:
         except Exception as error:  # whatever it is, the processes that wait for the checkpoint are told
             log.exception("a checkpoint could not be committed")
             self._written[plan.id] = Snapshotted(plan.id, 0, plan.snapshot.path if plan.snapshot else "", repr(error))
+        with suppress(InvalidStateError):  # another one was written, too, and not looked at yet
+            self._more_written.set_result(None)
 
     def _commit(self, plan: Plan) -> Snapshotted:
         """Shards first, the manifest last; without a manifest there is no checkpoint."""
@@ -344,8 +352,8 @@ class Chief:
         if order is None:
             raise ValueError("the plan orders no checkpoint")
         try:
-            pending = [self._servers[server].snapshot(token, plan.id, "") for server in order.servers]
-            shards = [future.result() for future in pending]
+            pending = [(server, self._servers[server].snapshot(token, plan.id, "")) for server in order.servers]
+            shards = [self._awaited(self._servers[server], plan.id, future) for server, future in pending]
             if len({(shard.round, shard.positions) for shard in shards}) > 1:
                 rounds = ", ".join(str(shard.round) for shard in shards)
                 raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
@@ -354,6 +362,17 @@ class Chief:
         except PSError as error:
             return Snapshotted(plan.id, 0, order.path, str(error))
         return Snapshotted(plan.id, commit.round, commit.path)
+
+    def _awaited(self, server: RemoteServer, plan_id: bytes, future: Future[Shard]) -> Shard:
+        """A shard, however long its round and its disk take; who asks again is told of the same one."""
+        while True:
+            try:
+                return future.result()
+            except RoundTimeout:
+                if self._stop.is_set():
+                    raise
+                log.info("%s still writes its part of a checkpoint, or waits for its round", server.task)
+                future = server.snapshot(self._session.token, plan_id, "")
 
 
 def _manifest(order: SnapshotOrder, shards: Sequence[Shard]) -> Manifest:

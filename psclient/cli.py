@@ -27,7 +27,7 @@ from psclient.config import (
 from psclient.launch import Cluster
 from psclient.relay import Printer
 from psclient.runner import die_with, end_on_sigterm, run_script, say
-from pswire.cluster import TaskConfig
+from pswire.cluster import EVALUATOR, TaskConfig
 from pswire.errors import ConfigError, PSError
 from pswire.lanes import LANES
 
@@ -65,10 +65,12 @@ class Invocation:
     help="A process of its own drives [default]; or worker 0.",
 )
 @click.option("--chief-runs-script", is_flag=True, help="The chief is a replica as well.")
+@click.option("--evaluator", is_flag=True, help="One more process runs SCRIPT, as the task that follows checkpoints.")
 @click.option("--restarts", type=click.IntRange(0), help="Failed tasks, in all, that are replaced [default: 0].")
 @click.option("--device", help="Where the servers' variables live: cpu or gpu:N.")
 @click.option("--memory-limit", help="Bytes for variables on each server, such as 4GiB.")
-@click.option("--checkpoint-root", help="Directory below which checkpoints are.")
+@click.option("--checkpoint-root", help="Directory below which checkpoints are, or a URL: s3://bucket/run.")
+@click.option("--snapshot-limit", help="Bytes of old values that each server holds for checkpoints being written.")
 @click.option("--shared-memory", help="Bytes in which each server's answers are for workers here, such as 4GiB.")
 @click.option("--threads", type=click.IntRange(1), help="Threads of one update program on each server.")
 @click.option("--in-flight", help="Bytes of one worker's contribution that a server holds before they are used.")
@@ -89,6 +91,7 @@ def command(script: str, args: tuple[str, ...], **flags: Any) -> Invocation:
     given = {name: flags[name] for name in ("ps", "workers", "restarts") if flags[name] is not None}
     names = [field.name for field in dataclasses.fields(ServerOptions) if flags[field.name] is not None]
     server = {name: str(flags[name]) for name in names}
+    given |= {"evaluator": True} if flags["evaluator"] else {}
     if flags["chief_runs_script"]:
         given["chief"] = "script"
     elif flags["has_chief"] is not None:
@@ -142,10 +145,14 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     if invocation.script:
         return run_script(invocation.script, invocation.args, task, invocation.debug)
     if config is None or config.task.job != "chief":
-        who = f"a {task.job} needs a script" if task else "there is no TF_CONFIG and no script"
+        who = f"{_named(task.job)} needs a script" if task else "there is no TF_CONFIG and no script"
         raise ConfigError(f"{who}; write psworker SCRIPT [ARGS], or see psworker --help")
     drive(config, timeouts_from())
     return 0
+
+
+def _named(job: str) -> str:
+    return f"an {job}" if job == EVALUATOR else f"a {job}"
 
 
 def run_cluster(config: LaunchConfig) -> int:

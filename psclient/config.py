@@ -42,10 +42,12 @@ class ServerOptions:
     Attributes:
         device: "cpu" or "gpu:N".
         memory_limit: bytes that variables may take on one server, with a unit; "0" for no limit.
-        checkpoint_root: the directory below which checkpoints are.
+        checkpoint_root: the directory, or the URL that fsspec knows, below which checkpoints are.
         threads: that run one update program, a number.
         shared_memory: bytes in which a server's answers are for clients on its host, with a unit; "0" for none.
         in_flight: bytes of one worker's contribution that a server holds before they are used, with a unit.
+        snapshot_limit: bytes of old values that a server holds for checkpoints which are being written, with a unit;
+            "0" for no limit.
     """
 
     device: str = "cpu"
@@ -54,6 +56,7 @@ class ServerOptions:
     threads: str = "1"
     shared_memory: str = "1GiB"
     in_flight: str = "64MiB"
+    snapshot_limit: str = "0"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class LaunchConfig:
         ps: how many servers.
         workers: how many workers.
         chief: one of `CHIEFS`.
+        evaluator: whether one more process runs the script, as the task that follows checkpoints.
         restarts: how many failed tasks, in all, are replaced before a failure ends the cluster.
         script: what workers run; "" for servers alone.
         args: the script's arguments.
@@ -77,6 +81,7 @@ class LaunchConfig:
     ps: int = 1
     workers: int = 1
     chief: str = "driver"
+    evaluator: bool = False
     restarts: int = 0
     script: str = ""
     args: tuple[str, ...] = ()

@@ -257,7 +257,7 @@ class Exchange:
         return values
 
     def _propose(self, plan: Plan) -> None:
-        """Asks for a plan's approval, once; of one that saves a checkpoint only one process does, whose state it has."""
+        """Asks for a plan's approval, once; of one that saves only one process does, whose state it has."""
         if plan.id not in self._proposed and (plan.snapshot is None or self._saves()):
             self.session.keeper.propose(self.session.number, plan, "", None)
             self._proposed.add(plan.id)

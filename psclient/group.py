@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from psclient.arrays import Device
 from psclient.progress import Progress
 from psclient.session import Session
+from pswire.api import Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.log import Epoch, EpochClosed, Position, Snapshotted, Start, Started
+from pswire.log import Epoch, EpochClosed, Snapshotted, Start, Started
 
 log = logging.getLogger("psclient")
 
@@ -44,8 +45,6 @@ class Group(Progress):
         self._expected = tuple(expected)
         self._taken_in = ""
         self._announced: Epoch | None = None
-        self._begins: dict[int, Position] = {}
-        self._positions: dict[int, Position] = {}
         self._followed = 0
         self._epochs: dict[int, Epoch] = {}
         self._starts: dict[int, Start] = {}
@@ -97,15 +96,6 @@ class Group(Progress):
         """The number of this task's first replica among an epoch's, whether it is in it or not, and their count."""
         return sum(member.replicas for member in epoch.members if member.task < self.session.task), epoch.replicas
 
-    def position(self, dataset: int) -> Position | None:
-        """Where a dataset stood when this process joined, or in the checkpoint that was restored."""
-        return self._begins.get(dataset)
-
-    def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
-        """Notes what an iterator took: the next batch's index, and which replicas have no examples now."""
-        self._positions[dataset] = Position(dataset, epoch, index)
-        super().advance(dataset, epoch, index, more, empty)
-
     def any_more(self, dataset: int) -> bool | None:
         """As in `Progress`; of an asynchronous worker's rounds only its own batches count."""
         if not self._passes and self._taken_in == f"dataset:{dataset}":
@@ -151,16 +141,6 @@ class Group(Progress):
         return self.epoch or self._first_epoch
 
     # ---- For rounds ----
-
-    @property
-    def positions(self) -> tuple[Position, ...]:
-        """The batch that each dataset gives next."""
-        return tuple(self._positions[dataset] for dataset in sorted(self._positions))
-
-    def begin_at(self, positions: Sequence[Position]) -> None:
-        """Datasets go on from these positions."""
-        self._begins = {position.dataset: position for position in positions}
-        self._positions.update(self._begins)
 
     def round_over(self, epoch: Epoch | None, more: bool) -> None:
         """Notes what a round's answers said; the next round is the next number."""
@@ -240,13 +220,20 @@ class Group(Progress):
             self._follow(deadline, late, lambda: "waits for a checkpoint to be complete")
         return self._snapshots.pop(plan_id)
 
+    def is_snapshotted(self, plan_id: bytes) -> bool:
+        """Whether the checkpoint that a plan ordered is complete, or failed, as of now."""
+        self._take(self.session.look(self._followed))
+        return plan_id in self._snapshots
+
     def _follow(self, deadline: float, late: RoundTimeout, word: Callable[[], str]) -> None:
         """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
         session = self.session
-        watched = session.wait(session.keeper.watch(session.number, self._followed, -1), deadline, late, word)
+        self._take(session.wait(session.keeper.watch(session.number, self._followed, -1), deadline, late, word))
+
+    def _take(self, watched: Watched) -> None:
         if watched.start < self._followed:
             error = ServerLost("the job was started anew; restart this process")
-            session.end(error)
+            self.session.end(error)
             raise error
         self._followed = watched.start + len(watched.entries)
         for entry in watched.entries:

@@ -1,6 +1,6 @@
 """A whole cluster of real processes on this machine.
 
-`start_server` starts one server; `Cluster` starts servers, workers and a chief, and ends them all. A
+`start_server` starts one server; `Cluster` starts servers and all others, and ends them. A
 process that we start never outlives us: servers end when their stdin does, the others are killed by
 the kernel when their parent dies.
 """
@@ -38,6 +38,9 @@ from pswire.limits import Timeouts
 
 __all__ = ["Cluster", "Outcome", "start_server"]
 
+EVALUATOR = Task("evaluator", 0)
+"""It has no part in the training, and may go on after it."""
+
 NAME_ONLY = "127.0.0.1:0"
 """The address of a task that does not listen."""
 
@@ -74,7 +77,7 @@ class Outcome:
 
 
 class Cluster:
-    """Servers, workers and a chief on this machine; a context manager that leaves nothing behind.
+    """Servers, workers, a chief and an evaluator on this machine; a context manager that leaves nothing behind.
 
     Used by one thread, which must live as long as the cluster: the kernel ends what it started with it.
 
@@ -137,7 +140,8 @@ class Cluster:
         """Every task but the servers."""
         chief = [] if self.config.chief == "none" else [Task("chief", 0)]
         workers = [Task("worker", index) for index in range(self.config.workers)]
-        return chief + workers if self.config.script else []
+        evaluator = [EVALUATOR] * self.config.evaluator
+        return chief + workers + evaluator if self.config.script else []
 
     def start_task(self, task: Task) -> None:
         """Starts a task, or starts it again after its end; a server gets the port that it had."""
@@ -170,24 +174,29 @@ class Cluster:
         self._signals.append(number)
 
     def wait(self, timeout: float | None = None) -> Outcome:
-        """Waits until the workers have left, a failure, or an interruption; then ends everything.
+        """Waits until workers and evaluator have ended, a failure, or an interruption; then ends everything.
 
         Args:
             timeout: seconds after which the cluster is ended and TimeoutError raised; None for none.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
+        told = False
         while True:
             if self._signals:
                 return self._interrupted()
             failed = self._failed()
             if failed and not self._replaced(failed):
                 return self._failure()
-            if not failed and all(self.processes[task].poll() == 0 for task in self._scripts() or self.processes):
+            running = [task for task in self._scripts() or self.processes if self.processes[task].poll() != 0]
+            if not failed and not running:
                 break
+            if running == [EVALUATOR] and not told:
+                told = True
+                self._tell(EVALUATOR, f"psworker: the workers have left; {EVALUATOR} ends by itself, or at Ctrl-C")
             if deadline is not None and time.monotonic() > deadline:
-                running = [str(task) for task, process in self.processes.items() if process.poll() is None]
+                late = [str(task) for task, process in self.processes.items() if process.poll() is None]
                 self.stop()
-                raise TimeoutError(f"after {timeout:g} s these still ran: {', '.join(running)}")
+                raise TimeoutError(f"after {timeout:g} s these still ran: {', '.join(late)}")
             time.sleep(POLL_SECONDS)
         return self._end()
 
@@ -217,7 +226,7 @@ class Cluster:
         return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, self._tasks())
 
     def _client(self, task: Task) -> subprocess.Popen[bytes]:
-        runs = task.job == "worker" or self.config.chief == "script"
+        runs = task.job != "chief" or self.config.chief == "script"
         command = [sys.executable, "-P", "-m", "psclient.cli", "--die-with-parent", str(os.getpid())]
         command += self._flags()
         command += ["--", self.config.script, *self.config.args] if runs else []
@@ -241,7 +250,7 @@ class Cluster:
             relay.watch(process.stderr, task, error=True)
 
     def _scripts(self) -> list[Task]:
-        return [t for t in self.clients() if t.job == "worker" or self.config.chief == "script"]
+        return [t for t in self.clients() if t.job != "chief" or self.config.chief == "script"]
 
     def _failed(self) -> list[Task]:
         """Tasks that failed, in the order in which that was seen."""

@@ -14,7 +14,6 @@ from psclient.reduction import LocalValue
 from psclient.stored import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient.variables import Variable, VariableAggregation, VariableSynchronization
 from pswire.cluster import Task
-from pswire.log import Position
 from pswire.spec import VariableSpec
 from pswire.tensor import Array
 
@@ -59,22 +58,23 @@ class LocalGroup(Progress):
     def boundary(self, dataset: int) -> None:
         """Nothing: nobody comes or goes."""
 
-    def position(self, dataset: int) -> Position | None:
-        """None: a pass begins at its beginning."""
-        return None
-
 
 class LocalBackend:
     """Variables in this process, mirrored on the replicas' devices.
 
     Args:
         devices: the local replicas'.
+
+    Attributes:
+        first_value: what a restored checkpoint has for a variable that is created later, None for nothing.
     """
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.group = LocalGroup(devices)
         self._reduced = False
         self._closed = False
+        self.first_value: Callable[[VariableSpec], Array | None] = lambda spec: None
+        self._restored = list[Variable]()
         self.worker_devices = self.parameter_devices = tuple(map(self.full_name, devices))
 
     def full_name(self, device: Device) -> str:
@@ -94,12 +94,27 @@ class LocalBackend:
         self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
     ) -> Variable:
         """A copy on each device; the default strategy's variables have but one value."""
+        saved = self.first_value(spec)
+        made = self._make(strategy, spec, value if saved is None else saved, on_read, how)
+        if saved is not None:
+            self._restored.append(made)
+            if isinstance(made, SyncOnReadVariable):
+                made.share_out(saved)
+        return made
+
+    def _make(
+        self, strategy: Any, spec: VariableSpec, value: Array, on_read: bool, how: VariableAggregation
+    ) -> Variable:
         devices = self.group.devices
         if context.is_default(strategy):
             synchronization = VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE
             return LocalVariable.stored(strategy, spec, how, synchronization, devices[0], value)
         kind: type[CopiedVariable] = SyncOnReadVariable if on_read else MirroredVariable
         return kind.stored(strategy, spec, how, tuple(range(len(devices))), devices, value)
+
+    def was_restored(self, variable: Variable) -> bool:
+        """Whether a variable's first value was a restored checkpoint's."""
+        return any(variable is other for other in self._restored)
 
     def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
         """What the local replicas have is all there is."""

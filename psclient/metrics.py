@@ -37,6 +37,7 @@ class Metric:
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).__name__.lower()
         self.variables: list[Variable] = []
+        self._by_name: dict[str, Variable] = {}
         self._strategy = context.get_strategy()
 
     def add_variable(self, name: str, shape: tuple[int, ...] = ()) -> Variable:
@@ -53,7 +54,12 @@ class Metric:
             aggregation=VariableAggregation.SUM,
         )
         self.variables.append(variable)
+        self._by_name[name] = variable
         return variable
+
+    def trackable_children(self) -> dict[str, Variable]:
+        """What checkpoints have of it: its variables, by the names that `add_variable` was given. In any context."""
+        return dict(self._by_name)
 
     def totals(self) -> list[Array]:
         """The values of its variables: in replica context this replica's, else the sums over all replicas.

@@ -9,9 +9,6 @@ import sys
 import threading
 from collections.abc import Sequence
 
-import numpy as np
-
-from psclient import context
 from psclient.arrays import local_devices
 from psclient.chief import Chief
 from psclient.cluster_resolver import ClusterResolver, TFConfigClusterResolver, task_of
@@ -25,12 +22,10 @@ from psclient.remote import RemoteBackend
 from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
 from psclient.strategy import Strategy
-from psclient.variables import Variable
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import ConfigError, PSError
+from pswire.errors import CheckpointError, ConfigError, PSError
 from pswire.lanes import LaneName
 from pswire.limits import Timeouts
-from pswire.log import Snapshotted
 
 log = logging.getLogger("psclient")
 
@@ -55,9 +50,13 @@ class ParameterServerStrategy(Strategy):
             default; both pass over servers whose memory limit leaves no room.
         lane: the fastest way for values to travel that may be used: "shm", "tcp" or "grpc"; where it does not work
             the next one is. By default what `PS_LANE` says, else the fastest that works.
+        deterministic: insists that the same job computes the same bits again, on any number of servers: contributions
+            are summed in task order, whenever they come, and batches are those of the checkpoint. So it is with every
+            `Sync()` job whose workers stay; asynchronous updates come as they come, and are refused.
 
     Raises:
-        ConfigError: `TF_CONFIG`, a device, `ps_strategy` or `lane` is wrong; another process has another consistency.
+        ConfigError: `TF_CONFIG`, a device, `ps_strategy` or `lane` is wrong; another process has another consistency;
+            `deterministic` and `Async()`.
         Unreachable: a server does not answer.
         ChiefLost: no chief began the job in time.
     """
@@ -70,8 +69,10 @@ class ParameterServerStrategy(Strategy):
         timeouts: Timeouts | None = None,
         ps_strategy: PsStrategy = "greedy",
         lane: LaneName | None = None,
+        deterministic: bool = False,
     ) -> None:
         check_ps_strategy(ps_strategy)
+        _check_deterministic(deterministic, consistency)
         self._lane = lane_from() if lane is None else check_lane(lane)
         self._ps_strategy = ps_strategy
         self.consistency = consistency or Sync()
@@ -89,7 +90,6 @@ class ParameterServerStrategy(Strategy):
         self._closed = False
         self._failed = False
         self._last_error = _last_error()
-        self._saves: Variable | None = None
         try:
             self._connect()
         except BaseException:
@@ -139,42 +139,6 @@ class ParameterServerStrategy(Strategy):
         """Payload bytes sent and received so far, in bytes."""
         return sum(s.bytes_sent for s in self._servers), sum(s.bytes_received for s in self._servers)
 
-    # ---- Checkpoints: what `Checkpoint` calls ----
-
-    @property
-    def saves(self) -> Variable:
-        """How many checkpoints were ordered, those before a restore included: a variable, saved with the others."""
-        if self._saves is None:
-            # Its place is said, so that it does not advance the turn of the user's variables.
-            with self.scope(), self.extended.colocate_vars_with(self.extended.parameter_devices[:1]):
-                self._saves = Variable(np.int64(0), False, "checkpoint/saves")
-        return self._saves
-
-    @property
-    def saves_here(self) -> bool:
-        """Whether this process takes part in checkpoints: synchronous ones all do, of asynchronous ones the first."""
-        return isinstance(self.consistency, Sync) or self.extended.should_checkpoint
-
-    def save_section(self, path: str, saves: Variable) -> Snapshotted:
-        """Ends the open section with a checkpoint, one more in `saves`; waits until it is complete, or failed."""
-        with self.scope():
-            context.require_cross_replica(self, "save")
-            saves.assign_add(1)
-            for variable in self._remote.saved_copies:
-                variable.saved.assign_aggregate(self, "assign", variable)
-            return self._remote.snapshot(path)
-
-    def restore_variables(self, path: str) -> bool:
-        """Has the servers read a checkpoint; see `Checkpoint.restore`."""
-        with self.scope():
-            context.require_cross_replica(self, "restore")
-            self._remote.flush()
-            if self._remote.group.late:
-                log.info("%s comes back to a running job: its variables stay as they are", self.task)
-                return False
-            self._remote.restore(path)
-            return True
-
     # ---- The end ----
 
     def close(self) -> None:
@@ -211,10 +175,18 @@ class ParameterServerStrategy(Strategy):
             # A script that has caught why its session ended does not leave cleanly either.
             self._session.check()
             self._remote.flush()
+            self._wait_saved()
         except PSError as error:
             log.error("%s does not leave cleanly: %s", self.task, error)
             return str(error)
         return ""
+
+    def _wait_saved(self) -> None:
+        """What was saved last is complete before the job ends; that it failed keeps nobody from leaving."""
+        try:
+            self._remote.saved()
+        except CheckpointError as error:
+            log.error("%s leaves, and what it saved last is not there: %s", self.task, error)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._failed = self._failed or kind is not None
@@ -226,6 +198,14 @@ def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
         raise ConfigError("there is neither a cluster nor an embedded server")
     cluster = ClusterSpec({"ps": (embedded.address,), "worker": ("127.0.0.1:0",)})
     return TaskConfig(cluster, Task("worker", 0))
+
+
+def _check_deterministic(deterministic: bool, consistency: Sync | Async | None) -> None:
+    if deterministic and isinstance(consistency, Async):
+        raise ConfigError(
+            "deterministic=True needs rounds that all workers make together, and Async() lets each update come when it "
+            "comes; take consistency=Sync(), or leave deterministic out"
+        )
 
 
 def _last_error() -> BaseException | None:

@@ -69,7 +69,7 @@ def spawn_server(
     command += ["--host", "127.0.0.1", "--port", str(port), "--device", options.device]
     command += ["--memory-limit", options.memory_limit, "--checkpoint-root", options.checkpoint_root]
     command += ["--threads", options.threads, "--shared-memory", options.shared_memory]
-    command += ["--in-flight", options.in_flight, *flags]
+    command += ["--in-flight", options.in_flight, "--snapshot-limit", options.snapshot_limit, *flags]
     return spawn(command, child_environ(tasks, timeouts), stdin=subprocess.PIPE, stderr=stderr)
 
 

@@ -1,10 +1,12 @@
-"""What this process iterates: which batches are in use, and which of its replicas have worked since the last round."""
+"""What this process iterates: which batches are in use, and which come next; which of its replicas have worked."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from pswire.log import Position
 
 NOBODY: frozenset[int] = frozenset()
 
@@ -42,9 +44,26 @@ class Progress:
         self._everybody = frozenset(range(replicas))
         self._passes: list[_Pass] = []
         self._holding = False
+        self._begins: dict[int, Position] = {}
+        self._positions: dict[int, Position] = {}
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """The batch that each dataset gives next."""
+        return tuple(self._positions[dataset] for dataset in sorted(self._positions))
+
+    def position(self, dataset: int) -> Position | None:
+        """Where a dataset stood when this process joined, or in the checkpoint that was restored."""
+        return self._begins.get(dataset)
+
+    def begin_at(self, positions: Sequence[Position]) -> None:
+        """Datasets go on from these positions."""
+        self._begins = {position.dataset: position for position in positions}
+        self._positions.update(self._begins)
 
     def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
         """Notes what an iterator took: the next batch's index, and which replicas have no examples now."""
+        self._positions[dataset] = Position(dataset, epoch, index)
         before = next((item for item in self._passes if item.dataset == dataset), None)
         worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)
         self.finish(dataset)

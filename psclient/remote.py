@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from psclient import context, nest
 from psclient.arrays import Device
@@ -19,8 +19,8 @@ from psclient.scalars import Number
 from psclient.section import Section
 from psclient.stored import ServerVariable, SyncOnReadVariable
 from psclient.variables import Variable, VariableAggregation
-from pswire.errors import LocalityError
-from pswire.log import Snapshotted
+from pswire.api import RestoreOrder, RestoreReply
+from pswire.errors import CheckpointError, LocalityError
 from pswire.spec import Plan, VariableSpec
 from pswire.spec import Variable as Handle
 from pswire.tensor import Array
@@ -48,6 +48,7 @@ class RemoteBackend:
         self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
         self._closed = False
+        self._saving: tuple[bytes, str] | None = None
 
     @property
     def group(self) -> Group:
@@ -194,23 +195,69 @@ class RemoteBackend:
             self._section = None
             self.group.skip_round()
 
-    def snapshot(self, path: str) -> Snapshotted:
-        """Ends the open section with a checkpoint; waits until it is complete, or failed."""
-        section = self.section_here
-        section.order_snapshot(path, self.group.round)
-        plan = self._send(section)
-        return self._exchange.snapshot(plan)
+    # ---- Checkpoints ----
 
-    def restore(self, path: str) -> None:
-        """Has the servers read a checkpoint, and takes over what it says."""
-        self.group.begin_at(self._exchange.restore(path))
-        for variable in self.saved_copies:
-            variable.share_out(variable.saved.numpy())
+    def save(self, path: str, state: str) -> None:
+        """Ends the open section with a checkpoint; servers are writing it when this returns.
+
+        Args:
+            path: where, below the servers' checkpoint root.
+            state: see `SnapshotOrder`.
+        """
+        for variable in self._copies:
+            if variable.aggregation is not VariableAggregation.NONE:
+                variable.saved.assign_aggregate(variable.strategy, "assign", variable)
+        section = self.section_here
+        section.order_snapshot(path, self.group.round, state)
+        self._saving = (self._send(section).id, path)
 
     @property
-    def saved_copies(self) -> list[SyncOnReadVariable]:
-        """The ON_READ variables whose aggregate belongs into a checkpoint."""
-        return [v for v in self._copies if v.aggregation is not VariableAggregation.NONE]
+    def saving(self) -> str:
+        """The last checkpoint of which `saved` has not been told; "" if there is none."""
+        return self._saving[1] if self._saving else ""
+
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is still being written."""
+        return self._saving is not None and not self.group.is_snapshotted(self._saving[0])
+
+    def saved(self) -> None:
+        """Waits until the last checkpoint is complete; raises `CheckpointError`, once, if it failed."""
+        if self._saving is None:
+            return
+        (order, path), self._saving = self._saving, None
+        done = self._exchange.snapshot(order)
+        if done.error:
+            raise CheckpointError(f"checkpoint {path!r} was not saved: {done.error}")
+
+    def look(self, path: str) -> RestoreReply:
+        """What a checkpoint has, or the newest of a directory of them; nothing changes."""
+        return self._exchange.look(path)
+
+    def restore(self, path: str, choose: Callable[[RestoreReply], Mapping[str, Variable]], cast: bool) -> RestoreReply:
+        """Has the servers read a checkpoint, and takes over what it says.
+
+        Args:
+            path: which, or a directory of them.
+            choose: told what it has; returns for each of its tensors the variable that gets it.
+            cast: whether values of another dtype are cast.
+        """
+        chosen: dict[str, Variable] = {}
+
+        def order_for(reply: RestoreReply) -> RestoreOrder:
+            chosen.clear()
+            chosen.update(choose(reply))
+            return RestoreOrder(names={name: _stored(v).handle.id for name, v in chosen.items()}, cast=cast)
+
+        reply = self._exchange.restore(path, order_for)
+        self.group.begin_at(reply.positions)
+        for variable in chosen.values():
+            if isinstance(variable, SyncOnReadVariable):
+                variable.share_out(variable.saved.numpy())
+        return reply
+
+    def was_restored(self, variable: Variable) -> bool:
+        """Whether a variable's first value was a restored checkpoint's."""
+        return self._exchange.was_restored(_stored(variable).handle.id)
 
     def close(self) -> None:
         """From now on nothing is read, created or recorded."""
@@ -235,3 +282,8 @@ class RemoteBackend:
             # Only now: a section of another thread would be a second round at the same time.
             self._section = None
         return outgoing.plan
+
+
+def _stored(variable: Variable) -> ServerVariable:
+    """What the servers have of a variable."""
+    return cast(ServerVariable, variable.saved if isinstance(variable, SyncOnReadVariable) else variable)

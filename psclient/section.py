@@ -241,9 +241,9 @@ class Section:
             placed = tuple(sorted({*floating.servers, *servers}))
             self._reductions[ref.index] = replace(floating, servers=placed)
 
-    def order_snapshot(self, path: str, round: int) -> None:
-        """Records that a checkpoint of all servers is wanted, of the round that this section will be."""
-        self._snapshot = SnapshotOrder(path, tuple(range(self._servers)), round)
+    def order_snapshot(self, path: str, round: int, state: str) -> None:
+        """Records that a checkpoint of all servers is wanted, of the round that this section will be; see its order."""
+        self._snapshot = SnapshotOrder(path, tuple(range(self._servers)), round, state)
 
     def give_back(self, value: Any) -> None:
         """Notes which of the section's values the program will look at: the leaves of a nest."""

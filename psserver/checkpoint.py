@@ -1,26 +1,29 @@
-"""Checkpoints on disk: a directory with one safetensors file per server, and a manifest written last.
+"""A checkpoint: a directory with one safetensors file per server, and a manifest written last.
 
-Without a manifest there is no checkpoint: a directory without one is what a crash left behind. Every file
-is written beside its place, synced, and renamed into it.
+Without a manifest there is no checkpoint: a directory without one is what a crash left behind.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+import json
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import IO
 
-import numpy as np
-import safetensors
-from safetensors.numpy import save_file
-
+from psserver.places import Place, below
+from pswire import tensorfile
 from pswire.api import RestoreReply, Shard
-from pswire.errors import CheckpointError, NoCheckpoint, VariableMismatch
+from pswire.errors import CheckpointError, NoCheckpoint, PSError, VariableMismatch
 from pswire.log import Position
-from pswire.manifest import MANIFEST, Manifest
+from pswire.manifest import MANIFEST, Manifest, Saved, number, rank
 from pswire.spec import SnapshotOrder
 from pswire.tensor import DTYPES, Array, TensorSpec, portable, spec_of
+from pswire.tensorfile import Entry
+
+log = logging.getLogger("psserver")
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Frozen:
         server: which server.
         round: the round.
         positions: the datasets' positions after it.
-        values: arrays on the device, by the name that checkpoints have them by.
+        values: arrays on the device, by the name that checkpoints have them by; less those that are written.
     """
 
     order: SnapshotOrder
@@ -42,72 +45,122 @@ class Frozen:
     values: dict[str, Array]
 
 
-def write(root: Path, frozen: Frozen, manifest: str, get: Callable[[Array], Array]) -> Shard:
-    """Writes a shard, or the manifest if its text is given.
+def write_shard(place: Place, frozen: Frozen, get: Callable[[Array], Array], written: Callable[[str], object]) -> Shard:
+    """Writes one server's file.
 
     Args:
-        root: the directory that no path may leave.
+        place: below which no path may lead out.
         frozen: what to write.
-        manifest: JSON text, or "".
         get: brings an array to the host.
+        written: told of each variable whose bytes are written, so that it may be let go of.
 
     Raises:
-        CheckpointError: for a path outside of the root.
-        OSError: what the file system says.
+        CheckpointError: for a path that leaves the place, and for whatever goes wrong there; it names the file.
     """
-    directory = resolve(root, frozen.order.path)
-    place = frozen.order.servers.index(frozen.server)
-    file = f"shard-{place:05d}-of-{len(frozen.order.servers):05d}.safetensors"
-    arrays = {name: portable(get(value)) for name, value in frozen.values.items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    if manifest:
-        _replace(directory / MANIFEST, lambda path: path.write_text(manifest))
-    else:
+    directory = PurePosixPath(below(frozen.order.path))
+    specs = {name: spec_of(value) for name, value in frozen.values.items()}
+    sums: dict[str, str] = {}
+
+    def fill(file: IO[bytes]) -> int:
+        file.write(head)
+        for name in tensorfile.ordered(specs):
+            sums[name] = tensorfile.append(file, portable(get(frozen.values[name])))
+            written(name)
+        return len(head) + sum(spec.nbytes for spec in specs.values())
+
+    count = len(frozen.order.servers)
+    name = f"shard-{frozen.order.servers.index(frozen.server):05d}-of-{count:05d}.safetensors"
+    with _told(place, str(directory / name), "written"):
+        head = tensorfile.header(specs)
         # What may be overwritten is no checkpoint any more: a crash must not leave a manifest of mixed shards.
-        (directory / MANIFEST).unlink(missing_ok=True)
-        _sync(directory)
-        _replace(directory / file, lambda path: _save(arrays, path))
-    tensors = tuple((name, spec_of(array), "") for name, array in arrays.items())
-    nbytes = 0 if manifest else (directory / file).stat().st_size
-    return Shard(str(directory), file, frozen.round, frozen.positions, tensors, nbytes)
+        place.remove(str(directory / MANIFEST))
+        nbytes = place.write(str(directory / name), fill)
+    tensors = tuple((name, spec, sums[name]) for name, spec in specs.items())
+    return Shard(place.full(str(directory)), name, frozen.round, frozen.positions, tensors, nbytes)
 
 
-def _save(arrays: dict[str, Array], path: Path) -> None:
-    # The format knows no complex128: its parts lie in one more dimension, and the metadata says so.
-    parted = {name: array for name, array in arrays.items() if array.dtype == np.complex128}
-    parts = {name: array.reshape(-1).view(np.float64).reshape(*array.shape, 2) for name, array in parted.items()}
-    save_file(arrays | parts, path, dict.fromkeys(parted, "complex128"))
+def write_manifest(place: Place, frozen: Frozen, text: str, busy: Collection[str] = ()) -> Shard:
+    """Writes the manifest, which makes the checkpoint one, and removes what crashed saves before it have left.
 
+    Args:
+        place: below which no path may lead out.
+        frozen: whose checkpoint it is.
+        text: JSON.
+        busy: paths of checkpoints that are being written.
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Has a file written beside its place, syncs it, and renames it into it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    Raises:
+        CheckpointError: as `write_shard`; also where the text is no manifest.
+    """
+    directory = PurePosixPath(below(frozen.order.path))
+    where = str(directory / MANIFEST)
+    with _told(place, where, "written"):
+        manifest = Manifest.parse(text, place.full(where))
+        place.put(where, text.encode())
     try:
-        write(beside)
-        _sync(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    _sync(path.parent)
+        delete(place, directory, frozen.order.state)
+        sweep(place, directory, manifest, busy)
+    except Exception as error:  # the checkpoint is complete all the same
+        log.warning("cannot remove what crashed saves have left beside %s: %s", place.full(str(directory)), error)
+    return Shard(place.full(str(directory)), MANIFEST, frozen.round, frozen.positions, ())
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def sweep(place: Place, directory: PurePosixPath, manifest: Manifest, busy: Collection[str]) -> None:
+    """Removes what crashed saves left: in a checkpoint what its manifest does not name, and earlier ones without one.
+
+    Earlier is what has the checkpoint's name and a smaller number: a job numbers its checkpoints upwards. Complete
+    ones, those of other names, and files that no save makes are left alone.
+    """
+    others = place.listing(str(directory.parent))
+    here = others.get(directory.name, frozenset()) - {MANIFEST, *manifest.files}
+    # An older format does not say which files it has.
+    _remove(place, directory, here if manifest.files else [])
+    stem, mine = number(directory.name)
+    for name, files in others.items():
+        path = directory.parent / name
+        crashed = MANIFEST not in files and all(_ours(file) for file in files) and str(path) not in busy
+        if crashed and number(name)[0] == stem and -1 < number(name)[1] < mine:
+            _remove(place, path, files)
+
+
+def delete(place: Place, directory: PurePosixPath, said: str) -> None:
+    """Deletes the checkpoints that an order names: what took their place is complete. What is none is left alone.
+
+    Args:
+        place: below which no path may lead out.
+        directory: of the checkpoint that is complete, which is not deleted.
+        said: the order's `state`, with their paths under "delete".
+    """
+    for path in json.loads(said).get("delete", []) if said else []:
+        old = PurePosixPath(below(str(path)))
+        files = place.listing(str(old.parent)).get(old.name, frozenset())
+        if MANIFEST in files and old != directory:
+            # Without it, it is none any more, however far this comes.
+            place.remove(str(old / MANIFEST))
+            _remove(place, old, files)
+
+
+def _remove(place: Place, directory: PurePosixPath, files: Collection[str]) -> None:
+    for file in files:
+        if _ours(file):
+            place.remove(str(directory / file))
+
+
+def _ours(file: str) -> bool:
+    """Whether a save makes files of such a name; it begins with a dot while the file is being written."""
+    return file.startswith(("shard-", ".shard-", f".{MANIFEST}."))
+
+
+@contextmanager
+def _told(place: Place, path: str, verb: str) -> Iterator[None]:
+    """Has whatever goes wrong with a file told with its name: libraries of object stores have errors of their own."""
+    where = place.full(path)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def resolve(root: Path, path: str) -> Path:
-    """The directory that a client's path means; raises `CheckpointError` if it leaves the root."""
-    pure = PurePosixPath(path)
-    if not path or "\0" in path or pure.is_absolute() or ".." in pure.parts:
-        raise CheckpointError(f"{path!r} is no path below the servers' checkpoint root; write such as 'run1'")
-    resolved = (root / pure).resolve()
-    if not resolved.is_relative_to(root.resolve()):
-        raise CheckpointError(f"{path!r} leaves the servers' checkpoint root through a link")
-    return resolved
+        yield
+    except PSError:
+        raise
+    except Exception as error:
+        why = str(error) if isinstance(error, OSError | ValueError) else repr(error)
+        raise CheckpointError(f"{where} cannot be {verb}: {why}") from error
 
 
 @dataclass(frozen=True)
@@ -115,16 +168,17 @@ class Restored:
     """A checkpoint that was opened.
 
     Attributes:
-        directory: where it is.
-        path: the same, below the root.
+        place: where it is.
+        path: below the place.
         manifest: what it has.
         text: the same, as it was read.
     """
 
-    directory: Path
+    place: Place
     path: str
     manifest: Manifest
     text: str
+    _headers: dict[str, dict[str, Entry]] = field(default_factory=dict, compare=False, repr=False)
 
     def __contains__(self, name: str) -> bool:
         return name in self.manifest.tensors
@@ -135,56 +189,82 @@ class Restored:
         return RestoreReply(self.path, self.manifest.positions, self.text)
 
     @classmethod
-    def open(cls, root: Path, path: str) -> Restored:
+    def open(cls, place: Place, path: str) -> Restored:
         """Opens a checkpoint, or the newest in a directory of them.
 
         Raises:
             CheckpointError: there is none, or its manifest is broken.
         """
-        directory = resolve(root, path)
-        if not (directory / MANIFEST).is_file():
-            directory = newest(directory)
-        try:
-            text = (directory / MANIFEST).read_text()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{directory / MANIFEST} cannot be read: {error}") from error
-        manifest = Manifest.parse(text, str(directory / MANIFEST))
-        return cls(directory, directory.relative_to(root.resolve()).as_posix(), manifest, text)
+        path = below(path)
+        with _told(place, path, "read"):
+            if not place.exists(str(PurePosixPath(path) / MANIFEST)):
+                path = newest(place, path)
+        where = str(PurePosixPath(path) / MANIFEST)
+        with _told(place, where, "read"), place.open(where) as file:
+            text = file.read().decode()
+        return cls(place, path, Manifest.parse(text, place.full(where)), text)
 
-    def read(self, name: str, spec: TensorSpec, cast: bool = False) -> Array:
-        """A tensor.
+    def read(self, wanted: Sequence[tuple[str, TensorSpec]], cast: bool = False) -> list[Array]:
+        """Reads tensors: nothing but these, each file in one go.
 
         Args:
-            name: which.
-            spec: what it has to be.
-            cast: whether it may be of another dtype.
+            wanted: which, and what each has to be.
+            cast: whether one may be of another dtype, and is cast.
+
+        Returns:
+            In the order of `wanted`; each has memory of its own.
 
         Raises:
-            CheckpointError: the checkpoint does not have it, or its file is broken.
+            CheckpointError: the checkpoint does not have one of them, or its bytes are not those that were saved.
             VariableMismatch: it has another shape or dtype.
         """
-        tensors = self.manifest.tensors
-        file = tensors[name].file if name in tensors else None
-        if file is None:
+        saved = [self._check(name, spec, cast) for name, spec in wanted]
+        found: dict[int, Array] = {}
+        for file in sorted({one.file for one in saved}):
+            mine = [place for place, one in enumerate(saved) if one.file == file]
+            found |= self._read(file, {place: wanted[place][0] for place in mine})
+        return [found[place].astype(DTYPES[spec.dtype], copy=False) for place, (_, spec) in enumerate(wanted)]
+
+    def _check(self, name: str, spec: TensorSpec, cast: bool) -> Saved:
+        tensors, where = self.manifest.tensors, self.place.full(self.path)
+        if name not in tensors:
             raise CheckpointError(
-                f"the checkpoint {self.directory} has no variable {name!r}; it has {', '.join(sorted(tensors)[:8])}"
+                f"the checkpoint {where} has no variable {name!r}; it has {', '.join(sorted(tensors)[:8])}"
             )
-        try:
-            with safetensors.safe_open(self.directory / file, framework="np") as shard:
-                value: Array = shard.get_tensor(name)
-                parted = (shard.metadata() or {}).get(name) == "complex128"
-        except (OSError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"{self.directory / file} cannot be read: {error}") from error
-        value = np.asarray(value).view(np.complex128)[..., 0] if parted else np.asarray(value)
-        found = spec_of(value)
+        found = tensors[name].spec
         if found.shape != spec.shape or (found.dtype != spec.dtype and not cast):
-            raise VariableMismatch(f"the checkpoint {self.directory} has {name!r} as {found}, not {spec}")
-        return np.array(value, DTYPES[spec.dtype])
+            raise VariableMismatch(f"the checkpoint {where} has {name!r} as {found}, not {spec}")
+        return tensors[name]
+
+    def _read(self, name: str, wanted: Mapping[int, str]) -> dict[int, Array]:
+        """Reads tensors of one file."""
+        path = str(PurePosixPath(self.path) / name)
+        with _told(self.place, path, "read"), self.place.open(path) as file:
+            entries = self._header(name, path, file)
+            return {place: self._tensor(file, entries, tensor) for place, tensor in wanted.items()}
+
+    def _header(self, name: str, path: str, file: IO[bytes]) -> dict[str, Entry]:
+        if name not in self._headers:
+            size, expected = self.place.size(path), self.manifest.files.get(name)
+            if expected not in (None, size):
+                raise ValueError(f"it has {size} bytes, and had {expected} when it was saved")
+            self._headers[name] = tensorfile.read_header(file, size)
+        return self._headers[name]
+
+    def _tensor(self, file: IO[bytes], entries: Mapping[str, Entry], name: str) -> Array:
+        saved = self.manifest.tensors[name]
+        if name not in entries or entries[name].spec != saved.spec:
+            raise ValueError(f"it has {name!r} as {entries[name].spec if name in entries else None}, not {saved.spec}")
+        array, checksum = tensorfile.read(file, entries[name])
+        if saved.checksum not in ("", checksum):
+            raise ValueError(f"the bytes of {name!r} are not those that were saved: {checksum}, not {saved.checksum}")
+        return array
 
 
-def newest(directory: Path) -> Path:
-    """The newest complete checkpoint in a directory; raises `NoCheckpoint` if there is none."""
-    found = [path.parent for path in directory.glob(f"*/{MANIFEST}")]
+def newest(place: Place, directory: str) -> str:
+    """The path of the newest complete checkpoint in a directory, as `rank` says; raises `NoCheckpoint` without one."""
+    found = [name for name, files in place.listing(directory).items() if MANIFEST in files]
     if not found:
-        raise NoCheckpoint(f"there is no complete checkpoint in {directory}; save one first, or train anew")
-    return max(found, key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
+        where = place.full(directory)
+        raise NoCheckpoint(f"there is no complete checkpoint in {where}; save one first, or train anew")
+    return str(PurePosixPath(directory) / max(found, key=rank))

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import click
 
@@ -60,10 +59,14 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 )
 @click.option(
     "--checkpoint-root",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("checkpoints"),
+    default="checkpoints",
     show_default=True,
-    help="Directory below which checkpoints are.",
+    help="Directory below which checkpoints are, or a URL: s3://bucket/run.",
+)
+@click.option(
+    "--snapshot-limit",
+    default="0",
+    help="Bytes of old values for checkpoints that are being written; beyond it rounds wait; 0 for no limit.",
 )
 @click.option("--until-done", is_flag=True, help="End with the job.")
 @click.option("--lifeline", is_flag=True, help="End when stdin, a pipe, is closed.")
@@ -79,7 +82,8 @@ def command(
     data_port: int,
     shared_memory: str,
     in_flight: str,
-    checkpoint_root: Path,
+    checkpoint_root: str,
+    snapshot_limit: str,
     until_done: bool,
     lifeline: bool,
     log_level: str,
@@ -104,6 +108,7 @@ def command(
             data_port=data_port,
             shared_memory=shared_memory,
             in_flight=in_flight,
+            snapshot_limit=snapshot_limit,
         )
         asyncio.run(serve(config, until_done, lifeline))
     except PSError as error:
@@ -125,7 +130,8 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         loop.add_signal_handler(number, stopped.set)
     if lifeline:
         _hold_lifeline(loop, stopped)
-    with ThreadPoolExecutor(1, thread_name_prefix="arrays") as pool:
+    # Rounds do not wait for a disk: what is written to it has a thread of its own.
+    with ThreadPoolExecutor(1, "arrays") as pool, ThreadPoolExecutor(1, "files") as files:
         core = Core(
             server=config.task.index,
             incarnation=time.time_ns(),
@@ -136,6 +142,8 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             clock=time.monotonic,
             submit=pool.submit,
             threads=config.threads,
+            snapshot_limit=config.snapshot_limit,
+            files=files.submit,
         )
         server = Server(
             core,

@@ -9,7 +9,6 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from psserver.arrays import Device
 from psserver.units import human, parse_bytes
@@ -34,12 +33,13 @@ class ServerConfig:
         port: the port to listen on, 0 to pick one.
         device: where the variables live, as `Device` writes it: "cpu" or "gpu:N".
         memory_limit: bytes that variables may take, 0 for no limit.
-        checkpoint_root: the directory below which checkpoints are.
+        checkpoint_root: the directory, or the URL that fsspec knows, below which checkpoints are.
         timeouts: of sessions and calls.
         threads: that run one update program.
         data_port: the port of the tcp lane, 0 to pick one.
         shared_memory: bytes in which answers are for clients on this host; 0 for no shm lane.
         in_flight: bytes of one client's contribution that are held before they are used.
+        snapshot_limit: bytes of old values that checkpoints hold while they are written, 0 for no limit.
     """
 
     task: Task
@@ -47,12 +47,13 @@ class ServerConfig:
     port: int
     device: str
     memory_limit: int
-    checkpoint_root: Path
+    checkpoint_root: str
     timeouts: Timeouts
     threads: int = 1
     data_port: int = 0
     shared_memory: int = 0
     in_flight: int = 0
+    snapshot_limit: int = 0
 
     @property
     def max_payload_bytes(self) -> int:
@@ -71,12 +72,13 @@ def server_config(
     port: int | None = None,
     device: str = "cpu",
     memory_limit: str = "0",
-    checkpoint_root: Path = Path("checkpoints"),
+    checkpoint_root: str = "checkpoints",
     environ: Mapping[str, str] = os.environ,
     threads: int = 1,
     data_port: int = 0,
     shared_memory: str = "1GiB",
     in_flight: str = "64MiB",
+    snapshot_limit: str = "0",
 ) -> ServerConfig:
     """Merges flags with the environment.
 
@@ -86,12 +88,13 @@ def server_config(
         port: where to listen; None takes it from TF_CONFIG, else a free one.
         device: "cpu", "gpu" or "gpu:N".
         memory_limit: bytes with a unit, "0" for no limit.
-        checkpoint_root: the directory below which checkpoints are.
+        checkpoint_root: a directory, or a URL that fsspec knows, below which checkpoints are.
         environ: the environment.
         threads: that run one update program.
         data_port: the port of the tcp lane, 0 to pick one.
         shared_memory: bytes with a unit, "0" for no shm lane.
         in_flight: bytes with a unit, at least 1 MiB.
+        snapshot_limit: bytes with a unit, "0" for no limit.
 
     Raises:
         ConfigError: what is asked for is malformed, not there, or not a task of the cluster.
@@ -105,13 +108,23 @@ def server_config(
         port=listed[1] if port is None else port,
         device=str(Device.parse(device)),
         memory_limit=parse_bytes(memory_limit, "--memory-limit"),
-        checkpoint_root=checkpoint_root.absolute(),
+        checkpoint_root=_root(checkpoint_root),
         timeouts=Timeouts.from_environ(environ),
         threads=threads,
         data_port=data_port,
         shared_memory=_pages(parse_bytes(shared_memory, "--shared-memory")),
         in_flight=_pages(parse_bytes(in_flight, "--in-flight", LEAST_IN_FLIGHT)),
+        snapshot_limit=parse_bytes(snapshot_limit, "--snapshot-limit"),
     )
+
+
+def _root(text: str) -> str:
+    """The root of checkpoints: a URL, or the whole path of a directory, which need not exist yet."""
+    if "://" in text:
+        return text
+    if os.path.isfile(text):
+        raise ConfigError(f"--checkpoint-root {text} is a file; name a directory, or a URL such as s3://bucket/run")
+    return os.path.abspath(text)
 
 
 def _pages(size: int) -> int:

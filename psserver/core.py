@@ -7,18 +7,19 @@ work and answers happen outside of it. The clock is an argument.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from psserver.answers import Answer, Submit, answering, do, failing, working
+from psserver.answers import Answer, Submit, answering, do, failing
 from psserver.arrays import Device
 from psserver.kernels.kernels import Kernels
 from psserver.log import Log
 from psserver.membership import Membership
+from psserver.places import place
 from psserver.rounds import Rounds
 from psserver.runner import Runner
 from psserver.snapshots import Snapshots
@@ -40,7 +41,7 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, InvalidRequest, NoCheckpoint, PSError, ServerLost
+from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import Timeouts
 from pswire.log import Approved, Entry, Mode, Snapshotted, Start
 from pswire.payload import Payload
@@ -61,11 +62,13 @@ class Core:
         incarnation: this process's life; later ones are larger: nanoseconds since 1970.
         device: where variables live, "cpu" or "gpu:0".
         memory_limit: bytes of variables, 0 for no limit.
-        checkpoint_root: the directory below which checkpoints are written and read.
+        checkpoint_root: the directory or URL below which checkpoints are written and read.
         timeouts: the lease is what counts here.
         clock: monotonic seconds.
         submit: runs array work, one piece after another.
         threads: that run one update program.
+        snapshot_limit: bytes of old values that checkpoints hold while they are written, 0 for no limit.
+        files: runs work on files, one piece after another, beside the array work; None: as array work.
 
     Attributes:
         done: answered when the job has ended and everybody has left.
@@ -77,11 +80,13 @@ class Core:
         incarnation: int,
         device: str,
         memory_limit: int,
-        checkpoint_root: Path,
+        checkpoint_root: str | os.PathLike[str],
         timeouts: Timeouts,
         clock: Callable[[], float],
         submit: Submit,
         threads: int = 1,
+        snapshot_limit: int = 0,
+        files: Submit | None = None,
     ) -> None:
         self.server = server
         self.task = Task("ps", server)
@@ -98,7 +103,16 @@ class Core:
         # Numbers of this life are above those of all before it, which other servers may remember.
         self._members = Membership(timeouts.lease, incarnation >> NUMBERS << NUMBERS)
         self._log = Log(self.task, self._store, self._rounds)
-        self._snapshots = Snapshots(self.task, self._store, checkpoint_root, submit)
+        self._snapshots = Snapshots(
+            self.task,
+            self._lock,
+            self._store,
+            place(checkpoint_root),
+            snapshot_limit,
+            submit,
+            files or submit,
+            self._progress,
+        )
         self._token = 0
         self._job = 0
         self._sessions: set[int] = set()
@@ -353,33 +367,9 @@ class Core:
     def restore(self, session: int, path: str, ordinal: int, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         with self._lock:
             self._check(session)
-            if order.look:
-                future, first = Future[RestoreReply](), True
-            else:
-                future, first = self._snapshots.restoring(path, ordinal)
-            variables = [v for v in self._store.variables.values() if self.server in v.servers]
-            job = self._job
-        if order.look:
-            self._submit(working(future, lambda: self._snapshots.open(path).reply))
-        elif first:
-            self._submit(working(future, lambda: self._restore(path, order, variables, future, job)))
+            future, answers = self._snapshots.restore(path, ordinal, order, Future())
+        do(answers)
         return future
-
-    def _restore(
-        self, path: str, order: RestoreOrder, variables: list[Variable], future: Future[RestoreReply], job: int
-    ) -> RestoreReply:
-        try:
-            restored, values = self._snapshots.read(path, order, variables)
-            with self._lock:
-                self._check_job(job)
-                self._snapshots.restored(restored, values, order)
-        except NoCheckpoint:
-            raise  # which the others are told, too: the first process goes on without one
-        except BaseException:
-            with self._lock:
-                self._snapshots.failed(future)
-            raise
-        return restored.reply
 
     # ---- What is there, and what waits ----
 
@@ -392,12 +382,13 @@ class Core:
                 self._rounds.epoch,
                 self._rounds.last,
                 self._rounds.positions,
-                self._rounds.waiting(),
+                self._runner.explain(self._rounds.waiting()),
                 len(self._store.variables),
                 self._store.nbytes,
                 self._store.memory_limit,
                 self._members.chief_silent(self._clock()),
                 self._rounds.places,
+                held=self._snapshots.held,
             )
 
     def summary(self) -> str:

@@ -26,7 +26,7 @@ from psserver.store import owned
 from pswire.cluster import Task
 from pswire.errors import Diverged, MemoryLimit, ProgramError, PSError
 from pswire.spec import Plan, Ref
-from pswire.tensor import Array, TensorSpec, join, spec_of
+from pswire.tensor import DTYPES, Array, TensorSpec, join, spec_of
 
 log = logging.getLogger("psserver")
 
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def run(job: Job, server: int, kernels: Kernels, values: Mapping[int, Array], lent: Set[int] = frozenset()) -> Outcome:
-    """Runs a round whose contributions are all there.
+    """Runs a round whose contributions are all there. Nothing is applied, and zeros are returned, if all only observe.
 
     Args:
         job: the plan and the contributions.
@@ -59,6 +59,10 @@ def run(job: Job, server: int, kernels: Kernels, values: Mapping[int, Array], le
     Raises:
         PSError: why the round cannot run; then nothing has changed.
     """
+    if not job.contributors:
+        # All were started again while the last round of those before them was still to be completed.
+        returned = (np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in job.plan.given(server))
+        return Outcome({}, tuple(returned), {})
     with told(job, server), kernels.device.scope():
         return Values(job, server, kernels).outcome(values, lent)
 
@@ -105,7 +109,7 @@ class Values:
         self.uses, self.readers = self.outline.uses.copy(), self.outline.readers.copy()
         self.values: Mapping[int, Array] = {}
         self.assigned: dict[int, Array] = {}
-        self.senders = [Sender(part, self.plan, server) for part in job.parts if not part.said.observes]
+        self.senders = [Sender(part, self.plan, server) for part in job.contributors]
         self._contributed: dict[int, list[tuple[float, list[Array]]]] = {}
 
     def outcome(self, values: Mapping[int, Array], lent: Set[int]) -> Outcome:

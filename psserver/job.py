@@ -20,6 +20,9 @@ from pswire.tensor import DTYPES, align, layout
 
 Numbers = npt.NDArray[np.int64]
 
+MAX_PLACES = 64
+"""For how many kinds of contributions a plan remembers where their tensors lie; then it forgets all of them."""
+
 Key = Task | None
 """Which strand: a task's own, or None for the one that all make together."""
 
@@ -62,6 +65,11 @@ class Job:
     streams: bool = False
 
     @property
+    def contributors(self) -> list[Part]:
+        """Those of its parts that do not only observe."""
+        return [part for part in self.parts if not part.said.observes]
+
+    @property
     def positions(self) -> tuple[Position, ...]:
         """Where its members' datasets stand after it."""
         return next((part.said.positions for part in self.parts if part.said.positions), ())
@@ -90,12 +98,15 @@ class Places:
 def places(plan: Plan, server: int, said: Contribution) -> Places:
     """What a payload to a server holds: operands, then contributions that count; nothing from who observes.
 
-    Remembered with the plan: in every round it is the same for all.
+    Remembered with the plan: in nearly every round it is the same for all.
     """
+    known: Any = plan.remembered.setdefault("places", {})
     key = server, said.observes, tuple(map(bool, said.weights))
-    found = plan.remembered.get(key)
-    if not isinstance(found, Places):
-        found = plan.remembered[key] = _places(plan, server, said)
+    found: Places | None = known.get(key)
+    if found is None:
+        if len(known) >= MAX_PLACES:
+            known.clear()
+        found = known[key] = _places(plan, server, said)
     return found
 
 

@@ -343,7 +343,7 @@ class Rounds:
             tuple(m.task for m in waiting.members if m.session not in there),
             partial(self._describe, plan.id),
             key,
-            self._streams(plan, waiting),
+            self._streams(plan, waiting) and not all(part.said.observes for part in parts),
         )
 
     def complete(self, job: Job, given: Sequence[Array], dropped: Sequence[Task] = ()) -> tuple[Record, list[Waiter]]:

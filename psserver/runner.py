@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from psserver import executor
@@ -21,7 +22,7 @@ from psserver.rounds import Record, Rounds, Waiter
 from psserver.snapshots import Snapshots
 from psserver.store import Store
 from psserver.stream import Stream
-from pswire.api import Begun, Contribution, RoundReply
+from pswire.api import Begun, Contribution, OpenRound, RoundReply
 from pswire.errors import PSError, ServerLost
 from pswire.payload import Payload
 from pswire.spec import Ref
@@ -93,6 +94,7 @@ class Runner:
         self._progress = progress
         self._life = 0
         self._stream: Stream | None = None
+        self._held: Job | None = None
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
         self._begun: WeakKeyDictionary[Future[RoundReply], Begun] = WeakKeyDictionary()
         self.broken: PSError | None = None
@@ -101,7 +103,7 @@ class Runner:
         """Forgets the round that runs: what comes of it is thrown away."""
         self._life += 1
         self.broken = None
-        self._stream = None
+        self._stream = self._held = None
         self._deliveries = {}
 
     def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun) -> list[Answer]:
@@ -117,11 +119,24 @@ class Runner:
         """Begins the round that can run now, if there is one; tells the one that runs who is lost."""
         if self._stream is not None:
             return self._drop(self._stream)
-        job = self._rounds.next_job()
-        if job is None:
+        job = self._held or self._rounds.next_job()
+        if job is None or self._holds(job):
             return []
         life, run = self._life, self._begin if job.streams else self._execute
         return [lambda: self._submit(lambda: self._guarded(run, job, life))]
+
+    def explain(self, waiting: Sequence[OpenRound]) -> tuple[OpenRound, ...]:
+        """Says of the round that waits for a checkpoint, if one does, that it does."""
+        held, why = self._held.round if self._held else None, "waits until more of a checkpoint is written"
+        return tuple(replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in waiting)
+
+    def _holds(self, job: Job) -> bool:
+        """Whether a round has to wait: the old values that it would leave to a checkpoint are more than may be."""
+        held = job if self._snapshots.blocks(job.plan.writes(self._server)) else None
+        if held and not self._held:
+            log.info("round %d waits until more of a checkpoint is written (--snapshot-limit)", job.round)
+        self._held = held
+        return held is not None
 
     def _guarded(self, run: Callable[[Job, int], None], job: Job, life: int) -> None:
         """A bug of ours must reach the members as an error, not as silence."""

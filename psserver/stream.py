@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 import numpy as np
 
+from psserver.batches import Batch
 from psserver.calls import Call
 from psserver.executor import Values, told
 from psserver.job import Application, Job, needs
@@ -43,6 +44,7 @@ class Stream:
         self._last = outline.last
         self._readers = outline.uses.copy()
         self._begun = False
+        self._batches: Mapping[int, Batch] = {}
         self._count = 1
         self.has_written = False
         """Whether it has changed a variable."""
@@ -92,7 +94,10 @@ class Stream:
                 yield sender, max(map(sender.end, needs(self._steps[0][1])), default=0)
 
     def reads(self) -> set[int]:
-        """Decides what the next step is; returns the numbers of the variables that it reads; for the first one all."""
+        """Decides what the next step is; returns the numbers of the variables that it reads; for the first one all.
+
+        Waits for nothing: it is called under the core's lock.
+        """
         steps = [step for _, step in self._steps]
         if self._begun:
             steps = steps[: self._decide()]
@@ -101,7 +106,7 @@ class Stream:
     def _decide(self) -> int:
         """Of how many applications the next step is: those of a batch that are there, up to `STEP_BYTES`."""
         number, step = self._steps[0]
-        batch = self._run.batches.get(number)
+        batch = self._batches.get(number)
         self._count = 1
         if batch is None or not isinstance(step, Application):
             return 1
@@ -128,6 +133,9 @@ class Stream:
                 run.senders = [sender for sender in run.senders if not sender.gone or sender.has_operands]
                 self._check_contributed(bool(run.senders))
                 run.receive_operands()
+                self._batches = (
+                    run.batches
+                )  # Here, since a kernel may have to be waited for, and `reads` must not wait.
                 self._begun = True
                 return {}, {}
             number, step = self._steps[0]

@@ -242,6 +242,7 @@ class ServerStatus:
         chief: seconds since server 0 heard of the chief; infinite where it never did.
         places: where each asynchronous worker stands, in task order; of those that died, too.
         program_version: the version of the update programs that it runs.
+        held: bytes of old values that it holds for checkpoints which are being written.
     """
 
     server: int
@@ -257,6 +258,7 @@ class ServerStatus:
     chief: float
     places: tuple[Place, ...] = ()
     program_version: int = PROGRAM_VERSION
+    held: int = 0
 
 
 @dataclass(frozen=True)

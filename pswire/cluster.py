@@ -10,7 +10,10 @@ from typing import Any, Protocol
 
 from pswire.errors import ConfigError
 
-JOBS = ("chief", "worker", "ps", "evaluator")
+EVALUATOR = "evaluator"
+"""The job of a task that has no part in the training: it follows the checkpoints."""
+
+JOBS = ("chief", "worker", "ps", EVALUATOR)
 """Job names that a cluster may have, in task order: a chief that runs the script comes before the workers."""
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
@@ -261,6 +264,8 @@ def parse_tf_config(text: str) -> TaskConfig | None:
 def task_config_of(source: TaskSource, where: str) -> TaskConfig | None:
     """The cluster and the task that a source names, checked to be those of a parameter-server cluster.
 
+    An evaluator need not be in the cluster, which knows nothing of it.
+
     Args:
         source: a source; one that names a job but no index means its task 0.
         where: what to call the source in errors.
@@ -285,7 +290,8 @@ def task_config_of(source: TaskSource, where: str) -> TaskConfig | None:
         raise ConfigError(f"{where}: unknown task type {job!r}; known are {', '.join(JOBS)}")
     index = source.task_id
     task = Task(job, 0 if index is None else parse_index(index, where))
-    cluster.address(task)
+    if job != EVALUATOR:
+        cluster.address(task)
     return TaskConfig(cluster, task)
 
 

@@ -20,6 +20,23 @@ FORMAT = 2
 """What is written. Format 1 has no checksums, sizes, objects or state; it is read, too."""
 
 
+def number(name: str) -> tuple[str, int]:
+    """A checkpoint's name without its number, and the number: `ckpt-12` is ("ckpt", 12), `best` is ("best", -1)."""
+    stem, dash, digits = name.rpartition("-")
+    numbered = dash and digits.isascii() and digits.isdecimal() and len(digits) < 20
+    return (stem, int(digits)) if numbered else (name, -1)
+
+
+def rank(name: str) -> tuple[int, str]:
+    """The order of the checkpoints in a directory: the newest has the greatest.
+
+    It is the number that tells, then the name; no clock does: files are copied, and the clocks of hosts differ. Those
+    without a number come before all that have one.
+    """
+    stem, found = number(name)
+    return found, stem
+
+
 @dataclass(frozen=True)
 class Saved:
     """A tensor of a checkpoint.
@@ -60,16 +77,7 @@ class Manifest:
     library: str = ""
 
     def text(self) -> str:
-        """The JSON text."""
-        tensors = {
-            name: {
-                "file": saved.file,
-                "dtype": saved.spec.dtype,
-                "shape": list(saved.spec.shape),
-                "checksum": saved.checksum,
-            }
-            for name, saved in self.tensors.items()
-        }
+        """The JSON text: a line for each tensor, so that one of many thousands still travels in one message."""
         content = {
             "format": FORMAT,
             "library": self.library or f"paramserver {version('paramserver')}",
@@ -77,11 +85,12 @@ class Manifest:
             "round": self.round,
             "positions": [vars(position) for position in self.positions],
             "files": dict(self.files),
-            "tensors": tensors,
             "objects": dict(self.objects),
             "state": dict(self.state),
         }
-        return json.dumps(content, indent=1, sort_keys=True)
+        head = json.dumps(content, indent=1).removesuffix("\n}")
+        lines = (f"  {json.dumps(name)}: {_entry(saved)}" for name, saved in sorted(self.tensors.items()))
+        return f'{head},\n "tensors": {{\n' + ",\n".join(lines) + "\n }\n}\n"
 
     @classmethod
     def parse(cls, text: str, where: str) -> Manifest:
@@ -100,8 +109,8 @@ class Manifest:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{where} is no manifest of a checkpoint: {error!r}") from error
-        outside = [file for file in found.files if PurePosixPath(file).name != file]
-        outside += [saved.file for saved in found.tensors.values() if PurePosixPath(saved.file).name != saved.file]
+        files = {*found.files, *(saved.file for saved in found.tensors.values())}
+        outside = [file for file in sorted(files) if file in ("", "..") or PurePosixPath(file).name != file]
         if outside:
             raise CheckpointError(f"{where} names a file outside of its directory: {outside[0]!r}")
         return found
@@ -121,6 +130,11 @@ class Manifest:
             float(data.get("saved_at", 0.0)),
             str(data.get("library", "")),
         )
+
+
+def _entry(saved: Saved) -> str:
+    spec = {"dtype": saved.spec.dtype, "shape": saved.spec.shape}
+    return json.dumps({"file": saved.file, **spec, "checksum": saved.checksum})
 
 
 def _saved(entry: Mapping[str, Any]) -> Saved:

@@ -97,8 +97,9 @@ class Payload:
         """Lets go of what lies before an offset, which nobody will read: its memory serves what comes."""
         with self._lock:
             while self.chunks and self.chunks[0][0] + len(self.chunks[0][1]) <= end:
-                offset, buffer = self.chunks.pop(0)
-                self.begin = offset + len(buffer)
+                self.chunks.pop(0)
+            # Not the first chunk: a reader may need what comes next while it has not read all of that one.
+            self.begin = max(self.begin, min(end, self.end))
             told = [then for offset, then in self._crowding if offset <= self.begin]
             self._crowding = [waiter for waiter in self._crowding if waiter[0] > self.begin]
         for then in told:

@@ -185,6 +185,7 @@ def status_to_pb(status: ServerStatus) -> pb.StatusReply:
             for p in status.places
         ],
         program_version=status.program_version,
+        held=status.held,
     )
 
 
@@ -206,4 +207,5 @@ def status_from_pb(message: pb.StatusReply) -> ServerStatus:
         chief=message.chief,
         places=tuple(Place(task_from_pb(p.task), p.round, positions_from_pb(p.positions)) for p in message.places),
         program_version=message.program_version,
+        held=message.held,
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from psclient.cli import command as psworker
+from psclient.psctl import command as psctl
 from psserver.cli import command as psserver
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,6 +118,9 @@ def _options(command: click.Command, program: str, args: list[str]) -> str:
     if "--help" in args:
         return ""
     try:
+        while isinstance(command, click.Group) and args:
+            _, found, args = command.resolve_command(click.Context(command, info_name=program), args)
+            command = found or command
         context = command.make_context(program, list(args))
     except click.ClickException as error:
         return f"{program}: {error.format_message()}"
@@ -126,7 +130,7 @@ def _options(command: click.Command, program: str, args: list[str]) -> str:
     return ""
 
 
-COMMANDS = {"psworker": psworker, "psserver": psserver}
+COMMANDS: dict[str, click.Command] = {"psctl": psctl, "psworker": psworker, "psserver": psserver}
 CHECKS: dict[str, Callable[[Snippet], str]] = {
     "python": check_python,
     "python run": check_run,

@@ -6,7 +6,7 @@ from typing import Any
 
 from psclient.cluster_resolver.base import ClusterResolver, url
 from psclient.config import tf_config_text
-from pswire.cluster import ClusterSpec, TaskConfig, TFConfig, task_config_of
+from pswire.cluster import EVALUATOR, ClusterSpec, TaskConfig, TFConfig, task_config_of
 from pswire.errors import ConfigError
 
 TRAINING_JOBS = ("chief", "worker")
@@ -94,6 +94,12 @@ def task_of(resolver: ClusterResolver) -> TaskConfig | None:
         raise TypeError(f"cluster_resolver must be a ClusterResolver, not {type(resolver).__name__}")
     where = "TF_CONFIG" if isinstance(resolver, TFConfigClusterResolver) else type(resolver).__name__
     config = task_config_of(resolver, where)
+    if config and config.task.job == EVALUATOR:
+        raise ConfigError(
+            "an evaluator has no part in the training: give it a strategy of its own, such as MirroredStrategy(), and "
+            "let it restore what ps.train.checkpoints_iterator(directory) yields",
+            str(config.task),
+        )
     if config and config.task.job not in TRAINING_JOBS:
         raise ConfigError(
             f"a {config.task.job} task runs no training script; start a ps task with psserver, "

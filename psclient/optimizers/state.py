@@ -35,13 +35,15 @@ class Own:
 
     Attributes:
         variable: the variable.
-        slots: the optimizer's, in order.
+        slot_names: of the optimizer's slots, in order.
+        slots: the same.
         average: its moving average, if it has one.
         accumulator: has the gradients of the calls before, if several make a step.
         staged: has the gradient of a call between its two rounds, if there ever were two.
     """
 
     variable: Variable
+    slot_names: tuple[str, ...]
     slots: tuple[Variable, ...]
     average: Variable | None
     accumulator: Variable | None
@@ -50,6 +52,12 @@ class Own:
     def __iter__(self) -> Iterator[Variable]:
         """All that is beside the variable."""
         yield from (x for x in (*self.slots, self.average, self.accumulator, self.staged) if x is not None)
+
+    def saved(self) -> Iterator[tuple[str, Variable]]:
+        """What checkpoints have of it, by the names of slots."""
+        yield from zip(self.slot_names, self.slots, strict=True)
+        rest = (("average", self.average), ("gradient_accumulator", self.accumulator))
+        yield from ((name, v) for name, v in rest if v is not None)
 
 
 class State:
@@ -82,6 +90,20 @@ class State:
     def everywhere(self) -> list[dict[str, Variable]]:
         """What steps share, by name: for each group of servers that has it."""
         return self._shared
+
+    def by_path(self, path_of: Callable[[Variable], str]) -> dict[str, Variable]:
+        """What a checkpoint has of it: of copies one, and nothing of what is between two rounds.
+
+        Args:
+            path_of: the path of a variable that is trained.
+
+        Returns:
+            What steps share by name, what each variable has by the slot's name and the variable's path.
+        """
+        found = dict(self._shared[0]) if self._shared else {}
+        for own in self._own.values():
+            found |= {f"{name}/{path_of(own.variable)}": v for name, v in own.saved()}
+        return found
 
     def shared(self, name: str) -> Variable:
         """One of what steps share; raises `RuntimeError` if there is none."""
@@ -146,7 +168,7 @@ class State:
         average = self._beside(v, "average", v.numpy().astype(dtype)) if needs.average else None
         zeros = np.zeros(v.shape, dtype)
         accumulator = self._beside(v, "gradient_accumulator", zeros) if needs.accumulator else None
-        return Own(v, slots, average, accumulator)
+        return Own(v, tuple(needs.slots), slots, average, accumulator)
 
     def _saved_as(self, saved_as: str, name: str, value: Array) -> Variable:
         """Creates a variable that checkpoints do not have by its own name, where `colocate_vars_with` says.
@@ -160,3 +182,9 @@ class State:
 
     def _beside(self, v: Variable, name: str, value: Array) -> Variable:
         return Variable(value, False, f"{self._name}/{v.name}/{name}")
+
+
+def state_of(optimizer: Any) -> State:
+    """What an optimizer keeps."""
+    state: State = optimizer._state
+    return state

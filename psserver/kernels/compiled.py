@@ -62,6 +62,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._asked: dict[object, int] = {}  # Guarded by the lock, as all below.
         self._kernels: dict[object, Future[Any]] = {}
+        self._late = set[object]()  # Waited for once, in vain: a round may ask for one as often as it has variables.
         self._told = False
 
     def elementwise(self, form: Form, now: bool = False) -> Any | None:
@@ -118,8 +119,8 @@ class Compiler:
             if key not in self._kernels:
                 self._ask(key, build, 1 if now else self._patience)
             found = self._kernels.get(key)
-        if found is not None and now:
-            wait([found], WAIT_SECONDS)
+        if found is not None and now and key not in self._late and wait([found], WAIT_SECONDS).not_done:
+            self._late.add(key)
         return found.result() if found and found.done() and not found.cancelled() else None
 
     def _ask(self, key: object, build: Callable[[], Any], patience: int) -> None:

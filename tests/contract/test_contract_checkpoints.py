@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, sum_into, together
+from rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, manifest_of, sum_into, together
 from safetensors.numpy import load_file
 
 from pswire.errors import CheckpointError, Fenced, NoCheckpoint, ServerLost, VariableMismatch
-from pswire.log import Position, Snapshotted
+from pswire.log import Position
 from pswire.manifest import Manifest
 from pswire.payload import Payload
-from pswire.spec import SnapshotOrder, VariableSpec
+from pswire.spec import Plan, SnapshotOrder, VariableSpec
 from pswire.tensor import TensorSpec
 
 A, B = WORKERS[:2]
@@ -32,33 +33,18 @@ def worker(job: Job):
 
 def order(job, worker, path):
     """A round that orders a checkpoint; returns its plan."""
-    plan = job.approve(checkpoint(path, BOTH), worker)
-    for server in BOTH:
-        together(worker.push(plan, server=server, positions=PLACES))
-    worker.round += 1
-    return plan
+    return job.order(worker, path, positions=PLACES)
 
 
 def save(job, worker, path="run/ckpt-1"):
-    """What a chief does with an ordered checkpoint: shards, then the manifest, then the log."""
-    plan = order(job, worker, path)
-    shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
-    manifest = {
-        "format": 1,
-        "round": shards[0].round,
-        "positions": [vars(position) for position in shards[0].positions],
-        "tensors": {name: {"file": shard.file} for shard in shards for name, _ in shard.tensors},
-    }
-    job.verbs[0].snapshot(job.token, plan.id, json.dumps(manifest)).result(SOON)
-    job.append(Snapshotted(plan.id, shards[0].round, path))
+    """Saves; returns the checkpoint's directory."""
+    job.save(worker, path, positions=PLACES)
     return job.servers.root / path
 
 
 def restore(job, worker, path):
-    """What every process does; all servers say the same."""
-    found = [server.restore(worker.session, path, 0).result(SOON) for server in job.verbs]
-    assert found[0] == found[1]
-    return found[0]
+    """What every process does."""
+    return job.restore(worker, path)
 
 
 def add(job, worker, variable, value):
@@ -100,7 +86,8 @@ def test_a_checkpoint_is_of_its_round(job, worker):
     add(job, worker, variable, [10, 10])
     shard = job.verbs[1].snapshot(job.token, plan.id, "").result(SOON)
     assert (shard.round, shard.positions) == (0, PLACES)
-    assert shard.tensors == (("v0", variable.spec.tensor),)
+    assert [tensor[:2] for tensor in shard.tensors] == [("v0", variable.spec.tensor)]
+    assert shard.nbytes == Path(shard.path, shard.file).stat().st_size
     assert shard.path == str(job.servers.root.resolve() / "late")
     assert load_file(f"{shard.path}/{shard.file}")["v0"].tolist() == [1, 2]
 
@@ -116,16 +103,18 @@ def test_a_snapshot_waits_for_its_round(job, worker):
     assert waiting.result(SOON).round == 0
 
 
-def test_a_resent_snapshot_is_written_again(job, worker):
-    """To the same place, with the same answer; an abandoned one harms nobody."""
+def test_a_resent_snapshot_is_answered(job, worker):
+    """Not written twice: its values are let go of; an abandoned one harms nobody."""
     job.variable(worker, np.array(1))
     plan = job.approve(checkpoint("twice", BOTH), worker)
     gone = job.verbs[0].snapshot(job.token, plan.id, "")
     eventually(lambda: job.servers.cores[0]._snapshots._waiting)
     gone.cancel()
     together(worker.push(plan))
-    first, second = (job.verbs[0].snapshot(job.token, plan.id, "").result(SOON) for _ in range(2))
-    assert first == second
+    first = job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
+    Path(first.path, first.file).unlink()
+    assert job.verbs[0].snapshot(job.token, plan.id, "").result(SOON) == first
+    assert not Path(first.path, first.file).exists()
 
 
 def test_servers_have_different_files(job, worker):
@@ -134,7 +123,7 @@ def test_servers_have_different_files(job, worker):
         job.variable(worker, np.array(1), servers)
     plan = order(job, worker, "x")
     shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
-    assert [[name for name, _ in shard.tensors] for shard in shards] == [["v0", "v2"], ["v1"]]
+    assert [[name for name, *_ in shard.tensors] for shard in shards] == [["v0", "v2"], ["v1"]]
     assert len({shard.file for shard in shards}) == 2
 
 
@@ -157,7 +146,7 @@ def test_a_checkpoint_stays_below_its_root(job, worker, path):
     outside.mkdir()
     (root / "link").symlink_to(outside)
     plan = order(job, worker, path)
-    for manifest in ("", "{}"):
+    for manifest in ("", Manifest(0, (), {}).text()):
         with pytest.raises(CheckpointError, match="checkpoint root"):
             job.verbs[0].snapshot(job.token, plan.id, manifest).result(SOON)
     with pytest.raises(CheckpointError, match="checkpoint root"):
@@ -171,7 +160,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error(job, worker):
     variable = job.variable(worker, np.array(1))
     job.servers.root.write_text("a file where a directory should be")
     plan = order(job, worker, "x")
-    with pytest.raises(CheckpointError, match="cannot write x") as told:
+    with pytest.raises(CheckpointError, match=r"shard-00000-of-00002\.safetensors cannot be written") as told:
         job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
     assert told.value.task == "/job:ps/task:0"
     assert int(job.value(worker, variable)) == 1
@@ -296,16 +285,16 @@ def test_who_comes_late_is_told_that_there_was_none(job, worker):
 
 
 def test_a_directory_of_checkpoints_means_its_newest(job, worker):
-    """The one whose manifest was written last; those without one do not count."""
+    """The one with the greatest number, whatever the clocks say; those without a manifest do not count."""
     variable = job.variable(worker, np.array(1))
-    save(job, worker, "run/ckpt-2")
+    save(job, worker, "run/ckpt-10")
     add(job, worker, variable, 1)
-    save(job, worker, "run/ckpt-1")
-    add(job, worker, variable, 1)
-    order(job, worker, "run/ckpt-3")
-    (job.servers.root / "run/ckpt-3").mkdir()
-    assert restore(job, worker, "run").path == "run/ckpt-1"
-    assert int(job.value(worker, variable)) == 2
+    for path in ("run/ckpt-9", "run/best"):
+        save(job, worker, path)
+    order(job, worker, "run/ckpt-11")
+    (job.servers.root / "run/ckpt-11").mkdir()
+    assert restore(job, worker, "run").path == "run/ckpt-10"
+    assert int(job.value(worker, variable)) == 1
 
 
 def test_where_there_is_none_nothing_is_restored(job, worker):
@@ -321,7 +310,7 @@ def test_where_there_is_none_nothing_is_restored(job, worker):
 MANIFESTS = {
     "no JSON": "{",
     "no object": "[1]",
-    "another format": '{"format": 2}',
+    "another format": '{"format": 3}',
     "no tensors": '{"format": 1, "positions": []}',
     "a path": '{"format": 1, "positions": [], "tensors": {"v0": {"file": "../x"}}}',
     "odd positions": '{"format": 1, "positions": [{"place": 1}], "tensors": {}}',
@@ -392,6 +381,24 @@ def test_a_checkpoint_may_be_moved(job, worker):
     add(job, worker, variable, 1)
     restore(job, worker, "elsewhere")
     assert int(job.value(worker, variable)) == 1
+
+
+def test_of_two_saves_to_one_path_the_later_stays(job, worker):
+    """Whoever comes to the files first: the earlier one is told that it was given up."""
+    variable = job.variable(worker, np.array(1))
+    first = order(job, worker, "x")
+    shards = [server.snapshot(job.token, first.id, "").result(SOON) for server in job.verbs]
+    add(job, worker, variable, 1)
+    later = job.approve(Plan(snapshot=SnapshotOrder("x", BOTH, round=2)), worker)
+    together(*(worker.push(later, server=server) for server in BOTH))
+    worker.round += 1
+    with pytest.raises(CheckpointError, match="x was given up: a later save has the same path"):
+        job.verbs[0].snapshot(job.token, first.id, manifest_of(shards)).result(SOON)
+    shards = [server.snapshot(job.token, later.id, "").result(SOON) for server in job.verbs]
+    job.verbs[0].snapshot(job.token, later.id, manifest_of(shards)).result(SOON)
+    add(job, worker, variable, 1)
+    restore(job, worker, "x")
+    assert int(job.value(worker, variable)) == 2
 
 
 def test_a_snapshot_ends_with_its_server(job, worker):

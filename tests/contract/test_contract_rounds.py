@@ -547,3 +547,12 @@ def test_a_start_is_where_rounds_begin(job, two):
     for worker in two:
         worker.epoch, worker.round = 2, 40
     assert together(*(worker.push(plan, [1]) for worker in two))[0].round == 40
+
+
+def test_a_round_that_all_observe_changes_nothing(job, two):
+    """All workers were started again while the last round of those before them was still to be completed."""
+    variable = job.variable(two[0], np.array([1.0]))
+    plan = job.approve(sgd(variable), two[0])
+    said = [Contribution(worker.session, 1, 0, plan.id, (0.0,), observes=True) for worker in two]
+    assert len(together(*(job.verbs[0].push(each, EMPTY) for each in said))) == 2
+    assert job.value(two[0], variable).tolist() == [1.0]

@@ -11,6 +11,7 @@ import pytest
 from lane_rig import Site, eventually
 from rig import SOON, sum_into
 
+from psserver.config import LEAST_IN_FLIGHT
 from pswire.lanes import LANES, LaneName
 from pswire.limits import PART_BYTES
 from pswire.spec import Apply, Plan, Reduction, Ref
@@ -57,6 +58,26 @@ def test_a_round_larger_than_what_is_in_flight_completes(lane: LaneName, order: 
                 worker.round += 1
         first = site.job.value(site.workers[0], site.variables[0])
         assert first.tolist() == [2.0 * passes * len(site.workers)] * elements
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_part_that_is_read_by_half_does_not_stop_what_comes_next(lane: LaneName) -> None:
+    """The least that may be in flight is less than a part, and an update may need what lies in two of them."""
+    with ExitStack() as stack:
+        site = Site(stack, lane, elements=1 << 14, variables=160, between=least)
+        summed = sum_into(*site.variables, returned=False)
+        applies = [apply for at in range(1, 159, 2) for apply in (summed.applies[at + 1], summed.applies[at])]
+        crosswise = replace(summed, applies=(summed.applies[0], *applies, summed.applies[159]))
+        plan = site.job.approve(crosswise, site.workers[0])
+        assert plan.streams
+        values = [np.ones(reduction.tensor.shape, "float32") for reduction in plan.reductions]
+        for reply in [worker.push(plan, values) for worker in site.workers]:
+            assert reply.result(SOON).round == 0
+
+
+def least(lanes: object) -> None:
+    """Lets a server hold the least that it can be told."""
+    lanes.in_flight = LEAST_IN_FLIGHT  # type: ignore[attr-defined]
 
 
 def limit(lanes: object) -> None:

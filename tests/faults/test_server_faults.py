@@ -22,10 +22,10 @@ def serve(rounds, stops):
     with strategy.scope():
         v = ps.Variable(np.zeros(4), name="v")
         u = ps.Variable(np.zeros(4), name="u")
-    checkpoint = ps.Checkpoint(strategy)
+    checkpoint = ps.train.Checkpoint(v=v, u=u)
     steps = 0
     if (DIRECTORY / "checkpoints" / "run").exists():
-        say("restored", checkpoint.restore("run"))
+        say("restored", checkpoint.restore("run").restored)
         steps = 3
     say("begins", [float(v[0]), float(u[0])])
     try:
@@ -39,7 +39,7 @@ def serve(rounds, stops):
             found = float(v[0]), float(u[0])
             assert found == (101.0 * steps, 101.0 * steps), found
             if steps == 3 and strategy.round == 3:
-                checkpoint.save("run")
+                checkpoint.save("run/ckpt", ps.train.CheckpointOptions(enable_async=False))
     except ps.errors.ServerLost as error:
         say("lost", [error.task, str(error)])
         raise

@@ -6,6 +6,7 @@ import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -98,7 +99,7 @@ class Cluster:
         self._stack = stack
         self.thread = stack.enter_context(ServerThread(self.core, self.core.task, grace=0.0))
         self.server = self.connect()
-        self.job = Job(Servers([self.server], [self.core], Clock(), self.core._snapshots._root, True))
+        self.job = Job(Servers([self.server], [self.core], Clock(), Path("nowhere"), True))
         self.here, self.other = self.job.join(A, B)
         self.variables = [self.job.variable(self.here, np.zeros(SIZE, "float32")) for _ in range(3)]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.here)

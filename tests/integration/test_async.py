@@ -146,11 +146,11 @@ def restore_alone(directory):
     strategy = ps.ParameterServerStrategy(consistency=ps.Async())
     with strategy.scope():
         v = ps.Variable(np.zeros(()), name="v")
-    checkpoint = ps.Checkpoint(strategy)
+    checkpoint = ps.train.Checkpoint(v=v)
     if ME:
         gate("go1")
     try:
-        say("restored", checkpoint.restore(directory))
+        say("restored", checkpoint.restore(directory).restored)
     except ps.errors.NoCheckpoint:
         say("restored", None)
     strategy.run(lambda: add_all([(v, 10.0**ME)]))

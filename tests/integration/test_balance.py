@@ -67,17 +67,18 @@ def test_processes_that_place_otherwise_are_told(tmp_path):
 def keep(path, ps_strategy):
     """Two steps of Adam, saved; or what was saved."""
     strategy = ps.ParameterServerStrategy(ps_strategy=ps_strategy)
-    checkpoint = ps.Checkpoint(strategy)
     with strategy.scope():
+        checkpoint = ps.train.Checkpoint()
         variables = [ps.Variable(np.full(size, 1.0), name=f"v{size}") for size in (90, 3, 2, 4, 7)]
         optimizer = ps.optimizers.Adam(0.1)
         optimizer.build(variables)
+        checkpoint.variables, checkpoint.optimizer = variables, optimizer
     if path:
         checkpoint.restore(path)
     else:
         for _ in range(2):
             strategy.run(optimizer.apply_gradients, args=([(v.numpy() * 2.0, v) for v in variables],))
-        say("saved", checkpoint.save("run"))
+        say("saved", checkpoint.save("run/ckpt"))
     say("places", [v.place for v in variables])
     with strategy.scope():
         say("values", [v.numpy() for v in [*variables, *optimizer.variables]])

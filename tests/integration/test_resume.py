@@ -20,14 +20,14 @@ def learn(resume, style):
     strategy = ps.ParameterServerStrategy()
     rng = np.random.default_rng(8)
     x, y = rng.normal(size=(50, 6)), rng.normal(size=(50, 2))
-    checkpoint = ps.Checkpoint(strategy)
     with strategy.scope():
         w = ps.Variable(rng.normal(size=(6, 4)), name="w")
         u = ps.Variable(rng.normal(size=(4, 2)), name="u")
         optimizer = ps.optimizers.SGD(0.05, 0.9)
         optimizer.build([w, u])
+    checkpoint = ps.train.Checkpoint(w=w, u=u, optimizer=optimizer)
     if resume:
-        say("restored", checkpoint.restore(resume))
+        say("restored", checkpoint.restore(resume).assert_consumed().restored)
     say("begins", [w.numpy(), int(optimizer.iterations)])
 
     def step(x, y):
@@ -41,7 +41,7 @@ def learn(resume, style):
             say("took", [epoch, rows])
             strategy.run(step, args=batch)
             if int(optimizer.iterations) == 7 and not resume:
-                say("saved", checkpoint.save("run"))
+                say("saved", checkpoint.save("run/ckpt"))
     say("weights", [w.numpy(), u.numpy(), int(optimizer.iterations)])
     with strategy.scope():
         say("slots", [slot.numpy() for slot in optimizer.variables[1:]])
@@ -104,9 +104,9 @@ def test_a_process_that_comes_back_restores_nothing(tmp_path):
         strategy = ps.ParameterServerStrategy()
         with strategy.scope():
             v = ps.Variable(np.zeros(1), name="v")
-        checkpoint = ps.Checkpoint(strategy)
+        checkpoint = ps.train.Checkpoint(v=v)
         if (DIRECTORY / "checkpoints").exists():
-            say("restored", checkpoint.restore("run"))
+            say("restored", checkpoint.restore("run").restored)
         say("open")
         batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(float(rows))).batch(4))
         for batch in batches:
@@ -115,7 +115,7 @@ def test_a_process_that_comes_back_restores_nothing(tmp_path):
                 gate("never")
             strategy.run(lambda batch=batch: add(v, batch.sum(keepdims=True)))
             if strategy.round == 3:
-                checkpoint.save("run")
+                checkpoint.save("run/ckpt", ps.train.CheckpointOptions(enable_async=False))
             if ME == 0 and strategy.round == 7:
                 say("at", 7)
                 gate("go")

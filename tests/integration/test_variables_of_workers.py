@@ -16,7 +16,6 @@ TOTAL = 1.0 + 2.0 + 3.0 + 4.0
 def train(path):
     strategy = ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"])
     extended, aggregations = strategy.extended, list(ps.VariableAggregation)[1:]
-    checkpoint = ps.Checkpoint(strategy)
 
     def each():
         return np.float32(ps.get_replica_context().replica_id_in_sync_group + 1)
@@ -29,16 +28,17 @@ def train(path):
         ]
         auc, mean = ps.metrics.AUC(3), ps.metrics.Mean()
         first = ps.Variable(lambda: np.float32(7 + ME), name="first")
+    checkpoint = ps.train.Checkpoint(on_write=written, on_read=read, metrics=[auc, mean], first=first)
     say("first", first in (7.0, 8.0))
 
     if path:
-        say("restored", checkpoint.restore(path))
+        say("restored", checkpoint.restore(path).restored)
         say("copies", [[float(x) for x in strategy.experimental_local_results(v)] for v in read])
     else:
         strategy.run(lambda: [v.assign_add(each()) for v in [*written, *read]])
         say("written", [float(v) for v in written])
         say("copies", [[float(x) for x in strategy.experimental_local_results(v)] for v in read])
-        say("saved", checkpoint.save("run"))
+        say("saved", checkpoint.save("run/ckpt"))
     say("read", [float(v) for v in read])
 
     read[0].assign(8.0)

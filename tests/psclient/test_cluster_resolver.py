@@ -330,13 +330,17 @@ def test_a_task_that_the_cluster_does_not_have_is_told() -> None:
         task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=2))
 
 
-@pytest.mark.parametrize("job", ["ps", "evaluator"])
-def test_a_task_that_does_not_train_is_told(job: str) -> None:
-    """A strategy is for workers and the chief; a server is told how to start."""
-    cluster = ClusterSpec({**JOBS_GIVEN, "evaluator": ["e:1"]})
-    said = f"^/job:{job}/task:0: a {job} task runs no training script; start a ps task with psserver"
-    with pytest.raises(ConfigError, match=said):
-        task_of(SimpleClusterResolver(cluster, task_type=job, task_id=0))
+@pytest.mark.parametrize(
+    ("job", "said"),
+    [
+        ("ps", "a ps task runs no training script; start a ps task with psserver"),
+        ("evaluator", "an evaluator has no part in the training: give it a strategy of its own, such as Mirrored"),
+    ],
+)
+def test_a_task_that_does_not_train_is_told(job: str, said: str) -> None:
+    """A strategy is for workers and the chief; others are told how to start."""
+    with pytest.raises(ConfigError, match=f"^/job:{job}/task:0: {said}"):
+        task_of(SimpleClusterResolver(ClusterSpec(JOBS_GIVEN), task_type=job, task_id=0))
 
 
 def test_only_a_resolver_has_a_task() -> None:

@@ -71,6 +71,35 @@ def test_a_chief_may_run_the_script(script):
     assert cluster.output(Task("worker", 1)) == ["worker 1"]
 
 
+def test_an_evaluator_is_waited_for(script):
+    """It runs the script beside the training, in whose cluster it is not, and may go on after it: that is told once."""
+    text = "c = json.loads(os.environ['TF_CONFIG']); print(*sorted(c['cluster']), c['task']['type'])"
+    wait = "while time.sleep(0.1) is None and c['task']['type'] == 'evaluator' and not os.path.exists('over'): pass"
+    said: list[str] = []
+
+    def hear(line: launch.Line) -> None:
+        said.append(line.text)
+        if "the workers have left" in line.text:
+            over.touch()
+
+    path = script(f"{text}; os.chdir(os.path.dirname(sys.argv[0]))\n{wait}")
+    over = Path(path).parent / "over"
+    outcome, cluster = run(path, evaluator=True, sink=hear)
+    assert outcome == launch.Outcome(0)
+    assert cluster.output(launch.EVALUATOR) == ["ps worker evaluator"]
+    assert cluster.output(Task("worker", 1)) == ["ps worker worker"]
+    assert said.count("psworker: the workers have left; /job:evaluator/task:0 ends by itself, or at Ctrl-C") == 1
+
+
+def test_an_evaluator_that_fails_is_a_failure(script):
+    """It ends the cluster, as others do, unless it is replaced."""
+    outcome, _ = run(
+        script("time.sleep(600 * (json.loads(os.environ['TF_CONFIG'])['task']['type'] != 'evaluator')); exit(3)"),
+        evaluator=True,
+    )
+    assert (outcome.code, outcome.task) == (3, launch.EVALUATOR)
+
+
 def test_all_processes_log_alike(script):
     """At the level that is asked for."""
     outcome, cluster = run(script("import logging; print(logging.getLogger().level)"), log_level="debug", workers=1)

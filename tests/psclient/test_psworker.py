@@ -16,6 +16,7 @@ from psclient.cli import command
 
 SECONDS = 60
 WORKER = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "worker", "index": 0}}'
+EVALUATOR = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "evaluator", "index": 0}}'
 PS = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "ps", "index": 0}}'
 
 
@@ -74,6 +75,7 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
     [
         (["missing.py"], WORKER, "/job:worker/task:0: error: there is no script 'missing.py'"),
         ([], WORKER, "/job:worker/task:0: error: a worker needs a script"),
+        ([], EVALUATOR, "/job:evaluator/task:0: error: an evaluator needs a script"),
         ([], "", "there is no TF_CONFIG and no script"),
         ([], PS, "/job:ps/task:0: error: TF_CONFIG says that this process is /job:ps/task:0; start it with psserver"),
         ([], "{", "TF_CONFIG is not JSON"),

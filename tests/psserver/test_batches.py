@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -206,6 +208,15 @@ def test_a_stream_makes_at_once_what_is_there(kernels):
     assert all(same_bits(values[id], expected[id]) for id in values)
 
 
+def test_what_a_step_is_waits_for_no_kernel(kernels, monkeypatch):
+    """That is decided under the core's lock: while a kernel is compiled nobody could beat, and leases would end."""
+    sizes = [8, 9]
+    stream = Stream(job_for(descents(sizes), [arrays(sizes)]), 0, kernels)
+    stream.step(fresh(sizes), frozenset())
+    monkeypatch.setattr(kernels, "stages", None)
+    assert stream.reads() <= {0, 1}
+
+
 def test_who_is_lost_within_a_batch_counts_where_it_was_whole(kernels):
     """What it had sent whole is in; what not, is not."""
     sizes = [8] * 4
@@ -246,3 +257,17 @@ def test_a_large_variable_waits_for_its_kernel(monkeypatch):
     values = fresh([8, 9])
     assert executor.run(job, 0, kernels, values, frozenset(values)).assigned[0] is values[0]
     kernels.close()
+
+
+def test_a_kernel_that_takes_too_long_is_waited_for_once(monkeypatch):
+    """A round asks for it as often as it has variables, and must not wait as often."""
+    monkeypatch.setattr("psserver.kernels.kernels.LARGE", 8)
+    monkeypatch.setattr("psserver.kernels.compiled.WAIT_SECONDS", 0.5)
+    kernels, busy, sizes = Kernels(Device(), patience=1, smallest=0), threading.Event(), [8] * 20
+    kernels.compiler._background.submit(busy.wait)
+    begun = time.monotonic()
+    executor.run(job_for(descents(sizes), [arrays(sizes)]), 0, kernels, fresh(sizes))
+    took = time.monotonic() - begun
+    busy.set()
+    kernels.close()
+    assert 0.5 <= took < 5

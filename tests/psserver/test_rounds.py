@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rig import WORKERS, payload, reduce_only
 
+from psserver.job import MAX_PLACES
 from psserver.rounds import RECORDS, Rounds
 from pswire.api import Contribution, Place
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError
 from pswire.log import Epoch, Member, Position
 from pswire.payload import EMPTY, Payload
+from pswire.spec import Plan, Reduction
 from pswire.tensor import TensorSpec
 
 NUMBER = TensorSpec("int64", ())
@@ -249,6 +252,20 @@ def test_weights_are_counts(rounds, weight):
     """Nothing else is divided by."""
     with pytest.raises(InvalidRequest, match="no counts"):
         rounds.push(Contribution(1, 1, 0, PLAN.id, (weight,)), EMPTY, Future())
+
+
+def test_what_is_remembered_of_contributions_is_bounded(rounds):
+    """Which of them count is whatever a client says, refused or not."""
+    spec = TensorSpec("float64", (4,))
+    plan = Plan(tuple(Reduction("sum", spec, (0,), str(n)) for n in range(8)))
+    rounds.approve(plan)
+    for said in product([0.0, 1.0], repeat=8):
+        future = Future()
+        rounds.push(Contribution(1, 1, 0, plan.id, said), Payload((), 1), future)
+        assert isinstance(failed(rounds)[future], InvalidRequest)
+    known = plan.remembered["places"]
+    assert isinstance(known, dict)
+    assert 0 < len(known) <= MAX_PLACES
 
 
 def test_who_observes_has_no_weight(rounds):

@@ -27,6 +27,15 @@ def test_a_good_tf_config() -> None:
     assert config.cluster.describe() == "1 chief, 2 ps, 1 worker"
 
 
+@pytest.mark.parametrize("cluster", [CLUSTER, {**CLUSTER, "evaluator": ["e:5"]}])
+def test_an_evaluator_need_not_be_in_the_cluster(cluster: Any) -> None:
+    """It has no part in the training, so that those who have need not know of it; as in TensorFlow."""
+    found = parse_tf_config(json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}}))
+    assert found is not None
+    assert str(found.task) == "/job:evaluator/task:0"
+    assert found.cluster.tasks("worker") == [Task("worker", 0)]
+
+
 VARIANTS: dict[str, Any] = {
     "index as text": {"cluster": CLUSTER, "task": {"type": "worker", "index": "0"}},
     "no index": {"cluster": CLUSTER, "task": {"type": "worker"}},
@@ -108,7 +117,10 @@ BAD: dict[str, tuple[str, str]] = {
         config(task={"type": "worker", "index": 7}),
         "no /job:worker/task:7: it has 1 chief, 2 ps, 1 worker; correct",
     ),
-    "a job that is not there": (config(task={"type": "evaluator"}), "no /job:evaluator/task:0"),
+    "a job that is not there": (
+        config({"ps": ["a:1"], "worker": ["b:2"]}, {"type": "chief"}),
+        "no /job:chief/task:0: it has 1 ps, 1 worker; correct",
+    ),
 }
 
 

@@ -38,6 +38,9 @@ class Trained:
         self.optimizer = ps.optimizers.SGD(0.1, momentum=0.9, **OPTIONS[options]())
         self.scaled = options == "scale"
 
+    def checkpoint(self):
+        return ps.train.Checkpoint(variables=self.variables, optimizer=self.optimizer)
+
     def build(self, names):
         self.optimizer.build([self.variables[name] for name in names])
 
@@ -85,13 +88,14 @@ def test_it_goes_on_where_it_was(options, build, before, after):
         return trained.state()
 
     with opened(before) as strategy:
-        saved = train(built(strategy), range(3))
-        path = ps.Checkpoint(strategy).save("run")
+        trained = built(strategy)
+        saved = train(trained, range(3))
+        path = trained.checkpoint().save("run/ckpt")
     with opened("mirrored-1") as strategy:
         expected = train(built(strategy), range(6))
     with opened(after) as strategy:
         trained = built(strategy)
-        assert ps.Checkpoint(strategy).restore(path)
+        trained.checkpoint().restore(path).assert_consumed()
         assert_equal(trained.state(), saved)
         assert_equal(train(trained, range(3, 6)), expected)
 
@@ -111,12 +115,12 @@ def test_what_comes_late_counts_the_steps_since_the_restore(before, after):
         trained = Trained(strategy, "nothing")
         for at in range(3):
             trained.step("a", at)
-        path = ps.Checkpoint(strategy).save("run")
+        path = trained.checkpoint().save("run/ckpt")
         expected = late(trained)
     with opened(after) as strategy:
         trained = Trained(strategy, "nothing")
         trained.build("a")
-        assert ps.Checkpoint(strategy).restore(path)
+        trained.checkpoint().restore(path).assert_consumed()
         assert_equal(late(trained), expected)
 
 
@@ -130,13 +134,35 @@ def test_copies_do_not_number_what_else_is_saved():
             first.build("b")
             other = ps.optimizers.SGD(0.1)
             other.build([first.variables["a"]])
+            checkpoint = ps.train.Checkpoint(first=first.checkpoint(), other=other)
             if resume:
-                ps.Checkpoint(strategy).restore(resume)
+                checkpoint.restore(resume).assert_consumed()
             for at in range(steps):
                 first.step("ab", at)
-            path = ps.Checkpoint(strategy).save("run") if save else ""
+            path = checkpoint.save("run/ckpt") if save else ""
             return path, int(first.optimizer.iterations), int(other.iterations), other.iterations.name
 
     path, *saved = train("servers-2", 3, save=True)
     assert saved == [3, 0, "sgd/iterations_1"]
     assert train("embedded-1", 0, path)[1:] == (3, 0, "sgd/iterations_1")
+
+
+def test_copies_follow_an_optimizer_that_has_another_name():
+    """Paths say what is whose: all copies of a count get what was saved of it, by whatever name."""
+    with opened("servers-2") as strategy:
+        trained = Trained(strategy, "nothing")
+        trained.build("a")
+        trained.build("b")
+        for at in range(3):
+            trained.step("ab", at)
+        path = trained.checkpoint().save("run/ckpt")
+        trained.step("ab", 3)
+        expected = {name.replace("sgd", "renamed"): value for name, value in trained.state().items()}
+    with opened("servers-2") as strategy:
+        trained = Trained(strategy, "nothing")
+        trained.optimizer = ps.optimizers.SGD(0.1, momentum=0.9, name="renamed")
+        trained.build("a")
+        trained.build("b")
+        trained.checkpoint().restore(path).assert_consumed()
+        trained.step("ab", 3)
+        assert_equal(trained.state(), expected)

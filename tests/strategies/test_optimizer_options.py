@@ -498,13 +498,13 @@ def test_a_restored_optimizer_goes_on_bit_by_bit(tmp_path, monkeypatch, name):
                     loss_scale_factor=ps.optimizers.DynamicLossScale(4.0, 2),
                 )
                 optimizer.build([w])
-            checkpoint = ps.Checkpoint(strategy)
+            checkpoint = ps.train.Checkpoint(w=w, optimizer=optimizer)
             if resume:
                 checkpoint.restore(resume)
             path = ""
             for step in steps:
                 apply(strategy, optimizer, (np.sin(np.arange(5.0) + step), w))
-                path = checkpoint.save("run") if step == 4 else path
+                path = checkpoint.save("run/ckpt") if step == 4 else path
             return path, [x.numpy().tobytes() for x in (w, *optimizer.variables)]
 
     path, whole = train("", range(10))

@@ -29,15 +29,21 @@ def of_replicas(strategy, v):
 
 
 def save(kind, fill):
-    """What `fill(strategy)` has made, in a checkpoint; returns its path."""
+    """What `fill(strategy)` has made, a variable or a dict of them, in a checkpoint; returns its path."""
     with opened(kind) as strategy:
-        fill(strategy)
-        return ps.Checkpoint(strategy).save("run")
+        return tracking(strategy, fill(strategy)).save("run/ckpt")
+
+
+def tracking(strategy, made=()):
+    """A checkpoint of a variable or a dict of them."""
+    with strategy.scope():
+        return ps.train.Checkpoint(made=made)
 
 
 def count_up(strategy, v):
-    """Replica 0 adds 1, replica 1 adds 2, and so on."""
+    """Replica 0 adds 1, replica 1 adds 2, and so on; returns the variable."""
     in_replicas(strategy, lambda replica: v.assign_add(np.asarray(replica + 1, v.dtype)))
+    return v
 
 
 @pytest.mark.parametrize(("before", "after"), [("embedded-2", "embedded-4"), ("embedded-4", "embedded-1")])
@@ -50,16 +56,17 @@ def test_the_aggregate_is_shared_out_among_the_replicas_of_now(before, after, cr
         made = {name: create(strategy, name, aggregation) for name, aggregation in kinds.items()}
         for v in made.values():
             count_up(strategy, v)
+        return made
 
     path = save(before, fill)
     old = int(before[-1])
     with opened(after) as strategy:
-        checkpoint, new = ps.Checkpoint(strategy), replicas(strategy)
+        new = replicas(strategy)
         if created == "after the restore":
-            assert checkpoint.restore(path)
+            tracking(strategy).restore(path)
         made = {name: create(strategy, name, aggregation, 50.0) for name, aggregation in kinds.items()}
         if created == "before the restore":
-            assert checkpoint.restore(path)
+            tracking(strategy, made).restore(path).assert_consumed()
         total = old * (old + 1) / 2
         assert of_replicas(strategy, made["sum"]) == [total / new] * new
         assert of_replicas(strategy, made["mean"]) == [total / old] * new
@@ -72,14 +79,14 @@ def test_saving_changes_no_copy():
     """What was counted goes on to be counted where it was; the next checkpoint has it."""
     with opened("embedded-2") as strategy:
         v = create(strategy, "count", AGGREGATION.SUM)
-        checkpoint = ps.Checkpoint(strategy)
+        checkpoint = tracking(strategy, v)
         count_up(strategy, v)
-        first = checkpoint.save("run")
+        first = checkpoint.save("run/ckpt")
         assert of_replicas(strategy, v) == [1.0, 2.0]
         count_up(strategy, v)
-        second = checkpoint.save("run")
+        second = checkpoint.save("run/ckpt")
         for path, total in ((first, 3.0), (second, 6.0)):
-            assert checkpoint.restore(path)
+            checkpoint.restore(path).assert_consumed()
             assert of_replicas(strategy, v) == [total / 2] * 2
 
 
@@ -88,7 +95,7 @@ def test_integers_lose_their_fraction():
     path = save("embedded-4", lambda strategy: count_up(strategy, create(strategy, "n", AGGREGATION.SUM, np.int64(0))))
     with opened("embedded-4") as strategy:
         v = create(strategy, "n", AGGREGATION.SUM, np.int64(0))
-        assert ps.Checkpoint(strategy).restore(path)
+        tracking(strategy, v).restore(path).assert_consumed()
         assert of_replicas(strategy, v) == [2] * 4
 
 
@@ -100,11 +107,12 @@ def test_every_dtype_is_saved(dtype):
     def fill(strategy):
         v = create(strategy, "v", how, np.zeros(3, dtype))
         in_replicas(strategy, lambda _: v.assign(np.array([0, 1, 1], dtype)))
+        return v
 
     path = save("embedded-2", fill)
     with opened("embedded-2") as strategy:
         v = create(strategy, "v", how, np.zeros(3, dtype))
-        assert ps.Checkpoint(strategy).restore(path)
+        tracking(strategy, v).restore(path).assert_consumed()
         assert v.numpy().dtype == dtype
         assert of_replicas(strategy, v) == [[0, 1, 1]] * 2
 
@@ -116,16 +124,15 @@ def test_a_plain_value_is_restored_into_copies(aggregation, created):
 
     def fill(strategy):
         with strategy.scope():
-            ps.Variable(8.0, name="v")
+            return ps.Variable(8.0, name="v")
 
     path = save("embedded-1", fill)
     with opened("embedded-2") as strategy:
-        checkpoint = ps.Checkpoint(strategy)
         if created == "after the restore":
-            assert checkpoint.restore(path)
+            tracking(strategy).restore(path)
         v = create(strategy, "v", aggregation)
         if created == "before the restore":
-            assert checkpoint.restore(path)
+            tracking(strategy, v).restore(path).assert_consumed()
         assert of_replicas(strategy, v) == [4.0 if aggregation is AGGREGATION.SUM else 8.0] * 2
 
 
@@ -135,7 +142,7 @@ def test_copies_are_restored_into_a_plain_variable():
     with opened("embedded-1") as strategy:
         with strategy.scope():
             v = ps.Variable(0.0, name="v")
-        assert ps.Checkpoint(strategy).restore(path)
+        tracking(strategy, v).restore(path).assert_consumed()
         assert float(v) == 3.0
 
 
@@ -146,19 +153,13 @@ def test_metrics_go_on_where_they_were():
         with strategy.scope():
             mean = ps.metrics.Mean("loss")
         in_replicas(strategy, lambda replica: mean.update_state([1.0, 2.0] if replica else [6.0]))
+        return mean
 
     path = save("embedded-2", fill)
     with opened("embedded-1") as strategy:
         with strategy.scope():
             mean = ps.metrics.Mean("loss")
-        assert ps.Checkpoint(strategy).restore(path)
+        tracking(strategy, mean).restore(path).assert_consumed()
         assert mean.result() == 3.0
         strategy.run(lambda: mean.update_state([7.0]))
         assert mean.result() == 4.0
-
-
-def test_a_checkpoint_needs_servers():
-    """A strategy without any says so, and what to do."""
-    for kind in ("mirrored-2", "default"):
-        with opened(kind) as strategy, pytest.raises(TypeError, match="ParameterServerStrategy"):
-            ps.Checkpoint(strategy)

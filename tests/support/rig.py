@@ -16,11 +16,13 @@ import numpy as np
 from psclient.rpc import RemoteServer
 from psserver.core import Core
 from psserver.server import ServerThread
-from pswire.api import Contribution, Opened, ParameterServer, RoundReply
+from pswire.api import ALL, Contribution, Opened, ParameterServer, RestoreOrder, RestoreReply, RoundReply, Shard
 from pswire.cluster import Task
+from pswire.errors import PSError
 from pswire.lanes import LANES, LaneName
 from pswire.limits import Timeouts
-from pswire.log import Approved, Entry, Epoch, EpochClosed, JobStarted, Member, Mode, Position, Start
+from pswire.log import Approved, Entry, Epoch, EpochClosed, JobStarted, Member, Mode, Position, Snapshotted, Start
+from pswire.manifest import Manifest, Saved
 from pswire.payload import Payload
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, SnapshotOrder, Variable, VariableSpec
@@ -53,14 +55,15 @@ def core(
     server: int = 0,
     incarnation: int = 0,
     memory_limit: int = 0,
-    root: Path = Path("nowhere"),
+    root: Path | str = "nowhere",
     clock: Callable[[], float] | None = None,
     submit: Callable[[Callable[[], object]], object] = at_once,
     lease: float = 10.0,
+    **more: Any,
 ) -> Core:
     """A core with what a test does not care about filled in."""
-    timeouts = Timeouts(lease=lease)
-    return Core(server, incarnation or 100 + server, "cpu", memory_limit, root, timeouts, clock or Clock(), submit)
+    timeouts, clock = Timeouts(lease=lease), clock or Clock()
+    return Core(server, incarnation or 100 + server, "cpu", memory_limit, root, timeouts, clock, submit, **more)
 
 
 def eventually(condition: Callable[[], T]) -> T:
@@ -88,7 +91,7 @@ class Servers:
     verbs: list[ParameterServer]
     cores: list[Core]
     clock: Clock
-    root: Path
+    root: Any
     remote: bool
 
     def spend(self, seconds: float, *sessions: int) -> None:
@@ -106,7 +109,7 @@ class Servers:
 
 
 @contextmanager
-def serving(kind: str, count: int, root: Path, memory_limit: int = 0) -> Iterator[Servers]:
+def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> Iterator[Servers]:
     """Runs servers: `core` in the caller's thread, `thread` with array work beside it, a lane's name over a network."""
     clock = Clock()
     with ExitStack() as stack:
@@ -228,6 +231,33 @@ class Job:
         self.append(Approved(plan))
         return plan
 
+    def order(self, worker: Worker, path: str, **said: Any) -> Plan:
+        """A round that orders a checkpoint of all servers."""
+        servers = tuple(range(len(self.verbs)))
+        plan = self.approve(checkpoint(path, servers), worker)
+        together(*(worker.push(plan, server=server, **said) for server in servers))
+        worker.round += 1
+        return plan
+
+    def save(self, worker: Worker, path: str = "run/ckpt-1", **said: Any) -> list[Shard]:
+        """Orders a checkpoint, and does what a chief does then: shards, the manifest, the log."""
+        plan = self.order(worker, path, **said)
+        try:
+            pending = [server.snapshot(self.token, plan.id, "") for server in self.verbs]
+            shards = [future.result(SOON) for future in pending]
+            self.verbs[0].snapshot(self.token, plan.id, manifest_of(shards)).result(SOON)
+        except PSError as error:
+            self.append(Snapshotted(plan.id, 0, path, str(error)))
+            raise
+        self.append(Snapshotted(plan.id, shards[0].round, path))
+        return shards
+
+    def restore(self, worker: Worker, path: str = "run", ordinal: int = 0, order: RestoreOrder = ALL) -> RestoreReply:
+        """What every process does to restore; all servers say the same."""
+        found = [server.restore(worker.session, path, ordinal, order).result(SOON) for server in self.verbs]
+        assert all(one == found[0] for one in found)
+        return found[0]
+
     def value(self, reader: Worker, variable: Variable, after: int = -1) -> Array:
         """Reads a variable."""
         server = self.verbs[variable.servers[0]]
@@ -345,6 +375,16 @@ def sgd(variable: Variable) -> Plan:
         applies=(Apply(0, variable.servers, (Ref("variable", variable.id), Ref("reduction", 0), Ref("operand", 0))),),
         returned=(Ref("result", 0),),
     )
+
+
+def manifest_of(shards: Sequence[Shard]) -> str:
+    """The text of the manifest that a chief writes for these shards."""
+    return Manifest(
+        shards[0].round,
+        shards[0].positions,
+        {name: Saved(shard.file, spec, checksum) for shard in shards for name, spec, checksum in shard.tensors},
+        {shard.file: shard.nbytes for shard in shards},
+    ).text()
 
 
 def checkpoint(path: str, servers: tuple[int, ...]) -> Plan:

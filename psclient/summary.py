@@ -1,0 +1,168 @@
+"""Summaries for TensorBoard: `ps.summary`, with the names of `tf.summary`. Event files are tensorboardX's."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from psclient import context
+from psclient.arrays import to_numpy
+
+
+class SummaryWriter:
+    """Writes summaries into one event file. Any thread may use it.
+
+    Args:
+        events: tensorboardX's writer of events; None writes nothing.
+        max_queue: summaries after which the file is flushed.
+        flush_seconds: seconds after which the next summary flushes it.
+    """
+
+    def __init__(self, events: Any = None, max_queue: int = 1, flush_seconds: float = 0.0) -> None:
+        self._events = events
+        self._max_queue = max_queue
+        self._flush_seconds = flush_seconds
+        self._pending = 0
+        self._flushed = time.monotonic()
+        self._lock = threading.Lock()  # guards all of these
+
+    @contextmanager
+    def as_default(self, step: int | None = None) -> Iterator[SummaryWriter]:
+        """Within it `scalar` writes here; what was written is in the file after it. In any context.
+
+        Args:
+            step: what `scalar` takes where it is given none.
+        """
+        token = _current.set((self, step))
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+            self.flush()
+
+    def write(self, name: str, value: float, step: int) -> bool:
+        """Adds one number; returns whether it was written. For `scalar`."""
+        with self._lock:
+            if self._events is None:
+                return False
+            self._events.write_event(_event(name, value, step))
+            self._pending += 1
+            if self._pending >= self._max_queue or time.monotonic() >= self._flushed + self._flush_seconds:
+                self._flush()
+            return True
+
+    def flush(self) -> None:
+        """Has what was written in the file."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._events is not None and self._pending:
+            self._events.flush()
+            self._pending, self._flushed = 0, time.monotonic()
+
+    def close(self) -> None:
+        """Flushes, and ends the file; what comes after it is not written. Does nothing the second time."""
+        with self._lock:
+            events, self._events = self._events, None
+        if events is not None:
+            events.close()
+
+
+def _event(name: str, value: float, step: int) -> Any:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.summary import scalar as summary_of
+
+    return Event(wall_time=time.time(), step=step, summary=summary_of(name, value))
+
+
+_numbers = itertools.count()
+
+_current: ContextVar[tuple[SummaryWriter, int | None] | None] = ContextVar("summary_writer", default=None)
+
+
+def create_file_writer(
+    logdir: str, max_queue: int = 10, flush_millis: int = 120_000, filename_suffix: str = ""
+) -> SummaryWriter:
+    """A writer of an event file in a directory, which TensorBoard shows. In any context.
+
+    Source: `tf.summary.create_file_writer`.
+
+    Args:
+        logdir: the directory, made if it is not there.
+        max_queue: how many summaries are held before they are written.
+        flush_millis: milliseconds after which the next summary has those that are held written.
+        filename_suffix: of the file.
+
+    Raises:
+        ModuleNotFoundError: tensorboardX is not installed.
+    """
+    try:
+        # Its `SummaryWriter` has a queue between, which its `flush` does not wait for.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.record_writer import directory_check
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "summaries are written by tensorboardX, which is not installed: pip install 'paramserver[summary]', or "
+            "take ps.summary.create_noop_writer()"
+        ) from error
+    directory_check(logdir)
+    suffix = f".{os.getpid()}.{next(_numbers)}{filename_suffix}"  # else two of one second would share a file
+    return SummaryWriter(EventsWriter(os.path.join(logdir, "events"), suffix), max_queue, flush_millis / 1000)
+
+
+def create_noop_writer() -> SummaryWriter:
+    """A writer that writes nothing, for processes in which `should_save_summary` is False. In any context.
+
+    Source: `tf.summary.create_noop_writer`.
+    """
+    return SummaryWriter()
+
+
+def scalar(name: str, data: Any, step: int | None = None) -> bool:
+    """Writes one number to the writer whose `as_default` this is in. In any context.
+
+    Of the replicas of a `run` the first one alone writes.
+
+    Source: `tf.summary.scalar`.
+
+    Args:
+        name: of the curve.
+        data: a number, a variable, or an array without dimensions.
+        step: where on the curve; by default that of `as_default`.
+
+    Returns:
+        Whether it was written: not without a writer.
+
+    Raises:
+        ValueError: there is no step, or the data have dimensions.
+    """
+    current = _current.get()
+    replica = context.get_replica_context()
+    if current is None or (replica is not None and replica.replica_id_in_sync_group != 0):
+        return False
+    writer, default = current
+    at = default if step is None else step
+    if at is None:
+        raise ValueError(f"scalar({name!r}) needs a step; write scalar(name, data, step), or as_default(step)")
+    value = to_numpy(data)
+    if value.shape:
+        raise ValueError(f"scalar({name!r}) takes one number, not an array of shape {value.shape}; reduce it first")
+    return writer.write(name, float(value), int(at))
+
+
+def flush(writer: SummaryWriter | None = None) -> None:
+    """Has what was written in the file: of a writer, or of the one whose `as_default` this is in.
+
+    Source: `tf.summary.flush`.
+    """
+    current = _current.get()
+    found = writer or (current[0] if current else None)
+    if found:
+        found.flush()

@@ -1,0 +1,252 @@
+"""`Checkpoint`: saves and restores what is reached from a few objects."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from psclient import context
+from psclient.remote import RemoteBackend
+from psclient.train.files import FileKeeper
+from psclient.train.graph import Tracked, check_trackable, children, explore
+from psclient.train.keeper import Content, Keeper, Opened
+from psclient.train.options import DEFAULT, CheckpointOptions
+from psclient.train.servers import ServerKeeper
+from psclient.train.status import COUNTER, LoadStatus, NothingRestored
+from psclient.variables import Variable
+from pswire.manifest import Manifest
+
+
+class Checkpoint:
+    """Saves and restores variables, optimizers, metrics and other state, by the paths at which they are reached.
+
+    Variables are found in lists, tuples, dicts and the attributes of objects; of an optimizer all that it keeps, of an
+    object with `state_dict` and `load_state_dict` what these say. Datasets go on where they stood by themselves. With
+    servers a checkpoint has all variables of the job beside; what is not tracked is not restored, but for variables
+    that are created after a restore, which get the value that has their name.
+
+    Every process of a synchronous job makes the same calls, in cross-replica context or outside of every scope. Of
+    asynchronous processes only the one whose `strategy.extended.should_checkpoint` is True saves.
+
+    Source: `tf.train.Checkpoint`.
+
+    Args:
+        root: an object whose attributes, keys or indices are tracked as if they were given by name.
+        objects: what is tracked, by the first part of its path; each becomes an attribute.
+
+    Raises:
+        ValueError: an object has nothing to save; variables are of different strategies.
+    """
+
+    def __init__(self, root: Any = None, **objects: Any) -> None:
+        if root is not None:
+            check_trackable("root", root)
+        for name, thing in objects.items():
+            check_trackable(name, thing)
+            if hasattr(type(self), name) or name.startswith("_"):
+                raise ValueError(f"Checkpoint({name}=...): this name is taken; choose another one")
+            setattr(self, name, thing)
+        self._root = root
+        self._strategy = context.get_strategy() if context.has_strategy() else None
+        self._keeper: Keeper | None = None
+        self._counter: Variable | None = None
+        if self._strategy is not None or self._explore().variables:
+            _ = self.save_counter  # So that all processes create it at the same place.
+
+    # ---- What it tracks ----
+
+    def trackable_children(self) -> Mapping[str, Any]:
+        """What is tracked, by name. In any context."""
+        own = {name: thing for name, thing in vars(self).items() if not name.startswith("_")}
+        counter = {} if self._counter is None else {COUNTER: self._counter}
+        return {**dict(children(self._root)), **own, **counter}
+
+    def _explore(self) -> Tracked:
+        return explore(self.trackable_children())
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose variables these are: of whose scope it was made, else that of the variables.
+
+        Raises:
+            ValueError: there are variables of several strategies.
+        """
+        found = {id(v.strategy): v.strategy for v in self._explore().variables.values()}
+        found |= {} if self._strategy is None else {id(self._strategy): self._strategy}
+        if len(found) > 1:
+            raise ValueError(
+                "a checkpoint is given variables of different strategies; create all of them in one strategy's scope"
+            )
+        if self._strategy is None and found:
+            (self._strategy,) = found.values()
+        return context.get_strategy() if self._strategy is None else self._strategy
+
+    @property
+    def save_counter(self) -> Variable:
+        """How many times `save` was called, those before a restore included; int64. In cross-replica context."""
+        if self._counter is None:
+            extended = self.strategy.extended
+            # Its place is said, so that it does not advance the turn of the user's variables.
+            with self.strategy.scope(), extended.colocate_vars_with(extended.parameter_devices[:1]):
+                self._counter = Variable(np.int64(0), False, "checkpoint/saves")
+        return self._counter
+
+    @property
+    def keeper(self) -> Keeper:
+        """What keeps the checkpoints of this strategy."""
+        if self._keeper is None:
+            self._keeper = keeper_of(self.strategy)
+        return self._keeper
+
+    # ---- Saving ----
+
+    def save(self, file_prefix: str, options: CheckpointOptions | None = None) -> str:
+        """Saves a checkpoint with the next number. In cross-replica context, or outside of every scope.
+
+        It returns when the values are frozen; by default the servers write on while training goes on.
+
+        Args:
+            file_prefix: such as "run/ckpt": a path below the servers' checkpoint root, with `/` between its parts;
+                without servers a path of this process.
+            options: how.
+
+        Returns:
+            The path that `restore` takes, such as "run/ckpt-3"; of an asynchronous process that does not save, its
+            directory.
+
+        Raises:
+            CheckpointError: the checkpoint before could not be written, or is still being written, and
+                `if_busy="refuse"`; without `enable_async` also that this one could not be written.
+            TypeError: the state of an object cannot be written as JSON.
+        """
+        if not self.keeper.takes_part:
+            return posixpath.dirname(file_prefix) or "."
+        return self.save_numbered(file_prefix, int(self.save_counter) + 1, options)
+
+    def save_numbered(
+        self,
+        file_prefix: str,
+        number: int,
+        options: CheckpointOptions | None = None,
+        delete: tuple[str, ...] = (),
+        note: Mapping[str, Any] | None = None,
+    ) -> str:
+        """As `save`, with a given number.
+
+        Args:
+            file_prefix, options: as `save` takes them.
+            number: what follows the prefix.
+            delete: checkpoints to be deleted when this one is complete.
+            note: beside the states of objects; its keys begin with a dot.
+        """
+        counter, path = self.save_counter, f"{file_prefix}-{number}"
+        with self.strategy.scope():
+            context.require_cross_replica(self.strategy, "save")
+            self.keeper.check_free(options or DEFAULT)
+            self.sync()
+            counter.assign_add(1)
+            return self._write(path, options or DEFAULT, delete, note or {})
+
+    def write(self, file_prefix: str, options: CheckpointOptions | None = None) -> str:
+        """Saves a checkpoint at a path, without a number; else as `save`, counter aside.
+
+        Args:
+            file_prefix: the path.
+            options: how.
+
+        Returns:
+            The path.
+        """
+        if not self.keeper.takes_part:
+            return posixpath.dirname(file_prefix) or "."
+        with self.strategy.scope():
+            context.require_cross_replica(self.strategy, "write")
+            self.keeper.check_free(options or DEFAULT)
+            self.sync()
+            return self._write(file_prefix, options or DEFAULT, (), {})
+
+    def _write(self, path: str, options: CheckpointOptions, delete: tuple[str, ...], note: Mapping[str, Any]) -> str:
+        tracked = self._explore()
+        self.keeper.save(path, Content(tracked.variables, {**tracked.states(), **note}, delete))
+        if not options.enable_async:
+            self.sync()
+        return path
+
+    def sync(self) -> None:
+        """Waits until what was saved is complete. In any process that saves, in any context but a replica's.
+
+        Raises:
+            CheckpointError: it could not be written; raised once.
+        """
+        self.keeper.sync()
+
+    # ---- Restoring ----
+
+    def restore(self, save_path: str | None, options: CheckpointOptions | None = None) -> LoadStatus:
+        """Reads a checkpoint into what is tracked. In cross-replica context, or outside of every scope.
+
+        Values go by paths, and of a checkpoint without paths by the names of variables. A variable that is created
+        later begins with the value that has its name. A process that joins a running job changes nothing: the
+        variables on the servers are newer.
+
+        Args:
+            save_path: what `save` returned, or a directory, whose newest checkpoint is meant; None for no checkpoint.
+            options: how.
+
+        Returns:
+            What has found its place.
+
+        Raises:
+            NoCheckpoint: there is none; nothing has changed.
+            CheckpointError: it is broken, or what was saved before could not be written.
+            VariableMismatch: it has a variable with another shape, or, without `cast`, with another dtype.
+        """
+        if save_path is None:
+            return NothingRestored()
+        given: dict[str, Variable] = {}
+
+        def choose(manifest: Manifest) -> Mapping[str, Variable]:
+            given.clear()
+            given.update(matched(self._explore(), manifest))
+            return given
+
+        _ = self.save_counter
+        with self.strategy.scope():
+            context.require_cross_replica(self.strategy, "restore")
+            opened = self.keeper.restore(save_path, choose, (options or DEFAULT).cast)
+        if opened is None:
+            return LoadStatus(save_path, None, self._explore, {}, lambda v: False)
+        self._load_states(opened)
+        return LoadStatus(opened.path, opened.manifest, self._explore, given, self.keeper.was_restored)
+
+    def read(self, save_path: str, options: CheckpointOptions | None = None) -> LoadStatus:
+        """As `restore`, for what `write` has written.
+
+        Source: `tf.train.Checkpoint.read`.
+
+        Args:
+            save_path, options: as `restore` takes them.
+        """
+        return self.restore(save_path, options)
+
+    def _load_states(self, opened: Opened) -> None:
+        for path, thing in self._explore().stateful.items():
+            if path in opened.manifest.state:
+                thing.load_state_dict(opened.manifest.state[path])
+
+
+def keeper_of(strategy: Any) -> Keeper:
+    """What keeps the checkpoints of a strategy."""
+    return ServerKeeper(strategy) if isinstance(strategy.backend, RemoteBackend) else FileKeeper(strategy)
+
+
+def matched(tracked: Tracked, manifest: Manifest) -> dict[str, Variable]:
+    """For each tensor that a tracked variable takes that variable: by paths, else by names."""
+    if manifest.objects:
+        pairs = [(manifest.objects.get(path, ""), v) for path, v in tracked.variables.items()]
+    else:
+        pairs = [(v.name, v) for v in tracked.variables.values()]
+    return {name: v for name, v in pairs if name in manifest.tensors}

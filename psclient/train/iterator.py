@@ -1,0 +1,62 @@
+"""Follows the checkpoints of a running job, for the task that evaluates them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from psclient.saved import newest
+
+log = logging.getLogger("psclient")
+
+POLL_SECONDS = 1.0
+"""Between two looks: nobody tells of a new checkpoint, least of all an object store."""
+
+
+def checkpoints_iterator(
+    checkpoint_dir: str,
+    min_interval_secs: float = 0,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+) -> Iterator[str]:
+    """Yields the newest checkpoint in a directory, and waits for another one; those in between are left out.
+
+    In any context; no servers are asked, so the directory is one of this process.
+
+    Source: `tf.train.checkpoints_iterator`.
+
+    Args:
+        checkpoint_dir: a local path or an fsspec URL; it need not exist yet.
+        min_interval_secs: least seconds from one checkpoint to the next.
+        timeout: seconds to wait for a new one; None for ever.
+        timeout_fn: called after each timeout; True ends the iteration. Without it the first timeout does.
+
+    Yields:
+        A path for `Checkpoint.restore`. An older one may be deleted by the job while it is read.
+
+    Raises:
+        ConfigError: the URL is of an unknown kind, or needs a package that is not installed.
+        CheckpointError: the place cannot be read.
+    """
+    last: str | None = None
+    while True:
+        found = _next(checkpoint_dir, last, timeout)
+        if found:
+            began, last = time.monotonic(), found
+            yield f"{checkpoint_dir.rstrip('/')}/{found}"
+            time.sleep(max(0.0, began + min_interval_secs - time.monotonic()))
+        elif timeout_fn is None or timeout_fn():
+            log.info("no new checkpoint in %s for %g s", checkpoint_dir, timeout)
+            return
+
+
+def _next(directory: str, last: str | None, timeout: float | None) -> str | None:
+    """The name of the newest checkpoint once it is another one than the last; None after the timeout."""
+    end = None if timeout is None else time.monotonic() + timeout
+    while (found := newest(directory)) in (None, last):
+        left = POLL_SECONDS if end is None else min(POLL_SECONDS, end - time.monotonic())
+        if left <= 0:
+            return None
+        time.sleep(left)
+    return found

@@ -1,0 +1,91 @@
+"""What keeps the checkpoints of a strategy: its servers, or this process."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from psclient.train.options import CheckpointOptions
+from psclient.variables import Variable
+from pswire.manifest import Manifest
+
+Choose = Callable[[Manifest], Mapping[str, Variable]]
+"""Told what a checkpoint has; says for each of its tensors which variable gets it."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is to be saved.
+
+    Attributes:
+        variables: by path; the names of their tensors are their own where these differ from each other.
+        state: by path, JSON.
+        delete: checkpoints that are to be deleted once this one is complete.
+    """
+
+    variables: Mapping[str, Variable]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    delete: tuple[str, ...] = ()
+
+    def names(self) -> dict[str, str]:
+        """For each path the name of its tensor."""
+        times = Counter(v.name for v in self.variables.values())
+        return {path: v.name if times[v.name] == 1 else path for path, v in self.variables.items()}
+
+    def order(self) -> str:
+        """What a `SnapshotOrder` says of it."""
+        said = {"objects": self.names(), "state": dict(self.state), "delete": list(self.delete)}
+        return json.dumps(said, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was found.
+
+    Attributes:
+        path: which one; where a directory of them was asked for, its newest.
+        manifest: what it has.
+    """
+
+    path: str
+    manifest: Manifest
+
+
+class Keeper(Protocol):
+    """Saves and restores. Used by the thread that runs cross-replica code."""
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this process has a part in saving."""
+        ...
+
+    def check_free(self, options: CheckpointOptions) -> None:
+        """Before a save: raises `CheckpointError` if the one before is being written, and is not to be waited for."""
+        ...
+
+    def save(self, path: str, content: Content) -> None:
+        """Freezes the values, and has them written; `sync` waits for it. In cross-replica context."""
+        ...
+
+    def sync(self) -> None:
+        """Waits until what was saved is complete; raises `CheckpointError` if it failed."""
+        ...
+
+    def look(self, path: str) -> Opened:
+        """Finds a checkpoint, or the newest of a directory of them; raises `CheckpointError`."""
+        ...
+
+    def restore(self, path: str, choose: Choose, cast: bool) -> Opened | None:
+        """Reads one. In cross-replica context.
+
+        Returns:
+            Which one; None where nothing has changed, since the variables are newer than any checkpoint.
+        """
+        ...
+
+    def was_restored(self, variable: Variable) -> bool:
+        """Whether a variable that was created after a restore began with a restored value."""
+        ...

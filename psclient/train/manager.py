@@ -1,0 +1,218 @@
+"""`CheckpointManager`: several checkpoints in a directory, of which the old ones are deleted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from psclient import context
+from psclient.train.checkpoint import Checkpoint, keeper_of
+from psclient.train.options import DEFAULT, CheckpointOptions
+from pswire.errors import CheckpointError, NoCheckpoint
+
+NOTE = ".manager"
+"""Under which key of a manifest's `state` the list of checkpoints stands."""
+
+
+def latest_checkpoint(checkpoint_dir: str, strategy: Any = None) -> str | None:
+    """The newest complete checkpoint in a directory, None where there is none. In any context.
+
+    Processes of one job may find another one each, where one of them saves meanwhile; a script that all of them run
+    gives `restore` the directory itself.
+
+    Source: `tf.train.latest_checkpoint`.
+
+    Args:
+        checkpoint_dir: below the servers' checkpoint root; without servers a directory of this process.
+        strategy: whose servers are asked; by default the current one's.
+
+    Raises:
+        CheckpointError: the newest one is broken.
+    """
+    try:
+        return keeper_of(strategy or context.get_strategy()).look(checkpoint_dir).path
+    except NoCheckpoint:
+        return None
+
+
+class CheckpointManager:
+    """Keeps the newest checkpoints of a directory, and deletes older ones when a new one is complete.
+
+    Every process of a synchronous job makes the same calls. What is kept stands in the newest checkpoint, so that a
+    script that starts again goes on with the list.
+
+    Source: `tf.train.CheckpointManager`.
+
+    Args:
+        checkpoint: what is saved.
+        directory: where, as in `Checkpoint.save`.
+        max_to_keep: how many are kept; None for all.
+        keep_checkpoint_every_n_hours: of those that are to be deleted one in so many hours is kept for good.
+        checkpoint_name: the first part of their names.
+        step_counter: a variable, or what `int` makes a number of, that counts the steps.
+        checkpoint_interval: `save` saves only when so many steps have passed since it did last.
+        init_fn: called by `restore_or_initialize` where there is no checkpoint.
+
+    Attributes:
+        checkpoint, directory, checkpoint_interval: as given.
+
+    Raises:
+        ValueError: `max_to_keep` is not positive, or there is an interval without a counter.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str,
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], object] | None = None,
+    ) -> None:
+        if max_to_keep is not None and max_to_keep <= 0:
+            raise ValueError(f"max_to_keep={max_to_keep} keeps nothing; give a positive number, or None for all")
+        if checkpoint_interval is not None and step_counter is None:
+            raise ValueError("checkpoint_interval counts steps; give step_counter, such as optimizer.iterations")
+        self.checkpoint = checkpoint
+        self.directory = directory.rstrip("/")
+        self.checkpoint_interval = checkpoint_interval
+        self._max_to_keep = max_to_keep
+        self._keep_seconds = (keep_checkpoint_every_n_hours or 0) * 3600
+        self._name = checkpoint_name
+        self._step_counter = step_counter
+        self._init_fn = init_fn
+        self._recovered = False
+        self._kept: dict[str, float] = {}  # oldest first, with the times at which they were saved
+        self._preserved = 0.0
+        self._doomed: tuple[str, ...] = ()
+        self._unconfirmed = ""
+        self._last_step: int | None = None
+
+    # ---- What there is ----
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Those that are managed, oldest first; what is kept for good is not among them."""
+        self._recover()
+        return list(self._kept)
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The newest; None where there is none."""
+        return next(reversed(self.checkpoints), None)
+
+    def _recover(self) -> None:
+        """Goes on with the list that the newest checkpoint has."""
+        if self._recovered:
+            return
+        self._recovered = True
+        try:
+            newest = self.checkpoint.keeper.look(self.directory)
+        except NoCheckpoint:
+            self._preserved = time.time()
+            return
+        note = newest.manifest.state.get(NOTE, {})
+        self._kept = {str(path): float(when) for path, when in note.get("checkpoints", [])}
+        self._kept.setdefault(newest.path, newest.manifest.saved_at)
+        self._preserved = float(note.get("preserved", time.time()))
+
+    # ---- Saving and restoring ----
+
+    def save(
+        self,
+        checkpoint_number: int | None = None,
+        check_interval: bool = True,
+        options: CheckpointOptions | None = None,
+    ) -> str | None:
+        """Saves a checkpoint, and lets go of the oldest. In cross-replica context, or outside of every scope.
+
+        Args:
+            checkpoint_number: what its name ends with; by default that of `checkpoint.save_counter`.
+            check_interval: whether to save only when `checkpoint_interval` steps have passed.
+            options: how.
+
+        Returns:
+            Its path; None where the interval has not passed, or this asynchronous process does not save.
+
+        Raises:
+            CheckpointError: as `Checkpoint.save`.
+        """
+        if not self.checkpoint.keeper.takes_part or (check_interval and not self._is_due()):
+            return None
+        self._recover()
+        self.checkpoint.keeper.check_free(options or DEFAULT)
+        self.sync()
+        number = int(self.checkpoint.save_counter) + 1 if checkpoint_number is None else checkpoint_number
+        path = self._save(number, options or DEFAULT)
+        self._last_step = None if self._step_counter is None else int(self._step_counter)
+        return path
+
+    def _save(self, number: int, options: CheckpointOptions) -> str:
+        prefix = f"{self.directory}/{self._name}"
+        path = f"{prefix}-{number}"
+        self._kept.pop(path, None)
+        self._kept[path] = time.time()
+        self._doomed = tuple(old for old in self._doomed + self._surplus() if old != path)
+        note = {NOTE: {"checkpoints": list(self._kept.items()), "preserved": self._preserved}}
+        self._unconfirmed = path
+        try:
+            self.checkpoint.save_numbered(prefix, number, CheckpointOptions(), self._doomed, note)
+        except BaseException:
+            self._forget()
+            raise
+        if not options.enable_async:
+            self.sync()
+        return path
+
+    def sync(self) -> None:
+        """Waits until what was saved is complete, and what it replaces deleted; as `Checkpoint.sync`."""
+        try:
+            self.checkpoint.sync()
+        except CheckpointError:
+            self._forget()
+            raise
+        if self._unconfirmed:
+            self._unconfirmed, self._doomed = "", ()
+
+    def _forget(self) -> None:
+        """What was saved last is no checkpoint; what it was to replace is to be deleted with the next."""
+        self._kept.pop(self._unconfirmed, None)
+        self._unconfirmed = ""
+
+    def _is_due(self) -> bool:
+        if self.checkpoint_interval is None or self._last_step is None:
+            return True
+        return int(self._step_counter) >= self._last_step + self.checkpoint_interval
+
+    def _surplus(self) -> tuple[str, ...]:
+        """Takes out of the list what is more than is kept; what of it is to be deleted."""
+        doomed: list[str] = []
+        while self._max_to_keep is not None and len(self._kept) > self._max_to_keep:
+            path = next(iter(self._kept))
+            when = self._kept.pop(path)
+            if self._keep_seconds and when >= self._preserved + self._keep_seconds:
+                self._preserved = when
+            else:
+                doomed.append(path)
+        return tuple(doomed)
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest checkpoint; where there is none, calls `init_fn`. In the contexts of `save`.
+
+        Returns:
+            The path of what was restored, None where nothing was.
+
+        Raises:
+            CheckpointError, VariableMismatch: as `Checkpoint.restore`.
+        """
+        try:
+            status = self.checkpoint.restore(self.directory)
+        except NoCheckpoint:
+            if self._init_fn is not None:
+                self._init_fn()
+            return None
+        self._last_step = None if self._step_counter is None else int(self._step_counter)
+        return status.path

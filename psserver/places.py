@@ -1,0 +1,247 @@
+"""Where checkpoints are: a directory, or what fsspec reaches by a URL. Paths are below the root, and never leave it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Protocol, TypeVar
+
+from pswire.errors import CheckpointError, ConfigError
+
+T = TypeVar("T")
+
+BLOCK = 16 << 20
+"""Bytes that are asked of an object store at once."""
+
+
+class Place(Protocol):
+    """What a checkpoint needs of where it lies. All paths are below the root, as `below` gives them.
+
+    Every method raises `CheckpointError` for a path that leaves the root, and what the file system or the library of
+    the object store raises.
+    """
+
+    def full(self, path: str) -> str:
+        """The path with its root, for people."""
+
+    def open(self, path: str) -> IO[bytes]:
+        """Opens a file for reading."""
+
+    def size(self, path: str) -> int:
+        """The bytes of a file."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+
+    def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
+        """Has a file filled and makes it lasting; where the place knows renaming it is there whole, or not at all."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Writes a small file, which is there whole, or not at all."""
+
+    def remove(self, path: str) -> None:
+        """Removes a file, if there is one, and its directory if that is empty then and is not the root."""
+
+    def listing(self, path: str) -> Mapping[str, frozenset[str]]:
+        """The directories in a directory, and the names of the files in each; nothing where there is none."""
+
+
+def below(path: str) -> str:
+    """A client's path, in its plain form; raises `CheckpointError` if it could mean what is not below the root."""
+    pure = PurePosixPath(path)
+    if "://" in path:
+        raise CheckpointError(
+            f"{path!r} is a URL; where checkpoints are is said to the servers, by --checkpoint-root: write a path "
+            "below it, such as 'run1'"
+        )
+    if not path or "\0" in path or pure.is_absolute() or ".." in pure.parts:
+        raise CheckpointError(f"{path!r} is no path below the servers' checkpoint root; write such as 'run1'")
+    return str(pure)
+
+
+def place(root: str | os.PathLike[str]) -> Place:
+    """The place that an operator names.
+
+    Args:
+        root: a directory, which need not exist yet, or a URL such as `s3://bucket/run`.
+
+    Raises:
+        ConfigError: nothing that is installed knows the URL's protocol.
+    """
+    text = os.fspath(root)
+    protocol, found, path = text.partition("://")
+    if not found:
+        return Directory(Path(text))
+    return Directory(Path(path)) if protocol in ("file", "local") else Remote(text)
+
+
+class Directory:
+    """A directory of this machine.
+
+    Args:
+        root: it need not exist yet.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def full(self, path: str) -> str:
+        """As `Place.full`."""
+        resolved = (self._root / below(path)).resolve()
+        if not resolved.is_relative_to(self._root.resolve()):
+            raise CheckpointError(
+                f"{path!r} leaves the servers' checkpoint root through a link; write a path that stays below it"
+            )
+        return str(resolved)
+
+    def open(self, path: str) -> IO[bytes]:
+        """As `Place.open`."""
+        return open(self.full(path), "rb", buffering=0)
+
+    def size(self, path: str) -> int:
+        """As `Place.size`."""
+        return os.stat(self.full(path)).st_size
+
+    def exists(self, path: str) -> bool:
+        """As `Place.exists`."""
+        return os.path.isfile(self.full(path))
+
+    def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
+        """As `Place.write`: written beside its place, synced, and renamed into it."""
+        pure = PurePosixPath(path)
+        directory = Path(self.full(str(pure.parent)))
+        if not directory.is_dir():
+            directory.mkdir(parents=True, exist_ok=True)
+            _sync(directory.parent)
+        beside = directory / f".{pure.name}.{os.getpid()}"
+        try:
+            with open(beside, "wb", opener=_follow_no_link) as file:
+                result = fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, directory / pure.name)
+        finally:
+            beside.unlink(missing_ok=True)
+        _sync(directory)
+        return result
+
+    def put(self, path: str, data: bytes) -> None:
+        """As `Place.put`."""
+        self.write(path, lambda file: file.write(data))
+
+    def remove(self, path: str) -> None:
+        """As `Place.remove`."""
+        pure = PurePosixPath(path)
+        directory = Path(self.full(str(pure.parent)))
+        try:
+            (directory / pure.name).unlink()
+        except FileNotFoundError:
+            return
+        _sync(directory)
+        if directory != self._root.resolve():
+            with contextlib.suppress(OSError):  # it is not empty
+                directory.rmdir()
+
+    def listing(self, path: str) -> Mapping[str, frozenset[str]]:
+        """As `Place.listing`."""
+        directory = Path(self.full(path))
+        if not directory.is_dir():
+            return {}
+        return {one.name: frozenset(os.listdir(one)) for one in directory.iterdir() if one.is_dir()}
+
+
+def _follow_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Remote:
+    """What fsspec reaches. There is no renaming; a file is there once it is written to its end, or earlier.
+
+    Args:
+        url: the root.
+
+    Raises:
+        ConfigError: nothing that is installed knows its protocol.
+    """
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs
+
+        try:
+            # Others write there, too: what was listed a while ago is not what there is.
+            self._fs, root = url_to_fs(url, use_listings_cache=False)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"--checkpoint-root {url}: {error}") from error
+        self._url = url.rstrip("/")
+        self._root = str(root).rstrip("/")
+
+    def full(self, path: str) -> str:
+        """As `Place.full`."""
+        path = below(path)
+        return self._url if path == "." else f"{self._url}/{path}"
+
+    def _key(self, path: str) -> str:
+        return f"{self._root}/{below(path)}".removesuffix("/.")
+
+    def open(self, path: str) -> IO[bytes]:
+        """As `Place.open`."""
+        file: IO[bytes] = self._fs.open(self._key(path), "rb", block_size=BLOCK)
+        return file
+
+    def size(self, path: str) -> int:
+        """As `Place.size`."""
+        return int(self._fs.size(self._key(path)))
+
+    def exists(self, path: str) -> bool:
+        """As `Place.exists`."""
+        return bool(self._fs.isfile(self._key(path)))
+
+    def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
+        """As `Place.write`: what fails half way is given up, where the object store can do that."""
+        file: Any = self._fs.open(self._key(path), "wb", block_size=BLOCK, autocommit=False)
+        try:
+            result = fill(file)
+            file.close()
+        except BaseException:
+            self._give_up(path, file)
+            raise
+        file.commit()
+        return result
+
+    def _give_up(self, path: str, file: Any) -> None:
+        from fsspec.spec import AbstractBufferedFile
+
+        if isinstance(file, AbstractBufferedFile):
+            file.closed = True  # else it would be written to its end when it is collected
+        with contextlib.suppress(Exception):  # what went wrong first is what is told
+            file.discard()
+            self.remove(path)
+
+    def put(self, path: str, data: bytes) -> None:
+        """As `Place.put`."""
+        self._fs.pipe_file(self._key(path), data)
+
+    def remove(self, path: str) -> None:
+        """As `Place.remove`."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._key(path))
+
+    def listing(self, path: str) -> Mapping[str, frozenset[str]]:
+        """As `Place.listing`."""
+        above = self._key(path).strip("/")
+        found: dict[str, set[str]] = {}
+        for key in self._fs.find(self._key(path), maxdepth=2):
+            directory, _, name = key.strip("/").removeprefix(above).strip("/").partition("/")
+            if name:
+                found.setdefault(directory, set()).add(name)
+        return {directory: frozenset(names) for directory, names in found.items()}

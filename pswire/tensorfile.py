@@ -1,0 +1,151 @@
+"""The safetensors format, as a stream: tensor after tensor, none of them held twice, each with its checksum.
+
+A file is the length of its header in eight bytes, the header, which is JSON, and the tensors' bytes without a gap. It
+says for each tensor where it lies. `safetensors.numpy.load_file` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+import xxhash
+
+from pswire.errors import CheckpointError
+from pswire.tensor import DTYPES, Array, TensorSpec, as_bytes
+
+_NAMES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+"""The format's names of our dtypes. It knows no complex128: its parts lie in one more dimension, and the metadata says
+so."""
+
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+_METADATA = "__metadata__"
+
+MAX_HEADER = 100_000_000
+"""Bytes: no reader of the format takes more."""
+
+PIECE = 1 << 20
+"""Bytes that are summed while they are in the cache, and then written, or were just read."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file.
+
+    Attributes:
+        spec: its dtype and shape.
+        offset: of its first byte in the file.
+    """
+
+    spec: TensorSpec
+    offset: int
+
+
+def ordered(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """The names in the order of their bytes: large items first, so that each tensor is aligned to its own."""
+    return sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
+
+
+def header(specs: Mapping[str, TensorSpec]) -> bytes:
+    """What comes before the tensors, which follow as `ordered` says; its length is a multiple of 8."""
+    if _METADATA in specs:
+        raise CheckpointError(f"the safetensors format keeps the name {_METADATA!r} for itself; rename the variable")
+    parted = {name: "complex128" for name in ordered(specs) if specs[name].dtype == "complex128"}
+    content: dict[str, Any] = {_METADATA: parted} if parted else {}
+    end = 0
+    for name in ordered(specs):
+        spec, start = specs[name], end
+        end += spec.nbytes
+        dtype, shape = ("F64", (*spec.shape, 2)) if name in parted else (_NAMES[spec.dtype], spec.shape)
+        content[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(f"{len(specs)} variables of one server are too many for a safetensors file; add servers")
+    return len(text).to_bytes(8, "little") + text
+
+
+def append(file: IO[bytes], array: Array) -> str:
+    """Writes the next tensor, which is in C order; returns its checksum."""
+    digest, data = xxhash.xxh3_128(), as_bytes(array)
+    for start in range(0, len(data), PIECE):
+        piece = data[start : start + PIECE]
+        digest.update(piece)
+        file.write(piece)
+    return f"xxh3:{digest.hexdigest()}"
+
+
+def read_header(file: IO[bytes], size: int) -> dict[str, Entry]:
+    """What a file of this many bytes has.
+
+    Raises:
+        ValueError: it is no safetensors file, or is cut short; the message says why.
+    """
+    length = int.from_bytes(_exactly(file, min(8, size)), "little")
+    if not 2 <= length <= min(MAX_HEADER, size - 8):
+        raise ValueError("its header is broken, or it is cut short")
+    try:
+        content = json.loads(_exactly(file, length))
+        parted = content.pop(_METADATA, {})
+        found = {name: _entry(name, entry, parted, 8 + length) for name, entry in content.items()}
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        raise ValueError(f"its header is broken: {error!r}") from error
+    if any(entry.offset < 8 + length or entry.offset + entry.spec.nbytes > size for entry in found.values()):
+        raise ValueError("its header names bytes that it does not have: it is broken, or cut short")
+    return found
+
+
+def _entry(name: str, entry: Mapping[str, Any], parted: Mapping[str, str], base: int) -> Entry:
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+    if parted.get(name) == "complex128" and dtype == "float64" and shape[-1:] == (2,):
+        dtype, shape = "complex128", shape[:-1]
+    spec = TensorSpec(dtype, shape).check()
+    start, end = entry["data_offsets"]
+    if end - start != spec.nbytes:
+        raise ValueError(f"{name!r} has {end - start} bytes, not the {spec.nbytes} of {spec}")
+    return Entry(spec, base + int(start))
+
+
+def read(file: IO[bytes], entry: Entry) -> tuple[Array, str]:
+    """A tensor, in memory of its own, and the checksum of its bytes; `ValueError` where the file is cut short."""
+    array: Array = np.empty(entry.spec.shape, DTYPES[entry.spec.dtype])
+    digest, data = xxhash.xxh3_128(), as_bytes(array)
+    file.seek(entry.offset)
+    for start in range(0, len(data), PIECE):
+        piece = data[start : start + PIECE]
+        _fill(file, piece)
+        digest.update(piece)
+    return array, f"xxh3:{digest.hexdigest()}"
+
+
+def _exactly(file: IO[bytes], size: int) -> bytearray:
+    data = bytearray(size)
+    _fill(file, memoryview(data))
+    return data
+
+
+def _fill(file: Any, data: memoryview) -> None:
+    while len(data):
+        count = file.readinto(data)
+        if not count:
+            raise ValueError("it is cut short")
+        data = data[count:]

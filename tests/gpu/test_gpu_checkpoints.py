@@ -1,0 +1,48 @@
+"""Checkpoints of variables on a device. Skipped, visibly, without one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rig import SOON, WORKERS, Clock, Job, Servers, manifest_of, sum_into, together
+
+from psclient import arrays
+from psserver.core import Core
+from pswire.limits import Timeouts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(arrays.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
+]
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    """While rounds go on beside the writing: the checkpoint has the values of its round."""
+    with ThreadPoolExecutor(1) as rounds, ThreadPoolExecutor(1) as files:
+        core = Core(0, 100, "gpu:0", 0, tmp_path, Timeouts(), Clock(), rounds.submit, files=files.submit)
+        job = Job(Servers([core], [core], Clock(), tmp_path, False))
+        (worker,) = job.join(WORKERS[0])
+        hosts = [np.full(size, 1.0, "float32") for size in (1, 1000, 3_000_001)]
+        variables = [job.variable(worker, host) for host in hosts]
+        plan = sum_into(*variables, returned=False)
+        job.approve(plan, worker)
+
+        def add() -> None:
+            together(worker.push(plan, hosts))
+            worker.round += 1
+
+        add()
+        order = job.order(worker, "ckpt-1")
+        pending = core.snapshot(job.token, order.id, "")
+        for _ in range(5):
+            add()
+        shard = pending.result(SOON)
+        core.snapshot(job.token, order.id, manifest_of([shard])).result(SOON)
+        assert [float(job.value(worker, v)[-1]) for v in variables] == [7.0] * 3
+        job.restore(worker, "ckpt-1")
+        for variable in variables:
+            np.testing.assert_array_equal(job.value(worker, variable), 2.0)
+        core.close()

@@ -1,0 +1,412 @@
+"""The command psctl: what it says of checkpoints, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import write_checkpoint
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from safetensors.numpy import load_file
+
+from psclient import psctl
+from psclient.saved import SavedCheckpoint
+from psclient.saved_diff import CHUNK, compare
+from pswire.tensor import DTYPES, Array
+
+SHARD0, SHARD1 = (f"shard-{place:05d}-of-00002.safetensors" for place in range(2))
+
+VALUES: dict[str, Array] = {
+    "w": np.arange(6, dtype="float32").reshape(2, 3),
+    "b": np.array([1.5, -2.0], "float64"),
+    "step": np.array(7, "int64"),
+    "half": np.array([0.5, 3.0], ml_dtypes.bfloat16),
+    "z": np.array([1 + 2j, 3 - 4j], "complex128"),
+    "mask": np.array([True, False]),
+    "none": np.zeros((0, 4), "uint8"),
+}
+
+
+class Done:
+    """How a command ended, and what it printed."""
+
+    def __init__(self, code: Any, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        """What it printed, with `--json`."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs `psctl checkpoint`."""
+
+    def ran(*args: Any) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            psctl.main(["checkpoint", *map(str, args)])
+        return Done(ended.value.code, *capsys.readouterr())
+
+    return ran
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of all kinds of values."""
+    return write_checkpoint(
+        tmp_path / "run" / "ckpt-1", VALUES, objects={"model/w": "w"}, state={"sampler": {"seed": 3}}
+    )
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        file.write(data)
+
+
+def same(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+# ---- Reading ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
+    """Bit by bit, in files that safetensors has written."""
+    value = np.arange(24).reshape(2, 3, 4).astype(DTYPES[dtype])
+    path = write_checkpoint(tmp_path / "ckpt-1", {"v": value})
+    assert same(SavedCheckpoint.open(str(path)).read("v"), value)
+    assert list(SavedCheckpoint.open(str(path)).verify()) == []
+
+
+def test_other_places_than_this_file_system(tmp_path, run, saved):
+    """A URL of fsspec is read as a path is."""
+    files = fsspec.filesystem("memory")
+    files.put(str(saved), "/psctl/run/ckpt-1", recursive=True)
+    try:
+        assert run("verify", "memory://psctl/run").code == 0
+        assert run("show", "--json", "memory://psctl/run").json["tensors"]["w"]["shape"] == [2, 3]
+    finally:
+        files.rm("/psctl", recursive=True)
+
+
+# ---- ls and show ----
+
+
+def test_checkpoints_are_listed_by_their_numbers(run, saved, tmp_path):
+    """Oldest first, 10 after 9; a directory without a manifest is shown as incomplete."""
+    for number in (10, 9):
+        write_checkpoint(saved.parent / f"ckpt-{number}", {"w": VALUES["w"]}, round=number)
+    (saved.parent / "ckpt-11").mkdir()
+    done = run("ls", saved.parent)
+    assert done.code == 0
+    assert [line.split()[1] for line in done.out.splitlines() if "ckpt" in line] == [
+        *("ckpt-1", "ckpt-9", "ckpt-10", "ckpt-11")
+    ]
+    assert "incomplete" in done.out
+    said = run("ls", "--json", saved.parent).json
+    assert [each["round"] for each in said["checkpoints"]] == [7, 9, 10]
+    assert said["checkpoints"][0]["nbytes"] == sum(value.nbytes for value in VALUES.values())
+    assert said["incomplete"] == ["ckpt-11"]
+
+
+def test_an_empty_directory_has_no_checkpoints(run, tmp_path):
+    """That is no error: a job may not have saved yet."""
+    done = run("ls", tmp_path)
+    assert done.code == 0
+    assert done.out == f"there is no checkpoint in {tmp_path}\n"
+
+
+def test_a_checkpoint_is_shown(run, saved):
+    """All its variables, whose objects they are, positions and state; of a directory the newest."""
+    for path in (saved, saved.parent):
+        done = run("show", path)
+        assert done.code == 0
+        assert all(name in done.out for name in VALUES)
+        assert "model/w" in done.out
+        assert "dataset 0: epoch 1, index 5" in done.out
+        assert 'state of sampler: {"seed": 3}' in done.out
+    assert run("show", "--json", saved).json["state"] == {"sampler": {"seed": 3}}
+
+
+# ---- verify ----
+
+
+def test_a_whole_checkpoint_is_verified(run, saved):
+    """Exit code 0, and JSON without faults."""
+    done = run("verify", saved)
+    assert (done.code, done.out) == (0, f"{saved} is whole: {len(VALUES)} variables\n")
+    said = run("verify", "--json", saved).json
+    assert said == {"path": str(saved), "whole": True, "without_checksum": 0, "faults": []}
+
+
+def test_a_checkpoint_without_checksums_is_told(run, tmp_path):
+    """What cannot be verified is not passed over in silence."""
+    path = write_checkpoint(tmp_path / "ckpt-1", VALUES, checksums=False)
+    done = run("verify", path)
+    assert done.code == 0
+    assert f"{len(VALUES)} of them have no checksum" in done.out
+
+
+def flipped(path: Path) -> None:
+    overwrite(path / SHARD0, -1, b"\xff")
+
+
+def longer(path: Path) -> None:
+    with (path / SHARD0).open("ab") as file:
+        file.write(b"\0")
+
+
+def cut(path: Path) -> None:
+    os.truncate(path / SHARD0, (path / SHARD0).stat().st_size - 1)
+
+
+def gone(path: Path) -> None:
+    (path / SHARD0).unlink()
+
+
+def headless(path: Path) -> None:
+    overwrite(path / SHARD0, 8, b"}")
+
+
+def endless(path: Path) -> None:
+    overwrite(path / SHARD0, 0, b"\xff" * 8)
+
+
+def unknown(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["tensors"]["b"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def reshaped(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["tensors"]["b"]["shape"] = [3]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def elsewhere(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["tensors"]["b"]["file"] = SHARD1
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (flipped, "are not those that were saved: xxh3:"),
+        (longer, "bytes, and had"),
+        (cut, "cut short"),
+        (gone, "the file is missing"),
+        (headless, "its header is broken"),
+        (endless, "its header is broken"),
+        (unknown, "it has 'b', which the manifest does not name"),
+        (reshaped, "it has 'b' as float64[2], not float64[3]"),
+        (elsewhere, "it does not have 'b', which the manifest names"),
+    ],
+)
+def test_damage_is_found(run, saved, damage, said):
+    """Whatever is wrong, the file is named, and the exit code is 1."""
+    damage(saved)
+    done = run("verify", saved)
+    assert done.code == 1
+    assert "is damaged" in done.out
+    assert said in done.out
+    assert SHARD0 in done.out
+    report = run("verify", "--json", saved)
+    assert report.code == 1
+    assert not report.json["whole"]
+    assert any(said in fault["fault"] for fault in report.json["faults"])
+
+
+@given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_every_flipped_bit_is_found(tmp_path_factory, place, bit):
+    """Wherever it is in a file: in the header, or in the values."""
+    path = write_checkpoint(tmp_path_factory.mktemp("flip") / "ckpt-1", {"v": np.arange(40.0)}, shards=1)
+    file = path / "shard-00000-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[place % len(data)] ^= 1 << bit
+    file.write_bytes(data)
+    assert list(SavedCheckpoint.open(str(path)).verify())
+
+
+# ---- diff ----
+
+
+def test_equal_checkpoints_do_not_differ(run, saved, tmp_path):
+    """However many files they have; numbers that are none are the same."""
+    values = VALUES | {"b": np.array([np.nan, np.inf])}
+    a = write_checkpoint(tmp_path / "a", values, shards=1)
+    b = write_checkpoint(tmp_path / "b", values, shards=3)
+    done = run("diff", a, b)
+    assert done.code == 0
+    assert done.out.endswith(f"{len(values)} of {len(values)} variables are the same\n")
+
+
+def test_differences_are_told(run, saved, tmp_path):
+    """Names, dtypes, shapes and values, positions and state; exit code 1."""
+    other = VALUES | {
+        "w": VALUES["w"] + np.eye(2, 3, dtype="float32") * 2,
+        "b": VALUES["b"].astype("float32"),
+        "mask": ~VALUES["mask"],
+        "new": np.zeros(2),
+    }
+    del other["z"]
+    b = write_checkpoint(tmp_path / "b", other, objects={"model/w": "w"}, positions=())
+    done = run("diff", saved, b)
+    assert done.code == 1
+    assert "3 of 8 variables are the same" in done.out
+    assert "positions differ" in done.out
+    assert "state differ" in done.out
+    assert "objects differ" not in done.out
+    said = {each["name"]: each for each in run("diff", "--json", saved, b).json["tensors"]}
+    assert set(said) == {"w", "b", "mask", "new", "z"}
+    assert (said["w"]["count"], said["w"]["largest"]) == (2, 2.0)
+    assert (said["mask"]["count"], said["mask"]["largest"]) == (2, None)
+    assert (said["b"]["a"]["dtype"], said["b"]["b"]["dtype"]) == ("float64", "float32")
+    assert said["new"]["a"] is None
+    assert said["z"]["b"] is None
+
+
+def test_infinite_differences_are_json(run, tmp_path):
+    """JSON knows no infinity: it is a text there."""
+    a = write_checkpoint(tmp_path / "a", {"v": np.array([1.0])})
+    b = write_checkpoint(tmp_path / "b", {"v": np.array([np.inf])})
+    assert run("diff", "--json", a, b).json["tensors"][0]["largest"] == "inf"
+
+
+SHAPES = array_shapes(min_dims=1, max_dims=1, max_side=4)
+
+
+@given(st.data(), st.sampled_from(["float32", "int64", "complex64", "bool", "uint8"]))
+def test_what_is_counted_is_what_differs(data, dtype):
+    """As element by element in Python."""
+    shape = data.draw(SHAPES)
+    a, b = (data.draw(arrays(dtype, shape)) for _ in range(2))
+    pairs = [(x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True) if x != y and (x == x or y == y)]
+    count, largest = compare(a, b)
+    assert count == len(pairs)
+    assert (largest is None) == (dtype == "bool")
+    if dtype in ("int64", "uint8"):
+        assert largest == pytest.approx(max((abs(x - y) for x, y in pairs), default=0))
+
+
+def test_large_variables_are_compared_in_pieces():
+    """What differs in the last one is found as well."""
+    a, b = np.zeros(CHUNK + 3, "float32"), np.zeros(CHUNK + 3, "float32")
+    b[[0, -1]] = 1, -4
+    assert compare(a, b) == (2, 4.0)
+
+
+# ---- export ----
+
+
+def test_one_safetensors_file_has_all(run, saved, tmp_path):
+    """As safetensors reads it; the parts of complex128 lie in one dimension more."""
+    out = tmp_path / "all.safetensors"
+    assert run("export", saved, out).code == 0
+    found = load_file(out)
+    assert set(found) == set(VALUES)
+    assert same(found.pop("z").view("complex128")[..., 0], VALUES["z"])
+    assert all(same(np.asarray(value), VALUES[name]) for name, value in found.items())
+
+
+def test_one_npz_file_has_all(run, saved, tmp_path):
+    """As NumPy reads it, without pickles; bfloat16 is float32 there, and that is told."""
+    out = tmp_path / "all.npz"
+    done = run("export", saved, out)
+    assert done.code == 0
+    assert done.err == "NumPy's files know no bfloat16; as float32, exactly: half\n"
+    with np.load(out, allow_pickle=False) as found:
+        assert set(found) == set(VALUES)
+        assert same(found["half"], VALUES["half"].astype("float32"))
+        assert all(same(found[name], VALUES[name]) for name in VALUES if name != "half")
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
+
+
+def test_a_failed_export_leaves_nothing(run, saved, tmp_path):
+    """Neither half a file nor one beside it; what was there stays."""
+    gone(saved)
+    out = tmp_path / "out" / "all.npz"
+    out.parent.mkdir()
+    out.write_text("old")
+    done = run("export", "--force", saved, out)
+    assert done.code == 2
+    assert SHARD0 in done.err
+    assert [path.name for path in out.parent.iterdir()] == ["all.npz"]
+    assert out.read_text() == "old"
+
+
+# ---- Wrong use ----
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["show", "{tmp}/nowhere"], "nowhere does not exist; give a path as it is here"),
+        (["show", "{run}/ckpt-1/manifest.json"], "is a file, not the directory of a checkpoint"),
+        (["show", "{tmp}"], "there is no complete checkpoint in"),
+        (["ls", "{tmp}/nowhere"], "nowhere does not exist"),
+        (["ls", "{run}/ckpt-1/manifest.json"], "is a file, not a directory of checkpoints"),
+        (["verify", "what://x/y"], "what://x/y cannot be opened: Protocol not known: what"),
+        (["verify"], "Missing argument 'PATH'. (see psctl checkpoint verify --help)"),
+        (["verfy", "x"], "No such command 'verfy'"),
+        ([], "Missing command. (see psctl checkpoint --help)"),
+        (["diff", "{run}"], "Missing argument 'B'"),
+        (["export", "{run}", "{tmp}/out.pt"], "out.pt has no known ending; write .safetensors or .npz"),
+        (["export", "{run}", "{tmp}/there.npz"], "is there already; give another name, or --force"),
+        (["export", "{run}", "{tmp}/no/out.npz"], "there is no directory {tmp}/no to write out.npz into"),
+    ],
+)
+def test_wrong_use_is_one_line(run, saved, tmp_path, args, said):
+    """What is wrong and what to do, with exit code 2."""
+    (tmp_path / "there.npz").touch()
+    places = {"tmp": tmp_path, "run": saved.parent}
+    done = run(*(arg.format(**places) for arg in args))
+    assert done.code == 2
+    assert done.err.startswith("psctl: error: ")
+    assert done.err.count("\n") == 1
+    assert said.format(**places) in done.err
+
+
+def test_what_an_object_store_says_is_told(run, monkeypatch):
+    """Their libraries have errors of their own; the place is named."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(MemoryFileSystem, "isfile", refuse)
+    done = run("show", "memory://bucket/run")
+    assert done.code == 2
+    assert done.err == "psctl: error: memory://bucket/run cannot be read: RuntimeError('no credentials')\n"
+
+
+def test_a_broken_manifest_is_named(run, saved):
+    """Also where the newest of a directory is looked for."""
+    (saved / "manifest.json").write_text("{")
+    for path in (saved, saved.parent):
+        done = run("show", path)
+        assert done.code == 2
+        assert f"{saved}/manifest.json is no manifest" in done.err
+
+
+def test_it_is_a_command(saved):
+    """As a process, with nothing on stderr."""
+    command = [sys.executable, "-m", "psclient.psctl", "checkpoint", "verify", str(saved)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

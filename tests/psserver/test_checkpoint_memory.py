@@ -1,0 +1,197 @@
+"""What a checkpoint that is being written holds, and what it keeps from going on: nothing, below the limit."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from rig import SOON, WORKERS, Clock, Job, Servers, checkpoint, core, eventually, manifest_of, sum_into, together
+from safetensors.numpy import load_file
+
+from pswire import tensorfile
+from pswire.log import Snapshotted
+from pswire.manifest import Manifest
+
+SIZE = 1000
+NBYTES = 8 * SIZE
+
+
+class Gate:
+    """Lets the bytes of one variable after the other into a file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._may = threading.Semaphore(0)
+        append = tensorfile.append
+
+        def gated(file, array):
+            assert self._may.acquire(timeout=SOON)
+            return append(file, array)
+
+        monkeypatch.setattr(tensorfile, "append", gated)
+
+    def let(self, count: int) -> None:
+        """Lets this many more variables be written."""
+        self._may.release(count)
+
+
+@contextmanager
+def job_on(root, **keys) -> Iterator[tuple[Job, Servers]]:
+    with ThreadPoolExecutor(1) as files:
+        one = core(root=root, files=files.submit, **keys)
+        servers = Servers([one], [one], Clock(), root, False)
+        yield Job(servers), servers
+        one.close()
+
+
+def order(job, worker, path="ckpt-1"):
+    """A round that orders a checkpoint, and a chief that asks for the shard."""
+    plan = job.approve(checkpoint(path, (0,)), worker)
+    together(worker.push(plan))
+    worker.round += 1
+    return plan, job.verbs[0].snapshot(job.token, plan.id, "")
+
+
+def adding(job, worker, *variables):
+    """Begins a round that adds one to some variables."""
+    plan = sum_into(*variables, returned=False)
+    if plan.id not in job.servers.cores[0]._rounds.plans:
+        job.approve(plan, worker)
+    future = worker.push(plan, [np.ones(SIZE) for _ in variables])
+    worker.round += 1
+    return future
+
+
+def variables(job, worker, count):
+    return [job.variable(worker, np.full(SIZE, float(place))) for place in range(count)]
+
+
+def held(job):
+    return job.verbs[0].status().held
+
+
+def test_rounds_go_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """They replace what it holds; it has the values of its round all the same."""
+    gate = Gate(monkeypatch)
+    with job_on(tmp_path) as (job, _):
+        (worker,) = job.join(WORKERS[0])
+        a, b = variables(job, worker, 2)
+        _, shard = order(job, worker)
+        for _ in range(3):
+            together(adding(job, worker, a, b))
+        assert held(job) == 2 * NBYTES
+        gate.let(2)
+        found = shard.result(SOON)
+        assert held(job) == 0
+        values = load_file(f"{found.path}/{found.file}")
+        assert (values["v0"][0], values["v1"][0]) == (0, 1)
+        assert (job.value(worker, a)[0], job.value(worker, b)[0]) == (3, 4)
+
+
+def test_a_variable_is_let_go_of_when_it_is_written(tmp_path, monkeypatch):
+    """Old values are gone before the next one is written, and into others rounds may write again."""
+    gate = Gate(monkeypatch)
+    with job_on(tmp_path) as (job, servers):
+        (worker,) = job.join(WORKERS[0])
+        store = servers.cores[0]._store
+        a, b, c = variables(job, worker, 3)
+        old = [weakref.ref(store.value(v.id)) for v in (a, c)]
+        _, shard = order(job, worker)
+        together(adding(job, worker, a, c))
+        assert store.alone([b.id]) == set()
+        gate.let(2)
+        eventually(lambda: store.alone([b.id]) == {b.id})
+        gc.collect()
+        assert [one() is None for one in old] == [True, False]
+        gate.let(1)
+        shard.result(SOON)
+
+
+def test_a_round_waits_at_the_limit(tmp_path, monkeypatch, caplog):
+    """It says so in the log and in the status, and runs as soon as enough is written; others that fit run."""
+    caplog.set_level("INFO", "psserver")
+    gate = Gate(monkeypatch)
+    with job_on(tmp_path, snapshot_limit=NBYTES) as (job, _):
+        (worker,) = job.join(WORKERS[0])
+        a, b, c = variables(job, worker, 3)
+        _, shard = order(job, worker)
+        for _ in range(2):
+            together(adding(job, worker, a))
+        waits = adding(job, worker, b)
+        (told,) = job.verbs[0].status().waiting
+        assert told.section.endswith("waits until more of a checkpoint is written")
+        assert "round 3 waits until more of a checkpoint is written (--snapshot-limit)" in caplog.text
+        assert (waits.done(), held(job)) == (False, NBYTES)
+        gate.let(1)  # a
+        together(waits)
+        assert held(job) == NBYTES
+        gate.let(2)
+        shard.result(SOON)
+        together(adding(job, worker, a, b, c))
+        assert held(job) == 0
+
+
+def test_what_is_larger_than_the_limit_waits_until_it_is_written(tmp_path, monkeypatch):
+    """Such a limit stops training while variables are written; it stops it for no longer."""
+    gate = Gate(monkeypatch)
+    with job_on(tmp_path, snapshot_limit=1) as (job, _):
+        (worker,) = job.join(WORKERS[0])
+        a, _ = variables(job, worker, 2)
+        _, shard = order(job, worker)
+        waits = adding(job, worker, a)
+        assert not waits.done()
+        gate.let(1)
+        together(waits)
+        gate.let(1)
+        shard.result(SOON)
+
+
+def test_a_checkpoint_that_fails_holds_nothing(tmp_path):
+    """Nor one that is given up before anybody asked for it: the round that waited for it runs."""
+    (tmp_path / "ckpt-1").write_text("a file where a directory should be")
+    with job_on(tmp_path, snapshot_limit=1) as (job, _):
+        (worker,) = job.join(WORKERS[0])
+        (a,) = variables(job, worker, 1)
+        _, shard = order(job, worker)
+        assert shard.exception(SOON) is not None
+        together(adding(job, worker, a))
+        plan = job.approve(checkpoint("ckpt-2", (0,)), worker)
+        together(worker.push(plan))
+        worker.round += 1
+        waits = adding(job, worker, a)
+        assert not waits.done()
+        job.append(Snapshotted(plan.id, 0, "", "given up"))
+        together(waits)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_memory_stays_within_the_limit(tmp_path, monkeypatch, limit):
+    """Whatever rounds replace while variables are written; and the checkpoints have their rounds' values."""
+    rng, seen, append = random.Random(limit), [], tensorfile.append
+    monkeypatch.setattr(tensorfile, "append", lambda *args: (seen.append(held(job)), append(*args))[1])
+    with job_on(tmp_path, snapshot_limit=limit * NBYTES) as (job, _):
+        (worker,) = job.join(WORKERS[0])
+        many = variables(job, worker, 8)
+        expected = np.arange(8.0)
+        for number in range(4):
+            plan, shard = order(job, worker, f"ckpt-{number}")
+            saved = expected.copy()
+            while not shard.done():
+                some = rng.sample(range(8), rng.randint(1, limit))
+                together(adding(job, worker, *(many[place] for place in some)))
+                expected[some] += 1
+                seen.append(held(job))
+            found = shard.result()
+            values = load_file(f"{found.path}/{found.file}")
+            assert [values[f"v{place}"][0] for place in range(8)] == saved.tolist()
+            text = job.verbs[0].snapshot(job.token, plan.id, manifest_of([found])).result(SOON)
+            assert Manifest.parse((tmp_path / f"ckpt-{number}/manifest.json").read_text(), text.path).round >= number
+            job.append(Snapshotted(plan.id, found.round, found.path))
+        assert max(seen) <= limit * NBYTES
+        assert [job.value(worker, variable)[0] for variable in many] == expected.tolist()

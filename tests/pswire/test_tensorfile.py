@@ -1,0 +1,185 @@
+"""Safetensors files, against the library of the format."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from pswire import tensorfile
+from pswire.errors import CheckpointError
+from pswire.tensor import DTYPES, TensorSpec, portable, spec_of
+
+ALL = {
+    **{name: np.arange(6).reshape(2, 3).astype(dtype) for name, dtype in DTYPES.items()},
+    "a scalar": np.array(-1.5, "float32"),
+    "empty": np.zeros((0, 4), "int16"),
+    "Fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    "a view": np.arange(10, dtype="int8")[::-3],
+    "big-endian": np.arange(3, dtype=">f8"),
+    "odd numbers": np.array([np.nan, np.inf, -0.0], "float16"),
+    "name / of ümläut\n": np.array([True, False, True]),
+}
+
+
+def written(path, values):
+    """Writes arrays; returns their checksums."""
+    specs = {name: spec_of(portable(value)) for name, value in values.items()}
+    with open(path, "wb") as file:
+        file.write(tensorfile.header(specs))
+        return {name: tensorfile.append(file, portable(values[name])) for name in tensorfile.ordered(specs)}
+
+
+def test_the_library_reads_it(tmp_path):
+    """`safetensors.numpy.load_file` gives every dtype and layout as it was, complex128 as its parts, as documented."""
+    written(tmp_path / "x", ALL)
+    found = load_file(tmp_path / "x")
+    assert set(found) == set(ALL)
+    parts = found.pop("complex128")
+    np.testing.assert_array_equal(parts[..., 0] + 1j * parts[..., 1], ALL["complex128"])
+    for name, value in found.items():
+        expected = portable(ALL[name])
+        assert (value.dtype, value.shape) == (expected.dtype, expected.shape), name
+        assert value.tobytes() == expected.tobytes(), name
+    with safe_open(tmp_path / "x", "np") as file:
+        assert file.metadata() == {"complex128": "complex128"}
+
+
+def test_it_reads_what_the_library_writes(tmp_path):
+    """Files of other programs are read, whatever the order in which they have their tensors."""
+    values = {name: value for name, value in ALL.items() if value.dtype != np.complex128 and name in DTYPES}
+    save_file(values, tmp_path / "x", {"made": "elsewhere"})
+    with open(tmp_path / "x", "rb") as file:
+        entries = tensorfile.read_header(file, (tmp_path / "x").stat().st_size)
+        for name, value in values.items():
+            np.testing.assert_array_equal(tensorfile.read(file, entries[name])[0], value)
+
+
+def test_what_is_written_is_read_with_its_checksum(tmp_path):
+    """The checksum is XXH3 of the bytes in the file; what was read is an array of its own that may be written to."""
+    sums = written(tmp_path / "x", ALL)
+    raw = (tmp_path / "x").read_bytes()
+    with open(tmp_path / "x", "rb", buffering=0) as file:
+        entries = tensorfile.read_header(file, len(raw))
+        for name, entry in entries.items():
+            array, checksum = tensorfile.read(file, entry)
+            data = raw[entry.offset : entry.offset + entry.spec.nbytes]
+            assert checksum == sums[name] == f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
+            assert array.tobytes() == portable(ALL[name]).tobytes()
+            assert array.flags.owndata
+            assert array.flags.writeable
+
+
+def test_tensors_are_aligned(tmp_path):
+    """Each begins at a multiple of its item's size, so that a reader may use the file's memory as it is."""
+    written(tmp_path / "x", ALL)
+    with open(tmp_path / "x", "rb") as file:
+        entries = tensorfile.read_header(file, (tmp_path / "x").stat().st_size)
+    assert all(entry.offset % DTYPES[entry.spec.dtype].itemsize == 0 for entry in entries.values())
+
+
+def test_a_large_tensor_is_written_piece_by_piece(tmp_path):
+    """Nothing as large as a tensor is held a second time."""
+    value = np.arange(tensorfile.PIECE, dtype="int64")
+    pieces = []
+
+    class Sink(io.BytesIO):
+        def write(self, data):
+            pieces.append(len(data))
+            return super().write(data)
+
+    sink = Sink()
+    tensorfile.append(sink, value)
+    assert max(pieces) == tensorfile.PIECE
+    assert sink.getvalue() == value.tobytes()
+
+
+@given(
+    arrays.arrays(
+        st.sampled_from([dtype for name, dtype in DTYPES.items() if name != "bfloat16"]),
+        arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5),
+    )
+)
+def test_any_array_comes_back(value):
+    """Bit for bit, whatever its shape and dtype."""
+    file = io.BytesIO(tensorfile.header({"x": spec_of(value)}))
+    file.seek(0, io.SEEK_END)
+    tensorfile.append(file, value)
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    entry = tensorfile.read_header(file, size)["x"]
+    assert entry.spec == spec_of(value)
+    assert tensorfile.read(file, entry)[0].tobytes() == value.tobytes()
+
+
+def test_the_name_of_the_metadata_is_no_variable():
+    """The format keeps it for itself: the error says what to do."""
+    with pytest.raises(CheckpointError, match=r"'__metadata__'.*rename the variable"):
+        tensorfile.header({"__metadata__": TensorSpec("int8", ())})
+
+
+def entry(**changes):
+    return json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}).encode()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe{}",
+        b'{"x": 3}',
+        entry(dtype="F31"),
+        entry(shape=[3]),
+        entry(shape=[-2]),
+        entry(shape=[2**40, 2**40]),
+        entry(data_offsets=[0, 9]),
+        entry(data_offsets=[4, 12]),
+        entry(data_offsets=[-8, 0]),
+        entry(data_offsets="08"),
+        b"[" * 5000,
+    ],
+)
+def test_a_broken_header_is_told(head):
+    """It is an error that can be said, and no memory is taken for what it claims."""
+    data = len(head).to_bytes(8, "little") + head + b"\0" * 8
+    with pytest.raises(ValueError):
+        tensorfile.read_header(io.BytesIO(data), len(data))
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_no_file(data):
+    """Any bytes give a header or a `ValueError`."""
+    try:
+        tensorfile.read_header(io.BytesIO(data), len(data))
+    except ValueError:
+        pass
+
+
+def test_every_cut_is_noticed():
+    """A file that ends early, wherever, is told as one that is cut short or broken."""
+    specs = {"x": TensorSpec("int64", (4,))}
+    whole = tensorfile.header(specs) + bytes(32)
+    for size in range(len(whole)):
+        with pytest.raises(ValueError, match=r"cut short|broken"):
+            tensorfile.read_header(io.BytesIO(whole[:size]), size)
+
+
+def test_bfloat16_is_itself():
+    """Its arrays are of the dtype that ml_dtypes has."""
+    value = np.array([1.5, 3e38], ml_dtypes.bfloat16)
+    file = io.BytesIO(tensorfile.header({"x": spec_of(value)}))
+    file.seek(0, io.SEEK_END)
+    tensorfile.append(file, value)
+    entry = tensorfile.Entry(spec_of(value), len(file.getvalue()) - 4)
+    assert tensorfile.read(file, entry)[0].dtype == ml_dtypes.bfloat16

@@ -1,0 +1,165 @@
+"""Saving goes on while training does: who waits for it, who is told that it failed, and what a second one does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from strategies import opened
+
+import psclient as ps
+
+AT_ONCE = ps.train.CheckpointOptions(enable_async=False)
+
+
+@pytest.fixture(autouse=True)
+def _root(tmp_path, monkeypatch):
+    """Servers of this process's own keep checkpoints below the directory in which they were started."""
+    monkeypatch.chdir(tmp_path)
+
+
+@contextlib.contextmanager
+def held_up(strategy):
+    """Checkpoints are not committed before the event is set that this gives."""
+    go, chief = threading.Event(), strategy._chief
+    commit = chief._commit
+
+    def late(plan):
+        assert go.wait(60)
+        return commit(plan)
+
+    chief._commit = late
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+def counted(strategy):
+    with strategy.scope():
+        v = ps.Variable(0.0, name="v")
+    return v, ps.train.Checkpoint(v=v)
+
+
+def complete(path):
+    return (Path("checkpoints") / path / "manifest.json").exists()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written():
+    """It has the values of the round in which it was asked for."""
+    with opened("embedded-1") as strategy:
+        v, checkpoint = counted(strategy)
+        with held_up(strategy) as go:
+            path = checkpoint.save("run/ckpt")
+            v.assign(1.0)
+            assert float(v) == 1.0
+            assert not complete(path)
+            go.set()
+            checkpoint.sync()
+        assert complete(path)
+        checkpoint.restore(path).assert_consumed()
+        assert float(v) == 0.0
+
+
+def test_a_second_save_waits_or_is_refused():
+    """As asked; what is refused counts for nothing, and the first is complete all the same."""
+    with opened("embedded-2") as strategy:
+        _, checkpoint = counted(strategy)
+        refuse = ps.train.CheckpointOptions(if_busy="refuse")
+        with held_up(strategy) as go:
+            first = checkpoint.save("run/ckpt", refuse)
+            with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-1' is still being written"):
+                checkpoint.save("run/ckpt", refuse)
+            assert int(checkpoint.save_counter) == 1
+            threading.Timer(0.2, go.set).start()
+            second = checkpoint.save("run/ckpt")
+            assert complete(first)
+        checkpoint.sync()
+        assert (second, complete(second)) == ("run/ckpt-2", True)
+        assert checkpoint.save("run/ckpt", refuse) == "run/ckpt-3"
+
+
+def test_the_end_waits_for_what_is_written():
+    """A strategy that is closed has saved what it was told to save."""
+    with opened("embedded-1") as strategy:
+        _, checkpoint = counted(strategy)
+        with held_up(strategy) as go:
+            path = checkpoint.save("run/ckpt")
+            threading.Timer(0.2, go.set).start()
+            strategy.close()
+            assert complete(path)
+
+
+@pytest.mark.parametrize("told", ["at once", "by sync", "by the next save", "by a restore"])
+def test_a_failure_is_told_once(told):
+    """By whatever comes first; then saving goes on."""
+    Path("checkpoints").mkdir()
+    blocker = Path("checkpoints/run")
+    blocker.write_text("no directory")
+    with opened("embedded-1") as strategy:
+        _, checkpoint = counted(strategy)
+        if told != "at once":
+            assert checkpoint.save("run/ckpt") == "run/ckpt-1"
+        tell = {
+            "at once": lambda: checkpoint.save("run/ckpt", AT_ONCE),
+            "by sync": checkpoint.sync,
+            "by the next save": lambda: checkpoint.save("run/ckpt"),
+            "by a restore": lambda: checkpoint.restore("run/ckpt-1"),
+        }
+        with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-1' was not saved"):
+            tell[told]()
+        blocker.unlink()
+        assert checkpoint.save("run/ckpt", AT_ONCE) == "run/ckpt-2"
+        assert complete("run/ckpt-2")
+
+
+def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(caplog):
+    """And the process leaves cleanly: what it trained is done."""
+    Path("checkpoints").mkdir()
+    Path("checkpoints/run").write_text("no directory")
+    with caplog.at_level(logging.ERROR, "psclient"), opened("embedded-1") as strategy:
+        counted(strategy)[1].save("run/ckpt")
+    (said,) = [record.getMessage() for record in caplog.records if "run/ckpt-1" in record.getMessage()]
+    assert "leaves, and what it saved last is not there" in said
+
+
+def test_a_failure_without_servers_is_told_at_once():
+    """Nothing is left for later there, and the checkpoint before stays what is newest."""
+    with opened("mirrored-1") as strategy:
+        _, checkpoint = counted(strategy)
+        path = checkpoint.save("run/ckpt")
+        Path("run/ckpt-2").write_text("no directory")
+        with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-2' was not saved"):
+            checkpoint.save("run/ckpt")
+        assert ps.train.latest_checkpoint("run", strategy) == path
+
+
+def test_asynchronous_workers_save_what_their_servers_have():
+    """The process that `should_checkpoint` names does so, and restores it."""
+    with ps.ParameterServerStrategy(["cpu:0"], consistency=ps.Async()) as strategy:
+        v, checkpoint = counted(strategy)
+        v.assign(3.0)
+        path = checkpoint.save("run/ckpt", ps.train.CheckpointOptions(if_busy="refuse"))
+        checkpoint.sync()
+        v.assign(4.0)
+        checkpoint.restore(path).assert_consumed()
+        assert float(v) == 3.0
+
+
+def test_deterministic_needs_rounds():
+    """Asynchronous updates come when they come."""
+    with pytest.raises(ps.errors.ConfigError, match="deterministic=True needs rounds"):
+        ps.ParameterServerStrategy(consistency=ps.Async(), deterministic=True)
+
+
+def test_saving_is_no_part_of_a_replica():
+    """In replica context it is refused with a word."""
+    with opened("embedded-2") as strategy:
+        _, checkpoint = counted(strategy)
+        with pytest.raises(RuntimeError, match="save"):
+            strategy.run(lambda: checkpoint.save("run/ckpt"))
+        assert np.float32(checkpoint.save_counter.numpy()) == 0

@@ -1,0 +1,78 @@
+"""The manifests that are written are those that the document describes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonschema
+import numpy as np
+import pytest
+
+import psclient as ps
+from pswire.manifest import FORMAT, MANIFEST
+from pswire.tensor import DTYPES
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+
+
+def schema() -> Any:
+    block = re.search(r"^```json\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert block
+    return json.loads(block[1])
+
+
+def strict(text: str) -> Any:
+    """As JSON, which knows neither NaN nor infinity."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+class Sampler:
+    """Has a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": [1, 2.5, None]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+@pytest.mark.parametrize("kind", [ps.ParameterServerStrategy, ps.MirroredStrategy])
+def test_a_manifest_is_as_documented(kind, tmp_path, monkeypatch):
+    """Of a checkpoint with all that one can have, written by servers and without them."""
+    monkeypatch.chdir(tmp_path)
+    with kind() as strategy, strategy.scope():
+        layers = [ps.Variable(np.zeros((2, 3), dtype), name=f"v-{name}") for name, dtype in DTYPES.items()]
+        optimizer = ps.optimizers.Adam()
+        weight = ps.Variable(np.ones(3, "float32"), name="w")
+        optimizer.build([weight])
+        batches = strategy.experimental_distribute_dataset([np.zeros(4), np.ones(4)])
+        next(iter(batches))
+        checkpoint = ps.train.Checkpoint(layers=layers, w=weight, opt=optimizer, sampler=Sampler())
+        manager = ps.train.CheckpointManager(checkpoint, "run", max_to_keep=2, keep_checkpoint_every_n_hours=1)
+        path = manager.save()
+        manager.sync()
+    (found,) = tmp_path.rglob(MANIFEST)
+    assert found.parent.name == Path(path).name
+    manifest = strict(found.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema())
+    jsonschema.validate(manifest, schema())
+    assert {entry["dtype"] for entry in manifest["tensors"].values()} == set(DTYPES)
+    assert manifest["state"]["sampler"] == {"seed": [1, 2.5, None]}
+    assert manifest["objects"]["w"] == "w"
+    for name, size in manifest["files"].items():
+        assert (found.parent / name).stat().st_size == size
+
+
+def test_the_schema_is_that_of_this_format():
+    """Its number, its dtypes, and nothing beside what it names."""
+    properties = schema()["properties"]
+    assert properties["format"] == {"const": FORMAT}
+    assert set(properties["tensors"]["additionalProperties"]["properties"]["dtype"]["enum"]) == set(DTYPES)
+    assert set(schema()["required"]) == set(properties)
