@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from dataclasses import replace
+from pathlib import PurePosixPath
 
 import fsspec
 import numpy as np
@@ -16,7 +18,7 @@ from psserver.checkpoint import Frozen, Restored
 from psserver.places import Directory, Remote, place
 from pswire.errors import CheckpointError, ConfigError, NoCheckpoint, VariableMismatch
 from pswire.log import Position
-from pswire.manifest import Manifest
+from pswire.manifest import MANIFEST, Manifest
 from pswire.spec import SnapshotOrder
 from pswire.tensor import TensorSpec, spec_of
 
@@ -294,6 +296,27 @@ def test_leftovers_go_with_the_next_save(root):
     save(root, "run/ckpt-5", busy={"run/ckpt-3"})
     kept |= {"run/ckpt-5/manifest.json", "run/ckpt-5/shard-00000-of-00001.safetensors"}
     assert files(root) == kept
+
+
+def test_an_order_deletes_checkpoints_and_nothing_else(root):
+    """What is complete goes, but for the new one; what is none, and files that no save makes, stay."""
+    for path in ("run/ckpt-1", "run/ckpt-2", "run/ckpt-3"):
+        save(root, path)
+    put(root, "run/ckpt-1/notes.txt", b"mine")
+    write(root, "run/half-1")
+    order = {"delete": ["run/ckpt-1", "run/half-1", "run/ckpt-3", "run/none"]}
+    checkpoint.delete(place(root), PurePosixPath("run/ckpt-3"), json.dumps(order))
+    shard = "shard-00000-of-00001.safetensors"
+    kept = {"run/ckpt-1/notes.txt", f"run/half-1/{shard}"}
+    kept |= {f"run/{name}/{file}" for name in ("ckpt-2", "ckpt-3") for file in (shard, MANIFEST)}
+    assert files(root) == kept
+
+
+@pytest.mark.parametrize("path", ["../up", "/etc", "s3://bucket/x"])
+def test_an_order_deletes_nothing_outside(root, path):
+    """It is refused, whoever has written it."""
+    with pytest.raises(CheckpointError):
+        checkpoint.delete(place(root), PurePosixPath("run/ckpt-3"), json.dumps({"delete": [path]}))
 
 
 def test_what_cannot_be_removed_is_no_failure(tmp_path):
