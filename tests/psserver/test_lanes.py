@@ -590,7 +590,7 @@ def test_free_places_wake_the_loop_seldom(stack: ExitStack, monkeypatch: pytest.
     first = site.push(site.workers[0], 1)
     assert guest.hear(len(guest.places)) == guest.places
     site.whole([1, 2], first)
-    assert woken.count("_tell_freed") <= 2 * len(guest.data) // (CLIENT_BYTES // 8) < len(guest.places) // 10
+    assert woken.count("_tell_freed") < len(guest.places) // 10
 
 
 def test_what_is_free_is_told_while_the_rest_is_held(stack: ExitStack) -> None:

@@ -110,8 +110,16 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(found[key], value, rtol=1e-12, err_msg=str(key))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("options", OPTIONS)
+def some(others):
+    """Each option with the first of some others; with the rest of them two in `make test`, and all in `make soak`."""
+    first, *rest = others
+    for options in OPTIONS:
+        yield pytest.param(options, first, id=f"{options}-{first}")
+        marks = () if options in ("nothing", "all") else pytest.mark.soak
+        yield from (pytest.param(options, other, id=f"{options}-{other}", marks=marks) for other in rest)
+
+
+@pytest.mark.parametrize(("options", "order"), some(ORDERS))
 def test_places_make_no_difference(strategy, local, options, order):
     """Whatever the options, and whichever of the variables take part in a step or come late."""
 
@@ -142,14 +150,14 @@ class Failing(ps.optimizers.SGD):
         super().update(v, gradient, iterations, *slots)
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["replica", "cross-replica"])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_call_that_fails_leaves_nothing(strategy, options, inside):
+@pytest.mark.parametrize(("options", "where"), some(["replica", "cross-replica"]))
+def test_a_call_that_fails_leaves_nothing(strategy, options, where):
     """Neither in one round nor in two, in any context: the next calls make the steps that they would have made."""
 
     def make():
         return Failing(**({"learning_rate": 0.1, "momentum": 0.5} | OPTIONS[options]()))
 
+    inside = where == "replica"
     failing, calm = Trained(strategy, make), Trained(strategy, make)
     for at in range(3):
         calm.step("abc", at)

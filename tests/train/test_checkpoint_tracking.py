@@ -104,7 +104,10 @@ def test_everything_comes_back_by_its_path(kind):
 
 
 @KINDS
-@pytest.mark.parametrize("other", ["default", "mirrored-1", "embedded-2", "servers-3"])
+@pytest.mark.parametrize(
+    "other",
+    ["mirrored-1", "servers-3", *(pytest.param(other, marks=pytest.mark.soak) for other in ("default", "embedded-2"))],
+)
 def test_a_checkpoint_moves_between_strategies(kind, other, tmp_path):
     """The files are the same, whoever wrote them."""
     here, there = ("checkpoints" if k.startswith(("embedded", "servers")) else "." for k in (kind, other))
