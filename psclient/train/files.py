@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -145,4 +144,7 @@ def _delete(directory: Path) -> None:
     """Deletes a checkpoint; what has no manifest is none, and stays."""
     if (directory / MANIFEST).is_file():
         (directory / MANIFEST).unlink()
-        shutil.rmtree(directory, ignore_errors=True)
+        for shard in directory.glob("shard-*.safetensors"):
+            shard.unlink(missing_ok=True)
+        with suppress(OSError):  # what somebody else has put there stays
+            directory.rmdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import time
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +116,10 @@ class CheckpointManager:
             self._preserved = time.time()
             return
         note = newest.manifest.state.get(NOTE, {})
-        self._kept = {str(path): float(when) for path, when in note.get("checkpoints", [])}
+        # Beside the newest, whatever the note says: a directory that was copied must not delete what it is a copy of.
+        beside = posixpath.dirname(newest.path)
+        named = [(posixpath.basename(str(path)), float(when)) for path, when in note.get("checkpoints", [])]
+        self._kept = {posixpath.join(beside, name): when for name, when in named if name.strip(".")}
         self._kept.setdefault(newest.path, newest.manifest.saved_at)
         self._preserved = float(note.get("preserved", time.time()))
 

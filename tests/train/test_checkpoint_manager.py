@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,26 @@ def test_impossible_wishes_are_refused():
             managed(strategy, 0)
         with pytest.raises(ValueError, match="give step_counter"):
             managed(strategy, checkpoint_interval=2)
+
+
+@KINDS
+def test_a_copy_deletes_nothing_of_what_it_was_copied_from(kind):
+    """A directory may be copied, and a run go on in the copy; what is not a save's own stays there, too."""
+    root = Path("checkpoints" if kind.startswith("embedded") else ".")
+    with opened(kind) as strategy:
+        _, manager = managed(strategy)
+        for _ in range(2):
+            manager.save()
+        manager.sync()
+    shutil.copytree(root / "run", root / "copy")
+    (root / "copy/ckpt-1/notes.txt").write_text("mine")
+    with opened(kind) as strategy, strategy.scope():
+        checkpoint = ps.train.Checkpoint(v=ps.Variable(0.0, name="v"))
+        manager = ps.train.CheckpointManager(checkpoint, "copy", 2)
+        manager.restore_or_initialize()
+        for _ in range(2):
+            manager.save()
+        manager.sync()
+    assert on_disk(kind) == ["ckpt-1", "ckpt-2"]
+    assert sorted(path.name for path in (root / "copy").iterdir()) == ["ckpt-1", "ckpt-3", "ckpt-4"]
+    assert [path.name for path in (root / "copy/ckpt-1").iterdir()] == ["notes.txt"]
