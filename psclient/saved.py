@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import IO
 
 from fsspec.core import url_to_fs
 
 from pswire import tensorfile
-from pswire.errors import CheckpointError, ConfigError, NoCheckpoint, PSError
+from pswire.errors import ConfigError, NoCheckpoint
 from pswire.manifest import MANIFEST, Manifest, Saved, rank
 from pswire.tensor import Array
-from pswire.tensorfile import Entry
+from pswire.tensorfile import Entry, told
 
 BLOCK_BYTES = 16 << 20
 """What is asked of an object store at once."""
-
-
-@contextmanager
-def told(where: str) -> Iterator[None]:
-    """Has whatever goes wrong told with its place: libraries of object stores have errors of their own."""
-    try:
-        yield
-    except PSError:
-        raise
-    except Exception as error:
-        why = str(error) if isinstance(error, OSError | ValueError) else repr(error)
-        raise CheckpointError(f"{where} cannot be read: {why}") from error
 
 
 class Directory:
@@ -173,15 +160,7 @@ class SavedCheckpoint:
 
     def _read(self, file: IO[bytes], name: str, saved: Saved) -> Array:
         """A tensor of an open file; raises `ValueError` where it is not what was saved."""
-        entry = self._header(file, saved.file).get(name)
-        if entry is None:
-            raise ValueError(f"it does not have {name!r}, which the manifest names")
-        if entry.spec != saved.spec:
-            raise ValueError(f"it has {name!r} as {entry.spec}, not {saved.spec}")
-        array, checksum = tensorfile.read(file, entry)
-        if saved.checksum not in ("", checksum):
-            raise ValueError(f"the bytes of {name!r} are not those that were saved: {checksum}, not {saved.checksum}")
-        return array
+        return tensorfile.read_saved(file, self._header(file, saved.file), name, saved)
 
     def _header(self, file: IO[bytes], name: str) -> dict[str, Entry]:
         if name not in self._headers:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import IO
@@ -16,12 +15,12 @@ from typing import IO
 from psserver.places import Place, below
 from pswire import tensorfile
 from pswire.api import RestoreReply, Shard
-from pswire.errors import CheckpointError, NoCheckpoint, PSError, VariableMismatch
+from pswire.errors import CheckpointError, NoCheckpoint, VariableMismatch
 from pswire.log import Position
 from pswire.manifest import MANIFEST, Manifest, Saved, number, rank
 from pswire.spec import SnapshotOrder
 from pswire.tensor import DTYPES, Array, TensorSpec, portable, spec_of
-from pswire.tensorfile import Entry
+from pswire.tensorfile import Entry, read_saved, told
 
 log = logging.getLogger("psserver")
 
@@ -70,7 +69,7 @@ def write_shard(place: Place, frozen: Frozen, get: Callable[[Array], Array], wri
 
     count = len(frozen.order.servers)
     name = f"shard-{frozen.order.servers.index(frozen.server):05d}-of-{count:05d}.safetensors"
-    with _told(place, str(directory / name), "written"):
+    with told(place.full(str(directory / name)), "written"):
         head = tensorfile.header(specs)
         # What may be overwritten is no checkpoint any more: a crash must not leave a manifest of mixed shards.
         place.remove(str(directory / MANIFEST))
@@ -93,7 +92,7 @@ def write_manifest(place: Place, frozen: Frozen, text: str, busy: Collection[str
     """
     directory = PurePosixPath(below(frozen.order.path))
     where = str(directory / MANIFEST)
-    with _told(place, where, "written"):
+    with told(place.full(where), "written"):
         manifest = Manifest.parse(text, place.full(where))
         place.put(where, text.encode())
     try:
@@ -150,19 +149,6 @@ def _ours(file: str) -> bool:
     return file.startswith(("shard-", ".shard-", f".{MANIFEST}."))
 
 
-@contextmanager
-def _told(place: Place, path: str, verb: str) -> Iterator[None]:
-    """Has whatever goes wrong with a file told with its name: libraries of object stores have errors of their own."""
-    where = place.full(path)
-    try:
-        yield
-    except PSError:
-        raise
-    except Exception as error:
-        why = str(error) if isinstance(error, OSError | ValueError) else repr(error)
-        raise CheckpointError(f"{where} cannot be {verb}: {why}") from error
-
-
 @dataclass(frozen=True)
 class Restored:
     """A checkpoint that was opened.
@@ -196,11 +182,11 @@ class Restored:
             CheckpointError: there is none, or its manifest is broken.
         """
         path = below(path)
-        with _told(place, path, "read"):
+        with told(place.full(path)):
             if not place.exists(str(PurePosixPath(path) / MANIFEST)):
                 path = newest(place, path)
         where = str(PurePosixPath(path) / MANIFEST)
-        with _told(place, where, "read"), place.open(where) as file:
+        with told(place.full(where)), place.open(where) as file:
             text = file.read().decode()
         return cls(place, path, Manifest.parse(text, place.full(where)), text)
 
@@ -239,9 +225,10 @@ class Restored:
     def _read(self, name: str, wanted: Mapping[int, str]) -> dict[int, Array]:
         """Reads tensors of one file."""
         path = str(PurePosixPath(self.path) / name)
-        with _told(self.place, path, "read"), self.place.open(path) as file:
+        with told(self.place.full(path)), self.place.open(path) as file:
             entries = self._header(name, path, file)
-            return {place: self._tensor(file, entries, tensor) for place, tensor in wanted.items()}
+            saved = self.manifest.tensors
+            return {place: read_saved(file, entries, tensor, saved[tensor]) for place, tensor in wanted.items()}
 
     def _header(self, name: str, path: str, file: IO[bytes]) -> dict[str, Entry]:
         if name not in self._headers:
@@ -250,15 +237,6 @@ class Restored:
                 raise ValueError(f"it has {size} bytes, and had {expected} when it was saved")
             self._headers[name] = tensorfile.read_header(file, size)
         return self._headers[name]
-
-    def _tensor(self, file: IO[bytes], entries: Mapping[str, Entry], name: str) -> Array:
-        saved = self.manifest.tensors[name]
-        if name not in entries or entries[name].spec != saved.spec:
-            raise ValueError(f"it has {name!r} as {entries[name].spec if name in entries else None}, not {saved.spec}")
-        array, checksum = tensorfile.read(file, entries[name])
-        if saved.checksum not in ("", checksum):
-            raise ValueError(f"the bytes of {name!r} are not those that were saved: {checksum}, not {saved.checksum}")
-        return array
 
 
 def newest(place: Place, directory: str) -> str:

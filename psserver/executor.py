@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -98,6 +97,7 @@ class Values:
         values: the variables' arrays before the round, by number.
         assigned: what the round has assigned so far.
         known: operands, and results that somebody has still to read.
+        batches: those of the plan, under the numbers of all their applications; none before the beginning.
     """
 
     def __init__(self, job: Job, server: int, kernels: Kernels) -> None:
@@ -111,11 +111,12 @@ class Values:
         self.assigned: dict[int, Array] = {}
         self.senders = [Sender(part, self.plan, server) for part in job.contributors]
         self._contributed: dict[int, list[tuple[float, list[Array]]]] = {}
+        self.batches: Mapping[int, Batch] = {}
 
     def outcome(self, values: Mapping[int, Array], lent: Set[int]) -> Outcome:
         """Runs the whole round; the arguments are those of `run`."""
         self.values = values
-        self.receive_operands()
+        self.begin()
         calls = self._calls(lent)
         if not self._reserve(calls, lent):
             calls = self._calls(frozenset())
@@ -139,11 +140,6 @@ class Values:
             calls.append(ready or self.call(number))
             number = calls[-1].numbers.stop
         return calls
-
-    @cached_property
-    def batches(self) -> Mapping[int, Batch]:
-        """The batches of the plan, under the numbers of all their applications. Who contributes must be settled."""
-        return batches(self.plan, self.server, self.outline, self.kernels, len(self.senders))
 
     def ready(self, number: int, stop: int, own: Set[int]) -> Ready | None:
         """Applications of one batch as calls of its kernel; None if that is not possible.
@@ -247,8 +243,15 @@ class Values:
         """Nobody reads the contributions to a reduction any more."""
         self._contributed.pop(index, None)
 
-    def receive_operands(self) -> None:
-        """Takes the operands, which must be equal."""
+    def begin(self) -> None:
+        """Takes the operands, which must be equal; finds the batches. It is settled by now who contributes.
+
+        It may wait for a kernel.
+        """
+        self._receive_operands()
+        self.batches = batches(self.plan, self.server, self.outline, self.kernels, len(self.senders))
+
+    def _receive_operands(self) -> None:
         for index, operand in enumerate(self.plan.operands):
             if self.server in operand.servers:
                 sent_by = [sender.take(Ref("operand", index), operand.tensor) for sender in self.senders]

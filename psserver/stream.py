@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 import numpy as np
 
-from psserver.batches import Batch
 from psserver.calls import Call
 from psserver.executor import Values, told
 from psserver.job import Application, Job, needs
@@ -44,7 +43,6 @@ class Stream:
         self._last = outline.last
         self._readers = outline.uses.copy()
         self._begun = False
-        self._batches: Mapping[int, Batch] = {}
         self._count = 1
         self.has_written = False
         """Whether it has changed a variable."""
@@ -106,7 +104,7 @@ class Stream:
     def _decide(self) -> int:
         """Of how many applications the next step is: those of a batch that are there, up to `STEP_BYTES`."""
         number, step = self._steps[0]
-        batch = self._batches.get(number)
+        batch = self._run.batches.get(number)
         self._count = 1
         if batch is None or not isinstance(step, Application):
             return 1
@@ -132,10 +130,7 @@ class Stream:
             if not self._begun:
                 run.senders = [sender for sender in run.senders if not sender.gone or sender.has_operands]
                 self._check_contributed(bool(run.senders))
-                run.receive_operands()
-                self._batches = (
-                    run.batches
-                )  # Here, since a kernel may have to be waited for, and `reads` must not wait.
+                run.begin()
                 self._begun = True
                 return {}, {}
             number, step = self._steps[0]

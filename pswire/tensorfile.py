@@ -7,14 +7,16 @@ says for each tensor where it lies. `safetensors.numpy.load_file` reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
 import xxhash
 
-from pswire.errors import CheckpointError
+from pswire.errors import CheckpointError, PSError
+from pswire.manifest import Saved
 from pswire.tensor import DTYPES, Array, TensorSpec, as_bytes
 
 _NAMES = {
@@ -149,3 +151,42 @@ def _fill(file: Any, data: memoryview) -> None:
         if not count:
             raise ValueError("it is cut short")
         data = data[count:]
+
+
+def read_saved(file: IO[bytes], entries: Mapping[str, Entry], name: str, saved: Saved) -> Array:
+    """A tensor of a checkpoint, in memory of its own.
+
+    Args:
+        file: which has it.
+        entries: the file's header.
+        name: which tensor.
+        saved: what the manifest says of it.
+
+    Raises:
+        ValueError: the file does not have it, or not as it was saved.
+    """
+    if name not in entries:
+        raise ValueError(f"it does not have {name!r}, which the manifest names")
+    if entries[name].spec != saved.spec:
+        raise ValueError(f"it has {name!r} as {entries[name].spec}, not {saved.spec}")
+    array, checksum = read(file, entries[name])
+    if saved.checksum not in ("", checksum):
+        raise ValueError(f"the bytes of {name!r} are not those that were saved: {checksum}, not {saved.checksum}")
+    return array
+
+
+@contextmanager
+def told(where: str, verb: str = "read") -> Iterator[None]:
+    """Has whatever goes wrong told with its place: libraries of object stores have errors of their own.
+
+    Args:
+        where: the file, or its directory.
+        verb: what could not be done with it.
+    """
+    try:
+        yield
+    except PSError:
+        raise
+    except Exception as error:
+        why = str(error) if isinstance(error, OSError | ValueError) else repr(error)
+        raise CheckpointError(f"{where} cannot be {verb}: {why}") from error
