@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
-.PHONY: help demo test check proto bench soak clean
+.PHONY: help demo test check docs proto bench soak clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z]*\):.*##/\1	/p' Makefile
@@ -27,6 +27,10 @@ help:  ## what there is
 	@$(PIP) install -e '.[dev,examples]'
 	@touch $@ .venv/demo
 
+.venv/docs: .venv/dev
+	@$(PIP) install -e '.[docs]'
+	@touch $@
+
 demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a chief
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/digits.py
 
@@ -40,6 +44,9 @@ check: .venv/dev  ## style, types, generated code, snippets of the documents
 	$(BIN)/mypy
 	$(BIN)/python tools/check_proto.py
 	$(BIN)/python tools/check_docs.py
+
+docs: .venv/docs  ## the documents as a site, with the reference of the API, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 proto: .venv/dev  ## generates pswire/pb anew
 	$(BIN)/python tools/check_proto.py --write
@@ -56,5 +63,5 @@ soak: .venv/dev  ## the tests that `make test` leaves out, and those of faults m
 	for turn in 1 2 3 4 5 6 7 8 9 10; do $(BIN)/python -m pytest -q -x tests/faults tests/integration || exit 1; done
 
 clean:  ## removes what was built
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
