@@ -1,5 +1,5 @@
 """Checks the documents: Python compiles, `python run` blocks run, sessions print what they say, commands exist,
-links lead somewhere."""
+links lead somewhere, and tests that are named are there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RUN_SECONDS = 120
 _FENCE = re.compile(r"^```(?P<info>[a-z][^\n]*)\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:|#)(?P<path>[^)#]+)")
+_TEST = re.compile(r"`(?P<path>tests/[\w/]+\.py)(?:::(?P<name>\w+))?`")
 _ENDS = {"|", "&&", "||", "&", ">", ">>", "2>", "<", ";", "#"}
 
 
@@ -56,6 +57,18 @@ def dead_links() -> Iterator[str]:
         for match in _LINK.finditer(text):
             if not (path.parent / match["path"]).exists():
                 yield f"{_where(path, text, match.start())}: there is no {match['path']}"
+
+
+def missing_tests() -> Iterator[str]:
+    """Tests that the documents name and that are not there, one line for each."""
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        for match in _TEST.finditer(text):
+            file = ROOT / match["path"]
+            if not file.is_file() or (
+                match["name"] and f"def {match['name']}(" not in file.read_text(encoding="utf-8")
+            ):
+                yield f"{_where(path, text, match.start())}: there is no test {match[0]}"
 
 
 def _where(path: Path, text: str, start: int) -> str:
@@ -141,7 +154,7 @@ CHECKS: dict[str, Callable[[Snippet], str]] = {
 
 def main() -> None:
     """Exits with 1 and one line for each snippet and link that is wrong."""
-    wrong = list(dead_links())
+    wrong = [*dead_links(), *missing_tests()]
     for snippet in snippets():
         check = CHECKS.get(snippet.info)
         said = check(snippet) if check else ""

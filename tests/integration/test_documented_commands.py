@@ -64,7 +64,7 @@ def run(script: str, cwd: Path) -> str:
 
 
 def by_hand(shells: list[list[str]]) -> list[str]:
-    """A script that types into several shells at once, and interrupts the server, the first, when the others are done."""
+    """A script that types into several shells at once, and ends the server, the first, when the others are done."""
     others = [f"({'; '.join(lines)}) & clients+=($!)" for lines in shells[1:]]
     *before, server = shells[0]
     wait = 'for client in "${clients[@]}"; do wait $client; done'
