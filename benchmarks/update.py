@@ -6,6 +6,7 @@
 All take turns, many times over, so that all see the same machine; figures are ratios of medians of one run. An update
 is what a server does in a round of one worker: contributions in parts of 1 MiB, a compiled kernel, values in place.
 Bytes that are read and bytes that are written both count, for memcpy too. Torch is compared with where it is installed.
+What a client spends on a call is measured beside that, on a section that is recorded and not sent.
 It runs with the allocator that launchers set for servers; without it blocks of 1 MiB, as parts are, lie on small pages.
 
 `--json FILE` writes `{"format", "machine", "seconds", "ratios"}`.
@@ -13,6 +14,7 @@ It runs with the allocator that launchers set for servers; without it blocks of 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import statistics
@@ -32,7 +34,10 @@ from measures import spread
 from rich.console import Console
 from rich.table import Table
 
+import psclient as ps
 from psclient.config import GLIBC_TUNABLES
+from psclient.optimizers.state import state_of
+from psclient.optimizers.step import apply, begin
 from psclient.recording import Recording, trace
 from psserver import executor
 from psserver.arrays import Device
@@ -54,6 +59,9 @@ SIZE = (64 << 20) // 4
 LAPS, QUICK_LAPS = 25, 3
 ROW_TURNS = 10
 """Rows are updated this many times in a lap: once would tell of the caches that others have left."""
+
+CALLED, CALL_TURNS = (64, 10), 20
+"""Shape of a variable whose update is only recorded, and how often that is done in a lap."""
 
 TABLE, ROWS = (1_000_000, 64), 4096
 RATE, MOMENTUM, BETA_1, BETA_2, EPSILON = 1e-3, 0.9, 0.9, 0.999, 1e-7
@@ -259,6 +267,28 @@ class Rows:
         np.add.at(w, self._ids, -step)
 
 
+def calls(laps: int) -> dict[str, list[float]]:
+    """Seconds that a client spends on one update by Adam: where it is traced and verified, and where that is known."""
+    with ps.ParameterServerStrategy(["cpu:0"]) as strategy, strategy.scope():
+        w, optimizer = ps.Variable(np.zeros(CALLED, "float32"), name="w"), ps.optimizers.Adam()
+        optimizer.build([w])
+        extended, state, own = strategy.extended, state_of(optimizer), optimizer.settings()
+        total = extended.reduce_to("sum", np.ones(CALLED, "float32"), w)
+        shared = state.beside(w)
+        begun = extended.update_non_slot(shared["iterations"].devices, begin, (own, shared, None))
+        args = (own, total, None, begun, None, None, False, state.of(w).slots)
+
+        def seconds(fn: Any) -> float:
+            start = time.perf_counter()
+            extended.update(w, fn, args)
+            return time.perf_counter() - start
+
+        traced = [seconds(ps.update_function(inspect.unwrap(apply))) for _ in range(CALL_TURNS * laps)]
+        known = [seconds(apply) for _ in range(1 + CALL_TURNS * laps)]
+        strategy.backend.drop()  # What is recorded is not sent.
+    return {"adam, first trace": traced, "adam, call": known[1:]}
+
+
 # ---- Results ----
 
 
@@ -283,7 +313,7 @@ def measure(laps: int, console: Console) -> dict[str, list[float]]:
                 for name, one in work.items():
                     turns = [_seconds(one, rows) for _ in range(ROW_TURNS if name.startswith("rows") else 1)]
                     seconds[name] += turns if lap >= 0 else []  # the first one touches the memory
-    return seconds
+    return seconds | calls(laps)
 
 
 def _seconds(work: Work, rows: dict[int, Rows]) -> float:
@@ -326,6 +356,8 @@ def ratios(seconds: dict[str, list[float]]) -> Iterator[Ratio]:
     for threads in (1, 2):
         rows = median[f"rows, {threads} threads"]
         yield Ratio(f"rows: 0.4 ms / ours, {threads} threads", 0.4e-3 / rows, 1.0)
+    yield Ratio("adam: 5 ms / first trace", 5e-3 / median["adam, first trace"], 1.0)
+    yield Ratio("adam: 50 us / call", 50e-6 / median["adam, call"], 1.0)
     yield Ratio("rows: times add.at", median["rows, add.at"] / median["rows, 1 threads"], 8.0)
 
 

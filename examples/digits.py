@@ -110,7 +110,8 @@ class Report:
 def main(args: argparse.Namespace) -> None:
     """Trains, saves a checkpoint, and tests."""
     train, test = load_data()
-    strategy = ps.ParameterServerStrategy(args.devices)
+    consistency = ps.Async() if args.asynchronous else ps.Sync()
+    strategy = ps.ParameterServerStrategy(args.devices, consistency=consistency)
     dataset = shuffled_batches(train, args.batch, args.seed)
     batches = strategy.experimental_distribute_dataset(dataset)
     with strategy.scope():
@@ -152,6 +153,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20, help="epochs in all, those before a resume included [20]")
     parser.add_argument("--batch", type=int, default=64, help="examples of a step, over all replicas [64]")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="[adam]")
+    parser.add_argument("--asynchronous", action="store_true", help="workers do not wait for each other")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the data [0]")
     parser.add_argument("--devices", type=lambda text: text.split(","), help="such as cpu:0,cpu:1 [all GPUs, or a CPU]")
     parser.add_argument("--checkpoint", default="digits", help="directory below the servers' checkpoint root [digits]")

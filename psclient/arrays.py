@@ -92,6 +92,43 @@ def available_gpus() -> int:
         return 0
 
 
+@dataclass(frozen=True)
+class GpuReport:
+    """What CuPy says of the GPUs here, for people.
+
+    Attributes:
+        cupy: its version; "" where it is not installed.
+        runtime, driver: of CUDA, as 12.4; "" where they are not known.
+        names: of the GPUs that this process can use.
+        error: why there are none.
+    """
+
+    cupy: str = ""
+    runtime: str = ""
+    driver: str = ""
+    names: tuple[str, ...] = ()
+    error: str = ""
+
+
+def gpu_report() -> GpuReport:
+    """What CuPy says of the GPUs here; it is asked for a device, and for no memory."""
+    cupy = _cupy()
+    if cupy is None:
+        return GpuReport(error="CuPy is not installed")
+    runtime = cupy.cuda.runtime
+    try:
+        names = [runtime.getDeviceProperties(index)["name"].decode() for index in range(runtime.getDeviceCount())]
+        ours, driver = _cuda_version(runtime.runtimeGetVersion()), _cuda_version(runtime.driverGetVersion())
+    except runtime.CUDARuntimeError as error:
+        return GpuReport(cupy.__version__, error=str(error))
+    return GpuReport(cupy.__version__, ours, driver, tuple(names))
+
+
+def _cuda_version(number: int) -> str:
+    """12040 is 12.4."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
 def default_devices() -> tuple[Device, ...]:
     """All GPUs, or else `cpu:0`."""
     return tuple(Device("gpu", index) for index in range(available_gpus())) or (CPU,)

@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 from grpc.experimental import ChannelOptions
 
+from pswire.security import Security
+
 OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),  # retries are ours: they know the keys and the deadlines
@@ -38,6 +40,20 @@ Interceptor = (
     | grpc.StreamUnaryClientInterceptor
     | grpc.StreamStreamClientInterceptor
 )
+
+
+def open_channel(address: str, security: Security, name: str) -> grpc.Channel:
+    """A channel to a server.
+
+    Args:
+        address: `host:port`.
+        security: what this process shows and asks for.
+        name: on the server's certificate, whatever its address is.
+    """
+    if not security.tls:
+        return grpc.insecure_channel(address, options=OPTIONS)
+    credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.certificate)
+    return grpc.secure_channel(address, credentials, options=(*OPTIONS, ("grpc.ssl_target_name_override", name)))
 
 
 def stub(channel: grpc.Channel, path: str, streams: tuple[bool, bool]) -> Any:

@@ -6,21 +6,27 @@ decides, appends to server 0's log, and copies the log to the other servers. It 
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import suppress
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from psclient.measures import Driven
+from psclient.monitoring import Exporter
 from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
-from pswire.api import SessionState, Shard, Watched
+from psclient.threads import Threads
+from pswire import logs
+from pswire.api import Shard, Watched
+from pswire.checkpoint import manifest_of
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, Fenced, PSError, RoundTimeout, ServerLost, Unreachable
+from pswire.histogram import Histogram
 from pswire.limits import Timeouts
 from pswire.log import (
     Approved,
@@ -34,9 +40,11 @@ from pswire.log import (
     Snapshotted,
     Start,
     Started,
+    forget_state,
 )
-from pswire.manifest import Manifest, Saved
-from pswire.spec import Plan, SnapshotOrder
+from pswire.security import Security
+from pswire.spec import Plan
+from pswire.status import SessionState
 
 log = logging.getLogger("psclient.chief")
 
@@ -49,18 +57,19 @@ class _State:
     """What the log says."""
 
     log: list[Entry] = field(default_factory=list)
-    approved: dict[bytes, Plan] = field(default_factory=dict)
+    approved: set[bytes] = field(default_factory=set)
     epoch: Epoch | None = None
     started: set[int] = field(default_factory=set)
     epochs: dict[int, Epoch] = field(default_factory=dict)
-    snapshots: set[bytes] = field(default_factory=set)
+    saves: dict[bytes, Plan] = field(default_factory=dict)
+    saved: Counter[str] = field(default_factory=lambda: Counter(saved=0, failed=0))
 
     def take(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self.log.append(entry)
             match entry:
                 case Approved():
-                    self.approved[entry.plan.id] = entry.plan
+                    self._approve(entry.plan)
                 case EpochClosed():
                     self.epoch = self.epochs[entry.epoch.number] = entry.epoch
                     if entry.epoch.start:
@@ -68,7 +77,14 @@ class _State:
                 case Started():
                     self.started |= {m.session for m in self.epochs[entry.start.epoch].members}
                 case Snapshotted():
-                    self.snapshots.add(entry.plan_id)
+                    self.saves.pop(entry.plan_id, None)
+                    self.saved["failed" if entry.error else "saved"] += 1
+                    forget_state(self.log, entry.plan_id)
+
+    def _approve(self, plan: Plan) -> None:
+        self.approved.add(plan.id)
+        if plan.snapshot is not None:
+            self.saves[plan.id] = plan
 
 
 class Chief:
@@ -100,12 +116,22 @@ class Chief:
         self._session = Session(task, servers, 0, True, timeouts)
         self._state = _State()
         self._copied = [0] * len(servers)
-        self._writing: dict[bytes, threading.Thread] = {}
-        self._written: dict[bytes, Snapshotted] = {}
-        self._more_written: Future[None] = Future()
+        self._threads = Threads("checkpoint")
+        self._saving: Future[Snapshotted] | None = None
+        self._ordered_at = 0.0
+        self._took = Histogram()
+        self._missing: set[Task] = set()
         self._watching: Future[Watched] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def driven(self) -> Driven:
+        """What it knows of its job, for its metrics. May be asked by any thread."""
+        state = self._state
+        members = len(state.epoch.members) if state.epoch else 0
+        missing = tuple(sorted(self._missing))
+        return Driven(len(state.epochs), members, len(state.approved), missing, state.saved, self._took)
 
     def start(self) -> None:
         """Drives in a thread of its own, from now on."""
@@ -140,6 +166,7 @@ class Chief:
 
     def _drive(self) -> None:
         error = "the chief was stopped"
+        logs.SESSION.set(self._session.number)
         try:
             self._attach()
             version = 0
@@ -155,6 +182,7 @@ class Chief:
             self._session.leave(error)
             for server in self._servers:
                 server.close()
+            self._threads.close()
 
     # ---- Looking and appending ----
 
@@ -172,7 +200,7 @@ class Chief:
             self._state.take(entries)
             log.info("goes on with job %s at entry %d", first, len(entries))
         else:
-            begin = JobStarted(self._session.token, self._session.incarnations)
+            begin = JobStarted(self._session.number, self._session.incarnations)
             # Server 0 last: once it has the job, clients create variables, which another server that began
             # the job only then would drop.
             for server in reversed(self._servers):
@@ -188,11 +216,11 @@ class Chief:
             if self._watching is None:
                 known = len(self._state.log)
                 self._watching = self._servers[0].watch(self._session.number, known, version)
-            news: list[Future[Any]] = [self._watching, self._more_written]
+            news: list[Future[Any]] = [self._watching, *([self._saving] if self._saving else [])]
             wait(news, PAUSE / 4, FIRST_COMPLETED)
             if self._watching.done():
                 watched, self._watching = self._watching.result(), None
-            elif self._written or time.monotonic() > until:
+            elif self._saved() or time.monotonic() > until:
                 watched = self._session.look(len(self._state.log))
             else:
                 continue
@@ -229,11 +257,10 @@ class Chief:
 
     def _decide(self, watched: Watched) -> bool:
         """Does what there is to do; returns whether the job is done."""
+        self._missing = self._expected - {s.member.task for s in watched.sessions if s.state in ("open", "left")}
         entries: list[Entry] = [Approved(p) for p in watched.plans if p.id not in self._state.approved]
-        if self._more_written.done():
-            self._more_written = Future()  # first: what is written from now on is told by this one
-        # A copy in one step: threads that write checkpoints add to it.
-        entries += list(self._written.values())
+        saved = self._saved()
+        entries += saved
         for epoch in self._next_epochs(watched.sessions):
             entries.append(EpochClosed(epoch))
             log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
@@ -242,11 +269,11 @@ class Chief:
             entries.append(Done())
         if entries and not self._append(entries):
             return False
-        for entry in entries:
-            if isinstance(entry, Snapshotted):
-                del self._written[entry.plan_id]
+        if saved:
+            self._saving = None
+            self._took.observe(time.monotonic() - self._ordered_at)
         self._copy()
-        self._order_snapshots()
+        self._save_next()
         return done
 
     def _next_epochs(self, sessions: Sequence[SessionState]) -> list[Epoch]:
@@ -329,69 +356,63 @@ class Chief:
 
     # ---- Checkpoints ----
 
-    def _order_snapshots(self) -> None:
-        """Has each checkpoint that a plan orders written, in a thread of its own."""
-        for plan in self._state.approved.values():
-            if plan.snapshot and plan.id not in self._state.snapshots and plan.id not in self._writing:
-                thread = threading.Thread(target=self._write, args=(plan,), daemon=True, name="checkpoint")
-                self._writing[plan.id] = thread
-                thread.start()
+    def _save_next(self) -> None:
+        """Has the next checkpoint written: one after another, so that of two at one path the later stays."""
+        plan = next(iter(self._state.saves.values()), None)
+        if self._saving is None and plan is not None:
+            self._ordered_at = time.monotonic()
+            self._saving = self._threads.submit(partial(self._commit, plan))
 
-    def _write(self, plan: Plan) -> None:
-        try:
-            self._written[plan.id] = self._commit(plan)
-        except Exception as error:  # whatever it is, the processes that wait for the checkpoint are told
-            log.exception("a checkpoint could not be committed")
-            self._written[plan.id] = Snapshotted(plan.id, 0, plan.snapshot.path if plan.snapshot else "", repr(error))
-        with suppress(InvalidStateError):  # another one was written, too, and not looked at yet
-            self._more_written.set_result(None)
+    def _saved(self) -> list[Snapshotted]:
+        """The checkpoint that was written, if it is; raises what ends this chief."""
+        return [self._saving.result()] if self._saving is not None and self._saving.done() else []
 
     def _commit(self, plan: Plan) -> Snapshotted:
         """Shards first, the manifest last; without a manifest there is no checkpoint."""
-        order, token = plan.snapshot, self._session.token
+        order = plan.snapshot
         if order is None:
             raise ValueError("the plan orders no checkpoint")
         try:
-            pending = [(server, self._servers[server].snapshot(token, plan.id, "")) for server in order.servers]
-            shards = [self._awaited(self._servers[server], plan.id, future) for server, future in pending]
+            pending = [self._ask(server, plan.id) for server in order.servers]
+            shards = [
+                self._awaited(server, plan.id, future) for server, future in zip(order.servers, pending, strict=True)
+            ]
             if len({(shard.round, shard.positions) for shard in shards}) > 1:
                 rounds = ", ".join(str(shard.round) for shard in shards)
                 raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
-            text = _manifest(order, shards).text()
-            commit = self._servers[order.servers[0]].snapshot(token, plan.id, text).result()
-        except PSError as error:
-            return Snapshotted(plan.id, 0, order.path, str(error))
-        return Snapshotted(plan.id, commit.round, commit.path)
+            text, first = manifest_of(shards, order.state).text(), order.servers[0]
+            done = self._awaited(first, plan.id, self._ask(first, plan.id, text), text)
+        except (ServerLost, Fenced):
+            raise  # nobody knows what became of it: who drives the job next will
+        except Exception as error:  # whatever it is, the processes that wait for the checkpoint are told
+            if not isinstance(error, PSError):
+                log.exception("a checkpoint could not be committed")
+            return Snapshotted(plan.id, 0, order.path, str(error) if isinstance(error, PSError) else repr(error))
+        return Snapshotted(plan.id, done.round, done.path)
 
-    def _awaited(self, server: RemoteServer, plan_id: bytes, future: Future[Shard]) -> Shard:
-        """A shard, however long its round and its disk take; who asks again is told of the same one."""
+    def _ask(self, server: int, plan_id: bytes, manifest: str = "") -> Future[Shard]:
+        return self._servers[server].snapshot(self._session.token, plan_id, manifest)
+
+    def _awaited(self, server: int, plan_id: bytes, future: Future[Shard], manifest: str = "") -> Shard:
+        """What a server writes, however long its round and its disk take; who asks again is told of the same."""
         while True:
             try:
                 return future.result()
             except RoundTimeout:
-                if self._stop.is_set():
-                    raise
-                log.info("%s still writes its part of a checkpoint, or waits for its round", server.task)
-                future = server.snapshot(self._session.token, plan_id, "")
-
-
-def _manifest(order: SnapshotOrder, shards: Sequence[Shard]) -> Manifest:
-    said = json.loads(order.state) if order.state else {}
-    return Manifest(
-        shards[0].round,
-        shards[0].positions,
-        {name: Saved(shard.file, spec, checksum) for shard in shards for name, spec, checksum in shard.tensors},
-        {shard.file: shard.nbytes for shard in shards},
-        said.get("objects", {}),
-        said.get("state", {}),
-        time.time(),
-    )
+                log.info("%s still writes its part of a checkpoint, or waits for its round", self._servers[server].task)
+                future = self._ask(server, plan_id, manifest)
 
 
 def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
     return tuple(sorted(members, key=lambda member: member.task))
 
 
-def drive(config: TaskConfig, timeouts: Timeouts) -> None:
+def drive(config: TaskConfig, timeouts: Timeouts, security: Security) -> None:
     """A chief without a script: drives the job until it is done, in the calling thread."""
-    Chief(config.task, connect(config.cluster, timeouts), config.cluster, timeouts).drive()
+    chief = Chief(config.task, connect(config.cluster, timeouts, security=security), config.cluster, timeouts)
+    exporter = Exporter(config.task)
+    exporter.add_chief(chief)
+    try:
+        chief.drive()
+    finally:
+        exporter.stop()

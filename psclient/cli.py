@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,28 @@ import click
 
 from psclient.chief import drive
 from psclient.config import (
-    LOG_LEVELS,
     LaunchConfig,
     ServerOptions,
-    load_launch_config,
+    security_from,
+    security_options,
     set_lane,
+    set_metrics,
+    set_security,
     task_config,
     timeouts_from,
     wants_colour,
 )
 from psclient.launch import Cluster
+from psclient.launch_file import load_launch_config
 from psclient.relay import Printer
 from psclient.runner import die_with, end_on_sigterm, run_script, say
+from pswire import logs
 from pswire.cluster import EVALUATOR, TaskConfig
 from pswire.errors import ConfigError, PSError
 from pswire.lanes import LANES
+from pswire.security import task_name
+
+log = logging.getLogger("psworker")
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Invocation:
         args: its arguments.
         launch: a local cluster to start; None for one task.
         parent: process id of the launcher to die with; 0 for none.
-        log_level: of this package's log.
+        log_level, log_format: of this package's log.
         debug: whether tracebacks of this package are shown.
     """
 
@@ -50,6 +57,7 @@ class Invocation:
     launch: LaunchConfig | None
     parent: int
     log_level: str
+    log_format: str
     debug: bool
 
 
@@ -75,7 +83,29 @@ class Invocation:
 @click.option("--threads", type=click.IntRange(1), help="Threads of one update program on each server.")
 @click.option("--in-flight", help="Bytes of one worker's contribution that a server holds before they are used.")
 @click.option("--lane", type=click.Choice(LANES), help="The fastest lane to use [default: PS_LANE, else shm].")
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), help="Of the log [default: warning; servers: info].")
+@click.option("--tls-cert", help="The process's certificate; {task} becomes worker-0 [default: PS_TLS_CERT].")
+@click.option("--tls-key", help="Its key [default: PS_TLS_KEY].")
+@click.option("--tls-ca", help="Whose signature other tasks' certificates must have [default: PS_TLS_CA].")
+@click.option("--token-file", help="A file with the token of the job [default: PS_TOKEN_FILE, else PS_TOKEN].")
+@click.option("--max-sessions", type=click.IntRange(1), help="That may be open at a time on each server.")
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    help="Serve metrics there; 0 picks; tasks of a local cluster count up from it [default: PS_METRICS_PORT, or none].",
+)
+@click.option("--metrics-host", help="Where metrics are served [default: PS_METRICS_HOST, else 127.0.0.1].")
+@click.option(
+    "--log-level",
+    type=click.Choice(logs.LEVELS),
+    envvar="PS_LOG_LEVEL",
+    help="Of the log [default: PS_LOG_LEVEL, else warning; servers: info].",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(logs.FORMATS),
+    envvar="PS_LOG_FORMAT",
+    help="Of the log, on stderr [default: PS_LOG_FORMAT, else text].",
+)
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
 @click.option("--debug", is_flag=True, help="Show tracebacks of this package.")
 @click.argument("script", default="")
@@ -88,6 +118,9 @@ def command(script: str, args: tuple[str, ...], **flags: Any) -> Invocation:
     """
     if flags["lane"]:
         set_lane(flags["lane"])
+    if not (flags["standalone"] or flags["config"]):
+        set_security(security_options().under(flags))
+        set_metrics(flags["metrics_host"], flags["metrics_port"])
     given = {name: flags[name] for name in ("ps", "workers", "restarts") if flags[name] is not None}
     names = [field.name for field in dataclasses.fields(ServerOptions) if flags[field.name] is not None]
     server = {name: str(flags[name]) for name in names}
@@ -98,12 +131,14 @@ def command(script: str, args: tuple[str, ...], **flags: Any) -> Invocation:
         given["chief"] = "driver" if flags["has_chief"] else "none"
     launch = None
     if flags["standalone"] or flags["config"]:
-        given |= {name: flags[name] for name in ("lane", "log_level") if flags[name]}
-        launch = _launch_config(flags["config"], given, server, script, args, flags["debug"])
+        shown = ("lane", "log_level", "log_format", "metrics_port", "metrics_host")
+        given |= {name: flags[name] for name in shown if flags[name] is not None}
+        launch = _launch_config(flags["config"], given, server, script, args, flags)
     elif given or server:
         name = next(iter(given | server)).replace("_", "-")
         raise ConfigError(f"--{name} describes a local cluster; add --standalone")
-    return Invocation(script, args, launch, flags["parent"], flags["log_level"] or "warning", flags["debug"])
+    level, kind = flags["log_level"] or "warning", launch.log_format if launch else flags["log_format"] or "text"
+    return Invocation(script, args, launch, flags["parent"], level, kind, flags["debug"])
 
 
 def _launch_config(
@@ -112,13 +147,17 @@ def _launch_config(
     server: dict[str, str],
     script: str,
     args: tuple[str, ...],
-    debug: bool,
+    flags: Mapping[str, Any],
 ) -> LaunchConfig:
     config = load_launch_config(path) if path else LaunchConfig()
     if script:
         given |= {"script": script, "args": args}
     config = dataclasses.replace(
-        config, server=dataclasses.replace(config.server, **server), debug=debug or config.debug, **given
+        config,
+        server=dataclasses.replace(config.server, **server),
+        security=config.security.under(flags),
+        debug=flags["debug"] or config.debug,
+        **given,
     )
     if config.script and not Path(config.script).exists():
         raise ConfigError(f"there is no script {config.script!r} in {Path.cwd()}")
@@ -147,7 +186,7 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     if config is None or config.task.job != "chief":
         who = f"{_named(task.job)} needs a script" if task else "there is no TF_CONFIG and no script"
         raise ConfigError(f"{who}; write psworker SCRIPT [ARGS], or see psworker --help")
-    drive(config, timeouts_from())
+    drive(config, timeouts_from(), security_from(task_name(config.task)))
     return 0
 
 
@@ -169,23 +208,27 @@ def run_cluster(config: LaunchConfig) -> int:
         outcome = cluster.wait()
     printer.finish()
     if outcome.report:
-        click.echo(outcome.report, err=True)
+        _report(outcome.report)
     return outcome.code
+
+
+def _report(text: str) -> None:
+    """Says why a cluster failed."""
+    if logs.structured():
+        log.error("%s", text.removeprefix("psworker: "))
+    else:
+        click.echo(text, err=True)
 
 
 def run(invocation: Invocation) -> int:
     """Does what the command line says; returns the exit code."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=invocation.log_level.upper(),
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    logs.configure(invocation.log_format, invocation.log_level, relayed=bool(invocation.parent))
     config: TaskConfig | None = None
     try:
         if invocation.launch:
             return run_cluster(invocation.launch)
         config = task_config()
+        logs.name(str(config.task) if config else "")
         return run_task(invocation, config)
     except PSError as error:
         if invocation.debug:

@@ -1,25 +1,21 @@
-"""What a client is told: `TF_CONFIG`, `PS_TIMEOUT_*`, Slurm's variables, and the files in `configs/`.
+"""What a client is told: `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*`, `PS_TOKEN`, and Slurm's variables.
 
 The only module of this package that reads the environment for configuration.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import yaml
-
+from pswire import logs
 from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.lanes import LANES, LaneName
-from pswire.limits import Timeouts, parse_seconds, refuse_unknown
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
+from pswire.limits import Timeouts, refuse_unknown
+from pswire.security import Security, SecurityOptions
 
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
 """Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
@@ -27,6 +23,11 @@ GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:
 # gRPC's handlers of fork() abort the child where a call is under way, as one is nearly always. A fork has no part in
 # the job and makes no calls, so that it needs no handlers: a data loader may fork at any time.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# What matters of its own lines on stderr our errors say, with the task in them.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+METRICS_HOST, METRICS_PORT = "PS_METRICS_HOST", "PS_METRICS_PORT"
+"""The environment variables that say where metrics are served."""
 
 LANE = "PS_LANE"
 """The environment variable that says which lane to begin with."""
@@ -48,6 +49,7 @@ class ServerOptions:
         in_flight: bytes of one worker's contribution that a server holds before they are used, with a unit.
         snapshot_limit: bytes of old values that a server holds for checkpoints which are being written, with a unit;
             "0" for no limit.
+        max_sessions: that may be open at a time on a server, a number.
     """
 
     device: str = "cpu"
@@ -57,6 +59,7 @@ class ServerOptions:
     shared_memory: str = "1GiB"
     in_flight: str = "64MiB"
     snapshot_limit: str = "0"
+    max_sessions: str = "1024"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,12 @@ class LaunchConfig:
         timeouts: handed to every process; by default this process's own.
         debug: whether every process shows tracebacks of this package.
         lane: the fastest lane that workers may use; by default what `PS_LANE` says.
-        log_level: of every process, one of `LOG_LEVELS`; "" for what each has by itself.
+        log_level: of every process, one of `logs.LEVELS`; "" for what each has by itself.
+        log_format: of every process, one of `logs.FORMATS`.
+        metrics_port: where the first task serves its metrics, the others behind it: servers, the chief, workers, the
+            evaluator; 0 for ports that are picked, None for no metrics. By default what `PS_METRICS_PORT` says.
+        metrics_host: where they listen; by default what `PS_METRICS_HOST` says, else this machine only.
+        security: of every process; by default what the environment says. Where there is no token, a cluster draws one.
     """
 
     ps: int = 1
@@ -90,6 +98,10 @@ class LaunchConfig:
     debug: bool = False
     lane: str = field(default_factory=lambda: lane_from())
     log_level: str = ""
+    log_format: str = logs.FORMATS[0]
+    metrics_port: int | None = field(default_factory=lambda: metrics_from()[1])
+    metrics_host: str = field(default_factory=lambda: metrics_from()[0])
+    security: SecurityOptions = field(default_factory=lambda: security_options())
 
     def __post_init__(self) -> None:
         if self.ps < 1:
@@ -99,7 +111,9 @@ class LaunchConfig:
         if self.chief not in CHIEFS:
             raise ConfigError(f"chief {self.chief!r} is unknown; write one of {', '.join(CHIEFS)}")
         check_lane(self.lane)
-        refuse_unknown([self.log_level] if self.log_level else [], LOG_LEVELS, "log_level")
+        refuse_unknown([self.log_level] if self.log_level else [], logs.LEVELS, "log_level")
+        refuse_unknown([self.log_format], logs.FORMATS, "log_format")
+        _check_port("metrics_port", self.metrics_port)
         if self.script and not self.workers and self.chief != "script":
             raise ConfigError(f"nobody would run {self.script}: the cluster has no worker")
 
@@ -157,6 +171,46 @@ def set_lane(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
     environ[LANE] = check_lane(name)
 
 
+def metrics_from(environ: Mapping[str, str] = os.environ) -> tuple[str, int | None]:
+    """The host and the port where this process serves its metrics, which `PS_METRICS_*` say; no port for none.
+
+    Raises:
+        ConfigError: `PS_METRICS_PORT` is no port.
+    """
+    text = environ.get(METRICS_PORT, "")
+    port = int(text) if text.isdecimal() else None
+    if text and port is None:
+        raise ConfigError(f"{METRICS_PORT}={text!r} is no port; write a number from 0 to 65535")
+    _check_port(METRICS_PORT, port)
+    return environ.get(METRICS_HOST) or "127.0.0.1", port
+
+
+def _check_port(name: str, port: int | None) -> None:
+    if port is not None and not 0 <= port < 1 << 16:
+        raise ConfigError(f"{name} {port} is no port; write a number from 0 to 65535")
+
+
+def set_metrics(host: str | None, port: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `PS_METRICS_*` for this process; what is None stays as it is."""
+    given = {METRICS_HOST: host, METRICS_PORT: None if port is None else str(port)}
+    environ.update({name: value for name, value in given.items() if value is not None})
+
+
+def security_options(environ: Mapping[str, str] = os.environ) -> SecurityOptions:
+    """Where certificates and the token are, as `PS_TLS_*`, `PS_TOKEN_FILE` and `PS_TOKEN` say."""
+    return SecurityOptions.from_environ(environ)
+
+
+def security_from(name: str, environ: Mapping[str, str] = os.environ) -> Security:
+    """What this process shows as a task, `worker-0`, or as `admin`; raises `ConfigError` as `SecurityOptions.read`."""
+    return security_options(environ).read(name)
+
+
+def set_security(options: SecurityOptions, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `PS_TLS_*`, `PS_TOKEN_FILE` and `PS_TOKEN` for this process and its children."""
+    environ.update({name: value for name, value in options.variables().items() if value})
+
+
 def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a process that we start; what the user has set stays.
 
@@ -168,58 +222,11 @@ def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str]
     threads = str(max(1, len(os.sched_getaffinity(0)) // tasks))
     environ = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
     environ |= {"GLIBC_TUNABLES": GLIBC_TUNABLES, "PYTHONUNBUFFERED": "1"}
-    environ |= {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    # Two processes cannot serve their metrics at one port.
+    environ |= {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", METRICS_PORT)}
     return environ | (timeouts.environ() if timeouts else {}) | dict(more or {})
 
 
 def wants_colour(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a terminal should be shown colours (https://no-color.org)."""
     return not environ.get("NO_COLOR")
-
-
-def load_launch_config(path: Path) -> LaunchConfig:
-    """Reads a local cluster from a YAML file; its keys are the attributes of `LaunchConfig`.
-
-    Raises:
-        ConfigError: the file is not there, is no YAML, or says something unknown or impossible.
-    """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-    return LaunchConfig(**_launch_keys(_mapping(data, str(path)), str(path)))
-
-
-def _launch_keys(data: dict[str, Any], path: str) -> dict[str, Any]:
-    refuse_unknown(data, [f.name for f in dataclasses.fields(LaunchConfig)], f"{path}: key")
-    values = dict(data)
-    for name, default in ((f.name, f.default) for f in dataclasses.fields(LaunchConfig)):
-        if isinstance(default, int | str) and name in data and type(data[name]) is not type(default):
-            kind = type(default).__name__
-            raise ConfigError(f"{path}: {name} must be of type {kind}, not {type(data[name]).__name__}")
-    if "args" in data:
-        if not isinstance(data["args"], list):
-            raise ConfigError(f"{path}: args must be a list, one item for each argument")
-        values["args"] = tuple(str(arg) for arg in data["args"])
-    if "server" in data:
-        section = _section(data, "server", path, ServerOptions)
-        values["server"] = ServerOptions(**{key: str(value) for key, value in section.items()})
-    if "timeouts" in data:
-        section = _section(data, "timeouts", path, Timeouts)
-        seconds = {key: parse_seconds(f"{path}: timeouts.{key}", value) for key, value in section.items()}
-        values["timeouts"] = dataclasses.replace(timeouts_from(), **seconds)
-    return values
-
-
-def _section(data: dict[str, Any], name: str, path: str, kind: type[Any]) -> dict[str, Any]:
-    section = _mapping(data[name], f"{path}: {name}")
-    refuse_unknown(section, [f.name for f in dataclasses.fields(kind)], f"{path}: key of {name}")
-    return section
-
-
-def _mapping(data: Any, where: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where} must be a mapping of keys to values, not {type(data).__name__}")
-    return {str(key): value for key, value in data.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from operator import is_
@@ -77,11 +78,12 @@ class Configured:
     def settings_with(self, **replaced: Any) -> Settings:
         """As `settings`, with other values of some attributes."""
         kind: Any = type(self)
+        names = tuple(itertools.chain.from_iterable(map(vars, kind.__mro__)))
         taken = {name: _taken(value) for name, value in (vars(self) | replaced).items()}
-        known = {name: _taken(getattr(kind, name)) for name in _names_of_class(kind) if name not in taken}
+        known = {name: _taken(getattr(kind, name)) for name in _readable(kind, names) if name not in taken}
         attributes = {name: value for name, value in (known | taken).items() if value is not _LEFT_OUT}
         last: Settings | None = vars(self).get(_LAST)
-        if last is not None and last.same(kind, attributes):
+        if last is not None and last.same(kind, names, attributes):
             return last
         for name, value in taken.items():
             if value is _LEFT_OUT and hasattr(kind, name):
@@ -89,13 +91,18 @@ class Configured:
                     f"attribute {name!r} of {kind.__name__} hides the class's own, and update functions see "
                     "numbers, words, functions and tuples only; make it one of these, or give it another name"
                 )
-        made = vars(self)[_LAST] = Settings(kind, attributes)
+        made = vars(self)[_LAST] = Settings(kind, names, attributes)
         return made
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_of_class(kind: type) -> tuple[str, ...]:
-    """The names of what a class has for its objects to read; functions become methods, and stay with it."""
+def _readable(kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of a class's names that its objects read as attributes; functions become methods, and stay with it.
+
+    Args:
+        kind: the class.
+        names: all that it and its bases have; a class may get more.
+    """
     found = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
     return tuple(
         name
@@ -109,6 +116,7 @@ class Settings:
 
     Args:
         kind: its class.
+        names: of all that the class and its bases have: a new one, of a method as well, may hide another.
         attributes: by name.
 
     Attributes:
@@ -117,17 +125,20 @@ class Settings:
         numbers: in order.
     """
 
-    def __init__(self, kind: type, attributes: Mapping[str, Any]) -> None:
+    def __init__(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, Any]) -> None:
         self.kind = kind
+        self._names = names
         self._attributes = attributes
         self.numbers: list[Number] = []
         self.view(self.numbers.append)
-        self.key = _Key((kind, *((name, _key(value)) for name, value in attributes.items())))
+        self.key = _Key((kind, names, *((name, _key(value)) for name, value in attributes.items())))
 
-    def same(self, kind: type, attributes: Mapping[str, Any]) -> bool:
-        """Whether they are of this class, and have these very attributes."""
+    def same(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, Any]) -> bool:
+        """Whether they are of this class, with these names, and have these very attributes."""
         mine = self._attributes
-        return self.kind is kind and [*mine] == [*attributes] and all(map(is_, mine.values(), attributes.values()))
+        if self.kind is not kind or self._names != names or [*mine] != [*attributes]:
+            return False
+        return all(map(is_, mine.values(), attributes.values()))
 
     def view(self, number: Callable[[Number], Any]) -> Any:
         """An object of the class with these attributes.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import subprocess
 
 from psclient.config import ServerOptions
 from psclient.processes import start_server
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts
+from pswire.security import TOKEN_BYTES, Security, SecurityOptions
 
 END_SECONDS = 5.0
 """How long the server may take to end, before SIGTERM and again before SIGKILL."""
@@ -26,6 +28,7 @@ class EmbeddedServer:
 
     Attributes:
         address: where it listens, as `host:port`.
+        security: what it asks callers for: a token, so that nobody else on this machine is let in.
 
     Raises:
         Unreachable: it did not start.
@@ -33,9 +36,14 @@ class EmbeddedServer:
 
     def __init__(self, options: ServerOptions | None = None, timeouts: Timeouts | None = None) -> None:
         self._owner = os.getpid()
+        token = secrets.token_hex(TOKEN_BYTES)
+        self.security = Security(token=token)
         try:
             self._process, self.address = start_server(
-                options=options, timeouts=timeouts, flags=("--log-level", "warning")
+                options=options,
+                timeouts=timeouts,
+                flags=("--log-level", "warning"),
+                security=SecurityOptions(token=token),
             )
         except ConfigError as error:
             raise Unreachable(f"the embedded server did not start: {error.message}", error.task) from error

@@ -6,22 +6,24 @@ variables that it assigned and that this process read before: the next step's re
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from psclient.group import Group
+from psclient.measures import Measures
 from psclient.session import Session
 from psclient.staging import Sent, fill, pack
-from pswire.api import ALL, Contribution, CreateReply, ParameterServer, RestoreOrder, RestoreReply, RoundReply
-from pswire.errors import CheckpointError, Fenced, MemoryLimit, NoCheckpoint, ProgramError, PSError, RoundTimeout
+from pswire.api import Contribution, CreateReply, RoundReply
+from pswire.errors import Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
 from pswire.log import Snapshotted
 from pswire.payload import EMPTY, Payload
-from pswire.spec import Plan, Ref, Variable, VariableSpec
+from pswire.spec import Plan, Ref, SnapshotOrder, Variable, VariableSpec
 from pswire.tensor import Array, TensorSpec, portable
 
 log = logging.getLogger("psclient")
@@ -85,11 +87,15 @@ class Exchange:
     Args:
         session: this process's session, open.
         group: where it stands.
+
+    Attributes:
+        measures: what is counted of it.
     """
 
     def __init__(self, session: Session, group: Group) -> None:
         self.session = session
         self.group = group
+        self.measures = Measures()
         self._variables: dict[int, Variable] = {}
         self._proposed: set[bytes] = set()
         self._touched = [-1] * len(session.servers)
@@ -101,7 +107,6 @@ class Exchange:
         self._renewed = False
         self._read: set[int] = set()
         self._restored: set[int] = set()
-        self._restores = 0
 
     # ---- Variables ----
 
@@ -201,6 +206,7 @@ class Exchange:
         server = variable.servers[0]
         # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
         after = -1 if self.group.alone else self._touched[server]
+        began = time.monotonic()
         future = self.session.servers[server].pull(self.session.number, [variable.id], after)
         late = RoundTimeout(f"reading {variable.spec.name!r} took longer than {self.session.timeouts.round:g} s")
         reply = self.session.wait(
@@ -210,6 +216,7 @@ class Exchange:
             lambda: f"waits for variable {variable.spec.name!r} of server {server}",
             lambda: False,
         )
+        self.measures.read(time.monotonic() - began)
         if not self._renewed:
             self._seen[server] = min(reply.round, self._seen.get(server, reply.round))
         return _frozen(reply.payload.tensors([variable.spec.tensor])[0])
@@ -225,6 +232,10 @@ class Exchange:
         Raises:
             PSError: why the round did not happen; the same on every process.
         """
+        with self.measures:
+            return self._make_round(outgoing)
+
+    def _make_round(self, outgoing: Outgoing) -> dict[Ref, Array]:
         plan = outgoing.plan
         waiting = self.group.epoch is None
         self.group.enter(f"plan:{plan.id.hex()}")
@@ -258,17 +269,24 @@ class Exchange:
 
     def _propose(self, plan: Plan) -> None:
         """Asks for a plan's approval, once; of one that saves only one process does, whose state it has."""
-        if plan.id not in self._proposed and (plan.snapshot is None or self._saves()):
-            self.session.keeper.propose(self.session.number, plan, "", None)
-            self._proposed.add(plan.id)
+        if plan.id in self._proposed or (plan.snapshot is not None and not self.group.saves()):
+            return
+        self.session.keeper.propose(self.session.number, plan, "", None)
+        self._proposed.add(plan.id)
+        if plan.snapshot is not None and self.group.late:
+            self._warn_of_state(plan.snapshot)
 
-    def _saves(self) -> bool:
-        """Whether this process is the first in task order of those that make this round and are still there."""
-        if self.group.alone or self.group.epoch is None or len(self.group.epoch.members) == 1:
-            return True
-        gone = {state.member.session for state in self.session.look().sessions if state.state != "open"}
-        here = [member.session for member in self.group.epoch.members if member.session not in gone]
-        return not here or here[0] == self.session.number
+    def _warn_of_state(self, order: SnapshotOrder) -> None:
+        """Says whose state a checkpoint has, where nobody is left who began the job."""
+        own = [repr(path) for path in json.loads(order.state or "{}").get("state", {}) if not path.startswith(".")]
+        if own:
+            log.warning(
+                "%s came to a running job, and saves: in checkpoint %r the state of %s is what this process has, "
+                "which was not restored; what those had who began the job is lost. Keep in variables what must not be",
+                self.session.task,
+                order.path,
+                ", ".join(own),
+            )
 
     def _stand_in(self, plan: Plan, futures: Iterable[Future[RoundReply]]) -> None:
         """Waits until a plan that others have to propose is answered; proposes it should all of them be gone."""
@@ -362,7 +380,7 @@ class Exchange:
         written = set[int]().union(*map(plan.writes, plan.servers))
         with self._lock:  # first, so that there is never room for more than one value of a variable that spans parts
             self._read -= written
-            for id in written & self._cache.keys():
+            for id in set(self._cache) if plan.restore else written & self._cache.keys():
                 del self._cache[id]
         values: dict[Ref, Array] = {}
         fresh: dict[int, Array] = {}
@@ -373,6 +391,7 @@ class Exchange:
             fresh |= zip(want[server], tensors, strict=False)
             values |= zip([ref for ref, _ in given], tensors[len(wanted) :], strict=True)
             for task in reply.left_out:
+                self.measures.left_out += 1
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)
         for server in plan.servers:
             self._touched[server] = self.group.round
@@ -389,58 +408,6 @@ class Exchange:
     def snapshot(self, plan_id: bytes) -> Snapshotted:
         """Waits until the checkpoint that a flushed plan ordered is complete, or failed."""
         return self.group.snapshotted(plan_id, time.monotonic() + self.session.timeouts.round)
-
-    def look(self, path: str) -> RestoreReply:
-        """What a checkpoint has, or the newest of a directory of them; nothing changes.
-
-        Raises:
-            CheckpointError: there is none, or it is broken.
-        """
-        return self._restore(self.session.keeper, path, 0, RestoreOrder(look=True))
-
-    def restore(self, path: str, order_for: Callable[[RestoreReply], RestoreOrder]) -> RestoreReply:
-        """Has every server read a checkpoint.
-
-        Args:
-            path: which, or a directory of them.
-            order_for: which of its values go where, once it is known what it has.
-
-        Raises:
-            CheckpointError: there is none, or a server cannot read its part.
-            VariableMismatch: it has a variable with another shape or dtype.
-        """
-        ordinal, self._restores = self._restores, self._restores + 1
-        try:
-            order = order_for(self.look(path))
-        except NoCheckpoint:
-            order = ALL  # Asked for all the same: servers remember that the first process found none.
-        # Server 0 says which one is the newest, so that all read the same.
-        first = self._restore(self.session.keeper, path, ordinal, order)
-        try:
-            order = order_for(first)
-            others = [self._restore(server, first.path, ordinal, order) for server in self.session.servers[1:]]
-            if any(other != first for other in others):
-                raise CheckpointError(
-                    f"the servers do not read the same checkpoint {first.path!r}; is it on all hosts?"
-                )
-        except PSError as error:
-            # Some variables are restored, and others are not: nobody may compute on that.
-            self.session.end(error)
-            raise
-        with self._lock:
-            self._cache.clear()
-        return first
-
-    def _restore(self, server: ParameterServer, path: str, ordinal: int, order: RestoreOrder) -> RestoreReply:
-        session = self.session
-        late = RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s")
-        return session.wait(
-            server.restore(session.number, path, ordinal, order),
-            time.monotonic() + session.timeouts.round,
-            late,
-            lambda: f"waits for {path!r} to be restored",
-            lambda: False,
-        )
 
 
 def _frozen(array: Array) -> Array:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from psclient.arrays import Device
 from psclient.progress import Progress
 from psclient.session import Session
+from pswire import logs
 from pswire.api import Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
@@ -43,6 +44,8 @@ class Group(Progress):
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
         self._expected = tuple(expected)
+        logs.follow(lambda: (self.round, session.number))
+        self._entered = False
         self._taken_in = ""
         self._announced: Epoch | None = None
         self._followed = 0
@@ -123,12 +126,33 @@ class Group(Progress):
         return self._first_epoch.session(self.session.number) is None
 
     @property
+    def outside(self) -> bool:
+        """Whether the job began without this process, and it has not come to where the others are.
+
+        A synchronous process that was taken in makes from then on the same calls as all.
+        """
+        return self.late and (self.alone or not self._entered)
+
+    @property
     def leads(self) -> bool:
         """Whether this process is the first of the group, in task order; of asynchronous workers always the same."""
         if self.alone:
             return self._first_epoch.members[0].task == self.session.task
         self._settle()
         return self.epoch is not None and self.epoch.members[0].session == self.session.number
+
+    def saves(self) -> bool:
+        """Whether of those that make rounds together this process says what a checkpoint has beside the variables.
+
+        The first in task order of those that began the job: who came later has not restored what it has. Where none
+        of them is left, whoever has been there the longest.
+        """
+        if self.alone or self.epoch is None or len(self.epoch.members) == 1:
+            return True
+        gone = {state.member.session for state in self.session.look().sessions if state.state != "open"}
+        here = [member.session for member in self.epoch.members if member.session not in gone]
+        began = [number for number in here if self._first_epoch.session(number)]
+        return self.session.number == next(iter(began), min(here, default=self.session.number))
 
     @property
     def _first_epoch(self) -> Epoch:
@@ -162,14 +186,15 @@ class Group(Progress):
         """The program is at a place where epochs begin.
 
         Args:
-            entry: `dataset:<number>` before a batch of that dataset, `plan:<hex>` before a round of that plan. An
-                asynchronous worker only waits here until it takes part.
+            entry: `dataset:<number>` before a batch of that dataset, `save` before a checkpoint, `plan:<hex>` before
+                a round of that plan. An asynchronous worker only waits here until it takes part.
         """
         self.session.check()
         if self.epoch is None:
             self._join(entry)
         if self._announced is not None and self._announced.entry == entry:
             self._take_in(self._announced)
+        self._entered = True
 
     def _take_in(self, epoch: Epoch) -> None:
         if self.epoch is None or epoch.number <= self.epoch.number:
@@ -259,7 +284,8 @@ class Group(Progress):
     def _behind(self, entry: str) -> tuple[RoundTimeout, Callable[[], str]]:
         """For who came late: that the others did not come to its entry, and, as long as it waits, that they shall."""
         kind, _, which = entry.partition(":")
-        place = f"a batch of its dataset {which}" if kind == "dataset" else "the section that it begins with"
+        places = {"dataset": f"a batch of its dataset {which}", "save": "a save"}
+        place = places.get(kind, "the section that it begins with")
         error = RoundTimeout(
             f"{self.session.task} came late and waited too long: the others did not come to {place} again. Who comes "
             "late is taken in where its script begins: make no section before the loop, and distribute each dataset "

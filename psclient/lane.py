@@ -9,19 +9,22 @@ import itertools
 import os
 import selectors
 import socket
+import ssl
 import threading
 import weakref
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from psclient import forks
 from pswire.errors import InvalidRequest, PSError
 from pswire.lanes import LaneName
 from pswire.lanes.rings import CLIENT_BYTES, Hold, Mirror, Ring, Segment
+from pswire.lanes.sealed import Sealed, Stream
 from pswire.lanes.sockets import Channel, Kind, Link, Message, tune
+from pswire.lanes.traffic import Traffic
 from pswire.payload import Assembly, Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.wire import parse, refusal_from_pb
@@ -52,6 +55,8 @@ class Offer:
         host, port: of the tcp lane; the port is 0 where there is none.
         path: of the shm lane's socket; "" where there is none.
         in_flight: bytes of a contribution that the server holds before they are used.
+        name: on the server's certificate.
+        tls: what the tcp lane is encrypted with; None for nothing.
     """
 
     session: int
@@ -60,6 +65,8 @@ class Offer:
     port: int
     path: str
     in_flight: int = CLIENT_BYTES
+    name: str = ""
+    tls: ssl.SSLContext | None = None
 
 
 @dataclass
@@ -86,6 +93,7 @@ class Lane:
         name: which one, "tcp" or "shm".
         offer: the server's.
         silence: seconds after which a host that does not acknowledge is lost.
+        traffic: counts what travels.
 
     Attributes:
         answered: how many calls were.
@@ -94,8 +102,9 @@ class Lane:
         LaneLost: it cannot be opened; the message says why.
     """
 
-    def __init__(self, name: LaneName, offer: Offer, silence: float) -> None:
+    def __init__(self, name: LaneName, offer: Offer, silence: float, traffic: Traffic) -> None:
         self.name = name
+        self._traffic = traffic
         self.answered = 0
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
@@ -108,7 +117,7 @@ class Lane:
         self._welcomed = False
         self._bell, self._rope = socket.socketpair()
         self._rope.setblocking(False)
-        self._sockets = [self._bell, self._rope]
+        self._sockets: list[Stream] = [self._bell, self._rope]
         hello = pb.LaneHello(session=offer.session, token=offer.token).SerializeToString()
         try:
             self._sock = _connect(name, offer, silence)
@@ -116,7 +125,7 @@ class Lane:
             ring = self._introduce(Message(Kind.HELLO, header=hello).head(), offer.in_flight if name == "shm" else 0)
             self._link = Link(self._sock)
             self._link.trust()
-            self._channel = Channel(self._link, ring, True, self._ring_bell)
+            self._channel = Channel(self._link, ring, True, self._ring_bell, traffic)
         except (OSError, InvalidRequest) as error:
             self._drop()
             raise LaneLost(_why(name, offer, error)) from None
@@ -135,8 +144,9 @@ class Lane:
         segment, file = Segment.make(shared)
         files: list[int] = [file]
         try:
-            socket.send_fds(self._sock, [b"\0" + hello], [file])
-            _, taken, _, _ = socket.recv_fds(self._sock, 1, 1)
+            sock = cast(socket.socket, self._sock)  # memory is shared on this host alone, by plain sockets
+            socket.send_fds(sock, [b"\0" + hello], [file])
+            _, taken, _, _ = socket.recv_fds(sock, 1, 1)
             files += taken
             if len(taken) != 1:
                 raise OSError("the server hands over no memory")
@@ -265,7 +275,7 @@ class Lane:
             return
         if message.kind is Kind.ANSWER or message.header:
             header = parse(call.kind, message.header)
-            call.assembly = call.assembly or Assembly(header.size)
+            call.assembly = call.assembly or Assembly(header.size, self._traffic)
             call.header = header if message.kind is Kind.ANSWER else None
         if call.assembly is None:
             raise InvalidRequest("a part of an answer without a header")
@@ -314,7 +324,7 @@ def _forget() -> None:
 forks.watch(_keep, _forget)
 
 
-def _connect(name: LaneName, offer: Offer, silence: float) -> socket.socket:
+def _connect(name: LaneName, offer: Offer, silence: float) -> Stream:
     if name == "shm":
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(CONNECT_SECONDS)
@@ -322,11 +332,17 @@ def _connect(name: LaneName, offer: Offer, silence: float) -> socket.socket:
         return sock
     sock = socket.create_connection((offer.host, offer.port), CONNECT_SECONDS)
     tune(sock, silence)
-    return sock
+    if offer.tls is None:
+        return sock
+    try:
+        return Sealed(offer.tls.wrap_socket(sock, server_hostname=offer.name))
+    except OSError:
+        sock.close()
+        raise
 
 
 def _why(name: LaneName, offer: Offer, error: Exception) -> str:
-    said = getattr(error, "strerror", None) or error
+    said = getattr(error, "verify_message", None) or getattr(error, "strerror", None) or error
     if name == "shm":
         return f"{offer.path} cannot be used ({said}); do server and client share {SHARED}?"
     return f"{offer.host}:{offer.port} cannot be reached ({said})"

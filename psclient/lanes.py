@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from psclient.lane import Answered, Lane, LaneLost, Offer
 from psclient.threads import Threads, settle
 from pswire.lanes import LANES, LaneName
+from pswire.lanes.traffic import Traffic
 from pswire.payload import Payload
 
 log = logging.getLogger(__name__)
@@ -37,12 +38,22 @@ class Lanes:
         offer: which lanes it has.
         silence: seconds after which a host that does not acknowledge is lost.
         threads: run what may take a while.
+        traffic: counts what travels on each of them.
         wanted: which lane to begin with; the ones after it are fallen back to.
     """
 
-    def __init__(self, server: str, offer: Offer, silence: float, threads: Threads, wanted: LaneName = "shm") -> None:
+    def __init__(
+        self,
+        server: str,
+        offer: Offer,
+        silence: float,
+        threads: Threads,
+        traffic: Mapping[LaneName, Traffic],
+        wanted: LaneName = "shm",
+    ) -> None:
         self._server = server
         self._threads = threads
+        self._traffic = traffic
         self._silence = silence
         self._offer: Offer | None = offer
         self._lock = threading.Lock()  # guards all below, but what counts calls
@@ -113,7 +124,7 @@ class Lanes:
     def _open(self, offer: Offer) -> Lane | None:
         while (name := self._names[self._at]) != "grpc":
             try:
-                lane = Lane(name, offer, self._silence)
+                lane = Lane(name, offer, self._silence, self._traffic[name])
             except LaneLost as error:
                 self._skip(str(error))
             else:
@@ -135,7 +146,7 @@ class Lanes:
         for at, name in enumerate(self._names[: self._at]):
             if offer is not None:
                 with suppress(LaneLost):
-                    self._replace(at, Lane(name, offer, self._silence))
+                    self._replace(at, Lane(name, offer, self._silence, self._traffic[name]))
                     return
         self._pause *= 2
 

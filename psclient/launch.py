@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -32,9 +34,11 @@ from psclient.processes import (
 )
 from psclient.relay import Line, Relay
 from psclient.rpc import RemoteServer
+from pswire import logs
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.limits import Timeouts
+from pswire.security import TOKEN_BYTES, Security, task_name
 
 __all__ = ["Cluster", "Outcome", "start_server"]
 
@@ -54,6 +58,8 @@ SETTLE_SECONDS = 0.5
 """How long after a failure others are looked at: the one that failed first may end last."""
 
 POLL_SECONDS = 0.05
+
+log = logging.getLogger("psworker")
 
 _TRACEBACK = "Traceback (most recent call last)"
 _VERDICTS = ("psworker: ", "psserver: ", _TRACEBACK)
@@ -98,6 +104,10 @@ class Cluster:
         self.config = dataclasses.replace(config or LaunchConfig(), **keys)
         self.processes: dict[Task, subprocess.Popen[bytes]] = {}
         self.addresses: dict[Task, str] = {}
+        self._options = self.config.security
+        if not (self._options.token or self._options.token_file):
+            # Others on this machine are not let in.
+            self._options = dataclasses.replace(self._options, token=secrets.token_hex(TOKEN_BYTES))
         self._sink = sink
         self._more = dict(more or {})
         self._relay: Relay | None = None
@@ -158,6 +168,10 @@ class Cluster:
         jobs |= {"worker": [NAME_ONLY] * config.workers} if config.workers else {}
         jobs |= {} if config.chief == "none" else {"chief": [NAME_ONLY]}
         return json.dumps({"cluster": jobs, "task": {"type": task.job, "index": task.index}})
+
+    def security(self, task: Task) -> Security:
+        """What a task of this cluster shows to the servers; raises `ConfigError` as `SecurityOptions.read`."""
+        return self._options.read(task_name(task))
 
     def output(self, task: Task, error: bool = False) -> list[str]:
         """The last lines that a task printed on stdout, or with `error` on stderr."""
@@ -222,22 +236,29 @@ class Cluster:
 
     def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
         config = self.config
-        flags = self._flags() + ["--until-done"] * bool(config.script)
-        return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, self._tasks())
+        flags = self._flags(task) + ["--until-done"] * bool(config.script)
+        more = self._options.variables()
+        return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, self._tasks(), more)
 
     def _client(self, task: Task) -> subprocess.Popen[bytes]:
         runs = task.job != "chief" or self.config.chief == "script"
         command = [sys.executable, "-P", "-m", "psclient.cli", "--die-with-parent", str(os.getpid())]
-        command += self._flags()
+        command += self._flags(task)
         command += ["--", self.config.script, *self.config.args] if runs else []
-        told = {LANE: self.config.lane} | self._more | {"TF_CONFIG": self.tf_config(task)}
+        told = {LANE: self.config.lane} | self._options.variables() | self._more | {"TF_CONFIG": self.tf_config(task)}
         environ = child_environ(self._tasks(), self.config.timeouts, told)
         return spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
-    def _flags(self) -> list[str]:
-        """What every process is told of what to show."""
-        level = self.config.log_level
-        return ["--debug"] * self.config.debug + (["--log-level", level] if level else [])
+    def _flags(self, task: Task) -> list[str]:
+        """What every process is told of what to show, and where."""
+        config = self.config
+        flags = ["--debug"] * config.debug + ["--log-format", config.log_format]
+        flags += ["--log-level", config.log_level] if config.log_level else []
+        if config.metrics_port is not None:
+            order = [*(Task("ps", index) for index in range(config.ps)), *self.clients()]
+            port = config.metrics_port + order.index(task) if config.metrics_port else 0
+            flags += ["--metrics-port", str(port), "--metrics-host", config.metrics_host]
+        return flags
 
     def _tasks(self) -> int:
         return self.config.ps + self.config.workers
@@ -270,7 +291,9 @@ class Cluster:
         return True
 
     def _tell(self, task: Task, text: str, error: bool = True) -> None:
-        if self._sink:
+        if error and logs.structured():
+            log.warning("%s", text.removeprefix("psworker: "))
+        elif self._sink:
             self._sink(Line(task, error, text))
 
     def _end(self) -> Outcome:
@@ -290,7 +313,8 @@ class Cluster:
     def _job_began(self) -> bool:
         """Whether workers ever took part in a job: a script may do without one, which leaves servers waiting."""
         task = Task("ps", 0)
-        server = RemoteServer(self.addresses[task], task, Timeouts(call=TERM_SECONDS))
+        security = self.security(self.clients()[0])
+        server = RemoteServer(self.addresses[task], task, Timeouts(call=TERM_SECONDS), security=security)
         try:
             return server.status().epoch is not None
         except PSError:
@@ -310,7 +334,7 @@ class Cluster:
 
     def _blame(self, task: Task) -> tuple[bool, bool]:
         killed = self.processes[task].returncode < 0
-        return (not killed, not any(line.startswith(_TRACEBACK) for line in self.output(task, error=True)))
+        return (not killed, not any(line.startswith(_TRACEBACK) for line in _plain(self.output(task, error=True))))
 
     def _interrupted(self) -> Outcome:
         number = self._signals[0]
@@ -333,13 +357,25 @@ class Cluster:
 
 def _last_words(lines: list[str]) -> list[str]:
     """Why a process ended: its last traceback, or line of ours; the log goes on while it takes its leave."""
-    said = [line for line in lines if line.strip()]
+    said = [line for line in _plain(lines) if line.strip()]
     said = [line for line in said if not _LOGGED.match(line)] or said
     starts = [i for i, line in enumerate(said) if line.startswith(_VERDICTS)]
     if not starts:
         return said[-1:] or ["it printed nothing on stderr"]
     verdict = said[starts[-1] :]
     return verdict if verdict[0].startswith(_TRACEBACK) else verdict[:1]
+
+
+def _plain(lines: list[str]) -> list[str]:
+    """Lines as text: of those in JSON the errors, with their tracebacks."""
+    plain: list[str] = []
+    for line in lines:
+        said = logs.read(line)
+        if said is None:
+            plain.append(line)
+        elif said["level"] in ("error", "critical"):
+            plain += str(said.get("exception") or f"psworker: {said['message']}").splitlines()
+    return plain
 
 
 def _unfinished(running: list[Task]) -> str:

@@ -49,12 +49,12 @@ _INSTEAD: dict[str, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Brought:
-    """An array that an update function brought along, and did not get as an argument.
+    """An array or a number that an update function brought along, and did not get as an argument.
 
     Attributes:
         value: what the function had; whatever NumPy makes an array of.
         array: its copy.
-        line: of the user's code, where it met a tracer.
+        line: of the user's code, where it met what the function got.
         function: that has this line.
     """
 
@@ -62,6 +62,22 @@ class Brought:
     array: Array
     line: str
     function: str
+
+    @classmethod
+    def here(cls, value: object, array: Array) -> Brought:
+        """At the user's line that is running."""
+        return cls(value, array, *_place(users_frame()))
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number of Python."""
+        return isinstance(self.value, int | float | complex)
+
+    def same(self, other: Brought) -> bool:
+        """Whether two calls brought the same."""
+        if self.is_number:
+            return repr(self.value) == repr(other.value)
+        return (str(self), self.array.tobytes()) == (str(other), other.array.tobytes())
 
     def __str__(self) -> str:
         return f"{self.array.dtype}[{','.join(map(str, self.array.shape))}]"
@@ -93,14 +109,17 @@ def users_frame() -> FrameType | None:
 
 def users_line() -> str:
     """Where the user's code is: "file:line", or "" if none runs."""
-    frame = users_frame()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+    return _place(users_frame())[0]
 
 
 def users_function() -> str:
     """The name of the user's function that runs, with its class's; "" if none does."""
-    frame = users_frame()
-    return _short(frame.f_code.co_qualname) if frame else ""
+    return _place(users_frame())[1]
+
+
+def _place(frame: FrameType | None) -> tuple[str, str]:
+    """The line of a frame, and its function's name; both "" without one."""
+    return (f"{frame.f_code.co_filename}:{frame.f_lineno}", _short(frame.f_code.co_qualname)) if frame else ("", "")
 
 
 def fail(message: str, kind: type[ProgramError] = ProgramError, at: str = "") -> NoReturn:
@@ -129,6 +148,27 @@ def refuse_result(fn: Callable[..., Any], result: Any) -> None:
     )
 
 
+def refuse_slots(optimizer: Any) -> None:
+    """Raises an error if an optimizer's slots are not names, or its `update` does not take them.
+
+    Raises:
+        TypeError: `slots` is one word, of which each letter would be a name, or has a name twice.
+        ProgramError: at the line of `update`, what it would be called with.
+    """
+    slots = optimizer.slots
+    if isinstance(slots, str) or len(set(slots)) < len(slots):
+        raise TypeError(
+            f"slots of {type(optimizer).__name__} is {slots!r}, and must be a tuple of names, each of them once; "
+            'of one name write slots = ("momentum",)'
+        )
+    taken = ("v", "gradient", "iterations", *slots)
+    try:
+        inspect.signature(optimizer.update).bind(*taken)
+    except TypeError as error:
+        name, line = _named(optimizer.update)
+        fail(f"{name} is called with ({', '.join(taken)}): {error}; take these, or change slots", at=line)
+
+
 def refuse_step(optimizer: Any, returned: Any, variables: Sequence[Any], assigned: bool) -> None:
     """Raises `ProgramError` if an optimizer's `update` returns something, which is lost, or assigns nothing.
 
@@ -147,15 +187,16 @@ def refuse_step(optimizer: Any, returned: Any, variables: Sequence[Any], assigne
 
 
 def refuse_changing(brought: Sequence[Brought], again: Sequence[Brought]) -> None:
-    """Raises `ProgramError` if a function that is to be traced once brings other arrays along in another call.
+    """Raises `ProgramError` if a function that is to be traced once brings something else along in another call.
 
     Args:
         brought, again: in two calls that should do the same.
     """
     for one, other in zip(brought, again, strict=False):
-        if str(one) != str(other) or one.array.tobytes() != other.array.tobytes():
+        if not one.same(other):
+            what = "a number" if one.is_number else f"an array ({one})"
             fail(
-                f"{one.function} makes an array ({one}) that is another one in each call, such as noise; it is traced "
+                f"{one.function} makes {what} that is another one in each call, such as noise; it is traced "
                 "once, and would use the first one ever after; pass it as an argument, or add it to the gradient",
                 at=one.line,
             )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
 import threading
 from collections.abc import Sequence
 
+from psclient import endings
 from psclient.arrays import local_devices
 from psclient.chief import Chief
 from psclient.cluster_resolver import ClusterResolver, TFConfigClusterResolver, task_of
-from psclient.config import check_lane, lane_from, timeouts_from
+from psclient.config import check_lane, lane_from, security_from, timeouts_from
 from psclient.consistency import Async, Sync
 from psclient.embedded import EmbeddedServer
 from psclient.exchange import Exchange
 from psclient.group import Group
+from psclient.monitoring import Exporter
 from psclient.placement import Placement, PsStrategy, check_ps_strategy
 from psclient.remote import RemoteBackend
 from psclient.rpc import RemoteServer, connect
@@ -26,6 +27,7 @@ from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, ConfigError, PSError
 from pswire.lanes import LaneName
 from pswire.limits import Timeouts
+from pswire.security import task_name
 
 log = logging.getLogger("psclient")
 
@@ -55,7 +57,7 @@ class ParameterServerStrategy(Strategy):
             `Sync()` job whose workers stay; asynchronous updates come as they come, and are refused.
 
     Raises:
-        ConfigError: `TF_CONFIG`, a device, `ps_strategy` or `lane` is wrong; another process has another consistency;
+        ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane` or a certificate is wrong; another process has another consistency;
             `deterministic` and `Async()`.
         Unreachable: a server does not answer.
         ChiefLost: no chief began the job in time.
@@ -85,6 +87,7 @@ class ParameterServerStrategy(Strategy):
         self._config = config or _embedded_config(self._embedded)
         self._servers: list[RemoteServer] = []
         self._chief: Chief | None = None
+        self._exporter: Exporter | None = None
         self._owner = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
@@ -96,23 +99,27 @@ class ParameterServerStrategy(Strategy):
             self._failed = True
             self.close()
             raise
-        atexit.register(self.close)
+        endings.register(self.close)
 
     def _connect(self) -> None:
         cluster, task = self._config.cluster, self._config.task
-        self._servers = connect(cluster, self._timeouts, self._lane)
+        security = self._embedded.security if self._embedded else security_from(task_name(task))
+        self._exporter = Exporter(task)
+        self._servers = connect(cluster, self._timeouts, self._lane, security)
         self._session = Session(
             task, self._servers, len(self._devices), timeouts=self._timeouts, consistency=self.consistency.mode
         )
         runs_script = task.job == "chief"
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
-            servers = connect(cluster, self._timeouts)
+            servers = connect(cluster, self._timeouts, security=security)
             self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end)
+            self._exporter.add_chief(self._chief)
             self._chief.start()
         self._session.open()
         self._session.await_job()
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
         self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
+        self._exporter.add_worker(self._exchange, self._servers)
         limits = [server.status().memory_limit for server in self._servers]
         self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits))
         super().__init__(self._remote)
@@ -137,7 +144,8 @@ class ParameterServerStrategy(Strategy):
     @property
     def traffic(self) -> tuple[int, int]:
         """Payload bytes sent and received so far, in bytes."""
-        return sum(s.bytes_sent for s in self._servers), sum(s.bytes_received for s in self._servers)
+        lanes = [each for server in self._servers for each in server.traffic.values()]
+        return sum(each.sent for each in lanes), sum(each.received for each in lanes)
 
     # ---- The end ----
 
@@ -152,7 +160,7 @@ class ParameterServerStrategy(Strategy):
             if self._closed:
                 return
             self._closed = True
-        atexit.unregister(self.close)
+        endings.unregister(self.close)
         # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
         failed = self._failed or _last_error() is not self._last_error
         error = "the script failed" if failed else ""
@@ -167,6 +175,8 @@ class ParameterServerStrategy(Strategy):
             self._chief.stop(abandon=bool(error))
         for server in self._servers:
             server.close()
+        if self._exporter:
+            self._exporter.stop()
         if self._embedded:
             self._embedded.stop()
 

@@ -7,12 +7,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from psclient.config import ServerOptions, child_environ
+from pswire import logs
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts
+from pswire.security import SecurityOptions
 
 
 def start_server(
@@ -24,6 +26,7 @@ def start_server(
     timeouts: Timeouts | None = None,
     flags: Sequence[str] = (),
     stderr: int | None = None,
+    security: SecurityOptions | None = None,
 ) -> tuple[subprocess.Popen[bytes], str]:
     """Starts a server on this machine and waits until it listens.
 
@@ -37,6 +40,7 @@ def start_server(
         timeouts: handed to it; None leaves the environment's.
         flags: more flags of `psserver`.
         stderr: as in `subprocess.Popen`.
+        security: handed to it; None leaves the environment's.
 
     Returns:
         The process, with pipes as stdin and stdout, and its `host:port`.
@@ -46,7 +50,8 @@ def start_server(
         Unreachable: it did not listen in time.
     """
     flags = [*flags, "--until-done"] if until_done else flags
-    process = spawn_server(Task("ps", task), port, options or ServerOptions(), timeouts, flags, stderr)
+    more = security.variables() if security else None
+    process = spawn_server(Task("ps", task), port, options or ServerOptions(), timeouts, flags, stderr, more=more)
     try:
         return process, address_in(await_listening(process, Task("ps", task), timeouts or Timeouts()))
     except BaseException:
@@ -63,14 +68,14 @@ def spawn_server(
     flags: Sequence[str],
     stderr: int | None,
     tasks: int = 1,
+    more: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a server that ends with its stdin; `-P` keeps the user's files from shadowing modules."""
     command = [sys.executable, "-P", "-m", "psserver", "--task", str(task.index), "--lifeline"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--device", options.device]
-    command += ["--memory-limit", options.memory_limit, "--checkpoint-root", options.checkpoint_root]
-    command += ["--threads", options.threads, "--shared-memory", options.shared_memory]
-    command += ["--in-flight", options.in_flight, "--snapshot-limit", options.snapshot_limit, *flags]
-    return spawn(command, child_environ(tasks, timeouts), stdin=subprocess.PIPE, stderr=stderr)
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    for name, value in vars(options).items():
+        command += ["--" + name.replace("_", "-"), value]
+    return spawn([*command, *flags], child_environ(tasks, timeouts, more), stdin=subprocess.PIPE, stderr=stderr)
 
 
 def spawn(command: list[str], environ: dict[str, str], stdin: int, stderr: int | None) -> subprocess.Popen[bytes]:
@@ -96,7 +101,8 @@ def await_listening(process: subprocess.Popen[bytes], task: Task, timeouts: Time
     if not line:
         code = process.wait()
         said = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
-        why = said.splitlines()[-1].removeprefix("psserver: error: ") if said else "see its output"
+        last = said.splitlines()[-1] if said else "see its output"
+        why = str((logs.read(last) or {"message": last.removeprefix("psserver: error: ")})["message"])
         raise ConfigError(f"the server did not start ({describe_exit(code)}): {why}", str(task))
     return line.rstrip()
 

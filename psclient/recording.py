@@ -20,7 +20,7 @@ import numpy as np
 
 from psclient import nest
 from psclient.arrays import to_numpy
-from psclient.mistakes import Brought, fail, refuse_result, users_function, users_line, warn_of_large
+from psclient.mistakes import Brought, fail, refuse_result, warn_of_large
 from psclient.scalars import Scalar, plain_number
 from psclient.surroundings import Surroundings
 from psclient.tracer import DType, Tracer, VariableTracer, is_weak
@@ -85,7 +85,7 @@ class Recording:
 
     Attributes:
         named: whether the function has asked for a variable's name.
-        brought: the arrays that were taken as such, in the order in which they were met.
+        brought: arrays and numbers that are no arguments, in the order in which they were met.
     """
 
     def __init__(self, lift: Callable[[object], Tracer | None] | None = None) -> None:
@@ -169,13 +169,16 @@ class Recording:
         """The tracer of anything that may meet a tracer in an op, Python scalars taken as arrays."""
         found = value if isinstance(value, Tracer) else self._lift(value) if self._lift else None
         if found is None:
-            found = self.operand(value)
-            if not is_weak(value):
-                array = cast(Array, self._origins[found.number])
-                self.brought.append(Brought(value, array, users_line(), users_function()))
+            found = self._bring(value, self.operand(value))
         if found.recording is not self or not self._open:
             fail("a value of another update function, or of one that has returned, is used; return it there")
         return found
+
+    def _bring(self, value: object, tracer: Tracer) -> Tracer:
+        """The tracer of an operand; notes what it is of, unless that is an argument."""
+        if not isinstance(value, Scalar):
+            self.brought.append(Brought.here(value, cast(Array, self._origins[tracer.number])))
+        return tracer
 
     def astype(self, value: object, dtype: DType) -> Tracer:
         """The value in another dtype."""
@@ -298,7 +301,7 @@ class Recording:
         try:
             with np.errstate(all="ignore"):
                 array = np.asarray(plain_number(value), dtype)
-            return self._scalar(value, dtype) if isinstance(value, Scalar) else self.operand(array)
+            return self._scalar(value, dtype) if isinstance(value, Scalar) else self._bring(value, self.operand(array))
         except OverflowError as error:
             fail(f"{about}{error}")
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, TextIO
 
+from pswire import logs
 from pswire.cluster import Task
 
 KEPT_LINES = 400
@@ -202,7 +203,9 @@ class Printer:
         self._bars.pop(line.task, None)
         self._clear_bar()
         stream = self._err if line.error else self._out
-        stream.write(f"{self._prefix(line.task)}{line.text}\n")
+        # A line in JSON says itself whose it is, and is for a program.
+        prefix = "" if line.error and logs.read(line.text) else self._prefix(line.task)
+        stream.write(f"{prefix}{line.text}\n")
         stream.flush()
         self._draw_bar()
 

@@ -15,6 +15,7 @@ from psclient.group import Group
 from psclient.kept import HostValue, Kept
 from psclient.placement import Placement
 from psclient.reduction import LocalValue
+from psclient.restoring import Restoring
 from psclient.scalars import Number
 from psclient.section import Section
 from psclient.stored import ServerVariable, SyncOnReadVariable
@@ -44,11 +45,13 @@ class RemoteBackend:
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
         self._copies: list[SyncOnReadVariable] = []
         self._exchange = exchange
+        self._restoring = Restoring(exchange)
         self._placement = placement
         self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
         self._closed = False
         self._saving: tuple[bytes, str] | None = None
+        self._failed: set[str] = set()
 
     @property
     def group(self) -> Group:
@@ -210,6 +213,7 @@ class RemoteBackend:
         section = self.section_here
         section.order_snapshot(path, self.group.round, state)
         self._saving = (self._send(section).id, path)
+        self._failed.discard(path)
 
     @property
     def saving(self) -> str:
@@ -221,20 +225,31 @@ class RemoteBackend:
         return self._saving is not None and not self.group.is_snapshotted(self._saving[0])
 
     def saved(self) -> None:
-        """Waits until the last checkpoint is complete; raises `CheckpointError`, once, if it failed."""
+        """Waits until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: it failed; raised once.
+            RoundTimeout: it takes too long; who asks again waits again.
+        """
         if self._saving is None:
             return
-        (order, path), self._saving = self._saving, None
+        order, path = self._saving
         done = self._exchange.snapshot(order)
+        self._saving = None
         if done.error:
+            self._failed.add(path)
             raise CheckpointError(f"checkpoint {path!r} was not saved: {done.error}")
+
+    def failed(self, path: str) -> bool:
+        """Whether the last checkpoint that this process saved at a path has failed, as `saved` has told."""
+        return path in self._failed
 
     def look(self, path: str) -> RestoreReply:
         """What a checkpoint has, or the newest of a directory of them; nothing changes."""
-        return self._exchange.look(path)
+        return self._restoring.look(path)
 
     def restore(self, path: str, choose: Callable[[RestoreReply], Mapping[str, Variable]], cast: bool) -> RestoreReply:
-        """Has the servers read a checkpoint, and takes over what it says.
+        """Has the servers read a checkpoint, and takes over what it says: a section of its own.
 
         Args:
             path: which, or a directory of them.
@@ -248,8 +263,7 @@ class RemoteBackend:
             chosen.update(choose(reply))
             return RestoreOrder(names={name: _stored(v).handle.id for name, v in chosen.items()}, cast=cast)
 
-        reply = self._exchange.restore(path, order_for)
-        self.group.begin_at(reply.positions)
+        reply = self._restoring.restore(path, order_for)
         for variable in chosen.values():
             if isinstance(variable, SyncOnReadVariable):
                 variable.share_out(variable.saved.numpy())

@@ -8,9 +8,7 @@ there was a session to lose.
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,7 +18,9 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from psclient.channels import OPTIONS, REASONS, Interceptor, stub
+from psclient import probe
+from psclient.attempts import Attempts
+from psclient.channels import Interceptor, open_channel, stub
 from psclient.lane import Answered, Lane, Offer
 from psclient.lanes import Lanes
 from psclient.staging import Parts
@@ -36,31 +36,35 @@ from pswire.api import (
     RestoreOrder,
     RestoreReply,
     RoundReply,
-    ServerStatus,
     Shard,
     Watched,
 )
 from pswire.cluster import ClusterSpec, Task
-from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost, Unreachable
+from pswire.errors import InvalidRequest, PSError
 from pswire.lanes import LaneName
 from pswire.lanes.frames import Frame, frames
+from pswire.lanes.traffic import traffic
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.log import Entry, Mode, Start
 from pswire.payload import Assembly, Part, Payload
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.spec import Plan, VariableSpec
-from pswire.wire import INCARNATION_KEY, UNANSWERED, VERBS, Metadata, Verb, batches, parse, refused
+from pswire.security import Security, certificate_name, task_name
+from pswire.spec import Plan, Turn, VariableSpec
+from pswire.status import ServerStatus
+from pswire.wire import (
+    INCARNATION_KEY,
+    TOKEN_KEY,
+    VERBS,
+    Metadata,
+    batches,
+    bearer,
+    parse,
+)
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
-"""Seconds between two attempts: the first pause, and what it doubles up to."""
-
 SLOWEST = 10e6
 """Bytes per second that the slowest network carries; the deadline of `Create` allows for its value."""
-
-WAIT_SECONDS = 600.0
-"""How long a call waits at the server before it is sent again."""
 
 T = TypeVar("T")
 Header = TypeVar("Header", pb.RoundHeader, pb.PullHeader)
@@ -77,10 +81,10 @@ class RemoteServer:
         timeouts: of the cluster.
         interceptors: of gRPC, the first outermost; tests inject faults with them.
         lane: the fastest lane that may be used.
+        security: what this process shows to the server, and asks it for.
 
     Attributes:
-        bytes_sent: payload bytes handed to the network, repeats included.
-        bytes_received: payload bytes that came.
+        traffic: payload bytes of each lane.
     """
 
     def __init__(
@@ -90,24 +94,29 @@ class RemoteServer:
         timeouts: Timeouts | None = None,
         interceptors: Sequence[Interceptor] = (),
         lane: LaneName = "grpc",
+        security: Security | None = None,
     ) -> None:
         self.address = address
         self.task = task
-        self.bytes_sent = 0
-        self.bytes_received = 0
+        self.traffic = traffic()
         self._timeouts = timeouts or Timeouts()
         self._threads = Threads(f"call {task}")
         self._lane = lane
         self._lanes: dict[int, Lanes] = {}  # of each session
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        shown = security or Security()
+        self._tls = shown.client_context() if shown.tls else None
+        self._name = certificate_name(task_name(task))
+        self._channel = open_channel(address, shown, self._name)
         channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
         self._stubs = {name: stub(channel, verb.path, verb.streams) for name, verb in VERBS.items()}
         # On the network there is no difference between one message and a stream of one.
         self._push_whole = stub(channel, VERBS["Push"].path, (False, True))
-        self._metadata: Metadata = ()  # set by `open`
-        self._silent_since: float | None = None  # when the answers stopped; the next one resets it
+        self._token: Metadata = ((TOKEN_KEY, bearer(shown.token)),) if shown.token else ()
+        self._metadata: Metadata = self._token  # of every call; `open` adds to it
         self._failed = threading.Event()  # wakes who pauses
-        self._lock = threading.Lock()  # guards the two below, and the counters
+        mismatch = partial(probe.mismatch, address, shown, self._name)
+        self._attempts = Attempts(address, task, self._timeouts, self._failed, self._check, self._missing, mismatch)
+        self._lock = threading.Lock()  # guards the two below
         self._calls: set[Any] = set()
         self._failure: PSError | None = None
 
@@ -123,12 +132,14 @@ class RemoteServer:
             mode=codec.mode_to_pb(mode),
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
-        self._metadata = ((INCARNATION_KEY, str(m.incarnation)),)
+        self._metadata = (*self._token, (INCARNATION_KEY, str(m.incarnation)))
+        self._attempts.opened = True
         if replicas:
             host = self.address.rpartition(":")[0].strip("[]")
-            offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path, m.in_flight)
+            offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path, m.in_flight, self._name, self._tls)
             old = self._lanes.get(m.session)
-            self._lanes[m.session] = Lanes(str(self.task), offer, self._timeouts.lease, self._threads, self._lane)
+            lanes = Lanes(str(self.task), offer, self._timeouts.lease, self._threads, self.traffic, self._lane)
+            self._lanes[m.session] = lanes
             if old is not None:
                 old.close("the session was opened again")
         return Opened(m.session, m.incarnation, m.token, m.server, m.device)
@@ -167,7 +178,7 @@ class RemoteServer:
                 return bytes(call.result())
 
         extra = value.size / SLOWEST if value else 0.0
-        m = parse(pb.CreateReply, self._until_answered(VERBS["Create"], once, extra))
+        m = parse(pb.CreateReply, self._attempts.until_answered(VERBS["Create"], once, extra))
         return CreateReply(m.id, tuple(m.servers), m.initialized, m.restored)
 
     def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
@@ -210,13 +221,10 @@ class RemoteServer:
             finally:
                 parts.end()  # gRPC's thread would wait for them, however the call has ended
 
-        def over(lane: Lane) -> Future[Answered]:
-            with self._lock:
-                self.bytes_sent += payload.size
-            return lane.push(header, payload)
-
-        again = partial(self._until_answered, VERBS["Push"], once)
-        return self._ask_on_lane(contribution.session, over, replies.round_from_pb, again)
+        again = partial(self._attempts.until_answered, VERBS["Push"], once)
+        return self._ask_on_lane(
+            contribution.session, lambda lane: lane.push(header, payload), replies.round_from_pb, again
+        )
 
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
         """As `ParameterServer.pull`."""
@@ -225,7 +233,7 @@ class RemoteServer:
         def once(seconds: float) -> PullReply:
             return replies.pull_from_pb(*self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader))
 
-        again = partial(self._until_answered, VERBS["Pull"], once)
+        again = partial(self._attempts.until_answered, VERBS["Pull"], once)
         return self._ask_on_lane(session, lambda lane: lane.pull(data), replies.pull_from_pb, again)
 
     def _ask_on_lane(
@@ -242,13 +250,8 @@ class RemoteServer:
             self._check()
             return self._threads.submit(otherwise)
 
-        def read(header: Any, payload: Payload) -> T:
-            with self._lock:
-                self.bytes_received += payload.size
-            return decode(header, payload)
-
         lanes = self._lanes.get(session)
-        return lanes.ask(ask, read, over_grpc) if lanes else over_grpc()
+        return lanes.ask(ask, decode, over_grpc) if lanes else over_grpc()
 
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
         """As `ParameterServer.snapshot`."""
@@ -256,9 +259,10 @@ class RemoteServer:
         ask = partial(self._ask, "Snapshot", request)
         return self._threads.submit(lambda: replies.shard_from_pb(parse(pb.SnapshotReply, ask())))
 
-    def restore(self, session: int, path: str, ordinal: int, order: RestoreOrder = ALL) -> Future[RestoreReply]:
+    def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         """As `ParameterServer.restore`."""
-        request = pb.RestoreRequest(session=session, path=path, ordinal=ordinal, order=replies.order_to_pb(order))
+        said = replies.order_to_pb(order)
+        request = pb.RestoreRequest(session=session, path=path, turn=codec.turn_to_pb(turn), order=said)
         ask = partial(self._ask, "Restore", request)
         return self._threads.submit(lambda: replies.restored_from_pb(parse(pb.RestoreReply, ask())))
 
@@ -318,13 +322,12 @@ class RemoteServer:
             with self._under_way(call):
                 return bytes(call.result())
 
-        return self._until_answered(VERBS[name], once)
+        return self._attempts.until_answered(VERBS[name], once)
 
     def _frames(self, header: bytes, parts: Iterable[Part]) -> Iterator[bytes]:
         for frame in frames(header, parts):
             message = frame.encode()
-            with self._lock:
-                self.bytes_sent += _size(frame)
+            self.traffic["grpc"].add(sent=sum(map(len, frame.data or ())))
             yield message
 
     def _receive(self, call: Any, kind: type[Header]) -> tuple[Header, Payload]:
@@ -337,92 +340,14 @@ class RemoteServer:
                     # Of an answer that is sent while it is made the first header has the size, and the last one all.
                     told = parse(kind, frame.header)
                     if header is None:
-                        assembly = Assembly(told.size)
+                        assembly = Assembly(told.size, self.traffic["grpc"])
                     header = told
                 assembly.add(frame.offset, frame.data or ())
-                with self._lock:
-                    self.bytes_received += _size(frame)
         if header is None:
             raise InvalidRequest(f"{self.address} answered without a header", str(self.task))
         return header, assembly.check_whole()
 
-    # ---- Until it is answered ----
-
-    def _until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0) -> T:
-        """Repeats an attempt until it is answered, its deadline has passed, or the server is lost."""
-        limit = getattr(self._timeouts, verb.deadline) + extra if verb.deadline else float("inf")
-        started = time.monotonic()
-        spoke, pause = started, FIRST_PAUSE
-        while True:
-            self._check()
-            now = time.monotonic()
-            try:
-                result = once(self._attempt_seconds(verb, limit - (now - started), extra))
-            except (grpc.RpcError, grpc.FutureCancelledError) as error:
-                self._check()
-                why = self._unanswered(verb, error, now)
-            else:
-                self._silent_since = None
-                return result
-            self._give_up(verb, limit, time.monotonic() - started, why)
-            if time.monotonic() - spoke > self._timeouts.word:
-                spoke = time.monotonic()
-                log.warning("no answer from %s at %s (%s) yet; trying on", self.task, self.address, why)
-            self._failed.wait(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LAST_PAUSE)
-
-    def _attempt_seconds(self, verb: Verb, left: float, extra: float) -> float:
-        """A prompt verb's answer counts as lost after half a lease: the network may have swallowed it."""
-        longest = WAIT_SECONDS if verb.waits else self._timeouts.lease / 2 + extra
-        return max(min(left, longest), 0.001)
-
-    def _unanswered(self, verb: Verb, error: Exception, began: float) -> str:
-        """Why an attempt has no answer; raises the error that the server answered with, if it did."""
-        if not isinstance(error, grpc.Call):
-            return "cancelled"
-        code, details = error.code().name, error.details() or ""
-        answer = refused(details, error.trailing_metadata() or ())
-        if answer is not None or code not in UNANSWERED:
-            self._silent_since = None
-            raise (answer or self._foreign(code, details)) from None
-        if code == "DEADLINE_EXCEEDED" and verb.waits:
-            return "it has not answered yet"  # which it may do on purpose
-        if self._silent_since is None:
-            self._silent_since = began if code == "DEADLINE_EXCEEDED" else time.monotonic()
-        found = (words for part, words in REASONS.items() if part in details)
-        return next(found, code.lower().replace("_", " "))
-
-    def _foreign(self, code: str, details: str) -> PSError:
-        """What answers is no server of ours, or is one that a message is too large for."""
-        if code == "UNIMPLEMENTED":
-            return Unreachable(
-                f"what answers at {self.address} is no parameter server of this version; correct the address",
-                str(self.task),
-            )
-        return InvalidRequest(f"the call was refused: {details} ({code})", str(self.task))
-
-    def _give_up(self, verb: Verb, limit: float, elapsed: float, why: str) -> None:
-        """Raises what is to be told to the caller, if there is no use in trying again."""
-        since = self._silent_since
-        silence = 0.0 if since is None else time.monotonic() - since
-        if verb.guarded and self._metadata and silence >= self._timeouts.lease:
-            raise ServerLost(
-                f"was lost (no answer at {self.address} for {silence:.3g} s); "
-                "its variables are gone; restart from a checkpoint",
-                str(self.task),
-            )
-        if elapsed >= limit:
-            raise self._late(verb, elapsed, why)
-
-    def _late(self, verb: Verb, elapsed: float, why: str) -> PSError:
-        if verb.waits:
-            text = f"{verb.name} did not complete within {elapsed:.3g} s{self._missing()}"
-            return BY_NAME[verb.late](text, str(self.task))
-        return Unreachable(
-            f"no answer at {self.address} for {elapsed:.3g} s ({why}); "
-            "start this task, or correct its address in TF_CONFIG",
-            str(self.task),
-        )
+    # ---- What is said of it ----
 
     def _missing(self) -> str:
         """Whom the server waits for, in words, if it can still say it."""
@@ -440,10 +365,9 @@ class RemoteServer:
             raise type(self._failure)(self._failure.message, self._failure.task)
 
 
-def _size(frame: Frame) -> int:
-    return sum(len(buffer) for buffer in frame.data or ())
-
-
-def connect(cluster: ClusterSpec, timeouts: Timeouts, lane: LaneName = "grpc") -> list[RemoteServer]:
+def connect(
+    cluster: ClusterSpec, timeouts: Timeouts, lane: LaneName = "grpc", security: Security | None = None
+) -> list[RemoteServer]:
     """A connection to each parameter server of a cluster, in order; `lane` is the fastest one that may be used."""
-    return [RemoteServer(cluster.address(task), task, timeouts, lane=lane) for task in cluster.tasks("ps")]
+    tasks = cluster.tasks("ps")
+    return [RemoteServer(cluster.address(task), task, timeouts, lane=lane, security=security) for task in tasks]

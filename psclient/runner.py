@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +16,12 @@ from types import FrameType, TracebackType
 
 import psclient
 import pswire
+from psclient import endings
+from pswire import logs
 from pswire.cluster import Task
 from pswire.errors import PSError
+
+log = logging.getLogger("psworker")
 
 _OURS = tuple(str(Path(package.__path__[0])) + os.sep for package in (psclient, pswire))
 _PR_SET_PDEATHSIG = 1
@@ -41,6 +47,8 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
     sys.argv = [script, *args]
     sys.path.insert(0, str(path.resolve() if path.is_dir() else path.resolve().parent))
     sys.excepthook = _hook(script, task, debug)
+    if logs.structured():
+        threading.excepthook = _log_of_thread
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit:
@@ -49,6 +57,8 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
         _remember(error)
         sys.excepthook(type(error), error, error.__traceback__)  # by now others may have hung on to it
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+    finally:
+        endings.run()
     return 0
 
 
@@ -63,15 +73,29 @@ def _hook(script: str, task: Task | None, debug: bool) -> Callable[..., None]:
             say(task, f"error: {one_line(error, Path(script))}")
         else:
             trace = _from_script(trace, script)
-            sys.__excepthook__(kind, error.with_traceback(trace), trace)
+            if logs.structured():
+                log.error("%s failed: %s", script, error, exc_info=(kind, error.with_traceback(trace), trace))
+            else:
+                sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
     return show
 
 
 def say(task: Task | None, text: str) -> None:
-    """Prints one line on stderr, headed by the program and the task."""
+    """Prints one line on stderr, headed by the program and the task; where the log is JSON, as an error of it."""
     sys.stdout.flush()
-    print(f"psworker: {task}: {text}" if task else f"psworker: {text}", file=sys.stderr, flush=True)  # noqa: T201
+    if logs.structured():
+        log.error("%s", text.removeprefix("error: "))
+    else:
+        print(f"psworker: {task}: {text}" if task else f"psworker: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _log_of_thread(failed: threading.ExceptHookArgs) -> None:
+    """As Python prints it, in the log."""
+    error = failed.exc_value
+    if error is not None and not isinstance(error, SystemExit):
+        where = failed.thread.name if failed.thread else "a thread"
+        log.error("%s failed: %s", where, error, exc_info=(type(error), error, failed.exc_traceback))
 
 
 def one_line(error: PSError, script: Path) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from psclient.saved import SavedCheckpoint
 from pswire.manifest import Manifest
+from pswire.saved import SavedCheckpoint
 from pswire.tensor import Array, TensorSpec
 
 CHUNK = 1 << 20
@@ -57,7 +57,7 @@ def difference(a: SavedCheckpoint, b: SavedCheckpoint, name: str) -> Difference:
     x, y = (each.spec if each else None for each in saved)
     if x is None or x != y:
         return Difference(name, x, y)
-    return Difference(name, x, y, *compare(a.read(name), b.read(name)))
+    return Difference(name, x, y, *compare(a.tensor(name), b.tensor(name)))
 
 
 def compare(a: Array, b: Array) -> tuple[int, float | None]:

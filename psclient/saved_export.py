@@ -11,9 +11,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from psclient.saved import SavedCheckpoint
 from pswire import tensorfile
 from pswire.manifest import Manifest
+from pswire.saved import SavedCheckpoint
 
 
 def export_safetensors(found: SavedCheckpoint, out: Path) -> None:
@@ -27,14 +27,14 @@ def export_safetensors(found: SavedCheckpoint, out: Path) -> None:
     with _written(out) as file:
         file.write(tensorfile.header(specs))
         for name in tensorfile.ordered(specs):
-            tensorfile.append(file, found.read(name))
+            tensorfile.append(file, found.tensor(name))
 
 
 def export_npz(found: SavedCheckpoint, out: Path) -> None:
     """Writes one file that `numpy.load` reads; bfloat16 becomes float32. Raises as `export_safetensors`."""
     with _written(out) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, saved in sorted(found.manifest.tensors.items()):
-            value = found.read(name)
+            value = found.tensor(name)
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 wide = value.astype(np.float32) if saved.spec.dtype == "bfloat16" else value
                 np.lib.format.write_array(member, wide, allow_pickle=False)

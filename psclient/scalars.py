@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from psclient.mistakes import Brought
+
 Number = bool | int | float | complex
 
 
@@ -25,10 +27,12 @@ class Tape:
 
     Attributes:
         values: the given numbers, and then what was computed.
+        brought: numbers that are no arguments, in the order in which they were met.
     """
 
     def __init__(self, numbers: Sequence[Number]) -> None:
         self.values: list[Any] = list(numbers)
+        self.brought: list[Brought] = []
         self._steps: list[tuple[Callable[..., Any], tuple[int, ...]]] = []
         self._seen: list[tuple[int, Any]] = []
 
@@ -38,8 +42,12 @@ class Tape:
 
     def compute(self, fn: Callable[..., Any], *args: Any) -> Scalar:
         """Calls a function with scalars and numbers, and notes it."""
-        places = tuple(arg.place if isinstance(arg, Scalar) else self._add(lambda v=arg: v, ()) for arg in args)
+        places = tuple(arg.place if isinstance(arg, Scalar) else self._constant(arg) for arg in args)
         return self.scalar(self._add(fn, places))
+
+    def _constant(self, value: Any) -> int:
+        self.brought.append(Brought.here(value, np.asarray(value)))
+        return self._add(lambda: value, ())
 
     def _add(self, fn: Callable[..., Any], places: tuple[int, ...]) -> int:
         self.values.append(fn(*(self.values[place] for place in places)))

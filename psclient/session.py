@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from psclient.arrays import Device
 from psclient.threads import Threads
+from pswire import logs
 from pswire.api import Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, Unreachable
@@ -87,6 +88,7 @@ class Session:
             answer = server.open(self.task, self.replicas, self.number or key, self._drives, self.consistency)
             if index == 0:
                 self.number, self.token = answer.session, answer.token
+                logs.follow(lambda: (-1, self.number))
             opened.append(answer)
             # A server that is not there yet, or hangs, must not cost the lease that server 0 keeps.
             thread = threading.Thread(target=self._beat, args=(server,), daemon=True, name=f"beat-{index}")
@@ -153,6 +155,7 @@ class Session:
 
     def close(self) -> None:
         """Waits for the beats to end, after `leave`."""
+        logs.follow(None)
         for thread in self._beats:
             thread.join(self.timeouts.beat + self.timeouts.call)
 

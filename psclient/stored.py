@@ -328,7 +328,7 @@ class SyncOnReadVariable(CopiedVariable):
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored | Variable):
             raise ValueError(f"{self.name!r} is assigned a per-replica value in cross-replica context; give one value")
         self._check_aggregation("assigned")
-        self.share_out(value.component(0) if isinstance(value, Mirrored) else read(value))
+        self._spread(value.component(0) if isinstance(value, Mirrored) else read(value))
         return self
 
     def refuse_update(self) -> NoReturn:
@@ -339,11 +339,23 @@ class SyncOnReadVariable(CopiedVariable):
         )
 
     def share_out(self, value: Any) -> None:
-        """Gives each copy its share of an aggregate: of a sum over R replicas an R-th, else the value itself."""
+        """Gives each copy its share of a saved aggregate: of a sum over R replicas an R-th, else the value itself.
+
+        What an integer sum leaves over is replica 0's, so that the sum is what was saved.
+        """
+        rest = self._spread(value)
+        if rest is not None and self.strategy.backend.group.slice()[0] == 0:
+            self.component(0).cell.write("assign_add", rest)
+
+    def _spread(self, value: Any) -> Array | None:
+        """As `share_out`; what an integer sum leaves over is given back, and nobody has it."""
+        rest = None
         if self.aggregation is VariableAggregation.SUM:
-            value = _share(to_numpy(self.component(0).cell.fit(value)), self.strategy.num_replicas_in_sync)
+            whole = to_numpy(self.component(0).cell.fit(value))
+            value, rest = _share(whole, self.strategy.num_replicas_in_sync)
         for copy in self.values:
             copy.cell.write("assign", value)
+        return rest
 
     def _check_aggregation(self, what: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
@@ -354,11 +366,12 @@ class SyncOnReadVariable(CopiedVariable):
             )
 
 
-def _share(whole: Any, replicas: int) -> Any:
-    """An R-th of a sum; of an integer one its fraction is cut off, as in TensorFlow."""
-    if whole.dtype.kind in "iu":
-        return np.sign(whole) * (np.abs(whole) // replicas)
-    return whole / replicas
+def _share(whole: Array, replicas: int) -> tuple[Array, Array | None]:
+    """An R-th of a sum; of an integer one its fraction is cut off, as in TensorFlow, and what that leaves over."""
+    if whole.dtype.kind not in "iu":
+        return np.true_divide(whole, replicas), None
+    rest = np.fmod(whole, replicas)
+    return (whole - rest) // replicas, rest
 
 
 def _show(name: str, spec: TensorSpec, array: AnyArray) -> str:

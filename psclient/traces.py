@@ -210,8 +210,11 @@ class UpdateFunction:
             return self._record(strategy, args, kwargs, give, given, numbers, around)
 
         traced, tape, recording = record()
-        if any(around.name_of(one.value) is None for one in recording.brought):
-            refuse_changing(recording.brought, record()[2].brought)
+        brought = [*recording.brought, *tape.brought]
+        # What changes its surroundings is traced at each call, and may do what it likes.
+        if around.unchanged() and any(one.is_number or around.name_of(one.value) is None for one in brought):
+            _, tape_again, again = record()
+            refuse_changing(brought, [*again.brought, *tape_again.brought])
         return Trace(traced, tape, numbers, around, _names(given) if recording.named else None)
 
     def _record(

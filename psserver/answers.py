@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pswire.errors import PSError
+from pswire.cluster import Task
+from pswire.errors import CheckpointError, PSError, VariableMismatch
 
 log = logging.getLogger("psserver")
 
@@ -50,3 +52,12 @@ def do(answers: Sequence[Answer]) -> None:
     """Does all of it, in order."""
     for answer in answers:
         answer()
+
+
+@contextmanager
+def naming(task: Task) -> Iterator[None]:
+    """Has an error about a checkpoint say which server has it."""
+    try:
+        yield
+    except (CheckpointError, VariableMismatch) as error:
+        raise type(error)(error.message, str(task)) from error

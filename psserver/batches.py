@@ -117,7 +117,9 @@ class Ready:
                 columns.append(_totals([totals(ref.index) for ref in refs[self._rows]], parameter, held))
             else:
                 columns.append(_arrays(refs[self._rows], value, held))
-        crew.run(self._batch.kernel.function, list(zip(*columns, strict=True)))
+        calls = list(zip(*columns, strict=True))
+        strides = [0 if p.single else DTYPES[p.dtype].itemsize for p in self._batch.refs]
+        crew.run(self._batch.kernel.function, crew.cut(calls, strides))
 
 
 def _totals(totals: Sequence[float], parameter: Parameter, held: list[Array]) -> range:

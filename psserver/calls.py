@@ -6,6 +6,7 @@ comes after. Everywhere else it writes into new arrays, which are made before th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
@@ -149,9 +150,13 @@ class Call:
         step, kernel = stage.step, stage.kernel
         inputs = {index: get(number) for index, number in stage.inputs}
         if kernel is None:
+            self._kernels.interpretations += 1
             return step.script.run(list(inputs.values()), xp)
         if self._kernels.device.gpu is not None:
-            return _on_gpu(kernel, inputs, xp)
+            began = time.perf_counter()
+            done = _on_gpu(kernel, inputs, xp)
+            self._kernels.crew.seconds += time.perf_counter() - began
+            return done
         room, self._rooms[at] = self._rooms[at], {}  # so that they are let go when nobody needs them
         arrays = [self._memory(stage, parameter, inputs, room) for parameter in kernel.parameters]
         self._kernels.crew.launch(kernel.function, prod(step.shape or ()), arrays, kernel.singles)

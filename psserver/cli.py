@@ -17,13 +17,19 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import click
 
 from psserver.config import ServerConfig, server_config
 from psserver.core import Core
+from psserver.membership import MAX_SESSIONS
+from psserver.monitoring import Exporter
 from psserver.server import Server, join_address
+from psserver.units import human
+from pswire import logs
 from pswire.errors import ConfigError, PSError
+from pswire.status import ServerStatus
 
 TICK = 0.25
 """Seconds between two looks at leases and deadlines."""
@@ -34,7 +40,7 @@ GRACE = 1.0
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's mallopt."""
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+log = logging.getLogger("psserver")
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
@@ -68,48 +74,52 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     default="0",
     help="Bytes of old values for checkpoints that are being written; beyond it rounds wait; 0 for no limit.",
 )
+@click.option("--tls-cert", help="This task's certificate, in PEM; {task} becomes ps-0 [default: PS_TLS_CERT].")
+@click.option("--tls-key", help="Its key [default: PS_TLS_KEY].")
+@click.option("--tls-ca", help="Whose signature other tasks' certificates must have [default: PS_TLS_CA].")
+@click.option("--token-file", help="A file with the token of the job [default: PS_TOKEN_FILE, else PS_TOKEN].")
+@click.option("--insecure", is_flag=True, help="Listen to other machines without TLS and token.")
+@click.option(
+    "--max-sessions",
+    type=click.IntRange(1),
+    default=MAX_SESSIONS,
+    show_default=True,
+    help="That may be open at a time.",
+)
 @click.option("--until-done", is_flag=True, help="End with the job.")
 @click.option("--lifeline", is_flag=True, help="End when stdin, a pipe, is closed.")
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    envvar="PS_METRICS_PORT",
+    help="Serve metrics there; 0 picks [default: PS_METRICS_PORT, or none].",
+)
+@click.option(
+    "--metrics-host",
+    envvar="PS_METRICS_HOST",
+    help="Where metrics are served [default: PS_METRICS_HOST, else --host].",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(logs.LEVELS),
+    envvar="PS_LOG_LEVEL",
+    default="info",
+    help="Of the log [default: PS_LOG_LEVEL, else info].",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(logs.FORMATS),
+    envvar="PS_LOG_FORMAT",
+    default="text",
+    help="Of the log, on stderr [default: PS_LOG_FORMAT, else text].",
+)
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-def command(
-    task: int | None,
-    host: str | None,
-    port: int | None,
-    device: str,
-    threads: int,
-    memory_limit: str,
-    data_port: int,
-    shared_memory: str,
-    in_flight: str,
-    checkpoint_root: str,
-    snapshot_limit: str,
-    until_done: bool,
-    lifeline: bool,
-    log_level: str,
-    debug: bool,
-) -> int:
+def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, debug: bool, **flags: Any) -> int:
     """Runs a server; returns the exit code."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=log_level.upper(),
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    logs.configure(log_format, log_level, relayed=lifeline)
     try:
-        config = server_config(
-            task,
-            host,
-            port,
-            device,
-            memory_limit,
-            checkpoint_root,
-            threads=threads,
-            data_port=data_port,
-            shared_memory=shared_memory,
-            in_flight=in_flight,
-            snapshot_limit=snapshot_limit,
-        )
+        config = server_config(**flags)
+        logs.name(str(config.task))
         asyncio.run(serve(config, until_done, lifeline))
     except PSError as error:
         if debug:
@@ -144,26 +154,30 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             threads=config.threads,
             snapshot_limit=config.snapshot_limit,
             files=files.submit,
+            max_sessions=config.max_sessions,
         )
-        server = Server(
-            core,
-            config.task,
-            config.host,
-            config.port,
-            config.max_payload_bytes,
-            config.data_port,
-            config.shared_memory,
-            config.in_flight,
-        )
+        logs.follow(lambda: (core.tally.round, 0))
+        server = Server(core, config, core.still)
         port = await server.start()
+        exporter = Exporter(core, server.traffic)
         try:
+            metrics = exporter.start(config.metrics_host, config.metrics_port)
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")
+            if metrics:
+                _say(f"psserver {config.task} serves metrics at {metrics}")
             await _until_end(core, stopped, until_done)
         finally:
-            held = core.summary()
+            held = summary(core.status())
+            exporter.stop()
             core.close()
             await server.stop(GRACE)
     _say(f"psserver {config.task} ended; it held {held}")
+
+
+def summary(status: ServerStatus) -> str:
+    """What a server holds, on one line."""
+    last = "no round" if status.round < 0 else f"round {status.round}"
+    return f"{status.variables} variables, {human(status.nbytes)} of them here, after {last} on {status.device}"
 
 
 async def _until_end(core: Core, stopped: asyncio.Event, until_done: bool) -> None:
@@ -207,7 +221,11 @@ def _say(line: str) -> None:
 
 
 def _refuse(text: str) -> int:
-    click.echo(f"psserver: error: {' '.join(text.split())}", err=True)
+    line = " ".join(text.split())
+    if logs.structured():
+        log.error("%s", line)
+    else:
+        click.echo(f"psserver: error: {line}", err=True)
     return 2
 
 

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pswire import replies
 from pswire.api import PullReply, RoundReply
-from pswire.errors import Fenced, InvalidRequest, PSError
+from pswire.errors import Fenced, Forbidden, InvalidRequest, PSError
+from pswire.lanes import LaneName
 from pswire.lanes.rings import Mirror, Segment
+from pswire.lanes.sealed import Stream
 from pswire.lanes.sockets import Channel, Kind, Link, Message
 from pswire.payload import Assembly, Payload
 from pswire.pb import parameter_server_pb2 as pb
@@ -56,17 +58,21 @@ class Connection:
         lanes: who has accepted it.
         sock: the connection.
         shared: whether data are in memory that the client will hand over.
+        names: the tasks that the client's certificate names; None where it has shown none.
     """
 
-    def __init__(self, lanes: Lanes, sock: socket.socket, shared: bool) -> None:
+    def __init__(self, lanes: Lanes, sock: Stream, shared: bool, names: frozenset[str] | None = None) -> None:
         self.session: int | None = None
         """Whose it is, once it has said so."""
+        self.lane: LaneName = "shm" if shared else "tcp"
+        self.names = names
         self._lanes = lanes
+        self._traffic = lanes.traffic[self.lane]
         self.sock = sock
         self._shared = shared
         self._loop = asyncio.get_running_loop()
         self._link = Link(sock)
-        self._channel = Channel(self._link, None, False, self._blocked)
+        self._channel = Channel(self._link, None, False, self._blocked, self._traffic)
         self._mirror: Mirror | None = None
         self._freed: deque[int] = deque()
         self._untold = 0  # bytes of these, nearly: threads add to it at once
@@ -76,6 +82,11 @@ class Connection:
         self._closed = self._armed = self._paused = False
         self._late = self._loop.call_later(HELLO_SECONDS, self._check_hello)
         self._loop.add_reader(sock, self._readable)
+
+    @property
+    def _plain(self) -> socket.socket:
+        """The connection of a client that shares memory: it stays on this host, and is not encrypted."""
+        return cast(socket.socket, self.sock)
 
     def close(self, why: str, gone: bool = False) -> None:
         """Ends the connection; what its client has not sent whole, it sends again on another.
@@ -99,7 +110,7 @@ class Connection:
         if self._shared and self.session is not None and not gone:
             # Its client may look at answers in our memory, and ends its side when it does no more.
             with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_WR)
+                self._plain.shutdown(socket.SHUT_WR)
             self._lanes.leaving.add(self)
             self._loop.add_reader(self.sock, self._await_end)
         else:
@@ -108,7 +119,7 @@ class Connection:
     def _await_end(self) -> None:
         """Throws away what comes, until the client ends its side."""
         try:
-            if self.sock.recv(1 << 16):
+            if self._plain.recv(1 << 16):
                 return
         except BlockingIOError:
             return
@@ -141,11 +152,11 @@ class Connection:
             pass
         except ConnectionResetError as error:
             self.close(str(error), gone=True)
+        except (InvalidRequest, Forbidden) as error:
+            log.warning("a lane is closed, since what came is refused: %s", error.message)
+            self.close(error.message)
         except OSError as error:
             self.close(str(error))
-        except InvalidRequest as error:
-            log.warning("a lane is closed, since what came is malformed: %s", error.message)
-            self.close(error.message)
         except Exception:  # a bug of ours, or no memory: the client goes another way
             log.exception("a lane is closed")
             self.close("internal error")
@@ -166,7 +177,7 @@ class Connection:
 
     def _take_segment(self) -> None:
         """The first byte of a client that shares memory brings its segment."""
-        byte, files, _, _ = socket.recv_fds(self.sock, 1, 1)
+        byte, files, _, _ = socket.recv_fds(self._plain, 1, 1)
         try:
             if not byte:
                 raise ConnectionResetError("it was closed at once")
@@ -181,8 +192,8 @@ class Connection:
     def _hand_over(self) -> None:
         """Our first byte brings the memory in which answers are: nobody gets it who has not shown whose it is."""
         ring, file = self._lanes.outbox()
-        socket.send_fds(self.sock, [b"\0"], [file])
-        self._channel = Channel(self._link, ring, False, self._blocked)
+        socket.send_fds(self._plain, [b"\0"], [file])
+        self._channel = Channel(self._link, ring, False, self._blocked, self._traffic)
 
     def _blocked(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
@@ -273,8 +284,9 @@ class Connection:
 
     def _hello(self, message: Message) -> None:
         hello = parse(pb.LaneHello, message.header)
-        if message.kind is not Kind.HELLO or not self._lanes.owns(hello.session, hello.token):
+        if message.kind is not Kind.HELLO:
             raise InvalidRequest("a connection has not shown whose it is")
+        self._lanes.let_in(self, hello.session, hello.token)
         if self._shared:
             self._hand_over()
         self.session = hello.session
@@ -293,7 +305,7 @@ class Connection:
         data = self._data(message, 0)  # first: those of a push that is refused are needed no more
         header = parse(pb.PushHeader, message.header)
         self._check(header.session)
-        assembly = self._lanes.assembly(header.size)
+        assembly = self._lanes.assembly(header.size, self.lane)
         self._assemblies[message.call] = assembly
         self._add(message, assembly, data)
         answer = _Answer(self._channel, message.call)

@@ -18,14 +18,16 @@ from psserver.answers import Answer, Submit, answering, do, failing
 from psserver.arrays import Device
 from psserver.kernels.kernels import Kernels
 from psserver.log import Log
-from psserver.membership import Membership
-from psserver.places import place
+from psserver.membership import MAX_SESSIONS, Membership
+from psserver.report import Report
+from psserver.restores import Restores
 from psserver.rounds import Rounds
 from psserver.runner import Runner
 from psserver.snapshots import Snapshots
 from psserver.store import Store, owned
-from psserver.units import human
+from psserver.tally import Tally
 from psserver.waiting import Readers, Resends, Watchers
+from pswire import logs
 from pswire.api import (
     ALL,
     Begun,
@@ -36,22 +38,23 @@ from pswire.api import (
     RestoreOrder,
     RestoreReply,
     RoundReply,
-    ServerStatus,
     Shard,
     Watched,
 )
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import Timeouts
-from pswire.log import Approved, Entry, Mode, Snapshotted, Start
+from pswire.log import Approved, Entry, Mode, Start
 from pswire.payload import Payload
-from pswire.spec import Plan, Variable, VariableSpec
+from pswire.places import place
+from pswire.spec import Plan, Turn, Variable, VariableSpec
+from pswire.status import ServerStatus
 
 log = logging.getLogger("psserver")
 
 NUMBERS = 20
-"""Bits of a session's number and of a token that count within one life of server 0; those above are the time
-of its start, which its incarnation tells, in units of about a millisecond."""
+"""Bits of a session's number that count within one life of server 0; those above are the time of its start, which
+its incarnation tells, in units of about a millisecond."""
 
 
 class Core:
@@ -69,9 +72,11 @@ class Core:
         threads: that run one update program.
         snapshot_limit: bytes of old values that checkpoints hold while they are written, 0 for no limit.
         files: runs work on files, one piece after another, beside the array work; None: as array work.
+        max_sessions: that may be open at a time.
 
     Attributes:
         done: answered when the job has ended and everybody has left.
+        kernels, tally: what its metrics tell of.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Core:
         threads: int = 1,
         snapshot_limit: int = 0,
         files: Submit | None = None,
+        max_sessions: int = MAX_SESSIONS,
     ) -> None:
         self.server = server
         self.task = Task("ps", server)
@@ -95,24 +101,29 @@ class Core:
         self.done: Future[None] = Future()
         self._clock = clock
         self._submit = submit
-        self._kernels = Kernels(self.device, threads)
+        self.kernels = Kernels(self.device, threads)
         self._lock = threading.Lock()
         # All below is guarded by the lock.
         self._store = Store(server, self.device, memory_limit)
         self._rounds = Rounds(server, lambda plan_id: self._log.describe(plan_id))
+        self.tally = Tally(clock, self._lock, self._rounds)
         # Numbers of this life are above those of all before it, which other servers may remember.
-        self._members = Membership(timeouts.lease, incarnation >> NUMBERS << NUMBERS)
-        self._log = Log(self.task, self._store, self._rounds)
+        self._members = Membership(timeouts.lease, incarnation >> NUMBERS << NUMBERS, max_sessions)
+        root, files = place(checkpoint_root), files or submit
+        self._restores = Restores(self.task, self._lock, self._store, root, files, self.tally)
         self._snapshots = Snapshots(
             self.task,
             self._lock,
             self._store,
-            place(checkpoint_root),
+            self._rounds,
+            self._restores,
+            root,
             snapshot_limit,
-            submit,
-            files or submit,
+            files,
             self._progress,
+            self.tally,
         )
+        self._log = Log(self.task, self._store, self._rounds, self._snapshots)
         self._token = 0
         self._job = 0
         self._sessions: set[int] = set()
@@ -126,9 +137,14 @@ class Core:
             self._store,
             self._rounds,
             self._snapshots,
-            self._kernels,
+            self._restores,
+            self.kernels,
             submit,
             self._progress,
+            self.tally,
+        )
+        self._report = Report(
+            incarnation, self._store, self._rounds, self._members, self._log, self._snapshots, self._runner
         )
 
     # ---- Sessions ----
@@ -169,15 +185,28 @@ class Core:
             if gap > self._members.lease / 4:
                 self._members.forgive(gap)
             for task in self._members.expire(now):
+                self.tally.lost += 1
                 log.warning("lost %s: no sign of life for %.0f s", task, self._members.lease)
             answers = self._progress()
         do(answers)
 
+    def still(self) -> float:
+        """Seconds since the last `tick`."""
+        return self._clock() - self._ticked
+
     def _check(self, session: int) -> None:
+        logs.SESSION.set(session)
         error = self._ended(session)
         if error is not None:
             raise error
         self._members.touch(session, self._clock())
+
+    def _check_reader(self, session: int) -> None:
+        """As `_check`; who only looks has no session, 0."""
+        if session:
+            self._check(session)
+        else:
+            self._check_unbroken()
 
     def _ended(self, session: int) -> PSError | None:
         """Why a session may do nothing here; None if it may."""
@@ -221,16 +250,16 @@ class Core:
             needed, job = here and not self._store.initialized(variable.id), self._job
         if needed:
             # Outside of the lock: this may read a file, copy, or move to a device.
-            array = saved = self._snapshots.first_value(variable)
+            array = saved = self._restores.first_value(variable)
             if array is None and value is not None:
                 array = self.device.put(owned(value.tensors([spec.tensor])[0]))
             with self._lock:
                 self._check_job(job)
                 if array is not None and self._store.initialize(variable.id, array) and saved is not None:
-                    self._snapshots.begun.add(variable.id)
+                    self._restores.begun.add(variable.id)
         with self._lock:
             initialized = here and self._store.initialized(variable.id)
-            restored = variable.id in self._snapshots.begun
+            restored = variable.id in self._restores.begun
             answers = self._progress()
         do(answers)
         return CreateReply(variable.id, variable.servers, initialized, restored)
@@ -243,10 +272,11 @@ class Core:
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
         future: Future[PullReply] = Future()
         with self._lock:
-            self._check(session)
+            self._check_reader(session)
             if len(set(variables)) != len(variables):
                 raise InvalidRequest("a variable is asked for twice")
             self._readers.add(session, tuple(variables), after, future)
+            self.tally.read(session, self._rounds.last)
             answers = self._progress()
         do(answers)
         return future
@@ -276,7 +306,7 @@ class Core:
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         future: Future[Watched] = Future()
         with self._lock:
-            self._check(session)
+            self._check_reader(session)
             self._watchers.add(session, after, version, future)
             answers = self._progress()
         do(answers)
@@ -293,17 +323,15 @@ class Core:
                 answers = self._restart()
             self._check_unbroken()
             agreed = self._log.append(index, entries)
-            for entry in entries:
-                if isinstance(entry, Snapshotted):
-                    self._snapshots.thaw(entry.plan_id)
             answers += self._progress()
         do(answers)
         return agreed
 
     def _check_token(self, token: int) -> None:
-        newest = self._members.token if self.server == 0 else self._token
-        if token < newest or token == 0:
-            raise Fenced(f"there is a newer chief (token {newest}, not {token}); this one has to end")
+        # Server 0 has given it; the others hear of a new one from the new chief.
+        newest = self._members.token if self.server == 0 else max(self._token, token)
+        if token != newest or token == 0:
+            raise Fenced("there is a newer chief, whose token alone counts; this one has to end")
         self._token = token
 
     def _restart(self) -> list[Answer]:
@@ -335,7 +363,7 @@ class Core:
                 raise InvalidRequest("a variable is wanted twice")
             else:
                 try:
-                    self._rounds.push(contribution, payload, future)
+                    self._rounds.push(contribution, payload, future, self._clock())
                 except PSError as error:
                     answers.append(failing(future, error))
                 else:
@@ -359,15 +387,14 @@ class Core:
         future: Future[Shard] = Future()
         with self._lock:
             self._check_token(token)
-            self._snapshots.ask(plan_id, manifest, future)
-            answers = self._progress()
-        do(answers)
+            answer = self._snapshots.ask(plan_id, manifest, future)
+        answer()
         return future
 
-    def restore(self, session: int, path: str, ordinal: int, order: RestoreOrder = ALL) -> Future[RestoreReply]:
+    def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         with self._lock:
             self._check(session)
-            future, answers = self._snapshots.restore(path, ordinal, order, Future())
+            future, answers = self._restores.ask(path, turn, order, Future())
         do(answers)
         return future
 
@@ -375,34 +402,14 @@ class Core:
 
     def status(self) -> ServerStatus:
         with self._lock:
-            return ServerStatus(
-                self.server,
-                self.incarnation,
-                len(self._log.entries),
-                self._rounds.epoch,
-                self._rounds.last,
-                self._rounds.positions,
-                self._runner.explain(self._rounds.waiting()),
-                len(self._store.variables),
-                self._store.nbytes,
-                self._store.memory_limit,
-                self._members.chief_silent(self._clock()),
-                self._rounds.places,
-                held=self._snapshots.held,
-            )
-
-    def summary(self) -> str:
-        """One line of what this server holds."""
-        status = self.status()
-        last = "no round" if status.round < 0 else f"round {status.round}"
-        return f"{status.variables} variables, {human(status.nbytes)} of them here, after {last} on {self.device}"
+            return self._report.status(self._clock())
 
     def close(self) -> None:
         """Ends all that waits; nothing is lost that was answered."""
         with self._lock:
             answers = self._abandon(ServerLost("the server ends", str(self.task)), lambda session: True)
         do(answers)
-        self._kernels.close()
+        self.kernels.close()
 
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Answer]:
         """Fails all that waits; of the watchers those for whose session `watches` holds."""
@@ -411,6 +418,7 @@ class Core:
         waiting += self._watchers.drop(watches)
         waiting += self._readers.drop()
         waiting += self._snapshots.clear()
+        waiting += self._restores.clear()
         waiting += self._resends.drop()
         return [failing(future, error) for future in waiting]
 

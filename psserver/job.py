@@ -54,6 +54,7 @@ class Job:
         section: gives the plan in words.
         strand: whose round it is.
         streams: whether it may begin before all contributions are whole.
+        since: when its first contribution came, in monotonic seconds.
     """
 
     round: int
@@ -63,6 +64,7 @@ class Job:
     section: Callable[[], str]
     strand: Key = None
     streams: bool = False
+    since: float = 0.0
 
     @property
     def contributors(self) -> list[Part]:

@@ -17,13 +17,19 @@ import socket
 from pathlib import Path
 
 from psserver import names
+from psserver.config import ServerConfig
 from psserver.connection import Connection
+from psserver.handshake import Handshake
+from psserver.roles import Roles
 from pswire.api import ParameterServer
-from pswire.cluster import Task
-from pswire.errors import MemoryLimit, PSError
-from pswire.lanes.rings import CLIENT_BYTES, Ring, Segment
+from pswire.errors import InvalidRequest, MemoryLimit, PSError
+from pswire.lanes import LaneName
+from pswire.lanes.rings import Ring, Segment
+from pswire.lanes.sealed import Sealed
 from pswire.lanes.sockets import tune
+from pswire.lanes.traffic import traffic
 from pswire.payload import Assembly
+from pswire.security import named
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +38,9 @@ MAX_STRANGERS = 256
 
 MAX_TOKENS = 4096
 """Sessions that may open lanes; of those without one the oldest can no more, and pushes and pulls over gRPC."""
+
+MAX_CONNECTIONS = 8
+"""Of one session; it uses one, and for a moment a second. The oldest has to go."""
 
 REST_SECONDS = 1.0
 """How long nobody is let in once the system has no room for a connection."""
@@ -48,41 +57,32 @@ class Lanes:
 
     Args:
         core: the server proper.
-        task: which task this is, for messages.
-        host: the address to listen on.
-        port: the port of the tcp lane, 0 to pick one.
-        max_payload_bytes: what one message may announce.
-        shared_memory: bytes in which answers are for clients on this host: twice the largest model whose values these
-            use where they are. Only what was once in use at a time takes memory; 0 for no shm lane.
-        in_flight: bytes of one client's contribution that are held before they are used, where they can be used bit
-            by bit; the rest waits in the client.
+        config: where it listens, with which certificate, and what it may hold. Of the memory for answers only what was
+            once in use at a time is taken; twice the largest model whose values are used where they are is best.
+        roles: whose sessions are whose; None where there are no certificates.
     """
 
-    def __init__(
-        self,
-        core: ParameterServer,
-        task: Task,
-        host: str,
-        port: int,
-        max_payload_bytes: int,
-        shared_memory: int,
-        in_flight: int = CLIENT_BYTES,
-    ) -> None:
-        self.in_flight = in_flight
-        self._shared_memory = shared_memory
+    def __init__(self, core: ParameterServer, config: ServerConfig, roles: Roles | None = None) -> None:
+        self.in_flight = config.in_flight
+        self._shared_memory = config.shared_memory
         self.core = core
-        self.task = str(task)
-        self.max_payload_bytes = max_payload_bytes
+        self.task = str(config.task)
+        self.traffic = traffic()
+        """Payload bytes of each lane, that of gRPC included."""
+        self.max_payload_bytes = config.max_payload_bytes
+        self._roles = roles
+        self._tls = config.security.server_context() if config.security.tls else None
         self.port = 0
         """Of the tcp lane, once it listens."""
         self.path = ""
         """Of the shm lane's socket, once it listens; "" where the system has none."""
-        self._host = host
-        self._wanted = port
+        self._host = config.host
+        self._wanted = config.data_port
         self._tokens: dict[int, bytes] = {}
         self._listeners: list[socket.socket] = []
         self._outbox: tuple[Ring, int] | None = None
         self.connections: list[Connection] = []
+        self._handshakes: list[Handshake] = []
         self.leaving: set[Connection] = set()
         """Those that are over, and whose clients may still look at our memory."""
         self.ended: PSError | None = None
@@ -96,10 +96,16 @@ class Lanes:
             del self._tokens[next((old for old in self._tokens if old not in busy), next(iter(self._tokens)))]
         return self._tokens.setdefault(session, secrets.token_bytes(16))
 
-    def owns(self, session: int, token: bytes) -> bool:
-        """Whether a client has shown that a session is its own."""
+    def let_in(self, connection: Connection, session: int, token: bytes) -> None:
+        """A client has said whose it is; raises `InvalidRequest` or `Forbidden` if that is not shown."""
         known = self._tokens.get(session)
-        return known is not None and hmac.compare_digest(known, token)
+        if known is None or not hmac.compare_digest(known, token):
+            raise InvalidRequest("a connection has not shown whose it is")
+        if self._roles is not None and connection.names is not None:
+            self._roles.check_session(connection.names, session)
+        others = [other for other in self.connections if other.session == session]
+        if len(others) >= MAX_CONNECTIONS:
+            others[0].close("its client has opened too many others")
 
     def outbox(self) -> tuple[Ring, int]:
         """Where answers are written for all clients that share memory, and its file; raises `OSError` if it fails."""
@@ -108,7 +114,7 @@ class Lanes:
             self._outbox = Ring(segment.memory), file
         return self._outbox
 
-    def assembly(self, size: int) -> Assembly:
+    def assembly(self, size: int, lane: LaneName) -> Assembly:
         """Where a message's payload is collected; raises `MemoryLimit` for one that announces too much."""
         if size > self.max_payload_bytes:
             raise MemoryLimit(
@@ -116,7 +122,7 @@ class Lanes:
                 "give the server more memory, or spread the variables over more servers",
                 self.task,
             )
-        return Assembly(size)
+        return Assembly(size, self.traffic[lane])
 
     def start(self) -> None:
         """Listens from now on; raises `OSError` where the port cannot be had."""
@@ -150,10 +156,20 @@ class Lanes:
                 self._rest(listener, shared, error)
             return
         self._resting = False
-        strangers = [connection for connection in self.connections if connection.session is None]
+        strangers: list[Handshake | Connection] = list(self._handshakes)
+        strangers += [connection for connection in self.connections if connection.session is None]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].close("too many connections that say nothing")
-        self.connections.append(Connection(self, sock, shared))
+        if self._tls is None or shared:
+            self.connections.append(Connection(self, sock, shared))
+        else:
+            self._handshakes.append(Handshake(self._tls, sock, self._shaken))
+
+    def _shaken(self, handshake: Handshake, sealed: Sealed | None) -> None:
+        """A handshake is over; with a connection if it has succeeded."""
+        self._handshakes.remove(handshake)
+        if sealed is not None:
+            self.connections.append(Connection(self, sealed, False, named(sealed.peer_names())))
 
     def _rest(self, listener: socket.socket, shared: bool, error: OSError) -> None:
         """Lets nobody in for a moment: who waits would have the loop try again and again."""
@@ -179,6 +195,8 @@ class Lanes:
         self._listeners.clear()
         if self.path:
             Path(self.path).unlink(missing_ok=True)
+        for handshake in list(self._handshakes):
+            handshake.close("the server ends")
         for connection in list(self.connections):
             connection.close("the server ends", gone=True)
         for connection in self.leaving:

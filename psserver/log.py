@@ -10,13 +10,25 @@ from collections.abc import Sequence
 
 from psserver.footprint import plan_bytes
 from psserver.rounds import Rounds
+from psserver.snapshots import Snapshots
 from psserver.store import Store
 from psserver.units import human
 from psserver.words import Section
 from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, VariableMismatch
-from pswire.limits import MAX_PLANS
-from pswire.log import Approved, Created, Done, Entry, EpochClosed, JobStarted, Start, Started
+from pswire.limits import MAX_PLANS, MAX_SAVES
+from pswire.log import (
+    Approved,
+    Created,
+    Done,
+    Entry,
+    EpochClosed,
+    JobStarted,
+    Snapshotted,
+    Start,
+    Started,
+    forget_state,
+)
 from pswire.spec import Plan, Variable, VariableSpec
 
 log = logging.getLogger("psserver")
@@ -29,16 +41,19 @@ class Log:
         task: this server, for messages.
         store: where variables are declared.
         rounds: where plans are approved and epochs closed.
+        snapshots: where checkpoints are ordered.
     """
 
-    def __init__(self, task: Task, store: Store, rounds: Rounds) -> None:
+    def __init__(self, task: Task, store: Store, rounds: Rounds, snapshots: Snapshots) -> None:
         self._task = task
         self._store = store
         self._rounds = rounds
+        self._snapshots = snapshots
         self.entries: list[Entry] = []
         self.proposed: dict[bytes, Plan] = {}
         self._names: dict[str, int] = {}
         self._creators: dict[int, Task] = {}
+        self._ordered = 0
 
     def begins_anew(self, entries: Sequence[Entry]) -> bool:
         """Whether these entries are of another job than the one that the log is about."""
@@ -48,6 +63,7 @@ class Log:
         """Forgets a job: its entries, its names, its proposals."""
         for table in (self.entries, self.proposed, self._names, self._creators):
             table.clear()
+        self._ordered = 0
 
     @property
     def over(self) -> bool:
@@ -55,12 +71,17 @@ class Log:
         return bool(self.entries) and isinstance(self.entries[-1], Done)
 
     @property
+    def incarnations(self) -> tuple[int, ...]:
+        """The lives of all servers of the job; none while there is no job."""
+        first = self.entries[0] if self.entries else None
+        return first.incarnations if isinstance(first, JobStarted) else ()
+
+    @property
     def servers(self) -> int:
         """How many servers the job has; raises `InvalidRequest` while there is no job."""
-        first = self.entries[0] if self.entries else None
-        if not isinstance(first, JobStarted):
+        if not self.incarnations:
             raise InvalidRequest("no chief has begun a job on this server yet", str(self._task))
-        return len(first.incarnations)
+        return len(self.incarnations)
 
     # ---- By the chief ----
 
@@ -86,6 +107,8 @@ class Log:
                 self.proposed.pop(entry.plan.id, None)
             case EpochClosed():
                 self._rounds.close_epoch(entry.epoch)
+            case Snapshotted():
+                self._settle(entry)
         self.entries.append(entry)
 
     # What was decided stays decided: a server that cannot do it tells those who need it, and not the chief.
@@ -104,6 +127,15 @@ class Log:
             self._rounds.refuse(plan, error)
         else:
             self._rounds.approve(plan)
+        if plan.snapshot is not None:
+            self._ordered += plan.id in self._rounds.plans
+            self._snapshots.order(plan)
+
+    def _settle(self, entry: Snapshotted) -> None:
+        self._snapshots.settle(entry)
+        plan = forget_state(self.entries, entry.plan_id)
+        if plan is not None and plan.id in self._rounds.plans:
+            self._rounds.plans[plan.id] = plan
 
     # ---- By clients, at server 0 ----
 
@@ -166,14 +198,25 @@ class Log:
         """
         if plan.id in self._rounds.plans or plan.id in self.proposed:
             return False
-        if len(self._rounds.plans) + len(self.proposed) >= MAX_PLANS:
+        self._check_room(plan)
+        self.verify(plan)
+        self.proposed[plan.id] = plan
+        return True
+
+    def _check_room(self, plan: Plan) -> None:
+        """Raises `InvalidRequest` if there are too many plans; one that saves is there for one round only."""
+        saves = sum(one.snapshot is not None for one in self.proposed.values())
+        if plan.snapshot is not None:
+            if len(self._snapshots) + saves >= MAX_SAVES:
+                raise InvalidRequest(
+                    f"{MAX_SAVES} checkpoints were ordered and are not complete; is the chief running? Wait for each "
+                    "with checkpoint.sync() before the next one is saved"
+                )
+        elif len(self._rounds.plans) - self._ordered + len(self.proposed) - saves >= MAX_PLANS:
             raise InvalidRequest(
                 f"{MAX_PLANS} different sections were run; a section whose shapes change every time cannot be "
                 "reused: pad the shapes, or reduce over an axis first"
             )
-        self.verify(plan)
-        self.proposed[plan.id] = plan
-        return True
 
     def verify(self, plan: Plan) -> None:
         """Raises `PSError` if a plan may not run here."""

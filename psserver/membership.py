@@ -6,14 +6,31 @@ epochs: it says what happened, and the chief closes an epoch.
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from psserver.words import compared
-from pswire.api import SessionState
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Diverged, Fenced, PSError
+from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, PSError
 from pswire.log import Member, Mode
+from pswire.status import SessionState
+
+MAX_SESSIONS = 1024
+"""That may be open at a time, if nobody says another number."""
+
+REMEMBERED = 64
+"""How many times as many are remembered that have ended: the chief has to hear of them."""
+
+COARSE = 28
+"""Of `first`, that many low bits are not told by tokens."""
+
+DRAWN = 30
+"""Bits of a token that are drawn by lot, so that nobody can guess it; those above count."""
+
+ENTRY = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}")
+"""Where new members wait; everybody is told."""
 
 ENDED = {
     "left": "it left",
@@ -41,13 +58,24 @@ class Membership:
 
     Args:
         lease: seconds after which a silent session is lost.
-        first: below all numbers of sessions and tokens that are given: those of an earlier server 0 are smaller.
+        first: below all numbers of sessions that are given; those of an earlier server 0 are smaller, its tokens too.
+        limit: sessions that may be open at a time.
+        takes_part: whether a session is a member of the epoch; as good as any while there is none.
     """
 
-    def __init__(self, lease: float, first: int = 0) -> None:
+    def __init__(
+        self,
+        lease: float,
+        first: int = 0,
+        limit: int = MAX_SESSIONS,
+        takes_part: Callable[[int], bool] = lambda number: True,
+    ) -> None:
         self.lease = lease
-        self.token = first
+        self.token = first >> COARSE << DRAWN
+        """The newest; its holder alone is chief."""
         self.version = 0
+        self._limit = limit
+        self._takes_part = takes_part
         self._last = first
         self._sessions: dict[int, _Session] = {}
 
@@ -60,22 +88,37 @@ class Membership:
             Its number and its fencing token, 0 for those that do not drive.
 
         Raises:
-            ConfigError: it takes part in rounds, and others make them in another mode.
+            ConfigError: it takes part in rounds, and others make them in another mode; or there are too many.
         """
         for number, session in self._sessions.items():
             if key and session.key == key:
                 return number, session.token
         if not drives:
             self._check_mode(task, mode)
+        self._check_room(task)
         for other in self._sessions.values():
             if other.member.task == task and other.drives == drives:
                 self._end(other, "replaced")
         self._last += 1
-        self.token += drives
+        if drives:
+            self.token = (self.token >> DRAWN) + 1 << DRAWN | secrets.randbits(DRAWN)
         token = self.token if drives else 0
         self._sessions[self._last] = _Session(Member(task, self._last, replicas, mode), drives, now, key, token)
         self.version += 1
         return self._last, token
+
+    def _check_room(self, task: Task) -> None:
+        others = [session for session in self._open_or_driving() if session.member.task != task]
+        if len(others) >= self._limit:
+            raise ConfigError(
+                f"{task} would be one more than the {self._limit} sessions that may be open here; end those that are "
+                "not needed, or start the servers with a larger --max-sessions"
+            )
+        if len(self._sessions) >= REMEMBERED * self._limit:
+            raise ConfigError(
+                f"the tasks of this job were started {len(self._sessions)} times already; start the job anew, or its "
+                "servers with a larger --max-sessions"
+            )
 
     def _check_mode(self, task: Task, mode: Mode) -> None:
         for other in (session.member for session in self._open()):
@@ -96,6 +139,11 @@ class Membership:
                 str(session.member.task),
             )
 
+    def check_part(self, number: int) -> None:
+        """Raises `InvalidRequest` for a session that is no member: it decides nothing for those who are."""
+        if not self._takes_part(number):
+            raise InvalidRequest(f"session {number} takes part in no epoch yet; wait until the chief has taken it in")
+
     def task(self, number: int) -> Task:
         """Whose session it is."""
         return self._sessions[number].member.task
@@ -103,9 +151,11 @@ class Membership:
     def beat(self, number: int, waits: tuple[int, bytes], now: float, describe: Callable[[bytes], str]) -> None:
         """Renews an open session's lease; ends all sessions if two wait in one round for different plans."""
         session = self._sessions[number]
-        session.seen, session.waits = now, waits
-        if waits[0] < 0:
+        session.seen = now
+        if waits[0] < 0 or not self._takes_part(number):
+            session.waits = (-1, b"")
             return
+        session.waits = waits
         for other in self._open():
             if other.waits[0] == waits[0] and other.waits[1] != waits[1]:
                 self.fail_all(diverged(waits[0], [(s.member.task, describe(s.waits[1])) for s in (other, session)]))
@@ -126,7 +176,7 @@ class Membership:
         # Who was thought dead and says goodbye has done its part all the same; nobody else would say it.
         session.state = "open"
         self._end(session, "failed" if error else "left")
-        if error.startswith(Diverged.__name__):
+        if error.startswith(Diverged.__name__) and self._takes_part(number):
             self.fail_all(Diverged(error.partition(": ")[2]))
 
     def expire(self, now: float) -> list[Task]:
@@ -155,7 +205,9 @@ class Membership:
             session.seen += seconds
 
     def enter(self, number: int, entry: str) -> None:
-        """Notes where a new member waits to be taken in."""
+        """Notes where a new member waits to be taken in; raises `InvalidRequest` for what is no such place."""
+        if not ENTRY.fullmatch(entry):
+            raise InvalidRequest("new members wait at dataset:N or plan:HEX, and nowhere else")
         if self._sessions[number].entry != entry:
             self._sessions[number].entry = entry
             self.version += 1
@@ -174,12 +226,12 @@ class Membership:
         drivers = [s for s in self._sessions.values() if s.drives]
         return bool(drivers) and drivers[-1].state == "left"
 
-    def states(self, now: float) -> tuple[SessionState, ...]:
-        """All sessions that take part in rounds."""
+    def states(self, now: float, drivers: bool = False) -> tuple[SessionState, ...]:
+        """All sessions that take part in rounds; with `drivers` those of chiefs as well."""
         return tuple(
-            SessionState(s.member, "failed" if s.state == "replaced" else s.state, s.entry, now - s.seen)
+            SessionState(s.member, "failed" if s.state == "replaced" else s.state, s.entry, now - s.seen, s.drives)
             for s in self._sessions.values()
-            if not s.drives
+            if drivers or not s.drives
         )
 
     def _open_or_driving(self) -> list[_Session]:

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from pswire.lanes.frames import Frame
+from pswire.lanes.traffic import Traffic
 from pswire.payload import Cutter, Part, Payload
 from pswire.pb import parameter_server_pb2 as pb
 
@@ -89,9 +90,14 @@ class Growing:
 
 
 class Frames:
-    """Encodes the parts of payloads, and those that several clients are sent once. Belongs to the event loop."""
+    """Encodes the parts of payloads, and those that several clients are sent once. Belongs to the event loop.
 
-    def __init__(self) -> None:
+    Args:
+        traffic: counts what is sent.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
         self._kept: WeakKeyDictionary[Payload, OrderedDict[tuple[bytes, int, int], bytes]] = WeakKeyDictionary()
 
     def encoded(self, header: bytes, payload: Payload, part: Part) -> bytes:
@@ -103,7 +109,9 @@ class Frames:
             part: where it begins, and its buffers.
         """
         kept = self._kept.setdefault(payload, OrderedDict())
-        key = header, part[0], sum(map(len, part[1]))
+        size = sum(map(len, part[1]))
+        self._traffic.add(sent=size)
+        key = header, part[0], size
         if key not in kept:
             kept[key] = Frame(header, *part).encode()
             if len(kept) > KEPT:

@@ -15,17 +15,21 @@ from math import isfinite
 
 from psserver.job import Job, Key, Part, places
 from psserver.membership import diverged
-from pswire.api import Contribution, OpenRound, Place, RoundReply
+from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
 from pswire.log import Epoch, Member, Position
 from pswire.payload import Payload
 from pswire.spec import Plan
+from pswire.status import OpenRound, Place
 from pswire.tensor import Array
 
 Failure = tuple[Future[RoundReply], PSError]
 Waiter = tuple[Contribution, Future[RoundReply]]
-_Push = tuple[Contribution, Payload, Future[RoundReply]]
+_Push = tuple[Contribution, Payload, float, Future[RoundReply]]
+
+RESENDS = 16
+"""Attempts at one contribution that are kept while its epoch is not known here."""
 
 RECORDS = 2
 """Rounds whose answers are kept for resends: a worker has one round under way, never two."""
@@ -36,6 +40,7 @@ class _Open:
     plan_id: bytes
     epoch: int
     members: tuple[Member, ...]
+    since: float
     parts: dict[int, Part] = field(default_factory=dict)
     waiters: list[Waiter] = field(default_factory=list)
     error: PSError | None = None
@@ -103,6 +108,8 @@ class Rounds:
 
     Attributes:
         last: the last complete round, -1 before the first; in async mode the number of complete ones, less one.
+        closed: how many rounds are over that a checkpoint may be ordered in: all; in async mode, where one task alone
+            saves, those in which one was.
         strands: all rounds; the strand whose turn it is comes first.
     """
 
@@ -116,6 +123,7 @@ class Rounds:
         self.plans: dict[bytes, Plan] = {}
         self.epoch: Epoch | None = None
         self.last = -1
+        self.closed = 0
         self.strands: dict[Key, Strand] = {None: Strand()}
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
@@ -169,9 +177,9 @@ class Rounds:
             self.fenced |= {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
         self.epoch = self._epochs[epoch.number] = epoch
         parked, self._parked = self._parked, {}
-        for said, payload, future in (push for pushes in parked.values() for push in pushes):
+        for said, payload, since, future in (push for pushes in parked.values() for push in pushes):
             try:
-                self.push(said, payload, future)
+                self.push(said, payload, future, since)
             except PSError as error:
                 self._failed.append((future, error))
 
@@ -180,8 +188,8 @@ class Rounds:
         if session in self.fenced:
             raise Fenced("this session was ended by a new epoch; restart the process to take part again")
 
-    def push(self, said: Contribution, payload: Payload, future: Future[RoundReply]) -> None:
-        """Takes a contribution; its future is answered when the round is over, or is among `take_failed`.
+    def push(self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float) -> None:
+        """Takes a contribution, now; its future is answered when the round is over, or is among `take_failed`.
 
         Raises:
             PSError: why this contribution cannot be taken.
@@ -194,7 +202,7 @@ class Rounds:
             raise InvalidRequest("who observes contributes nothing")
         epoch = self._epochs.get(said.epoch)
         if epoch is None:
-            self._park(said, payload, future)
+            self._park(said, payload, now, future)
             return
         member = epoch.session(said.session)
         if member is None:
@@ -204,7 +212,7 @@ class Rounds:
             raise InvalidRequest(f"round {said.round} is over; this server is at {strand.last}")
         self._check_order(strand, said, member)
         members = (member,) if _key(member) else epoch.members
-        waiting = strand.open.setdefault(said.round, _Open(said.plan_id, said.epoch, members))
+        waiting = strand.open.setdefault(said.round, _Open(said.plan_id, said.epoch, members, now))
         self._check_plan(waiting, said, member)
         found = waiting.parts.get(said.session)
         if waiting.error is not None:
@@ -238,11 +246,13 @@ class Rounds:
         positions = [(other.member.task, self._describe(waiting.plan_id))] if other else []
         return diverged(round, [*positions, (member.task, section)])
 
-    def _park(self, said: Contribution, payload: Payload, future: Future[RoundReply]) -> None:
+    def _park(self, said: Contribution, payload: Payload, now: float, future: Future[RoundReply]) -> None:
         parked = self._parked.setdefault(said.session, [])
-        if parked and parked[0][0].round != said.round:
-            raise InvalidRequest(f"round {parked[0][0].round} of this session waits; it cannot begin {said.round}")
-        parked.append((said, payload, future))
+        if self.server == 0 or len(parked) >= RESENDS or any(other.round != said.round for other, *_ in parked):
+            raise InvalidRequest(
+                f"epoch {said.epoch} is not known here, and server 0 knows all, or others wait for one"
+            )
+        parked.append((said, payload, now, future))
 
     def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
         """A worker makes one round after the other: it neither begins a second one nor leaves one out."""
@@ -344,6 +354,7 @@ class Rounds:
             partial(self._describe, plan.id),
             key,
             self._streams(plan, waiting) and not all(part.said.observes for part in parts),
+            waiting.since,
         )
 
     def complete(self, job: Job, given: Sequence[Array], dropped: Sequence[Task] = ()) -> tuple[Record, list[Waiter]]:
@@ -373,6 +384,8 @@ class Rounds:
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = False
         self.last = self.last + 1 if key else number
+        plan = self.plans.get(record.plan_id)
+        self.closed += key is None or (plan is not None and plan.snapshot is not None)
         # To the end of the line: who pushes fast must not keep the others from their turn.
         strand = self.strands[key] = self.strands.pop(key)
         strand.last = number

@@ -18,14 +18,17 @@ from psserver.answers import Answer, Submit, answering, do, failing, working
 from psserver.executor import Outcome
 from psserver.job import Job
 from psserver.kernels.kernels import Kernels
+from psserver.restores import Restores
 from psserver.rounds import Record, Rounds, Waiter
 from psserver.snapshots import Snapshots
 from psserver.store import Store
 from psserver.stream import Stream
-from pswire.api import Begun, Contribution, OpenRound, RoundReply
+from psserver.tally import Tally
+from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import PSError, ServerLost
 from pswire.payload import Payload
 from pswire.spec import Ref
+from pswire.status import OpenRound
 from pswire.tensor import Array, TensorSpec, as_bytes, layout
 
 log = logging.getLogger("psserver")
@@ -64,10 +67,11 @@ class Runner:
     Args:
         server: the number of this server.
         lock: the core's.
-        store, rounds, snapshots: what a round reads and changes.
+        store, rounds, snapshots, restores: what a round reads and changes.
         kernels: run its programs.
         submit: runs array work, one piece after another.
         progress: what can be answered or run after a change; called under the lock.
+        tally: counts rounds.
 
     Attributes:
         broken: why the variables are of no use any more, until the job begins anew: a round has failed halfway.
@@ -80,18 +84,22 @@ class Runner:
         store: Store,
         rounds: Rounds,
         snapshots: Snapshots,
+        restores: Restores,
         kernels: Kernels,
         submit: Submit,
         progress: Callable[[], list[Answer]],
+        tally: Tally,
     ) -> None:
         self._server = server
         self._lock = lock
         self._store = store
         self._rounds = rounds
         self._snapshots = snapshots
+        self._restores = restores
         self._kernels = kernels
         self._submit = submit
         self._progress = progress
+        self._tally = tally
         self._life = 0
         self._stream: Stream | None = None
         self._held: Job | None = None
@@ -102,6 +110,7 @@ class Runner:
     def clear(self) -> None:
         """Forgets the round that runs: what comes of it is thrown away."""
         self._life += 1
+        self._tally.forget()
         self.broken = None
         self._stream = self._held = None
         self._deliveries = {}
@@ -122,6 +131,7 @@ class Runner:
         job = self._held or self._rounds.next_job()
         if job is None or self._holds(job):
             return []
+        self._tally.round = job.round
         life, run = self._life, self._begin if job.streams else self._execute
         return [lambda: self._submit(lambda: self._guarded(run, job, life))]
 
@@ -151,6 +161,7 @@ class Runner:
                 self._store.end_loan()
                 self.broken = _halfway(job, PSError(f"internal error: {error!r}; see the server's log"))
                 record, waiters = self._failed(job, self.broken)
+                self._count(job, record, 0.0)
                 answers = self.replies(record, waiters) + self._progress()
             do(answers)
 
@@ -165,9 +176,12 @@ class Runner:
             alone = self._store.alone(written)
             values = self._store.values()
         error: PSError | None = None
+        began = self._tally.clock()
         outcome = Outcome({}, (), {})
+        restored: dict[int, Array] = {}
         try:
             outcome = executor.run(job, self._server, self._kernels, values, alone)
+            restored = self._restores.values(job)
         except PSError as caught:
             error = caught
         with self._lock:
@@ -176,12 +190,22 @@ class Runner:
             self._store.end_loan()
             if error is None:
                 self._store.commit(outcome.assigned)
+                self._store.commit(restored)
                 record, waiters = self._rounds.complete(job, outcome.given)
+                self._restores.ran(job)
                 self._snapshots.freeze(job)
             else:
                 record, waiters = self._failed(job, error)
+            over = self._count(job, record, self._tally.clock() - began)
             answers = self.replies(record, waiters, outcome.wanted) + self._progress()
         do(answers)
+        self._tally.answering.observe(self._tally.clock() - over)
+
+    def _count(self, job: Job, record: Record, ran: float) -> float:
+        """A round is over, after so many seconds of work; says when that was."""
+        now = self._tally.clock()
+        self._tally.over(job, record, self._rounds.last, ran, now)
+        return now
 
     def _failed(self, job: Job, error: PSError) -> tuple[Record, list[Waiter]]:
         log.warning("round %d failed: %s", job.round, error)
@@ -280,8 +304,10 @@ class Runner:
             while not stream.done:
                 if stream.awaits(lambda: self._submit(lambda: self._advance(stream))):
                     return
+                began = self._tally.clock()
                 if not self._step(stream):
                     return
+                stream.ran += self._tally.clock() - began
         except PSError as error:
             self._end(stream, error)
         except Exception as error:  # a bug of ours must reach the members as an error, not as silence
@@ -319,14 +345,17 @@ class Runner:
             self._store.end_loan()
             if error is None:
                 record, waiters = self._rounds.complete(job, stream.given, sorted(stream.dropped))
+                self._restores.ran(job)
                 self._snapshots.freeze(job)
             else:
                 if stream.has_written and not stream.abandoned:
                     error = self.broken = _halfway(job, error)
                 record, waiters = self._failed(job, error)
+            over = self._count(job, record, stream.ran)
             answers = self.replies(record, waiters, None, deliveries) + self._progress()
         stream.close()
         do(answers)
+        self._tally.answering.observe(self._tally.clock() - over)
 
 
 def _halfway(job: Job, error: PSError) -> PSError:

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
+import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import grpc
 
+from psserver.config import ServerConfig
+from psserver.health import Health
 from psserver.lanes import Lanes
+from psserver.roles import Gate
 from psserver.service import Service
 from pswire.api import ParameterServer
-from pswire.cluster import Task
 from pswire.errors import ConfigError
+from pswire.lanes import LaneName
+from pswire.lanes.traffic import Traffic
+from pswire.security import Security
+
+log = logging.getLogger("psserver")
 
 KEEPALIVE_MS = 10_000
 """Pause after which a silent client is asked for a sign of life, and how long it may take to give it."""
+
+HANDSHAKE_MS = 10_000
+"""How long a client may take to introduce itself to gRPC."""
+
+EXPOSED = (
+    "whoever reaches this machine could read and change the variables; give --tls-cert, --tls-key, --tls-ca and "
+    "--token-file (psctl certs makes them), or --insecure where nobody else is on the network"
+)
 
 
 class Server:
@@ -27,32 +44,22 @@ class Server:
 
     Args:
         core: the server proper.
-        task: which task this is, for messages.
-        host: the address to listen on.
-        port: the port to listen on, 0 to pick one.
-        max_payload_bytes: what one message may announce.
-        data_port: the port of the tcp lane, 0 to pick one.
-        shared_memory: bytes in which answers are for clients on this host; 0 for no shm lane.
-        in_flight: bytes of one client's contribution that are held before they are used.
+        config: which task it is, where it listens, and what it asks of clients.
+        still: seconds since somebody has looked at the core's leases; it is not well where that is long ago.
     """
 
-    def __init__(
-        self,
-        core: ParameterServer,
-        task: Task,
-        host: str,
-        port: int,
-        max_payload_bytes: int,
-        data_port: int = 0,
-        shared_memory: int = 1 << 30,
-        in_flight: int = 64 << 20,
-    ) -> None:
-        self._host = host
-        self._port = port
-        self._data_port = data_port
-        self._lanes = Lanes(core, task, host, data_port, max_payload_bytes, shared_memory, in_flight)
-        self._service = Service(core, task, core.status().incarnation, self._lanes)
+    def __init__(self, core: ParameterServer, config: ServerConfig, still: Callable[[], float] = lambda: 0.0) -> None:
+        self._config = config
+        self._health = Health(still)
+        gate = Gate(core, config.task, config.security)
+        self._lanes = Lanes(core, config, gate.roles)
+        self._service = Service(gate, config.task, core.status().incarnation, self._lanes)
         self._server: grpc.aio.Server | None = None
+
+    @property
+    def traffic(self) -> Mapping[LaneName, Traffic]:
+        """Payload bytes of each lane."""
+        return self._lanes.traffic
 
     async def start(self) -> int:
         """Listens from now on.
@@ -61,25 +68,30 @@ class Server:
             The port.
 
         Raises:
-            ConfigError: the port is in use, or the address is not this machine's.
+            ConfigError: the port is in use, the address is not this machine's, or it is for other machines and
+                nothing keeps these out.
         """
-        await asyncio.get_running_loop().run_in_executor(None, _probe, self._host, self._port)
+        config = self._config
+        await asyncio.get_running_loop().run_in_executor(None, _check, config)
         server = grpc.aio.server(handlers=(self._service,), options=_options())
         try:
-            port = server.add_insecure_port(join_address(self._host, self._port))
+            port = _listen(server, join_address(config.host, config.port), config.security)
         except RuntimeError:
-            raise ConfigError(_cannot(self._host, self._port, "gRPC refused it")) from None
+            raise ConfigError(_cannot(config.host, config.port, "gRPC refused it")) from None
         try:
             self._lanes.start()
         except OSError as error:
-            raise ConfigError(_cannot(self._host, self._data_port, error.strerror or str(error))) from None
+            raise ConfigError(_cannot(config.host, config.data_port, error.strerror or str(error))) from None
+        self._health.register(server)
         await server.start()
+        await self._health.start()
         self._server = server
         return port
 
     async def stop(self, grace: float) -> None:
         """Ends: calls that wait are told `ServerLost`; answers under way get `grace` seconds."""
         self._service.close()
+        await self._health.stop()
         if self._server:
             await self._server.stop(grace)
             self._server = None
@@ -107,34 +119,23 @@ class ServerThread:
 
     Args:
         core: the server proper; the caller closes it.
-        task: which task this is.
-        host: the address to listen on.
-        port: the port to listen on, 0 to pick one.
-        max_payload_bytes: what one message may announce.
+        config: which task it is, where it listens, and what it asks of clients.
         grace: seconds that answers under way get at the end.
 
     Attributes:
         port: where it listens, once entered.
     """
 
-    def __init__(
-        self,
-        core: ParameterServer,
-        task: Task,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        max_payload_bytes: int = 1 << 40,
-        grace: float = 1.0,
-    ) -> None:
-        self.port = port
-        self._host = host
-        self._server = Server(core, task, host, port, max_payload_bytes)
+    def __init__(self, core: ParameterServer, config: ServerConfig, grace: float = 1.0) -> None:
+        self.port = config.port
+        self._host = config.host
+        self._server = Server(core, config)
         self._grace = grace
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name=f"serve {task}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"serve {config.task}", daemon=True)
 
     @property
     def address(self) -> str:
@@ -176,6 +177,7 @@ class ServerThread:
 
 def _options() -> list[tuple[str, int]]:
     return [
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.so_reuseport", 0),  # else two servers would share a port, and each get half of the calls
         # A host that loses its power says nothing: without pings what it has half sent would be kept for ever.
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -193,13 +195,43 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def _probe(host: str, port: int) -> None:
-    """Binds and lets go: gRPC itself does not say why it cannot bind, and prints lines of its own."""
+def _listen(server: grpc.aio.Server, address: str, security: Security) -> int:
+    if not security.tls:
+        return server.add_insecure_port(address)
+    pair = security.key, security.certificate
+    return server.add_secure_port(address, grpc.ssl_server_credentials([pair], security.ca, require_client_auth=True))
+
+
+def _check(config: ServerConfig) -> None:
+    """Finds out whether it can listen there, and whether it should."""
+    host, port = config.host, config.port
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        failures = [error for address in addresses if (error := _bind_error(*address))]
     except OSError as error:
-        addresses, failures = [], [error]
+        raise ConfigError(_cannot(host, port, error.strerror or str(error))) from None
+    _probe(host, port, addresses)
+    if not all(_is_loopback(address) for *_, address in addresses):
+        _check_exposed(config)
+
+
+def _is_loopback(address: Any) -> bool:
+    return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+
+
+def _check_exposed(config: ServerConfig) -> None:
+    """Whether it may listen to other machines."""
+    missing = [what for what, given in (("TLS", config.security.tls), ("a token", config.security.token)) if not given]
+    if not missing:
+        return
+    text = f"{config.task} listens to other machines on {config.host} without {' and '.join(missing)}: {EXPOSED}"
+    if not config.insecure:
+        raise ConfigError(text)
+    log.warning("INSECURE: %s", text)
+
+
+def _probe(host: str, port: int, addresses: Sequence[Any]) -> None:
+    """Binds and lets go: gRPC itself does not say why it cannot bind, and prints lines of its own."""
+    failures = [error for address in addresses if (error := _bind_error(*address))]
     if any(error.errno == errno.EADDRINUSE for error in failures):
         raise ConfigError(f"port {port} on {host} is in use by another process; stop it or choose another with --port")
     if failures and len(failures) >= len(addresses):  # one address of several, such as ::1, may be missing

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,8 @@ from google.protobuf.message import Message
 
 from psserver.lanes import Lanes
 from psserver.outgoing import Bell, Frames, Growing
+from psserver.process import process_status
+from psserver.roles import Gate
 from pswire import codec, replies
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
@@ -34,7 +36,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = Callable[[Any, Context], Awaitable[Any]]
+Handler = Callable[[ParameterServer, Any, Context], Awaitable[Any]]
+Method = Callable[[Any, Context], Awaitable[Any]]
 Answer = Callable[[ParameterServer, bytes], Message]
 
 
@@ -79,11 +82,6 @@ def _approve(core: ParameterServer, data: bytes) -> Message:
     return pb.ApproveReply(length=core.approve(m.token, m.index, entries))
 
 
-def _status(core: ParameterServer, data: bytes) -> Message:
-    parse(pb.Empty, data)
-    return replies.status_to_pb(core.status())
-
-
 @dataclass(frozen=True)
 class Prompt:
     """A verb that answers at once.
@@ -103,7 +101,6 @@ PROMPT: Mapping[str, Prompt] = {
     "Leave": Prompt(_leave),
     "Propose": Prompt(_propose),
     "Approve": Prompt(_approve),
-    "Status": Prompt(_status, threaded=False),
 }
 
 
@@ -138,7 +135,8 @@ def _snapshot(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
 
 def _restore(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
     m = parse(pb.RestoreRequest, data)
-    return core.restore(m.session, m.path, m.ordinal, replies.order_from_pb(m.order)), replies.restored_to_pb
+    turn, order = codec.turn_from_pb(m.turn), replies.order_from_pb(m.order)
+    return core.restore(m.session, m.path, turn, order), replies.restored_to_pb
 
 
 Ask = Callable[[ParameterServer, bytes], tuple[Future[Any], Encode]]
@@ -154,25 +152,26 @@ class Service(grpc.GenericRpcHandler):
     """Answers every verb over a core. All methods but `close` are called by gRPC, on its event loop.
 
     Args:
-        core: the server proper; called from the event loop and from threads.
+        gate: to the server proper, which is called from the event loop and from threads.
         task: which task this is, for messages.
         incarnation: the core's life; calls that name another are refused with `ServerLost`.
         lanes: the other ways to push and pull; what bounds their messages bounds ours.
     """
 
-    def __init__(self, core: ParameterServer, task: Task, incarnation: int, lanes: Lanes) -> None:
+    def __init__(self, gate: Gate, task: Task, incarnation: int, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._core = core
+        self._gate = gate
         self._task = str(task)
         self._incarnation = str(incarnation)
         self._bells: set[Bell] = set()
-        self._frames = Frames()
+        self._frames = Frames(lanes.traffic["grpc"])
         self._closed = False
         own: dict[str, Handler] = {
             "Open": self._open,
             "Create": self._create,
             "Push": self._push,
             "Pull": self._pull,
+            "Status": self._status,
         }
         prompt = {name: self._prompt(row) for name, row in PROMPT.items()}
         waiting = {name: self._waiting(ask) for name, ask in WAITING.items()}
@@ -197,25 +196,27 @@ class Service(grpc.GenericRpcHandler):
 
     # ---- What every call goes through ----
 
-    def _told(self, name: str, handler: Handler) -> Handler:
-        """Adds to a handler what all have: the guard, and errors that reach the client as such."""
+    def _told(self, name: str, handler: Handler) -> Method:
+        """Adds to a handler what all have: the gate, the guard, and errors that reach the client as such."""
 
         async def told(request: Any, context: Context) -> Any:
             try:
+                metadata = context.invocation_metadata() or ()
+                core = self._gate.admit(metadata, context.auth_context)
                 if VERBS[name].guarded:
-                    self._guard(context)
-                return await handler(request, context)
+                    self._guard(metadata)
+                return await handler(core, request, context)
             except PSError as error:
-                status, details, metadata = refusal(error)
+                status, details, trailing = refusal(error)
             except Exception:  # a bug of ours must reach the client as an error, not as silence
                 log.exception("internal error in %s", name)
-                status, details, metadata = refusal(self._internal(name))
-            return await context.abort(grpc.StatusCode[status], details, metadata)
+                status, details, trailing = refusal(self._internal(name))
+            return await context.abort(grpc.StatusCode[status], details, trailing)
 
         return told
 
-    def _guard(self, context: Context) -> None:
-        for key, value in context.invocation_metadata() or ():
+    def _guard(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        for key, value in metadata:
             if key == INCARNATION_KEY and value != self._incarnation:
                 raise ServerLost(
                     "was replaced by a new process; its variables are gone; restart from a checkpoint",
@@ -246,25 +247,30 @@ class Service(grpc.GenericRpcHandler):
 
     # ---- One request, one reply ----
 
-    async def _open(self, data: bytes, context: Context) -> bytes:
-        reply = await asyncio.to_thread(_open, self._core, data)
+    async def _open(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
+        reply = await asyncio.to_thread(_open, core, data)
         reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
         reply.lane_token, reply.in_flight = self._lanes.token(reply.session), self._lanes.in_flight
         return reply.SerializeToString()
 
+    async def _status(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
+        parse(pb.Empty, data)
+        status = replace(core.status(), process=process_status(self._lanes))
+        return replies.status_to_pb(status).SerializeToString()
+
     def _prompt(self, row: Prompt) -> Handler:
-        async def handler(data: bytes, context: Context) -> bytes:
+        async def handler(core: ParameterServer, data: bytes, context: Context) -> bytes:
             if row.threaded:
-                reply = await asyncio.to_thread(row.answer, self._core, data)
+                reply = await asyncio.to_thread(row.answer, core, data)
             else:
-                reply = row.answer(self._core, data)
+                reply = row.answer(core, data)
             return reply.SerializeToString()
 
         return handler
 
     def _waiting(self, ask: Ask) -> Handler:
-        async def handler(data: bytes, context: Context) -> bytes:
-            future, encode = ask(self._core, data)
+        async def handler(core: ParameterServer, data: bytes, context: Context) -> bytes:
+            future, encode = ask(core, data)
             return encode(await self._wait(future)).SerializeToString()
 
         return handler
@@ -273,25 +279,25 @@ class Service(grpc.GenericRpcHandler):
 
     # Messages are read through the context, which is what gRPC's iterator over them does, with a generator more.
 
-    async def _create(self, messages: object, context: Context) -> bytes:
+    async def _create(self, core: ParameterServer, messages: object, context: Context) -> bytes:
         first = await _first(context)
         header = parse(pb.CreateHeader, first.header)
         spec = codec.spec_from_pb(header.spec)
         value = await self._received(first, context, spec.tensor.nbytes) if header.has_value else None
         reply = await asyncio.to_thread(
-            self._core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
+            core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
         )
         message = pb.CreateReply(
             id=reply.id, servers=reply.servers, initialized=reply.initialized, restored=reply.restored
         )
         return message.SerializeToString()
 
-    async def _push(self, messages: object, context: Context) -> None:
+    async def _push(self, core: ParameterServer, messages: object, context: Context) -> None:
         first = await _first(context)
         header = parse(pb.PushHeader, first.header)
         assembly = self._assembly(first, header.size)
         answer = Growing()
-        future = self._core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
+        future = core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
         future.add_done_callback(lambda _: answer.bell.ring())
         rest = None if assembly.payload.whole else _rest(context, assembly, self._lanes.in_flight)
         receiving = asyncio.ensure_future(answer.receive(rest)) if rest else None
@@ -317,9 +323,9 @@ class Service(grpc.GenericRpcHandler):
         else:
             await context.write(Frame(replies.round_to_pb(reply).SerializeToString()).encode())
 
-    async def _pull(self, data: bytes, context: Context) -> None:
+    async def _pull(self, core: ParameterServer, data: bytes, context: Context) -> None:
         m = parse(pb.PullRequest, data)
-        reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
+        reply = await self._wait(core.pull(m.session, tuple(m.variables), m.after))
         await self._send(context, replies.pull_to_pb(reply), reply.payload)
 
     async def _send(self, context: Context, message: Message, payload: Payload) -> None:
@@ -333,7 +339,7 @@ class Service(grpc.GenericRpcHandler):
 
     def _assembly(self, first: Frame, size: int) -> Assembly:
         """Where a payload is collected whose first part is there."""
-        assembly = self._lanes.assembly(size)
+        assembly = self._lanes.assembly(size, "grpc")
         assembly.add(first.offset, first.data or ())
         return assembly
 
@@ -344,7 +350,7 @@ class Service(grpc.GenericRpcHandler):
         return assembly.payload
 
 
-def _method(streams: tuple[bool, bool], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
+def _method(streams: tuple[bool, bool], handler: Method) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler of raw bytes: without serializers, gRPC hands them through."""
     kinds: dict[tuple[bool, bool], Callable[[Any], grpc.RpcMethodHandler[Any, Any]]] = {
         (False, False): grpc.unary_unary_rpc_method_handler,

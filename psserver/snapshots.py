@@ -1,42 +1,69 @@
-"""Checkpoints that are being taken and read: which round's values are frozen, and who waits."""
+"""Checkpoints that are being taken: which round's values are frozen, and who waits until they are written."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
 
-from psserver import checkpoint
-from psserver.answers import Answer, Submit, do, working
-from psserver.checkpoint import Frozen, Restored
+from psserver.answers import Answer, Submit, do, failing, naming, working
 from psserver.job import Job
-from psserver.places import Place
+from psserver.restores import Restores
+from psserver.rounds import Rounds
 from psserver.store import Store
-from pswire.api import RestoreOrder, RestoreReply, Shard
+from psserver.tally import Tally
+from pswire.api import Shard
+from pswire.checkpoint import Frozen, remove_shard, write_manifest, write_shard
 from pswire.cluster import Task
-from pswire.errors import CheckpointError, NoCheckpoint, ServerLost
-from pswire.spec import Variable
-from pswire.tensor import Array
+from pswire.errors import CheckpointError
+from pswire.log import Snapshotted
+from pswire.places import Place
+from pswire.spec import Plan, SnapshotOrder, Variable
+from pswire.status import Saving
+
+log = logging.getLogger("psserver")
+
+
+@dataclass(eq=False)
+class _Save:
+    """A checkpoint that is ordered, until the log says that it is complete, or failed.
+
+    Attributes:
+        order: by its plan.
+        closed: how many rounds were closed here when its plan was approved: the next one is its own.
+        frozen: this server's values, once its round has run; less those that are written.
+        shard: answered when they are written.
+        manifest: answered when the manifest is; None before it is asked for.
+    """
+
+    order: SnapshotOrder
+    closed: int
+    frozen: Frozen | None = None
+    shard: Future[Shard] = field(default_factory=Future)
+    manifest: Future[Shard] | None = None
 
 
 class Snapshots:
-    """Guarded by the core's lock, but for `first_value`, which reads files.
+    """Guarded by the core's lock.
+
+    A server begins to write its shard as soon as the round has run, so that values are held no longer than its disk
+    takes, whatever becomes of the chief, who asks when it is written.
 
     Args:
         task: this server.
         lock: the core's.
         store: the variables.
+        rounds: after which they are frozen.
+        restores: what is still to be read.
         place: where checkpoints are.
         limit: bytes of old values that are held for checkpoints which are being written; 0 for no limit.
-        submit: runs array work, one piece after another.
         files: runs work on files, one piece after another.
         progress: what can be answered or run after a change; called under the lock.
-
-    Attributes:
-        begun: numbers of the variables whose first value here was a restored checkpoint's.
+        tally: counts what is written.
     """
 
     def __init__(
@@ -44,54 +71,55 @@ class Snapshots:
         task: Task,
         lock: threading.Lock,
         store: Store,
+        rounds: Rounds,
+        restores: Restores,
         place: Place,
         limit: int,
-        submit: Submit,
         files: Submit,
         progress: Callable[[], list[Answer]],
+        tally: Tally,
     ) -> None:
         self._task = task
         self._lock = lock
         self._store = store
+        self._rounds = rounds
+        self._restores = restores
         self._place = place
-        self._limit = limit
-        self._submit = submit
+        self.limit = limit
         self._files = files
         self._progress = progress
-        self._frozen: dict[bytes, Frozen] = {}
-        self._newest: dict[PurePosixPath, bytes] = {}
-        self._shards: dict[bytes, Future[Shard]] = {}
-        self._waiting: list[tuple[bytes, str, Future[Shard]]] = []
-        self._restores: dict[tuple[str, int], Future[RestoreReply]] = {}
-        self._late: tuple[Restored, bool] | None = None
-        self._life = 0
-        self.begun: set[int] = set()
+        self._tally = tally
+        self._saves: dict[bytes, _Save] = {}
+        self._due: list[Answer] = []
+
+    def __len__(self) -> int:
+        return len(self._saves)
 
     def clear(self) -> list[Future[Shard]]:
         """Forgets all; returns who still waits."""
-        waiting = [future for *_, future in self._waiting]
-        self._life += 1
-        self._waiting.clear()
-        self._frozen.clear()
-        self._newest.clear()
-        self._shards.clear()
-        self._restores.clear()
-        self._late = None
-        self.begun.clear()
+        waiting = [future for save in self._saves.values() for future in (save.shard, save.manifest) if future]
+        self._saves.clear()
+        self._due.clear()
         return waiting
 
-    # ---- Saving ----
+    # ---- From the order to the end ----
+
+    def order(self, plan: Plan) -> None:
+        """A plan is approved: where it orders a checkpoint, its round is waited for."""
+        if plan.snapshot is not None:
+            self._saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
 
     def freeze(self, job: Job) -> None:
         """After a round: keeps its values if its plan orders a checkpoint. Held arrays never change: this is free."""
-        order, server = job.plan.snapshot, self._store.server
-        if order is None or server not in order.servers:
-            return
+        save = self._saves.get(job.plan.id)
+        if save is None:
+            return  # it orders none, or that has failed on another server before this one came to it
         # One without a value has lost its creator, and whoever creates it next gives it one.
-        mine = [v for v in self._saved() if min(v.servers) == server and self._store.initialized(v.id)]
+        mine = [v for v in self._saved() if min(v.servers) == self._store.server and self._store.initialized(v.id)]
         values = {v.spec.saved_name: self._store.value(v.id) for v in mine}
-        self._frozen[job.plan.id] = Frozen(order, server, job.round, job.positions, values)
-        self._newest[PurePosixPath(order.path)] = job.plan.id
+        frozen = save.frozen = Frozen(save.order, self._store.server, job.round, job.positions, values)
+        save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
+        self._due.append(partial(self._files, working(save.shard, partial(self._write_shard, save, frozen))))
 
     def _saved(self) -> list[Variable]:
         """What all servers save together: of variables that always have one value the first created."""
@@ -100,179 +128,122 @@ class Snapshots:
             first.setdefault(variable.spec.saved_name, variable)
         return [variable for name, variable in first.items() if name]
 
-    def thaw(self, plan_id: bytes) -> None:
-        """A checkpoint is complete, or failed: its values are not needed any more."""
-        self._frozen.pop(plan_id, None)
-        self._shards.pop(plan_id, None)
+    def settle(self, entry: Snapshotted) -> None:
+        """A checkpoint is complete, or failed: nothing is held for it any more; the file of a failed one is removed."""
+        save = self._saves.pop(entry.plan_id, None)
+        if save is not None and entry.error:
+            self._due.append(failing(save.shard, CheckpointError(f"it was given up: {entry.error}", str(self._task))))
+            if save.frozen is not None:
+                self._due.append(partial(self._files, partial(self._remove, save.frozen)))
+
+    def answers(self) -> list[Answer]:
+        """Work on files that is due, and the reason for those whose round will not come."""
+        answers, self._due = self._due, []
+        for plan_id, save in self._saves.items():
+            error = self._why_never(plan_id, save)
+            if error is not None:
+                answers.append(failing(save.shard, error))
+        return answers
+
+    def _why_never(self, plan_id: bytes, save: _Save) -> CheckpointError | None:
+        """Why a save that has no values will have none; None if it has some, or may get them."""
+        if save.frozen is not None:
+            return None
+        refused = self._rounds.refused.get(plan_id)
+        if refused is not None:
+            return CheckpointError(f"its section was refused: {refused.message}", str(self._task))
+        if self._rounds.closed > save.closed:
+            return CheckpointError(
+                f"the round that was to be saved as {save.order.path!r} failed, or those who began it are gone; "
+                "save again",
+                str(self._task),
+            )
+        return None
+
+    # ---- What it holds ----
 
     @property
     def held(self) -> int:
         """Bytes of old values that are held for checkpoints."""
         return self._held(())
 
+    @property
+    def saving(self) -> tuple[Saving, ...]:
+        """The checkpoints that are being written here."""
+        return tuple(
+            Saving(frozen.order.path, frozen.round, sum(value.nbytes for value in frozen.values.values()))
+            for frozen in self._frozen()
+        )
+
     def blocks(self, ids: Iterable[int]) -> bool:
         """Whether a round that replaces these variables has to wait: more old values would be held than may be."""
-        return bool(self._limit and self._frozen) and self._held(ids) > self._limit
+        return bool(self.limit and self._saves) and self._held(ids) > self.limit
 
     def _held(self, replaced: Iterable[int]) -> int:
         """Bytes of values that are to be written, and that no variable has once these are replaced."""
         writes = frozenset(replaced)
         kept = {id(value) for number, value in self._store.values().items() if number not in writes}
-        held = {id(value): value.nbytes for frozen in self._frozen.values() for value in frozen.values.values()}
+        held = {id(value): value.nbytes for frozen in self._frozen() for value in frozen.values.values()}
         return sum(nbytes for key, nbytes in held.items() if key not in kept)
 
-    def ask(self, plan_id: bytes, manifest: str, future: Future[Shard]) -> None:
-        """Somebody waits for a shard, or for the manifest, to be written."""
-        self._waiting.append((plan_id, manifest, future))
+    def _frozen(self) -> Iterator[Frozen]:
+        return (save.frozen for save in self._saves.values() if save.frozen is not None)
 
-    def answers(self) -> list[Answer]:
-        """Work for those whose round has run."""
-        ready = [waiter for waiter in self._waiting if waiter[0] in self._frozen]
-        self._waiting = [waiter for waiter in self._waiting if waiter not in ready]
-        return [self._work(*waiter) for waiter in ready]
+    # ---- For the chief ----
 
-    def _work(self, plan_id: bytes, manifest: str, future: Future[Shard]) -> Answer:
-        frozen = self._frozen[plan_id]
-        if manifest:
-            busy = {str(PurePosixPath(other.order.path)) for other in self._frozen.values() if other is not frozen}
-            return lambda: self._files(working(future, lambda: self._write_manifest(plan_id, frozen, manifest, busy)))
-        known = self._shards.get(plan_id)
-        shard = self._shards.setdefault(plan_id, Future())
-        write: Answer = working(shard, lambda: self._write_shard(plan_id, frozen))
-        return lambda: self._begin(shard, future, write if known is None else None)
+    def ask(self, plan_id: bytes, manifest: str, future: Future[Shard]) -> Answer:
+        """Somebody waits for the shard, or has the manifest written and waits for that. A resend is answered alike."""
+        save = self._saves.get(plan_id)
+        if save is None or (manifest and save.frozen is None):
+            why = "no checkpoint of this plan is being written here"
+            return failing(future, CheckpointError(why, str(self._task)))
+        if not manifest:
+            return partial(save.shard.add_done_callback, partial(_follow, future))
+        if save.manifest is not None:
+            return partial(save.manifest.add_done_callback, partial(_follow, future))
+        save.manifest = Future()
+        save.manifest.add_done_callback(partial(_follow, future))
+        return partial(self._files, working(save.manifest, partial(self._write_manifest, save, manifest)))
 
-    def _begin(self, shard: Future[Shard], future: Future[Shard], write: Answer | None) -> None:
-        """Answers as a shard is written. A resend must not have it written again: its values may be let go of."""
-        shard.add_done_callback(partial(_follow, future))
-        if write:
-            self._files(write)
+    # ---- On the thread for files ----
 
-    def _write_shard(self, plan_id: bytes, frozen: Frozen) -> Shard:
+    def _write_shard(self, save: _Save, frozen: Frozen) -> Shard:
         try:
-            with self._naming_itself():
-                self._check_newest(plan_id, frozen)
-                written = partial(self._let_go, plan_id, frozen)
-                return checkpoint.write_shard(self._place, frozen, self._store.device.get, written)
+            with naming(self._task):
+                return write_shard(self._place, frozen, self._store.device.get, partial(self._let_go, save, frozen))
         finally:
             with self._lock:
                 frozen.values.clear()
                 answers = self._progress()
             do(answers)
 
-    def _let_go(self, plan_id: bytes, frozen: Frozen, name: str) -> None:
+    def _let_go(self, save: _Save, frozen: Frozen, name: str) -> None:
         """A variable's bytes are written: rounds need not spare its array, and one may run that waited for this."""
         with self._lock:
-            if self._frozen.get(plan_id) is not frozen:
+            if save not in self._saves.values():
                 raise CheckpointError("nobody waits for it any more: it was given up, or the job was started anew")
             del frozen.values[name]
-            answers = self._progress() if self._limit else []
+            answers = self._progress() if self.limit else []
         do(answers)
 
-    def _write_manifest(self, plan_id: bytes, frozen: Frozen, text: str, busy: set[str]) -> Shard:
-        with self._naming_itself():
-            self._check_newest(plan_id, frozen)
-            return checkpoint.write_manifest(self._place, frozen, text, busy)
-
-    def _check_newest(self, plan_id: bytes, frozen: Frozen) -> None:
-        """Of two orders for one path the later one's files are to stay: those of both would be a mixture."""
+    def _write_manifest(self, save: _Save, text: str) -> Shard:
         with self._lock:
-            newest = self._newest.get(PurePosixPath(frozen.order.path))
-        if newest != plan_id:
-            raise CheckpointError(f"{frozen.order.path} was given up: a later save has the same path")
+            frozen, spare = save.frozen, self._restores.needed
+        if frozen is None:
+            raise ValueError("a manifest without a shard")
+        with naming(self._task):
+            return write_manifest(self._place, frozen, text, partial(self._busy, save), spare)
 
-    @contextmanager
-    def _naming_itself(self) -> Iterator[None]:
-        """Has an error of a checkpoint say which server has it."""
+    def _busy(self, but: _Save) -> Collection[str]:
+        """Paths of other checkpoints that are being written."""
+        with self._lock:
+            return {str(PurePosixPath(save.order.path)) for save in self._saves.values() if save is not but}
+
+    def _remove(self, frozen: Frozen) -> None:
         try:
-            yield
-        except CheckpointError as error:
-            raise type(error)(error.message, str(self._task)) from error
-
-    # ---- Restoring ----
-
-    def restore(
-        self, path: str, ordinal: int, order: RestoreOrder, future: Future[RestoreReply]
-    ) -> tuple[Future[RestoreReply], list[Answer]]:
-        """Begins a restore; gives the future of its answer, and what is to be done.
-
-        All processes run one script, so the n-th restore of each is the same one. The first does it; whoever comes to
-        it later must not undo what has been pushed since.
-        """
-        if order.look:
-            return future, [lambda: self._files(working(future, lambda: self._open(path).reply))]
-        known = self._restores.get((path, ordinal))
-        if known is not None:
-            return known, []
-        self._restores[path, ordinal] = future
-        server = self._store.server
-        variables = [v for v in self._store.variables.values() if server in v.servers]
-        read = partial(self._read, path, order, variables, future, self._life)
-        return future, [lambda: self._files(read)]
-
-    def _read(
-        self, path: str, order: RestoreOrder, variables: list[Variable], future: Future[RestoreReply], life: int
-    ) -> None:
-        """Reads the values; what then changes the variables is array work, so that no round runs meanwhile."""
-        found: Future[tuple[Restored, dict[int, Array]]] = Future()
-        working(found, lambda: self._values(path, order, variables))()
-        commit = partial(self._commit, found, order, future, life)
-        self._submit(working(future, commit))
-
-    def _values(self, path: str, order: RestoreOrder, variables: list[Variable]) -> tuple[Restored, dict[int, Array]]:
-        restored = self._open(path)
-        wanted = _tensors(order, variables, self._store.variables)
-        specs = {v.id: v.spec.tensor for v in variables}
-        with self._naming_itself():
-            arrays = restored.read([(name, specs[id]) for id, name in wanted.items()], order.cast)
-        put = self._store.device.put
-        return restored, {id: put(array) for id, array in zip(wanted, arrays, strict=True)}
-
-    def _commit(
-        self,
-        found: Future[tuple[Restored, dict[int, Array]]],
-        order: RestoreOrder,
-        future: Future[RestoreReply],
-        life: int,
-    ) -> RestoreReply:
-        """The variables have the checkpoint's values; those created later will get theirs."""
-        with self._lock:
-            if life != self._life:
-                raise ServerLost("the job was started anew; restart the process", str(self._task))
-            error = found.exception()
-            # Where there is none the others are told so, too: the first process goes on without one.
-            if error is not None and not isinstance(error, NoCheckpoint):
-                # Who asks again tries again.
-                self._restores = {key: other for key, other in self._restores.items() if other is not future}
-            restored, values = found.result()
-            self._store.commit(values)
-            if order.late:
-                self._late = restored, order.cast
-        return restored.reply
-
-    def _open(self, path: str) -> Restored:
-        with self._naming_itself():
-            return Restored.open(self._place, path)
-
-    def first_value(self, variable: Variable) -> Array | None:
-        """What the restored checkpoint has for a variable that is created only now; None if it has nothing.
-
-        One that is saved as another begins as its creator says: the other may have changed since the restore.
-        """
-        restored, cast = self._late or (None, False)
-        if restored is None or variable.spec.saved_as is not None or variable.spec.name not in restored:
-            return None
-        (array,) = restored.read([(variable.spec.name, variable.spec.tensor)], cast)
-        value: Array = self._store.device.put(array)
-        return value
-
-
-def _tensors(order: RestoreOrder, variables: list[Variable], known: Mapping[int, Variable]) -> dict[int, str]:
-    """For each of these variables that a restore changes the name of its tensor; `known` are those of all servers."""
-    if order.names is None:
-        return {v.id: v.spec.saved_name for v in variables if v.spec.saved_name}
-    # Variables that are saved as one always have one value; only one of them can be named.
-    by_saved_name = {known[id].spec.saved_name: name for name, id in order.names.items() if id in known}
-    return {v.id: by_saved_name[v.spec.saved_name] for v in variables if v.spec.saved_name in by_saved_name}
+            remove_shard(self._place, frozen)
+        except Exception as error:  # object stores have errors of their own
+            log.warning("cannot remove the part of %s, which failed: %s", frozen.order.path, error)
 
 
 def _follow(future: Future[Shard], other: Future[Shard]) -> None:

@@ -44,6 +44,8 @@ class Stream:
         self._readers = outline.uses.copy()
         self._begun = False
         self._count = 1
+        self.ran = 0.0
+        """Seconds for which its steps were made."""
         self.has_written = False
         """Whether it has changed a variable."""
         self.given: list[Array] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from psserver.answers import Answer, Submit, answering, failing, working
 from psserver.log import Log
@@ -11,8 +12,27 @@ from psserver.membership import Membership
 from psserver.rounds import Record, Rounds
 from psserver.store import Store
 from pswire.api import Contribution, PullReply, RoundReply, Watched
-from pswire.errors import PSError
+from pswire.errors import InvalidRequest, PSError
 from pswire.payload import Payload
+
+
+MAX_CALLS = 256
+"""Calls of one kind that wait for one session. Those whose clients have gone away are among them: the oldest."""
+
+W = TypeVar("W", bound=tuple[Any, ...])
+
+
+def _make_room(waiting: list[W], session: int) -> list[W]:
+    """Who waits no more, so that one more of a session can; these are taken out."""
+    mine = [waiter for waiter in waiting if waiter[0] == session]
+    gone = mine[: max(len(mine) - MAX_CALLS + 1, 0)]
+    for waiter in gone:
+        waiting.remove(waiter)
+    return gone
+
+
+def _superseded() -> PSError:
+    return InvalidRequest(f"{MAX_CALLS} later calls of this session wait as well; make fewer at a time")
 
 
 class Watchers:
@@ -26,13 +46,18 @@ class Watchers:
         self._log = log
         self._members = members
         self._waiting: list[tuple[int, int, int, Future[Watched]]] = []
+        self._superseded: list[Future[Watched]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, session: int, after: int, version: int, future: Future[Watched]) -> None:
-        """Somebody waits who knows the log up to `after`; a version of -1 follows the log alone."""
-        self._waiting.append((session, after, version, future))
+        """Somebody waits who knows the log up to `after`; a version of -1 follows the log alone.
+
+        Who has no session, 0, is told at once: nobody would know that it is gone.
+        """
+        self._superseded += [waiter[-1] for waiter in _make_room(self._waiting, session)]
+        self._waiting.append((session, after, version if session else self._members.version - 1, future))
 
     def drop(self, gone: Callable[[int], bool]) -> list[Future[Watched]]:
         """Forgets those for whose session `gone` holds; returns their futures."""
@@ -44,12 +69,17 @@ class Watchers:
         """News for those who do not know it."""
         version, length = self._members.version, len(self._log.entries)
         # A log that is shorter than what the caller knows is another job's.
-        ready = [w for w in self._waiting if length != w[1] or (w[2] >= 0 and w[2] != version)]
+        superseded, self._superseded = self._superseded, []
+        answers: list[Answer] = [failing(future, _superseded()) for future in superseded]
+        ready: list[tuple[int, int, int, Future[Watched]]] = []
+        waiting: list[tuple[int, int, int, Future[Watched]]] = []
+        for waiter in self._waiting:
+            _, after, known, _ = waiter
+            (ready if length != after or (known >= 0 and known != version) else waiting).append(waiter)
         if not ready:
-            return []
-        self._waiting = [waiter for waiter in self._waiting if waiter not in ready]
+            return answers
+        self._waiting = waiting
         plans, sessions = tuple(self._log.proposed.values()), self._members.states(now)
-        answers = []
         for _, after, _, future in ready:
             start = after if after <= length else 0
             entries = tuple(self._log.entries[start:])
@@ -101,15 +131,21 @@ class Readers:
         self._rounds = rounds
         self._submit = submit
         self._waiting: list[tuple[int, tuple[int, ...], int, Future[PullReply]]] = []
+        self._superseded: list[Future[PullReply]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]) -> None:
-        """Somebody reads variables, once round `after` is complete; raises `InvalidRequest` if one has no value."""
+        """Somebody reads variables, once round `after` is complete; who has no session, 0, as they are.
+
+        Raises:
+            InvalidRequest: one has no value.
+        """
         for id in variables:
             self._store.value(id)
-        self._waiting.append((session, variables, after, future))
+        self._superseded += [waiter[-1] for waiter in _make_room(self._waiting, session)]
+        self._waiting.append((session, variables, after if session else -1, future))
 
     def drop(self) -> list[Future[PullReply]]:
         """Forgets all; returns their futures."""
@@ -118,11 +154,12 @@ class Readers:
 
     def answers(self, ended: Callable[[int], PSError | None]) -> list[Answer]:
         """Values for those whose round is complete, and the reason for those whose session has ended."""
-        answers: list[Answer] = []
+        superseded, self._superseded = self._superseded, []
+        answers: list[Answer] = [failing(future, _superseded()) for future in superseded]
         waiting = []
         for waiter in self._waiting:
             session, ids, after, future = waiter
-            error = ended(session)
+            error = ended(session) if session else None
             if error is not None:
                 answers.append(failing(future, error))
             elif after <= self._rounds.last and not self._store.lent.intersection(ids):

@@ -44,6 +44,8 @@ class Section(str):
         yield [[f"{describe_ref(ref, variables)} comes back"] for ref in plan.returned]
         made = plan.snapshot
         yield [[f"a checkpoint {made.path!r} of round {made.round} is made"]] if made else []
+        read = plan.restore
+        yield [[f"{read.path!r} is restored, {read.turn}, choice {read.choice}"]] if read else []
 
 
 def _places(servers: Sequence[int]) -> str:

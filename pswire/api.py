@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pswire.cluster import Task
-from pswire.log import Entry, Epoch, Member, Mode, Position, Start
+from pswire.log import Entry, Epoch, Mode, Position, Start
 from pswire.payload import Payload
-from pswire.program import PROGRAM_VERSION
-from pswire.spec import Plan, VariableSpec
+from pswire.spec import Plan, Turn, VariableSpec
+from pswire.status import ServerStatus, SessionState
 from pswire.tensor import TensorSpec
 
 
@@ -133,19 +133,23 @@ class RestoreReply:
     manifest: str = ""
 
 
+RestoreStage = Literal["look", "open", "prepare"]
+
+
 @dataclass(frozen=True)
 class RestoreOrder:
     """Which variables a restore changes, and how.
 
     Attributes:
-        look: only opens the checkpoint: nothing changes, and no ordinal is used.
+        stage: how far it goes: "look" tells what there is, without a turn; "open" tells what there was when the first
+            process asked in this turn; "prepare" reads the values, and holds them for the round that commits them.
         names: for each tensor of the checkpoint the number of the variable that gets it; None: each variable gets the
             one with its own saved name, and misses none.
         late: whether variables that are created later get theirs, by their saved names.
         cast: whether values are cast to the variable's dtype; else another dtype is refused.
     """
 
-    look: bool = False
+    stage: RestoreStage = "prepare"
     names: Mapping[str, int] | None = None
     late: bool = True
     cast: bool = False
@@ -153,23 +157,6 @@ class RestoreOrder:
 
 ALL = RestoreOrder()
 """Every variable gets what is saved under its own name."""
-
-
-@dataclass(frozen=True)
-class SessionState:
-    """One session as server 0 sees it.
-
-    Attributes:
-        member: task, session and replicas.
-        state: "open", "left" (cleanly), "failed" or "lost" (its lease ended).
-        entry: where a new member waits to be taken in, as `Epoch.entry`; "" while it is not ready.
-        silent: seconds since its last sign of life.
-    """
-
-    member: Member
-    state: str
-    entry: str
-    silent: float
 
 
 @dataclass(frozen=True)
@@ -189,76 +176,6 @@ class Watched:
     entries: tuple[Entry, ...]
     plans: tuple[Plan, ...]
     sessions: tuple[SessionState, ...]
-
-
-@dataclass(frozen=True)
-class OpenRound:
-    """A round that waits.
-
-    Attributes:
-        round: which round.
-        section: what it does, in words.
-        missing: members whose contribution is not whole.
-        approved: whether its plan is.
-    """
-
-    round: int
-    section: str
-    missing: tuple[Task, ...]
-    approved: bool
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a task stands that makes rounds of its own.
-
-    Attributes:
-        task: which.
-        round: its last round that this server has heard of, complete or not.
-        positions: the datasets' positions that it told with it.
-    """
-
-    task: Task
-    round: int
-    positions: tuple[Position, ...]
-
-
-@dataclass(frozen=True)
-class ServerStatus:
-    """The answer to `status`.
-
-    Attributes:
-        server: which server.
-        incarnation: its life.
-        log: length of its log.
-        epoch: the epoch that it knows, if any.
-        round: the last complete round, -1 before the first; where workers are asynchronous how many rounds are
-            complete on this server, less one.
-        positions: the datasets' positions that that round's members told; of asynchronous workers see `places`.
-        waiting: rounds that wait.
-        variables: how many it holds.
-        nbytes: bytes of them.
-        memory_limit: bytes that it may hold, 0 for no limit.
-        chief: seconds since server 0 heard of the chief; infinite where it never did.
-        places: where each asynchronous worker stands, in task order; of those that died, too.
-        program_version: the version of the update programs that it runs.
-        held: bytes of old values that it holds for checkpoints which are being written.
-    """
-
-    server: int
-    incarnation: int
-    log: int
-    epoch: Epoch | None
-    round: int
-    positions: tuple[Position, ...]
-    waiting: tuple[OpenRound, ...]
-    variables: int
-    nbytes: int
-    memory_limit: int
-    chief: float
-    places: tuple[Place, ...] = ()
-    program_version: int = PROGRAM_VERSION
-    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -371,7 +288,10 @@ class ParameterServer(Protocol):
         ...
 
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
-        """Waits until server 0's log is longer than `after` or its version is not `version`."""
+        """Waits until server 0's log is longer than `after` or its version is not `version`.
+
+        Who only looks says 0 for the session, and is answered at once.
+        """
         ...
 
     def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
@@ -405,33 +325,43 @@ class ParameterServer(Protocol):
         ...
 
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
-        """Reads variables, once this server has completed round `after`; -1 reads them as they are."""
-        ...
+        """Reads variables, once this server has completed round `after`; -1 reads them as they are.
 
-    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
-        """Writes a checkpoint's shard, or at last its manifest. Key: (plan, whether it is the manifest).
-
-        Args:
-            token: the chief's.
-            plan_id: the plan that ordered it; waits until its round has run.
-            manifest: the JSON text of the manifest, or "" to write the shard.
+        Who only looks says 0 for the session, and reads them as they are.
         """
         ...
 
-    def restore(self, session: int, path: str, ordinal: int, order: RestoreOrder = ALL) -> Future[RestoreReply]:
-        """Reads a checkpoint's values into this server's variables. Key: (path, ordinal).
+    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
+        """Waits for a checkpoint's shard, or writes its manifest. Key: (plan, whether it is the manifest).
+
+        A server begins to write its shard by itself, when the round that ordered it has run.
 
         Args:
-            session: who asks; every process does, the first one's request is done, and what came of it is told
-                to the others, however much later they ask.
-            path: a checkpoint directory, below the servers' checkpoint root, or a directory of them.
-            ordinal: how many restores this process asked for before.
-            order: which variables it changes, and how.
+            token: the chief's.
+            plan_id: the plan that ordered it.
+            manifest: the JSON text of the manifest, which comes after all shards, or "" for the shard.
 
         Raises:
-            NoCheckpoint: there is none, or there was none when the first process asked.
-            CheckpointError: it is broken; who asks again tries again.
+            CheckpointError: it cannot be written; its round failed, or will not come; it is over.
+        """
+        ...
+
+    def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
+        """Makes a checkpoint ready to be restored; variables change in the round that commits it. Key: (turn, stage).
+
+        Args:
+            session: who asks; every process does, the first one's request is done, and what came of it, an error
+                too, is told to the others.
+            path: a checkpoint directory, below the servers' checkpoint root, or a directory of them.
+            turn: which restore it is.
+            order: how far it goes, which variables it changes, and how.
+
+        Raises:
+            NoCheckpoint: there is none.
+            CheckpointError: it is broken.
             VariableMismatch: it has a variable with another shape or dtype.
+            Diverged, InvalidRequest: another process has gone on to a later restore; the latter where workers are
+                asynchronous.
         """
         ...
 

@@ -29,7 +29,20 @@ from pswire.log import (
 )
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.program import PROGRAM_VERSION, Attr, Input, InputKind, Node, Program
-from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, RefKind, SnapshotOrder, Variable, VariableSpec
+from pswire.spec import (
+    Apply,
+    Operand,
+    Plan,
+    ReduceOp,
+    Reduction,
+    Ref,
+    RefKind,
+    RestoreCommit,
+    SnapshotOrder,
+    Turn,
+    Variable,
+    VariableSpec,
+)
 from pswire.tensor import TensorSpec
 
 Word = TypeVar("Word")
@@ -251,6 +264,7 @@ def plan_to_pb(plan: Plan) -> pb.Plan:
             if plan.snapshot
             else None
         ),
+        restore=_commit_to_pb(plan.restore) if plan.restore else None,
     )
 
 
@@ -270,7 +284,26 @@ def plan_from_pb(message: pb.Plan) -> Plan:
         SnapshotOrder(snapshot.path, tuple(snapshot.servers), snapshot.round, snapshot.state)
         if message.HasField("snapshot")
         else None,
+        _commit_from_pb(message.restore) if message.HasField("restore") else None,
     )
+
+
+def _commit_to_pb(commit: RestoreCommit) -> pb.RestoreCommit:
+    return pb.RestoreCommit(
+        path=commit.path, servers=commit.servers, turn=turn_to_pb(commit.turn), choice=commit.choice
+    )
+
+
+def _commit_from_pb(message: pb.RestoreCommit) -> RestoreCommit:
+    return RestoreCommit(message.path, tuple(message.servers), turn_from_pb(message.turn), message.choice)
+
+
+def turn_to_pb(turn: Turn) -> pb.Turn:
+    return pb.Turn(round=turn.round, epoch=turn.epoch, ordinal=turn.ordinal)
+
+
+def turn_from_pb(message: pb.Turn) -> Turn:
+    return Turn(message.round, message.epoch, message.ordinal)
 
 
 # ---- The log ----

@@ -6,6 +6,8 @@
     ├── ServerLost           a server died or was replaced: its variables are gone
     ├── ChiefLost            no chief answered in time, and what was asked needs one
     ├── Fenced               this session was ended by the cluster (lease lost, or replaced)
+    ├── Forbidden            the caller's certificate does not allow what it asks for
+    │   └── Unauthenticated  the caller lacks the token of the job
     ├── Diverged             two processes of one job do not run the same program
     ├── VariableMismatch     two processes, or a checkpoint, disagree on a variable
     ├── LocalityError        values that live on different servers meet in one update
@@ -60,6 +62,14 @@ class Fenced(PSError):
     """This session was ended by the cluster; the process has to restart to take part again."""
 
 
+class Forbidden(PSError, PermissionError):
+    """The caller's certificate does not allow what it asks for."""
+
+
+class Unauthenticated(Forbidden):
+    """The caller lacks the token of the job."""
+
+
 class Diverged(PSError):
     """Two processes of one job do not make the same sequence of sections."""
 
@@ -105,6 +115,8 @@ BY_NAME: dict[str, type[PSError]] = {
         ServerLost,
         ChiefLost,
         Fenced,
+        Forbidden,
+        Unauthenticated,
         Diverged,
         VariableMismatch,
         LocalityError,

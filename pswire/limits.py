@@ -21,7 +21,10 @@ MAX_NODES = 10_000
 """Nodes of one update program."""
 
 MAX_PLANS = 10_000
-"""Plans that a server remembers; more means that every round has another shape."""
+"""Plans that a server remembers; more means that every round has another shape. Those that save do not count."""
+
+MAX_SAVES = 100
+"""Checkpoints that are ordered and not complete; more means that nobody completes them."""
 
 MAX_PLAN_BYTES = 3 << 20
 """Encoded size of one plan: it travels in one message."""

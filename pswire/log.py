@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pswire.cluster import Task
@@ -94,7 +94,7 @@ class JobStarted:
     """A chief began a job; servers drop what they held before.
 
     Attributes:
-        job: the token of the chief that began it: no two jobs of a server 0 have the same.
+        job: the session of the chief that began it: no two jobs of a server 0 have the same.
         incarnations: the lives of all servers.
     """
 
@@ -153,3 +153,22 @@ class Done:
 
 
 Entry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done
+
+
+def forget_state(entries: list[Entry], plan_id: bytes) -> Plan | None:
+    """Once a checkpoint is complete, or failed, drops from a log the state that was to be saved in it: it may be large.
+
+    Args:
+        entries: the log; the plan's approval is replaced by one that is equal to it.
+        plan_id: the plan that ordered it.
+
+    Returns:
+        The plan without the state; None where it was not approved, or orders nothing.
+    """
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        if isinstance(entry, Approved) and entry.plan.id == plan_id and entry.plan.snapshot is not None:
+            plan = replace(entry.plan, snapshot=replace(entry.plan.snapshot, state=""))
+            entries[index] = Approved(plan)
+            return plan
+    return None

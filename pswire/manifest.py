@@ -16,6 +16,9 @@ from pswire.tensor import DTYPES, TensorSpec
 MANIFEST = "manifest.json"
 """Its name. A directory without one is no checkpoint: it is what a crash has left behind."""
 
+LATEST = "latest"
+"""The file beside checkpoints that names the one to go on from. Without it that is the one with the greatest number."""
+
 FORMAT = 2
 """What is written. Format 1 has no checksums, sizes, objects or state; it is read, too."""
 
@@ -35,6 +38,36 @@ def rank(name: str) -> tuple[int, str]:
     """
     stem, found = number(name)
     return found, stem
+
+
+def shard_name(place: int, count: int, save: str) -> str:
+    """The name of a checkpoint's file.
+
+    Args:
+        place: which one it is.
+        count: of how many.
+        save: eight hexadecimal digits that no other save has: it disturbs nothing that is there.
+    """
+    return f"shard-{place:05d}-of-{count:05d}-{save}.safetensors"
+
+
+def is_ours(file: str) -> bool:
+    """Whether a save makes files of such a name; it begins with a dot while the file is being written."""
+    return file.startswith(("shard-", ".shard-", f".{MANIFEST}."))
+
+
+def latest_text(name: str) -> str:
+    """What the file `latest` says when a checkpoint of this name is the newest."""
+    return json.dumps({"format": 1, "latest": name}) + "\n"
+
+
+def latest_in(text: str) -> str:
+    """The name in the text of the file `latest`; raises `ValueError` where it is not as this version writes it."""
+    said = json.loads(text)
+    name = said.get("latest") if isinstance(said, dict) and said.get("format") == 1 else None
+    if not isinstance(name, str):
+        raise ValueError(f"{text[:80]!r} is not such as {latest_text('ckpt-3').strip()}")
+    return name
 
 
 @dataclass(frozen=True)
@@ -76,6 +109,11 @@ class Manifest:
     saved_at: float = 0.0
     library: str = ""
 
+    @property
+    def shards(self) -> list[str]:
+        """The names of its files, of which an older format gives no sizes."""
+        return sorted({*self.files, *(saved.file for saved in self.tensors.values())})
+
     def text(self) -> str:
         """The JSON text: a line for each tensor, so that one of many thousands still travels in one message."""
         content = {
@@ -109,8 +147,7 @@ class Manifest:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{where} is no manifest of a checkpoint: {error!r}") from error
-        files = {*found.files, *(saved.file for saved in found.tensors.values())}
-        outside = [file for file in sorted(files) if file in ("", "..") or PurePosixPath(file).name != file]
+        outside = [file for file in found.shards if file in ("", "..") or PurePosixPath(file).name != file]
         if outside:
             raise CheckpointError(f"{where} names a file outside of its directory: {outside[0]!r}")
         return found

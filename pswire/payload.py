@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from pswire.errors import InvalidRequest
+from pswire.lanes.traffic import Traffic
 from pswire.limits import ALIGN, PART_BYTES
 from pswire.tensor import DTYPES, Array, TensorSpec, align, as_bytes, join, layout
 
@@ -285,13 +286,15 @@ class Assembly:
 
     Args:
         size: bytes that the peer announced.
+        traffic: counts what comes.
 
     Attributes:
         payload: grows with every part.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, traffic: Traffic | None = None) -> None:
         self.payload = Payload((), size)
+        self._traffic = traffic
         self._end = 0
         self._room = SPARE_PARTS + size // MIN_PART_BYTES
 
@@ -307,6 +310,8 @@ class Assembly:
         # A part holds its whole message in memory, and an array cannot begin within an element.
         if offset % ALIGN or self._room < 0:
             raise InvalidRequest(f"parts of {payload.size} bytes are cut too small, or not at {ALIGN} bytes")
+        if self._traffic is not None:
+            self._traffic.add(received=size)
         for buffer in buffers:
             payload.add(self._end, buffer)
             self._end += len(buffer)

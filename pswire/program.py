@@ -206,7 +206,14 @@ def _astype_loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tupl
 
 
 def _call_astype(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
-    return args[0].astype(DTYPES[str(attrs["dtype"])])
+    (array,), dtype = args, DTYPES[str(attrs["dtype"])]
+    # NumPy warns that the imaginary part is lost, which who wrote the program knows.
+    return (array.real if array.dtype.kind == "c" and dtype.kind in "fV" else array).astype(dtype)
+
+
+def _call_sign(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
+    # Of complex numbers the namespace makes something else than NumPy. CuPy's sign of NaN is 0, which it mends.
+    return np.sign(args[0]) if isinstance(args[0], np.ndarray | np.generic) else xp.sign(args[0])
 
 
 def _are_numbers(value: Attr) -> TypeGuard[tuple[int, ...]]:
@@ -256,6 +263,13 @@ def _call_reduction(function: str) -> Call:
     return call
 
 
+def _call_mean(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
+    if args[0].size:
+        return _call_reduction("mean")(xp, args, attrs)
+    total = _call_reduction("sum")(xp, args, attrs)
+    return total / total  # NumPy warns of a mean of nothing, whatever `errstate` says.
+
+
 def _matmul(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
     left, right = (spec.shape for spec in specs)
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
@@ -264,15 +278,17 @@ def _matmul(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpe
     return TensorSpec(dtypes[-1].name, (left[0], right[1]))
 
 
-def _ufunc(name: str, numpy: str, kernel: str = "", kinds: str = "iuf", refuses: str = "") -> Op:
+def _ufunc(
+    name: str, numpy: str, kernel: str = "", kinds: str = "iuf", refuses: str = "", call: Call | None = None
+) -> Op:
     """An elementwise op.
 
     Args:
-        name, numpy, kernel, refuses: as in `Op`.
+        name, numpy, kernel, refuses, call: as in `Op`.
         kinds: kinds of dtypes of arguments for which the kernel holds.
     """
     arity = getattr(np, numpy).nin
-    return Op(name, arity, _elementwise(numpy), numpy, (), None, kernel, _ufunc_loop(numpy, kinds), refuses=refuses)
+    return Op(name, arity, _elementwise(numpy), numpy, (), call, kernel, _ufunc_loop(numpy, kinds), refuses=refuses)
 
 
 OPS: dict[str, Op] = {
@@ -285,7 +301,7 @@ OPS: dict[str, Op] = {
         _ufunc("square", "square", "{0} * {0}"),
         # NumPy's own versions of these differ from Numba's and CUDA's in the last bits.
         *(_ufunc(name, name) for name in ("exp", "expm1", "log", "log1p", "sin", "cos", "tanh")),
-        _ufunc("sign", "sign", "sign({0})", "if"),
+        _ufunc("sign", "sign", "sign({0})", "if", call=_call_sign),
         _ufunc("floor", "floor", "floor({0})", "f"),
         _ufunc("ceil", "ceil", "ceil({0})", "f"),
         _ufunc("round", "rint", "rint({0})", "f"),
@@ -313,8 +329,9 @@ OPS: dict[str, Op] = {
         Op("astype", 1, _astype, "astype", ("dtype",), _call_astype, "{0}", _astype_loop),
         Op("broadcast_to", 1, _broadcast_to, "broadcast_to", ("shape",), _call_broadcast_to, "{0}", _same_loop, True),
         *(
-            Op(name, 1, _reduction(name), name, ("axis", "keepdims"), _call_reduction(name))
+            Op(name, 1, _reduction(name), name, ("axis", "keepdims"), call)
             for name in ("sum", "mean", "max", "min", "all", "any")
+            for call in [_call_mean if name == "mean" else _call_reduction(name)]
         ),
         Op("matmul", 2, _matmul, "matmul", casts=True),
     )

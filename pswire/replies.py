@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pswire.api import (
     Contribution,
-    OpenRound,
-    Place,
     PullReply,
     RestoreOrder,
     RestoreReply,
+    RestoreStage,
     RoundReply,
-    ServerStatus,
-    SessionState,
     Shard,
     Watched,
 )
@@ -31,8 +28,16 @@ from pswire.codec import (
     tensor_from_pb,
     tensor_to_pb,
 )
+from pswire.errors import InvalidRequest
 from pswire.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.status import OpenRound, Place, ProcessStatus, Saving, ServerStatus, SessionState
+
+_STAGES: dict[RestoreStage, pb.RestoreStage] = {
+    "look": pb.RESTORE_STAGE_LOOK,
+    "open": pb.RESTORE_STAGE_OPEN,
+    "prepare": pb.RESTORE_STAGE_PREPARE,
+}
 
 
 def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
@@ -98,10 +103,7 @@ def watched_to_pb(watched: Watched) -> pb.WatchReply:
         start=watched.start,
         entries=[entry_to_pb(entry) for entry in watched.entries],
         plans=[plan_to_pb(plan) for plan in watched.plans],
-        sessions=[
-            pb.SessionState(member=member_to_pb(s.member), state=s.state, entry=s.entry, silent=s.silent)
-            for s in watched.sessions
-        ],
+        sessions=[session_to_pb(session) for session in watched.sessions],
     )
 
 
@@ -111,8 +113,22 @@ def watched_from_pb(message: pb.WatchReply) -> Watched:
         message.start,
         tuple(entry_from_pb(entry) for entry in message.entries),
         tuple(plan_from_pb(plan) for plan in message.plans),
-        tuple(SessionState(member_from_pb(s.member), s.state, s.entry, s.silent) for s in message.sessions),
+        tuple(session_from_pb(session) for session in message.sessions),
     )
+
+
+def session_to_pb(session: SessionState) -> pb.SessionState:
+    return pb.SessionState(
+        member=member_to_pb(session.member),
+        state=session.state,
+        entry=session.entry,
+        silent=session.silent,
+        drives=session.drives,
+    )
+
+
+def session_from_pb(message: pb.SessionState) -> SessionState:
+    return SessionState(member_from_pb(message.member), message.state, message.entry, message.silent, message.drives)
 
 
 def shard_to_pb(shard: Shard) -> pb.SnapshotReply:
@@ -151,12 +167,19 @@ def restored_from_pb(message: pb.RestoreReply) -> RestoreReply:
 
 def order_to_pb(order: RestoreOrder) -> pb.RestoreOrder:
     return pb.RestoreOrder(
-        look=order.look, named=order.names is not None, names=order.names, late=order.late, cast=order.cast
+        stage=_STAGES[order.stage],
+        named=order.names is not None,
+        names=order.names,
+        late=order.late,
+        cast=order.cast,
     )
 
 
 def order_from_pb(message: pb.RestoreOrder) -> RestoreOrder:
-    return RestoreOrder(message.look, dict(message.names) if message.named else None, message.late, message.cast)
+    stage = next((stage for stage, number in _STAGES.items() if number == message.stage), None)
+    if stage is None:
+        raise InvalidRequest(f"a restore has no stage {message.stage}")
+    return RestoreOrder(stage, dict(message.names) if message.named else None, message.late, message.cast)
 
 
 def status_to_pb(status: ServerStatus) -> pb.StatusReply:
@@ -186,6 +209,38 @@ def status_to_pb(status: ServerStatus) -> pb.StatusReply:
         ],
         program_version=status.program_version,
         held=status.held,
+        snapshot_limit=status.snapshot_limit,
+        saving=[pb.Saving(path=each.path, round=each.round, nbytes=each.nbytes) for each in status.saving],
+        sessions=[session_to_pb(session) for session in status.sessions],
+        incarnations=status.incarnations,
+        over=status.over,
+        broken=status.broken,
+        device=status.device,
+        process=process_to_pb(status.process) if status.process else None,
+    )
+
+
+def process_to_pb(process: ProcessStatus) -> pb.ProcessStatus:
+    return pb.ProcessStatus(
+        clock=process.clock,
+        resident=process.resident,
+        versions=process.versions,
+        data_port=process.data_port,
+        data_path=process.data_path,
+        lanes=process.lanes,
+        traffic=process.traffic,
+    )
+
+
+def process_from_pb(message: pb.ProcessStatus) -> ProcessStatus:
+    return ProcessStatus(
+        message.clock,
+        message.resident,
+        dict(message.versions),
+        message.data_port,
+        message.data_path,
+        dict(message.lanes),
+        dict(message.traffic),
     )
 
 
@@ -208,4 +263,12 @@ def status_from_pb(message: pb.StatusReply) -> ServerStatus:
         places=tuple(Place(task_from_pb(p.task), p.round, positions_from_pb(p.positions)) for p in message.places),
         program_version=message.program_version,
         held=message.held,
+        snapshot_limit=message.snapshot_limit,
+        saving=tuple(Saving(each.path, each.round, each.nbytes) for each in message.saving),
+        sessions=tuple(session_from_pb(session) for session in message.sessions),
+        incarnations=tuple(message.incarnations),
+        over=message.over,
+        broken=message.broken,
+        device=message.device,
+        process=process_from_pb(message.process) if message.HasField("process") else None,
     )

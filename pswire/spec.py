@@ -150,6 +150,38 @@ class SnapshotOrder:
     state: str = field(default="", compare=False, repr=False)
 
 
+@dataclass(frozen=True, order=True)
+class Turn:
+    """Which restore of a job: the same one for all processes that make the same calls; later ones are greater.
+
+    Attributes:
+        round: of the process that asks, the next one; 0 where workers are asynchronous.
+        epoch: the one that it has taken in; 0 where workers are asynchronous.
+        ordinal: how many restores it began before, in that round and epoch; where workers are asynchronous, at all.
+    """
+
+    round: int = 0
+    epoch: int = 0
+    ordinal: int = 0
+
+
+@dataclass(frozen=True)
+class RestoreCommit:
+    """The variables get what the servers have prepared for a restore.
+
+    Attributes:
+        path: what was asked for, a checkpoint or a directory of them.
+        servers: all servers of the job.
+        turn: which restore.
+        choice: a digest of which variable gets which tensor, so that processes that want different things are told.
+    """
+
+    path: str
+    servers: tuple[int, ...]
+    turn: Turn = Turn()
+    choice: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What one cross-replica section reduces and updates. The same on every process, or they diverged.
@@ -158,6 +190,7 @@ class Plan:
         reductions, operands, programs, applies: the parts, in the order of the section's calls.
         returned: values that every process gets back.
         snapshot: a checkpoint to take after the section's updates.
+        restore: a restore that the round completes; nothing else is in such a plan.
     """
 
     reductions: tuple[Reduction, ...] = ()
@@ -166,6 +199,7 @@ class Plan:
     applies: tuple[Apply, ...] = ()
     returned: tuple[Ref, ...] = ()
     snapshot: SnapshotOrder | None = None
+    restore: RestoreCommit | None = None
 
     @cached_property
     def id(self) -> bytes:
@@ -181,8 +215,8 @@ class Plan:
     def servers(self) -> tuple[int, ...]:
         """The servers that take part in a round of this plan."""
         found = {server for item in self._placed for server in item.servers}
-        if self.snapshot:
-            found.update(self.snapshot.servers)
+        for order in (self.snapshot, self.restore):
+            found.update(order.servers if order else ())
         return tuple(sorted(found))
 
     @property
@@ -245,6 +279,8 @@ class Plan:
             words += ["update " + " and ".join(describe_ref(ref, variables) for ref in written)] if written else []
         if self.snapshot:
             words.append(f"checkpoint {self.snapshot.path!r}")
+        if self.restore:
+            words.append(f"restore {self.restore.path!r}")
         return "; ".join(words) or "nothing"
 
     def check_programs(self) -> None:
@@ -276,6 +312,8 @@ class Plan:
                 raise InvalidRequest(f"{reduction.op} of {spec.dtype} is not defined; send another dtype")
         if self.snapshot and self.snapshot.servers != tuple(range(servers)):
             raise InvalidRequest("a checkpoint is of all servers")
+        if self.restore and (self.restore.servers != tuple(range(servers)) or self._placed or self.snapshot):
+            raise InvalidRequest("a restore is of all servers, and of nothing else")
         self.check_programs()
         results = 0
         for apply in self.applies:

@@ -25,6 +25,9 @@ ERROR_KEY = "ps-error"
 TASK_KEY = "ps-task"
 """Trailing metadata of a refused call: the task that the error is about."""
 
+TOKEN_KEY = "authorization"
+"""Metadata of every call of a job that has a token: `Bearer` and the token."""
+
 MAX_BATCH_BYTES = 3 << 20
 """Encoded log entries of one message, below gRPC's limit of 4 MiB together with the rest of it."""
 
@@ -72,7 +75,7 @@ VERBS: dict[str, Verb] = {
         Verb("Push", "round", "RoundTimeout", streams=(True, True), waits=True),
         Verb("Pull", "round", "RoundTimeout", streams=(False, True), waits=True),
         Verb("Snapshot", "round", "RoundTimeout", waits=True),
-        Verb("Restore", "round", "CheckpointError", waits=True),
+        Verb("Restore", "round", "RoundTimeout", waits=True),
         Verb("Status", "call", guarded=False),
     )
 }
@@ -85,6 +88,8 @@ STATUS: dict[str, str] = {
     "ServerLost": "UNAVAILABLE",
     "ChiefLost": "DEADLINE_EXCEEDED",
     "Fenced": "PERMISSION_DENIED",
+    "Forbidden": "PERMISSION_DENIED",
+    "Unauthenticated": "UNAUTHENTICATED",
     "Diverged": "ABORTED",
     "VariableMismatch": "ALREADY_EXISTS",
     "LocalityError": "FAILED_PRECONDITION",
@@ -101,6 +106,11 @@ UNANSWERED = frozenset(("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOW
 """Statuses that, without `ERROR_KEY`, come from the transport: the call may be sent again."""
 
 Metadata = tuple[tuple[str, str], ...]
+
+
+def bearer(token: str) -> str:
+    """The value of `TOKEN_KEY`."""
+    return f"Bearer {token}"
 
 
 def _named(error: PSError) -> str:

@@ -15,9 +15,20 @@ PACKAGES = ("pswire", "psserver", "psclient")
 MAX_LINES = 450
 
 ONLY_IN = {
-    "grpc": {"psserver.service", "psserver.server", "psclient.channels", "psclient.rpc"},
+    "grpc": {
+        "psserver.service",
+        "psserver.server",
+        "psclient.attempts",
+        "psclient.channels",
+        "psclient.health",
+        "psclient.rpc",
+    },
     "cupy": {"psserver.arrays", "psclient.arrays"},
+    "grpc_health": {"psserver.health", "psclient.health"},
+    "grpc_reflection": {"psserver.health"},
+    "prometheus_client": {"psserver.monitoring", "psclient.monitoring"},
     "google": {"psserver.service", "psclient.rpc", "pswire.codec", "pswire.wire"},
+    "cryptography": {"pswire.certificates", "psclient.authority"},
     "pickle": set(),
     "marshal": set(),
 }
@@ -27,7 +38,13 @@ FORBIDDEN = {
     "psserver": {"psclient"},
     "psclient": {"psserver"},
 }
-HAVE_LOCKS = {"pswire.payload", "pswire.lanes.rings", "pswire.lanes.sockets"}
+HAVE_LOCKS = {
+    "pswire.payload",
+    "pswire.lanes.rings",
+    "pswire.lanes.sealed",
+    "pswire.lanes.sockets",
+    "pswire.lanes.traffic",
+}
 """What is filled by one thread and read by another needs one; no module of the contract starts a thread."""
 
 

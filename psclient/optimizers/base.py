@@ -14,12 +14,14 @@ import numpy as np
 
 from psclient import context, values
 from psclient.configured import Configured, Settings, is_view
+from psclient.mistakes import refuse_slots
 from psclient.optimizers.exclusions import Exclusions
 from psclient.optimizers.last import LastStep, Step
-from psclient.optimizers.options import OPTIONS, LearningRate, Range, check_number, check_options, check_rate, rate_now
+from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate, rate_now
 from psclient.optimizers.pairs import check_gradients, check_variables
+from psclient.optimizers.ranges import Range, check_number
 from psclient.optimizers.scaling import DynamicLossScale
-from psclient.optimizers.state import Needs, State
+from psclient.optimizers.state import Needs, State, first_shared
 from psclient.optimizers.step import apply, become, begin, measure, state_dtype, total
 from psclient.section import bring
 from psclient.variables import Variable
@@ -55,7 +57,7 @@ class Optimizer(Configured):
             calls.
 
     Raises:
-        ValueError: more than one way of clipping, or an option that is out of its range.
+        ValueError: more than one way of clipping, or a number that is out of its range or not finite.
         TypeError: the learning rate is none, or another number is no number.
     """
 
@@ -106,7 +108,8 @@ class Optimizer(Configured):
             "gradient_accumulation_steps": gradient_accumulation_steps,
         }
         vars(self).update(check_options(options))
-        self._state, self._last = State(self.name, self._first_state()), LastStep()
+        first = first_shared(bool(gradient_accumulation_steps), loss_scale_factor)
+        self._state, self._last = State(self.name, first), LastStep()
         self._excluded = Exclusions()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -144,7 +147,7 @@ class Optimizer(Configured):
         It may be set between steps, to whatever the constructor takes. In an update function, what stands for it.
 
         Raises:
-            TypeError: on setting, it is no learning rate.
+            TypeError, ValueError: on setting, it is no learning rate, or not finite.
         """
         if "_state" not in vars(self):
             return self._learning_rate
@@ -159,15 +162,6 @@ class Optimizer(Configured):
     def _calls(self) -> int:
         steps, count = self.gradient_accumulation_steps, int(self.iterations)
         return count * steps + int(self._state.shared("accumulated")) if steps else count
-
-    def _first_state(self) -> dict[str, Array]:
-        first: dict[str, Array] = {"iterations": np.zeros((), np.int64)}
-        if self.gradient_accumulation_steps:
-            first["accumulated"] = np.zeros((), np.int64)
-        if isinstance(self.loss_scale_factor, DynamicLossScale):
-            first["loss_scale"] = np.array(self.loss_scale_factor.initial_scale, np.float32)
-            first |= {"good_steps": np.zeros((), np.int64), "skipped_steps": np.zeros((), np.int64)}
-        return first
 
     # ---- For subclasses ----
 
@@ -223,6 +217,7 @@ class Optimizer(Configured):
         self._state.build(variables, self._needs, self._in_stages(strategy, variables))
 
     def _needs(self, v: Variable) -> Needs:
+        refuse_slots(self)
         slots = {slot: self.initial_slot(slot, v) for slot in self.slots}
         return Needs(slots, self.use_ema, bool(self.gradient_accumulation_steps))
 

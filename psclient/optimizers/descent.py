@@ -7,7 +7,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from psclient.optimizers.base import Optimizer
-from psclient.optimizers.options import FROM_0_TO_1, LearningRate, Options, Range
+from psclient.optimizers.options import LearningRate, Options
+from psclient.optimizers.ranges import FROM_0_TO_1, Range
 
 
 class SGD(Optimizer):

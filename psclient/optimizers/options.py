@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
-import numpy as np
-
+from psclient.optimizers.ranges import (
+    AT_LEAST_0,
+    FROM_0_TO_1,
+    MORE_THAN_0,
+    Range,
+    check_count,
+    check_number,
+    is_finite,
+    is_number,
+)
 from psclient.optimizers.scaling import DynamicLossScale
 from psclient.optimizers.schedules import LearningRateSchedule
 
 LearningRate = float | LearningRateSchedule | Callable[[], float]
 """A number, a schedule, or a function that each process calls for each step, and that gives all the same."""
 
-
-class Range(NamedTuple):
-    """Which numbers may be given.
-
-    Attributes:
-        words: that say so.
-        holds: whether a number is one of them.
-    """
-
-    words: str
-    holds: Callable[[float], bool]
-
-
-AT_LEAST_0 = Range("at least 0", lambda x: x >= 0)
-AT_MOST_0 = Range("at most 0", lambda x: x <= 0)
-MORE_THAN_0 = Range("more than 0", lambda x: x > 0)
-FROM_0_TO_1 = Range("between 0 and 1", lambda x: 0 <= x <= 1)
-LESS_THAN_1 = Range("at least 0 and less than 1", lambda x: 0 <= x < 1)
 
 _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 _RANGES = {
@@ -67,12 +57,13 @@ def check_rate(rate: Any) -> Any:
 
     Raises:
         TypeError: it is neither a number, nor a schedule, nor a function.
+        ValueError: it is not finite.
     """
     if isinstance(rate, LearningRateSchedule) or callable(rate):
         return rate
-    if not _is_number(rate):
+    if not is_number(rate):
         raise TypeError(f"learning_rate is {rate!r}; give a number, a schedule, or a function that returns a number")
-    return float(rate)
+    return check_number("learning_rate", rate)
 
 
 def rate_now(rate: Any) -> Any:
@@ -80,37 +71,16 @@ def rate_now(rate: Any) -> Any:
 
     Raises:
         TypeError: it is a function, which returned no number.
+        ValueError: the function returned one that is not finite.
     """
     if isinstance(rate, LearningRateSchedule) or not callable(rate):
         return rate
     found = rate()
-    if not _is_number(found):
+    if not is_number(found):
         raise TypeError(f"the function given as learning_rate returned {found!r}; it has to return a number")
+    if not is_finite(found):
+        raise ValueError(f"the function given as learning_rate returned {found!r}; it has to return a finite number")
     return float(found)
-
-
-def check_number(name: str, value: Any, range: Range) -> float:
-    """A number as it is kept: one of another type would be another kind of call, and so another program.
-
-    Args:
-        name: what it is for.
-        value: whatever was given.
-        range: which numbers it may be.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is out of the range.
-    """
-    if not _is_number(value):
-        raise TypeError(f"{name} is {value!r}; give a number")
-    if not range.holds(value):
-        raise ValueError(f"{name} is {value!r}, and must be {range.words}")
-    return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    has = hasattr(type(value), "__float__") and not isinstance(value, bool | np.bool_)
-    return has and not np.ndim(value)
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,9 +95,8 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     _check_together(options)
     for name, least in _COUNTS.items():
-        count = options[name]
-        if count is not None and not (isinstance(count, int) and not isinstance(count, bool) and count >= least):
-            raise ValueError(f"{name} is {count!r}, and must be a whole number of at least {least}, or None")
+        if options[name] is not None:
+            check_count(name, options[name], least, ", or None")
     numbers = {name: _kept(name, options[name], range) for name, range in _RANGES.items()}
     return {**options, **numbers, "use_ema": bool(options["use_ema"])}
 

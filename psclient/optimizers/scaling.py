@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from psclient.configured import Configured
+from psclient.optimizers.ranges import Range, check_count, check_number
+
+_FLOAT32 = np.finfo(np.float32)
+_SINGLE = Range("a float32 of more than 0", lambda x: float(_FLOAT32.tiny) <= x <= float(_FLOAT32.max))
 
 
 class DynamicLossScale(Configured):
@@ -18,14 +24,10 @@ class DynamicLossScale(Configured):
         dynamic_growth_steps: after how many steps in a row it doubles.
 
     Raises:
-        ValueError: one of them is not more than 0.
+        ValueError: one of them is not more than 0, or the scale beyond float32, or the steps no whole number.
+        TypeError: the scale is no number.
     """
 
     def __init__(self, initial_scale: float = 32768.0, dynamic_growth_steps: int = 2000) -> None:
-        if not initial_scale > 0 or dynamic_growth_steps < 1:
-            raise ValueError(
-                f"initial_scale is {initial_scale!r} and dynamic_growth_steps {dynamic_growth_steps!r}; both must be "
-                "more than 0"
-            )
-        self.initial_scale = float(initial_scale)
-        self.dynamic_growth_steps = int(dynamic_growth_steps)
+        self.initial_scale = check_number("initial_scale", initial_scale, _SINGLE)
+        self.dynamic_growth_steps = check_count("dynamic_growth_steps", dynamic_growth_steps, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from psclient.configured import Configured
+from psclient.optimizers.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, check_number
 
 
 class LearningRateSchedule(Configured):
@@ -36,10 +37,13 @@ class Constant(LearningRateSchedule):
 
     Args:
         learning_rate: the rate.
+
+    Raises:
+        ValueError, TypeError: it is not finite, or no number; so do all schedules with all their numbers.
     """
 
     def __init__(self, learning_rate: float) -> None:
-        self.learning_rate = float(learning_rate)
+        self.learning_rate = check_number("learning_rate", learning_rate)
 
     def __call__(self, step: Any) -> Any:
         return np.full_like(_float(step), self.learning_rate)
@@ -51,8 +55,10 @@ class _Decay(LearningRateSchedule):
     def __init__(
         self, initial_learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
     ) -> None:
-        self.initial_learning_rate, self.decay_rate = float(initial_learning_rate), float(decay_rate)
-        self.decay_steps, self.staircase = _positive("decay_steps", decay_steps), staircase
+        self.initial_learning_rate = check_number("initial_learning_rate", initial_learning_rate)
+        self.decay_steps = check_number("decay_steps", decay_steps, MORE_THAN_0)
+        self.decay_rate = check_number("decay_rate", decay_rate, AT_LEAST_0)
+        self.staircase = bool(staircase)
 
     def _decays(self, step: Any) -> Any:
         decays = _float(step) / self.decay_steps
@@ -106,7 +112,8 @@ class PiecewiseConstantDecay(LearningRateSchedule):
             raise ValueError(f"{len(boundaries)} boundaries need {len(boundaries) + 1} values, and not {len(values)}")
         if list(boundaries) != sorted(set(boundaries)):
             raise ValueError(f"boundaries must increase: {list(boundaries)}")
-        self.boundaries, self.values = tuple(map(float, boundaries)), tuple(map(float, values))
+        self.boundaries = tuple(check_number("a boundary", boundary) for boundary in boundaries)
+        self.values = tuple(check_number("a value", value) for value in values)
 
     def __call__(self, step: Any) -> Any:
         step = _float(step)
@@ -137,8 +144,10 @@ class PolynomialDecay(LearningRateSchedule):
         power: float = 1.0,
         cycle: bool = False,
     ) -> None:
-        self.initial_learning_rate, self.end_learning_rate = float(initial_learning_rate), float(end_learning_rate)
-        self.decay_steps, self.power, self.cycle = _positive("decay_steps", decay_steps), float(power), cycle
+        self.initial_learning_rate = check_number("initial_learning_rate", initial_learning_rate)
+        self.end_learning_rate = check_number("end_learning_rate", end_learning_rate)
+        self.decay_steps = check_number("decay_steps", decay_steps, MORE_THAN_0)
+        self.power, self.cycle = check_number("power", power, AT_LEAST_0), bool(cycle)
 
     def __call__(self, step: Any) -> Any:
         step, whole = _float(step), self.decay_steps
@@ -169,9 +178,11 @@ class CosineDecay(LearningRateSchedule):
         warmup_target: float | None = None,
         warmup_steps: float = 0,
     ) -> None:
-        self.initial_learning_rate, self.alpha = float(initial_learning_rate), float(alpha)
-        self.decay_steps, self.warmup_steps = _positive("decay_steps", decay_steps), float(warmup_steps)
-        self.warmup_target = None if warmup_target is None else float(warmup_target)
+        self.initial_learning_rate = check_number("initial_learning_rate", initial_learning_rate)
+        self.decay_steps = check_number("decay_steps", decay_steps, MORE_THAN_0)
+        self.alpha = check_number("alpha", alpha)
+        self.warmup_target = None if warmup_target is None else check_number("warmup_target", warmup_target)
+        self.warmup_steps = check_number("warmup_steps", warmup_steps, AT_LEAST_0)
         self.warms = warmup_target is not None and warmup_steps > 0
 
     def __call__(self, step: Any) -> Any:
@@ -210,9 +221,11 @@ class CosineDecayRestarts(LearningRateSchedule):
         m_mul: float = 1.0,
         alpha: float = 0.0,
     ) -> None:
-        self.initial_learning_rate, self.alpha = float(initial_learning_rate), float(alpha)
-        self.first_decay_steps = _positive("first_decay_steps", first_decay_steps)
-        self.t_mul, self.m_mul, self.grows = float(t_mul), float(m_mul), t_mul != 1
+        self.initial_learning_rate = check_number("initial_learning_rate", initial_learning_rate)
+        self.first_decay_steps = check_number("first_decay_steps", first_decay_steps, MORE_THAN_0)
+        self.t_mul, self.m_mul = check_number("t_mul", t_mul, AT_LEAST_1), check_number("m_mul", m_mul, AT_LEAST_0)
+        self.alpha = check_number("alpha", alpha)
+        self.grows = self.t_mul != 1
 
     def __call__(self, step: Any) -> Any:
         done = _float(step) / self.first_decay_steps
@@ -240,8 +253,8 @@ class LinearWarmup(LearningRateSchedule):
         self, schedule: LearningRateSchedule | float, warmup_steps: float, initial_learning_rate: float = 0.0
     ) -> None:
         self.schedule = schedule if isinstance(schedule, LearningRateSchedule) else Constant(schedule)
-        self.warmup_steps = _positive("warmup_steps", warmup_steps)
-        self.initial_learning_rate = float(initial_learning_rate)
+        self.warmup_steps = check_number("warmup_steps", warmup_steps, MORE_THAN_0)
+        self.initial_learning_rate = check_number("initial_learning_rate", initial_learning_rate)
 
     def __call__(self, step: Any) -> Any:
         step = _float(step)
@@ -253,9 +266,3 @@ class LinearWarmup(LearningRateSchedule):
 def _float(step: Any) -> Any:
     # In half or single precision a step of many millions is not told from the next.
     return step.astype(np.float64) if hasattr(step, "astype") else np.float64(step)
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ValueError(f"{name} is {value!r}, and must be more than 0")
-    return float(value)

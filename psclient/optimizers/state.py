@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from psclient.optimizers.scaling import DynamicLossScale
 from psclient.optimizers.step import state_dtype
 from psclient.variables import Variable, VariableAggregation
 from pswire.spec import VariableSpec
@@ -58,6 +59,22 @@ class Own:
         yield from zip(self.slot_names, self.slots, strict=True)
         rest = (("average", self.average), ("gradient_accumulator", self.accumulator))
         yield from ((name, v) for name, v in rest if v is not None)
+
+
+def first_shared(accumulates: bool, scale: Any) -> dict[str, Array]:
+    """First values of what all steps of an optimizer share, by name.
+
+    Args:
+        accumulates: whether several calls make a step.
+        scale: the loss scale; a `DynamicLossScale` has state of its own.
+    """
+    first: dict[str, Array] = {"iterations": np.zeros((), np.int64)}
+    if accumulates:
+        first["accumulated"] = np.zeros((), np.int64)
+    if isinstance(scale, DynamicLossScale):
+        first["loss_scale"] = np.array(scale.initial_scale, np.float32)
+        first |= {"good_steps": np.zeros((), np.int64), "skipped_steps": np.zeros((), np.int64)}
+    return first
 
 
 class State:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ class Checkpoint:
                 `if_busy="refuse"`; without `enable_async` also that this one could not be written.
             TypeError: the state of an object cannot be written as JSON.
         """
-        if not self.keeper.takes_part:
+        if not self.keeper.take_part():
             return posixpath.dirname(file_prefix) or "."
         return self.save_numbered(file_prefix, int(self.save_counter) + 1, options)
 
@@ -139,19 +140,20 @@ class Checkpoint:
         Args:
             file_prefix, options: as `save` takes them.
             number: what follows the prefix.
-            delete: checkpoints to be deleted when this one is complete.
+            delete: names of checkpoints beside it that are to be deleted when this one is complete.
             note: beside the states of objects; its keys begin with a dot.
         """
         counter, path = self.save_counter, f"{file_prefix}-{number}"
-        with self.strategy.scope():
-            context.require_cross_replica(self.strategy, "save")
-            self.keeper.check_free(options or DEFAULT)
-            self.sync()
+        with self._saving("save", options or DEFAULT):
             counter.assign_add(1)
-            return self._write(path, options or DEFAULT, delete, note or {})
+            tracked = self._explore()
+            self.keeper.save(path, Content(tracked.variables, {**tracked.states(), **(note or {})}, delete, True))
+        return path
 
     def write(self, file_prefix: str, options: CheckpointOptions | None = None) -> str:
         """Saves a checkpoint at a path, without a number; else as `save`, counter aside.
+
+        The newest checkpoint of its directory, from which a job goes on, stays what it was, where there is one.
 
         Args:
             file_prefix: the path.
@@ -160,20 +162,23 @@ class Checkpoint:
         Returns:
             The path.
         """
-        if not self.keeper.takes_part:
+        if not self.keeper.take_part():
             return posixpath.dirname(file_prefix) or "."
-        with self.strategy.scope():
-            context.require_cross_replica(self.strategy, "write")
-            self.keeper.check_free(options or DEFAULT)
-            self.sync()
-            return self._write(file_prefix, options or DEFAULT, (), {})
+        with self._saving("write", options or DEFAULT):
+            tracked = self._explore()
+            self.keeper.save(file_prefix, Content(tracked.variables, tracked.states()))
+        return file_prefix
 
-    def _write(self, path: str, options: CheckpointOptions, delete: tuple[str, ...], note: Mapping[str, Any]) -> str:
-        tracked = self._explore()
-        self.keeper.save(path, Content(tracked.variables, {**tracked.states(), **note}, delete))
-        if not options.enable_async:
+    @contextmanager
+    def _saving(self, verb: str, options: CheckpointOptions) -> Iterator[None]:
+        """Around a save: nothing else is being saved, and what comes out of it is waited for where that is asked."""
+        with self.strategy.scope():
+            context.require_cross_replica(self.strategy, verb)
+            self.keeper.check_free(options)
             self.sync()
-        return path
+            yield
+            if not options.enable_async:
+                self.sync()
 
     def sync(self) -> None:
         """Waits until what was saved is complete. In any process that saves, in any context but a replica's.

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from psclient.saved import newest
+from pswire.places import Place, place
+from pswire.saved import Found
 
 log = logging.getLogger("psclient")
 
@@ -40,8 +41,9 @@ def checkpoints_iterator(
         CheckpointError: the place cannot be read.
     """
     last: str | None = None
+    directory = place(checkpoint_dir)
     while True:
-        found = _next(checkpoint_dir, last, timeout)
+        found = _next(directory, last, timeout)
         if found:
             began, last = time.monotonic(), found
             yield f"{checkpoint_dir.rstrip('/')}/{found}"
@@ -51,10 +53,10 @@ def checkpoints_iterator(
             return
 
 
-def _next(directory: str, last: str | None, timeout: float | None) -> str | None:
+def _next(directory: Place, last: str | None, timeout: float | None) -> str | None:
     """The name of the newest checkpoint once it is another one than the last; None after the timeout."""
     end = None if timeout is None else time.monotonic() + timeout
-    while (found := newest(directory)) in (None, last):
+    while (found := Found.within(directory).latest) in (None, last):
         left = POLL_SECONDS if end is None else min(POLL_SECONDS, end - time.monotonic())
         if left <= 0:
             return None

@@ -23,12 +23,14 @@ class Content:
     Attributes:
         variables: by path; the names of their tensors are their own where these differ from each other.
         state: by path, JSON.
-        delete: checkpoints that are to be deleted once this one is complete.
+        delete: names of checkpoints beside it that are to be deleted once it is complete.
+        latest: whether it is the one to go on from, once it is complete.
     """
 
     variables: Mapping[str, Variable]
     state: Mapping[str, Any] = field(default_factory=dict)
     delete: tuple[str, ...] = ()
+    latest: bool = False
 
     def names(self) -> dict[str, str]:
         """For each path the name of its tensor."""
@@ -37,7 +39,8 @@ class Content:
 
     def order(self) -> str:
         """What a `SnapshotOrder` says of it."""
-        said = {"objects": self.names(), "state": dict(self.state), "delete": list(self.delete)}
+        said: dict[str, Any] = {"objects": self.names(), "state": dict(self.state)}
+        said |= {"delete": list(self.delete), "latest": self.latest}
         return json.dumps(said, sort_keys=True)
 
 
@@ -57,9 +60,8 @@ class Opened:
 class Keeper(Protocol):
     """Saves and restores. Used by the thread that runs cross-replica code."""
 
-    @property
-    def takes_part(self) -> bool:
-        """Whether this process has a part in saving."""
+    def take_part(self) -> bool:
+        """Before a save: a process that came late is taken in here. Says whether this one has a part in saving."""
         ...
 
     def check_free(self, options: CheckpointOptions) -> None:
@@ -72,6 +74,10 @@ class Keeper(Protocol):
 
     def sync(self) -> None:
         """Waits until what was saved is complete; raises `CheckpointError` if it failed."""
+        ...
+
+    def failed(self, path: str) -> bool:
+        """Whether what was saved last at this path is known to be incomplete, since `sync` has raised that."""
         ...
 
     def look(self, path: str) -> Opened:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from psclient import context
 from psclient.train.checkpoint import Checkpoint, keeper_of
 from psclient.train.options import DEFAULT, CheckpointOptions
 from pswire.errors import CheckpointError, NoCheckpoint
+
+log = logging.getLogger("psclient")
 
 NOTE = ".manager"
 """Under which key of a manifest's `state` the list of checkpoints stands."""
@@ -59,7 +62,7 @@ class CheckpointManager:
         checkpoint, directory, checkpoint_interval: as given.
 
     Raises:
-        ValueError: `max_to_keep` is not positive, or there is an interval without a counter.
+        ValueError: `max_to_keep` is not positive, the name has a slash, or there is an interval without a counter.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class CheckpointManager:
             raise ValueError(f"max_to_keep={max_to_keep} keeps nothing; give a positive number, or None for all")
         if checkpoint_interval is not None and step_counter is None:
             raise ValueError("checkpoint_interval counts steps; give step_counter, such as optimizer.iterations")
+        if "/" in checkpoint_name:
+            raise ValueError(f"checkpoint_name={checkpoint_name!r} has a slash; what is before it belongs to directory")
         self.checkpoint = checkpoint
         self.directory = directory.rstrip("/")
         self.checkpoint_interval = checkpoint_interval
@@ -86,10 +91,13 @@ class CheckpointManager:
         self._step_counter = step_counter
         self._init_fn = init_fn
         self._recovered = False
+        # Checkpoints go by their names here: a directory that was copied deletes nothing of what it is a copy of.
         self._kept: dict[str, float] = {}  # oldest first, with the times at which they were saved
         self._preserved = 0.0
-        self._doomed: tuple[str, ...] = ()
-        self._unconfirmed = ""
+        self._doomed: tuple[str, ...] = ()  # to be deleted with the next save, and not known to be gone
+        self._remaining = set[str]()  # of those, which the log has
+        self._unconfirmed = ""  # saved last
+        self._replaced: float | None = None  # when what it replaces was saved
         self._last_step: int | None = None
 
     # ---- What there is ----
@@ -98,12 +106,16 @@ class CheckpointManager:
     def checkpoints(self) -> list[str]:
         """Those that are managed, oldest first; what is kept for good is not among them."""
         self._recover()
-        return list(self._kept)
+        self._forget_failed()
+        return [self._path(name) for name in self._kept]
 
     @property
     def latest_checkpoint(self) -> str | None:
         """The newest; None where there is none."""
         return next(reversed(self.checkpoints), None)
+
+    def _path(self, name: str) -> str:
+        return f"{self.directory}/{name}"
 
     def _recover(self) -> None:
         """Goes on with the list that the newest checkpoint has."""
@@ -116,11 +128,12 @@ class CheckpointManager:
             self._preserved = time.time()
             return
         note = newest.manifest.state.get(NOTE, {})
-        # Beside the newest, whatever the note says: a directory that was copied must not delete what it is a copy of.
-        beside = posixpath.dirname(newest.path)
-        named = [(posixpath.basename(str(path)), float(when)) for path, when in note.get("checkpoints", [])]
-        self._kept = {posixpath.join(beside, name): when for name, when in named if name.strip(".")}
-        self._kept.setdefault(newest.path, newest.manifest.saved_at)
+        # Older versions noted paths.
+        self._kept = {name: float(when) for path, when in note.get("checkpoints", ()) if (name := _name(path))}
+        self._kept.setdefault(_name(newest.path), newest.manifest.saved_at)
+        self._doomed = tuple(
+            name for path in note.get("deleting", ()) if (name := _name(path)) and name not in self._kept
+        )
         self._preserved = float(note.get("preserved", time.time()))
 
     # ---- Saving and restoring ----
@@ -144,7 +157,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: as `Checkpoint.save`.
         """
-        if not self.checkpoint.keeper.takes_part or (check_interval and not self._is_due()):
+        if (check_interval and not self._is_due()) or not self.checkpoint.keeper.take_part():
             return None
         self._recover()
         self.checkpoint.keeper.check_free(options or DEFAULT)
@@ -155,15 +168,15 @@ class CheckpointManager:
         return path
 
     def _save(self, number: int, options: CheckpointOptions) -> str:
-        prefix = f"{self.directory}/{self._name}"
-        path = f"{prefix}-{number}"
-        self._kept.pop(path, None)
-        self._kept[path] = time.time()
-        self._doomed = tuple(old for old in self._doomed + self._surplus() if old != path)
-        note = {NOTE: {"checkpoints": list(self._kept.items()), "preserved": self._preserved}}
-        self._unconfirmed = path
+        name = f"{self._name}-{number}"
+        self._replaced = self._kept.pop(name, None)
+        self._kept[name] = time.time()
+        self._doomed = tuple(old for old in self._doomed + self._surplus() if old not in self._kept)
+        note = {"checkpoints": list(self._kept.items()), "preserved": self._preserved, "deleting": self._doomed}
+        self._unconfirmed = name
+        prefix = self._path(self._name)
         try:
-            self.checkpoint.save_numbered(prefix, number, CheckpointOptions(), self._doomed, note)
+            path = self.checkpoint.save_numbered(prefix, number, CheckpointOptions(), self._doomed, {NOTE: note})
         except BaseException:
             self._forget()
             raise
@@ -175,16 +188,40 @@ class CheckpointManager:
         """Waits until what was saved is complete, and what it replaces deleted; as `Checkpoint.sync`."""
         try:
             self.checkpoint.sync()
-        except CheckpointError:
-            self._forget()
-            raise
+        finally:
+            self._forget_failed()
         if self._unconfirmed:
-            self._unconfirmed, self._doomed = "", ()
+            self._doomed = tuple(name for name in self._doomed if self._remains(name))
+            self._unconfirmed = ""
+
+    def _forget_failed(self) -> None:
+        """As `_forget`, if what was saved last has failed, whoever was told so."""
+        if self._unconfirmed and self.checkpoint.keeper.failed(self._path(self._unconfirmed)):
+            self._forget()
 
     def _forget(self) -> None:
         """What was saved last is no checkpoint; what it was to replace is to be deleted with the next."""
-        self._kept.pop(self._unconfirmed, None)
+        del self._kept[self._unconfirmed]
+        if self._replaced is not None:  # It is whole, where it was.
+            self._kept = {self._unconfirmed: self._replaced, **self._kept}
         self._unconfirmed = ""
+
+    def _remains(self, name: str) -> bool:
+        """Whether a checkpoint is still there, though its deletion was ordered."""
+        try:
+            self.checkpoint.keeper.look(self._path(name))
+        except NoCheckpoint:
+            return False
+        except CheckpointError:
+            pass  # Broken ones are deleted as well.
+        if name not in self._remaining:
+            log.info(
+                "%s was to be deleted and is still there: variables that are created later need it, or the log of the "
+                "servers says what is wrong; its deletion is ordered with each save",
+                self._path(name),
+            )
+        self._remaining.add(name)
+        return True
 
     def _is_due(self) -> bool:
         if self.checkpoint_interval is None or self._last_step is None:
@@ -220,3 +257,9 @@ class CheckpointManager:
             return None
         self._last_step = None if self._step_counter is None else int(self._step_counter)
         return status.path
+
+
+def _name(path: object) -> str:
+    """The last part of a path; "" where it has none that names something."""
+    name = posixpath.basename(str(path))
+    return name if name.strip(".") else ""

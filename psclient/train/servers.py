@@ -31,9 +31,11 @@ class ServerKeeper:
         self._strategy = strategy
         self._remote: RemoteBackend = strategy.backend
 
-    @property
-    def takes_part(self) -> bool:
-        """Whether this process has a part in saving: synchronous ones all do, of asynchronous ones the first."""
+    def take_part(self) -> bool:
+        """As `Keeper.take_part`: synchronous processes all have one, of asynchronous ones the first."""
+        self._remote.flush()
+        # Only now does a process that came late know how many saves there were, and in which round it is.
+        self._remote.group.enter("save")
         return not self._remote.group.alone or self._remote.group.leads
 
     def check_free(self, options: CheckpointOptions) -> None:
@@ -45,8 +47,7 @@ class ServerKeeper:
 
     def _busy(self) -> bool:
         """Whether a checkpoint is being written, as the process knows that asks for them."""
-        leads = self._remote.group.leads
-        busy = leads and self._remote.is_saving()
+        busy = self._remote.group.saves() and self._remote.is_saving()
         if self._remote.group.alone:
             return busy
         told = [np.float32(busy and not index) for index in range(len(self._remote.worker_devices))]
@@ -67,14 +68,18 @@ class ServerKeeper:
         """As `Keeper.sync`."""
         self._remote.saved()
 
+    def failed(self, path: str) -> bool:
+        """As `Keeper.failed`."""
+        return self._remote.failed(path)
+
     def look(self, path: str) -> Opened:
         """As `Keeper.look`, on server 0."""
         return _opened(self._remote.look(path))
 
     def restore(self, path: str, choose: Choose, cast: bool) -> Opened | None:
-        """As `Keeper.restore`; a process that comes back to a running job changes nothing."""
+        """As `Keeper.restore`: a round of all. A process that comes back to a running job has no part in it."""
         self._remote.flush()
-        if self._remote.group.late:
+        if self._remote.group.outside:
             log.info("this process comes back to a running job: its variables stay as they are")
             return None
         self.sync()

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -53,11 +54,17 @@ class Compiler:
     Args:
         device: for which they are.
         patience: see `PATIENCE`.
+
+    Attributes:
+        compiled, failed: how many kernels were compiled, and could not be.
+        seconds: for which kernels were compiled.
     """
 
     def __init__(self, device: Device, patience: int = PATIENCE) -> None:
         self._device = device
         self._patience = patience
+        self.compiled = self.failed = 0  # Written by the background's thread alone, as the seconds are.
+        self.seconds = 0.0
         self._background = Background("kernels")
         self._lock = threading.Lock()
         self._asked: dict[object, int] = {}  # Guarded by the lock, as all below.
@@ -131,17 +138,23 @@ class Compiler:
             self._kernels[key] = self._background.submit(lambda: self._build(build))
 
     def _build(self, build: Callable[[], Any]) -> Any | None:
+        began = time.perf_counter()
         try:
             with self._device.scope():
-                return build()
+                built = build()
+            self.compiled += 1
+            return built
         except _Stopped:
             return None
         except Exception:  # Whatever a compiler says, there is still the interpreter.
+            self.failed += 1
             with self._lock:
                 told, self._told = self._told, True
             if not told:
                 log.exception("an update program cannot be compiled; it runs interpreted, as will others like it")
             return None
+        finally:
+            self.seconds += time.perf_counter() - began
 
 
 class _Stopped(BaseException):

@@ -106,6 +106,7 @@ class Kernels:
     Attributes:
         compiler: makes the kernels.
         crew: runs those of the CPU.
+        interpretations: how often a program, or a step of one, ran without a kernel.
     """
 
     def __init__(self, device: Device, threads: int = 1, patience: int = PATIENCE, smallest: int = SMALLEST) -> None:
@@ -113,6 +114,7 @@ class Kernels:
         self.smallest = smallest
         self.compiler = Compiler(device, patience)
         self.crew = Crew(threads)
+        self.interpretations = 0
         self._lock = threading.Lock()
         # By identity: a plan's programs are the same objects in each round, and comparing them takes longer than
         # all else here. What is remembered holds them, so that no number is used twice.

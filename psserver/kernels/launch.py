@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from pswire.tensor import Array
 
 RUN = 1 << 18
 """Elements of a run at most: enough that a call costs nothing, few enough that threads end together."""
+
+TURNS = 4
+"""Runs of one thread, about, where several calls are shared: each costs a change of hands."""
 
 Pieces = Sequence[Array]
 """One array of a kernel: 1-D or whole, contiguous; a scalar is one piece of one element."""
@@ -44,9 +48,13 @@ class Crew:
 
     Args:
         threads: how many.
+
+    Attributes:
+        seconds: for which kernels ran; of those on a GPU until they were handed over to it.
     """
 
     def __init__(self, threads: int) -> None:
+        self.seconds = 0.0
         self._helpers = threads - 1
         self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="kernel") if self._helpers else None
 
@@ -68,7 +76,7 @@ class Crew:
         if not self._helpers:
             addresses = [address_of(array[0]) for array in arrays if not isinstance(array, Copy) and len(array) == 1]
             if len(addresses) == len(arrays):
-                kernel(size, *addresses)
+                self.run(kernel, [(size, *addresses)])
                 return
         whole = [_pieces(array) for array, scalar in zip(arrays, scalars, strict=True) if not scalar]
         cuts = _cuts(size, whole)
@@ -89,6 +97,11 @@ class Crew:
             calls: its arguments; the first is a number of elements, if there are copies.
             copies: what each call copies before, from where to where, and bytes of an element.
         """
+        began = time.perf_counter()
+        self._run(kernel, calls, copies)
+        self.seconds += time.perf_counter() - began
+
+    def _run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> None:
         if not (self._helpers or copies):
             for call in calls:
                 kernel(*call)
@@ -102,6 +115,22 @@ class Crew:
             wait(futures)  # What they write into must not be let go before.
         for future in futures:
             future.result()
+
+    def cut(self, calls: Sequence[tuple[int, ...]], strides: Sequence[int]) -> Sequence[tuple[int, ...]]:
+        """Calls of a kernel in runs, so that threads end together also where a few calls have most of the elements.
+
+        Args:
+            calls: of each a number of elements, and addresses.
+            strides: for each address the bytes from one element to the next; 0 for a scalar.
+        """
+        if not self._helpers:
+            return calls
+        run = max(RUN, sum(call[0] for call in calls) // (TURNS * (self._helpers + 1)))
+        return [
+            (min(run, size - at), *(address + at * stride for address, stride in zip(addresses, strides, strict=True)))
+            for size, *addresses in calls
+            for at in range(0, size, run)
+        ]
 
 
 class _Runs:

@@ -35,6 +35,8 @@ import numpy as np
 
 from pswire.errors import InvalidRequest
 from pswire.lanes.rings import Ring
+from pswire.lanes.sealed import Stream
+from pswire.lanes.traffic import Traffic
 from pswire.payload import Cutter, Part, Payload
 
 HEAD = struct.Struct("<B3xIQQQQ")
@@ -133,10 +135,10 @@ class Link:
     """A socket that never blocks, with messages. May be written by any thread, is read by one.
 
     Args:
-        sock: connected.
+        sock: connected; encrypted or not.
     """
 
-    def __init__(self, sock: socket) -> None:
+    def __init__(self, sock: Stream) -> None:
         sock.setblocking(False)
         self.sock = sock
         self._out: deque[memoryview] = deque()
@@ -279,10 +281,14 @@ class Channel:
         waits: whether data wait until there is room in the ring, which the other end then has to make; else what has
             no room goes in the socket.
         blocked: called when something is left for `flush`, by any thread.
+        traffic: counts what is sent.
     """
 
-    def __init__(self, link: Link, ring: Ring | None, waits: bool, blocked: Callable[[], object]) -> None:
+    def __init__(
+        self, link: Link, ring: Ring | None, waits: bool, blocked: Callable[[], object], traffic: Traffic
+    ) -> None:
         self.link = link
+        self._traffic = traffic
         self._ring = ring
         self._waits = waits
         self._blocked = blocked
@@ -384,6 +390,7 @@ class Channel:
             (kind, header), stream.first, stream.part = stream.first, (Kind.PART, b""), None
             out += [Message(kind, stream.call, header, offset, size, place).head()]
             out += buffers if place == INLINE else []
+            self._traffic.add(sent=size)
             ready += size
             if ready > step:
                 self._send(out)

@@ -12,9 +12,20 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODE_UNSPECIFIED: _ClassVar[Mode]
     SYNC: _ClassVar[Mode]
     ASYNC: _ClassVar[Mode]
+
+class RestoreStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESTORE_STAGE_UNSPECIFIED: _ClassVar[RestoreStage]
+    RESTORE_STAGE_LOOK: _ClassVar[RestoreStage]
+    RESTORE_STAGE_OPEN: _ClassVar[RestoreStage]
+    RESTORE_STAGE_PREPARE: _ClassVar[RestoreStage]
 MODE_UNSPECIFIED: Mode
 SYNC: Mode
 ASYNC: Mode
+RESTORE_STAGE_UNSPECIFIED: RestoreStage
+RESTORE_STAGE_LOOK: RestoreStage
+RESTORE_STAGE_OPEN: RestoreStage
+RESTORE_STAGE_PREPARE: RestoreStage
 
 class Empty(_message.Message):
     __slots__ = ()
@@ -344,21 +355,45 @@ class SnapshotOrder(_message.Message):
     state: str
     def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ..., state: _Optional[str] = ...) -> None: ...
 
+class Turn(_message.Message):
+    __slots__ = ("round", "epoch", "ordinal")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    epoch: int
+    ordinal: int
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[int] = ..., ordinal: _Optional[int] = ...) -> None: ...
+
+class RestoreCommit(_message.Message):
+    __slots__ = ("path", "servers", "turn", "choice")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    turn: Turn
+    choice: str
+    def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., choice: _Optional[str] = ...) -> None: ...
+
 class Plan(_message.Message):
-    __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot")
+    __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot", "restore")
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     OPERANDS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
     APPLIES_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
     reductions: _containers.RepeatedCompositeFieldContainer[Reduction]
     operands: _containers.RepeatedCompositeFieldContainer[Operand]
     programs: _containers.RepeatedCompositeFieldContainer[Program]
     applies: _containers.RepeatedCompositeFieldContainer[Apply]
     returned: _containers.RepeatedCompositeFieldContainer[Ref]
     snapshot: SnapshotOrder
-    def __init__(self, reductions: _Optional[_Iterable[_Union[Reduction, _Mapping]]] = ..., operands: _Optional[_Iterable[_Union[Operand, _Mapping]]] = ..., programs: _Optional[_Iterable[_Union[Program, _Mapping]]] = ..., applies: _Optional[_Iterable[_Union[Apply, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ...) -> None: ...
+    restore: RestoreCommit
+    def __init__(self, reductions: _Optional[_Iterable[_Union[Reduction, _Mapping]]] = ..., operands: _Optional[_Iterable[_Union[Operand, _Mapping]]] = ..., programs: _Optional[_Iterable[_Union[Program, _Mapping]]] = ..., applies: _Optional[_Iterable[_Union[Apply, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreCommit, _Mapping]] = ...) -> None: ...
 
 class Position(_message.Message):
     __slots__ = ("dataset", "epoch", "index")
@@ -465,16 +500,18 @@ class WatchRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., after: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class SessionState(_message.Message):
-    __slots__ = ("member", "state", "entry", "silent")
+    __slots__ = ("member", "state", "entry", "silent", "drives")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     SILENT_FIELD_NUMBER: _ClassVar[int]
+    DRIVES_FIELD_NUMBER: _ClassVar[int]
     member: Member
     state: str
     entry: str
     silent: float
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., entry: _Optional[str] = ..., silent: _Optional[float] = ...) -> None: ...
+    drives: bool
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., entry: _Optional[str] = ..., silent: _Optional[float] = ..., drives: _Optional[bool] = ...) -> None: ...
 
 class WatchReply(_message.Message):
     __slots__ = ("version", "start", "entries", "plans", "sessions")
@@ -599,19 +636,19 @@ class SnapshotReply(_message.Message):
     def __init__(self, path: _Optional[str] = ..., file: _Optional[str] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("session", "path", "ordinal", "order")
+    __slots__ = ("session", "path", "turn", "order")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
-    ORDINAL_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     session: int
     path: str
-    ordinal: int
+    turn: Turn
     order: RestoreOrder
-    def __init__(self, session: _Optional[int] = ..., path: _Optional[str] = ..., ordinal: _Optional[int] = ..., order: _Optional[_Union[RestoreOrder, _Mapping]] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., path: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., order: _Optional[_Union[RestoreOrder, _Mapping]] = ...) -> None: ...
 
 class RestoreOrder(_message.Message):
-    __slots__ = ("look", "named", "names", "late", "cast")
+    __slots__ = ("stage", "named", "names", "late", "cast")
     class NamesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -619,17 +656,17 @@ class RestoreOrder(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    LOOK_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
     CAST_FIELD_NUMBER: _ClassVar[int]
-    look: bool
+    stage: RestoreStage
     named: bool
     names: _containers.ScalarMap[str, int]
     late: bool
     cast: bool
-    def __init__(self, look: _Optional[bool] = ..., named: _Optional[bool] = ..., names: _Optional[_Mapping[str, int]] = ..., late: _Optional[bool] = ..., cast: _Optional[bool] = ...) -> None: ...
+    def __init__(self, stage: _Optional[_Union[RestoreStage, str]] = ..., named: _Optional[bool] = ..., names: _Optional[_Mapping[str, int]] = ..., late: _Optional[bool] = ..., cast: _Optional[bool] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
     __slots__ = ("positions", "path", "manifest")
@@ -663,8 +700,57 @@ class Place(_message.Message):
     positions: _containers.RepeatedCompositeFieldContainer[Position]
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
+class Saving(_message.Message):
+    __slots__ = ("path", "round", "nbytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    round: int
+    nbytes: int
+    def __init__(self, path: _Optional[str] = ..., round: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class ProcessStatus(_message.Message):
+    __slots__ = ("clock", "resident", "versions", "data_port", "data_path", "lanes", "traffic")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class LanesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
+    class TrafficEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
+    DATA_PATH_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    clock: float
+    resident: int
+    versions: _containers.ScalarMap[str, str]
+    data_port: int
+    data_path: str
+    lanes: _containers.ScalarMap[int, str]
+    traffic: _containers.ScalarMap[str, int]
+    def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lanes: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held")
+    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
@@ -679,6 +765,14 @@ class StatusReply(_message.Message):
     PLACES_FIELD_NUMBER: _ClassVar[int]
     PROGRAM_VERSION_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    SAVING_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
     log: int
@@ -693,4 +787,12 @@ class StatusReply(_message.Message):
     places: _containers.RepeatedCompositeFieldContainer[Place]
     program_version: int
     held: int
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ...) -> None: ...
+    snapshot_limit: int
+    saving: _containers.RepeatedCompositeFieldContainer[Saving]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionState]
+    incarnations: _containers.RepeatedScalarFieldContainer[int]
+    over: bool
+    broken: str
+    device: str
+    process: ProcessStatus
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ...) -> None: ...

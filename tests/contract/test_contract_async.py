@@ -9,9 +9,9 @@ import pytest
 from rig import SOON, WORKERS, Job, Worker, checkpoint, given, reduce_only, sgd, sum_into
 from safetensors.numpy import load_file
 
-from pswire.api import Place
 from pswire.errors import ConfigError, Fenced, InvalidRequest
 from pswire.log import Position
+from pswire.status import Place
 from pswire.tensor import TensorSpec
 
 A, B, C = WORKERS[:3]

@@ -10,13 +10,14 @@ import pytest
 from rig import SOON, WORKERS, Clock, Job, Servers, core, given, reduce_only, remote, sum_into, together
 
 from psclient.rpc import RemoteServer
+from psserver.config import ServerConfig
 from psserver.server import ServerThread
 from pswire.api import Contribution, ServerStatus
 from pswire.cluster import Task
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, RoundTimeout, ServerLost
 from pswire.limits import Timeouts
 from pswire.payload import EMPTY, Payload
-from pswire.spec import VariableSpec
+from pswire.spec import Turn, VariableSpec
 from pswire.tensor import TensorSpec
 
 A, B = WORKERS[:2]
@@ -56,7 +57,7 @@ CALLS = {
     "push": lambda server: server.push(Contribution(1, 0, 0, b""), EMPTY).result(SOON),
     "pull": lambda server: server.pull(1, [0], -1).result(SOON),
     "snapshot": lambda server: server.snapshot(1, b"", "").result(SOON),
-    "restore": lambda server: server.restore(1, "x", 0).result(SOON),
+    "restore": lambda server: server.restore(1, "x", Turn()).result(SOON),
 }
 
 
@@ -66,7 +67,7 @@ def connect():
     with ExitStack() as stack:
 
         def connected(behind):
-            thread = stack.enter_context(ServerThread(behind, Task("ps", 0), grace=0.0))
+            thread = stack.enter_context(ServerThread(behind, ServerConfig(Task("ps", 0)), grace=0.0))
             server = RemoteServer(thread.address, Task("ps", 0), Timeouts(lease=2.0, call=5.0))
             stack.callback(server.close)
             return server
@@ -117,12 +118,12 @@ def test_a_bug_of_the_server_is_no_silence(connect, later):
 def test_a_server_has_one_life(verb):
     """Its successor at the same address does not answer for it, in any verb but `open`."""
     with ExitStack() as stack:
-        first = stack.enter_context(ServerThread(core(0, 100), core(0).task, grace=0.0))
+        first = stack.enter_context(ServerThread(core(0, 100), ServerConfig(core(0).task), grace=0.0))
         server = RemoteServer(first.address, core(0).task, Timeouts(lease=20.0, call=SOON, start=SOON))
         stack.callback(server.close)
         assert server.open(A, 1, 0, False).incarnation == 100
         first.stop()
-        stack.enter_context(ServerThread(core(0, 200), core(0).task, port=first.port, grace=0.0))
+        stack.enter_context(ServerThread(core(0, 200), ServerConfig(core(0).task, port=first.port), grace=0.0))
         with pytest.raises(ServerLost, match="replaced") as told:
             CALLS[verb](server)
         assert told.value.task == "/job:ps/task:0"

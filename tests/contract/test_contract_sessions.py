@@ -8,6 +8,7 @@ from rig import CHIEF, SOON, WORKERS, reduce_only, together
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced
 from pswire.log import Epoch, EpochClosed
+from pswire.spec import Turn
 from pswire.tensor import TensorSpec
 
 NUMBER = TensorSpec("int64", ())
@@ -70,7 +71,7 @@ def test_an_unknown_session_is_refused(job, verb, server):
         "propose": lambda server: server.propose(77, plan, "", None),
         "watch": lambda server: server.watch(77, 0, -1).result(SOON),
         "push": lambda _: worker.push(plan, [1], server=server).result(SOON),
-        "restore": lambda server: server.restore(77, "x", 0).result(SOON),
+        "restore": lambda server: server.restore(77, "x", Turn()).result(SOON),
     }
     with pytest.raises(Fenced, match="restart the process"):
         calls[verb](job.verbs[server])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +39,15 @@ from psclient.config import ServerOptions
 from psclient.launch import start_server
 from psclient.processes import address_in, await_listening
 from psclient.rpc import RemoteServer
+from pswire import places
+from pswire.api import RoundReply
 from pswire.cluster import ClusterSpec, Task
-from pswire.errors import CheckpointError, ServerLost
+from pswire.errors import CheckpointError, ProgramError, ServerLost
 from pswire.limits import Timeouts
 from pswire.log import Epoch, Snapshotted
+from pswire.program import Input, Node, Program
+from pswire.spec import Apply, Plan, Reduction, Ref, SnapshotOrder, Turn
+from pswire.tensor import TensorSpec
 
 DYING = Path(__file__).parent.parent / "support" / "dying.py"
 CALM = Timeouts(lease=60.0, call=10.0, round=SOON)
@@ -108,7 +116,13 @@ def newest(root: str) -> tuple[str, float]:
 
 
 def files(root: str) -> set[str]:
-    return {str(path.relative_to(root)) for path in Path(root).rglob("*") if not path.is_dir()}
+    """Those below a root, less what tells the saves apart."""
+    found = (str(path.relative_to(root)) for path in Path(root).rglob("*") if not path.is_dir())
+    return {re.sub(r"-\w{8}\.safetensors", ".safetensors", path) for path in found}
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def whole(number: int, count: int = 2) -> set[str]:
@@ -139,9 +153,11 @@ def test_a_server_that_dies_in_a_save(tmp_path, point, task):
     save(root, 1, 1.0)
     with processes(root, {task: point}) as (servers, started):
         job, worker = job_on(servers, 2.0)
-        plan = job.order(worker, "run/ckpt-2")
-        asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
+        plan = job.approve(checkpoint("run/ckpt-2", (0, 1)), worker)
+        for server in (0, 1):
+            worker.push(plan, server=server)
         if "manifest" in point:
+            asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
             text = manifest_of([future.result(SOON) for future in asked])
             asked = [job.verbs[0].snapshot(job.token, plan.id, text)]
         assert started[task].wait(SOON) == -9
@@ -159,15 +175,15 @@ def test_a_server_that_dies_in_a_restore(tmp_path):
     """Nothing of the checkpoint changes: a new job restores it."""
     root = str(tmp_path)
     save(root, 1, 1.0)
-    before = {path: (tmp_path / path).read_bytes() for path in files(root)}
+    before = contents(tmp_path)
     with processes(root, {1: "in a restore"}) as (servers, started):
         _, worker = job_on(servers, 2.0)
         for server in servers.verbs:
-            server.restore(worker.session, "run", 0)
+            server.restore(worker.session, "run", Turn())
         assert started[1].wait(SOON) == -9
         for server in servers.verbs:
             server.fail(ServerLost("a server is gone"))
-    assert {path: (tmp_path / path).read_bytes() for path in files(root)} == before
+    assert contents(tmp_path) == before
     assert newest(root) == ("run/ckpt-1", 1.0)
 
 
@@ -229,24 +245,92 @@ def test_a_chief_that_dies_in_a_save(tmp_path, point):
     assert files(root) == whole(1) | whole(2)
 
 
-def test_a_save_that_takes_longer_than_a_round_may(tmp_path, caplog):
+@contextmanager
+def driving(servers: Servers, timeouts: Timeouts) -> Iterator[Worker]:
+    """A chief in a thread of this process; gives a worker of its job."""
+    cluster = ClusterSpec({"ps": ["127.0.0.1:1"] * 2, "worker": ["127.0.0.1:1"], "chief": ["127.0.0.1:1"]})
+    theirs = [RemoteServer(server.address, server.task, timeouts) for server in servers.verbs]
+    chief = Chief(CHIEF, theirs, cluster, timeouts)
+    chief.start()
+    try:
+        yield driven(servers)
+    finally:
+        chief.stop(abandon=True)
+
+
+def order(worker: Worker, plan: Plan) -> list[Future[RoundReply]]:
+    """Proposes a section of both servers, and makes its round."""
+    worker.job.verbs[0].propose(worker.session, plan, "", None)
+    values = [np.full(reduction.tensor.shape, -1) for reduction in plan.reductions]
+    pushed = [worker.push(plan, values, server=server) for server in (0, 1)]
+    worker.round += 1
+    return pushed
+
+
+@pytest.mark.parametrize("what", ["its round", "the manifest"])
+def test_a_save_that_takes_longer_than_a_round_may(tmp_path, caplog, monkeypatch, what):
     """The chief asks again, and is told of what it asked for first."""
     caplog.set_level("INFO", "psclient.chief")
-    cluster = ClusterSpec({"ps": ["127.0.0.1:1"] * 2, "worker": ["127.0.0.1:1"], "chief": ["127.0.0.1:1"]})
-    with serving("grpc", 2, str(tmp_path)) as servers:
-        hasty = replace(CALM, round=0.2)
-        theirs = [RemoteServer(server.address, server.task, hasty) for server in servers.verbs]
-        chief = Chief(CHIEF, theirs, cluster, hasty)
-        chief.start()
-        worker = driven(servers)
+    go, put = threading.Event(), places.Directory.put
+
+    def late(self: places.Directory, path: str, data: bytes) -> None:
+        assert what == "its round" or go.wait(SOON)
+        put(self, path, data)
+
+    monkeypatch.setattr(places.Directory, "put", late)
+    with serving("grpc", 2, str(tmp_path)) as servers, driving(servers, replace(CALM, round=0.2)) as worker:
         plan = checkpoint("run/ckpt-1", (0, 1))
-        servers.verbs[0].propose(worker.session, plan, "", None)
+        if what == "its round":
+            servers.verbs[0].propose(worker.session, plan, "", None)
+        else:
+            together(*order(worker, plan))
         eventually(lambda: caplog.text.count("still writes its part of a checkpoint") > 1)
-        together(*(worker.push(plan, server=server) for server in (0, 1)))
+        go.set()
+        if what == "its round":
+            together(*(worker.push(plan, server=server) for server in (0, 1)))
         (entry,) = eventually(lambda: snapshotted(worker))
-        chief.stop(abandon=True)
     assert (entry.round, entry.error) == (0, "")
     assert newest(str(tmp_path)) == ("run/ckpt-1", 2.0)
+
+
+def test_a_save_whose_round_fails(tmp_path):
+    """The chief is told by the servers, says so in the log, and completes the next one."""
+    root = str(tmp_path)
+    with serving("grpc", 2, root) as servers, driving(servers, CALM) as worker:
+        spec = TensorSpec("int64", (3,))
+        variable = worker.job.variable(worker, np.zeros(3, "int64"), (0, 1), saved_as="")
+        power = Program((Input("variable", spec), Input("value", spec)), (Node("pow", (0, 1)),), ((0, 2),), ())
+        applied = Apply(0, (0, 1), (Ref("variable", variable.id), Ref("reduction", 0)))
+        saved = SnapshotOrder("run/ckpt-1", (0, 1))
+        failing = Plan((Reduction("sum", spec, (0, 1)),), (), (power,), (applied,), (), saved)
+        for future in order(worker, failing):
+            assert isinstance(future.exception(SOON), ProgramError)
+        (entry,) = eventually(lambda: snapshotted(worker))
+        assert "'run/ckpt-1' failed" in entry.error
+        together(*order(worker, checkpoint("run/ckpt-2", (0, 1), round=1)))
+        entry = eventually(lambda: snapshotted(worker)[1:])[0]
+    assert (entry.round, entry.error) == (1, "")
+    assert newest(root) == ("run/ckpt-2", 2.0)
+    assert files(root) == whole(2)
+
+
+def test_a_save_whose_members_are_gone(tmp_path):
+    """They reached one server of two: the next round of those who come after them settles it, and nothing is left."""
+    root = str(tmp_path)
+    with serving("grpc", 2, root) as servers, driving(servers, CALM) as worker:
+        plan = checkpoint("run/ckpt-1", (0, 1))
+        servers.verbs[0].propose(worker.session, plan, "", None)
+        together(worker.push(plan))
+        servers.verbs[0].leave(worker.session, "it died")
+        eventually(lambda: not servers.verbs[1].status().epoch.members)
+        back = Worker(worker.job, WORKERS[0], worker.job.open(WORKERS[0]).session, round=1)
+        eventually(lambda: all(server.status().epoch.members for server in servers.verbs))
+        back.epoch = servers.verbs[0].status().epoch.number
+        together(*order(back, checkpoint("run/ckpt-2", (0, 1), round=1)))
+        failed, done = eventually(lambda: snapshotted(back)[1:] and snapshotted(back))
+    assert "those who began it are gone" in failed.error
+    assert (done.round, done.error) == (1, "")
+    assert files(root) == whole(2)
 
 
 # ---- Disks ----
@@ -290,7 +374,9 @@ def test_a_full_disk(disk):
     junk = fill(disk)
     with serving("core", 2, root) as servers:
         job, worker = job_on(servers, 2.0)
-        with pytest.raises(CheckpointError, match=r"ckpt-2/shard-00000-of-00002\.safetensors cannot.*No space left"):
+        with pytest.raises(
+            CheckpointError, match=r"ckpt-2/shard-00000-of-00002-\w+\.safetensors cannot.*No space left"
+        ):
             job.save(worker, "run/ckpt-2")
         assert newest(root) == ("run/ckpt-1", 1.0)
         assert files(root) == whole(1) | {"junk"}
@@ -325,7 +411,9 @@ def test_a_read_only_disk(disk):
     with serving("core", 2, root) as servers:
         job, worker = job_on(servers, 2.0)
         for path in ("run/ckpt-2", "run/ckpt-1"):
-            with pytest.raises(CheckpointError, match=rf"{path}/shard-00000-of-00002\.safetensors cannot.*Read-only"):
+            with pytest.raises(
+                CheckpointError, match=rf"{path}/shard-00000-of-00002-\w+\.safetensors cannot.*Read-only"
+            ):
                 job.save(worker, path)
     assert newest(root) == ("run/ckpt-1", 1.0)
     assert files(root) == whole(1)
@@ -341,7 +429,9 @@ def test_a_directory_without_permission(tmp_path):
     try:
         with serving("core", 2, root) as servers:
             job, worker = job_on(servers, 2.0)
-            with pytest.raises(CheckpointError, match=r"ckpt-2/shard-00000-of-00002\.safetensors cannot.*Permission"):
+            with pytest.raises(
+                CheckpointError, match=r"ckpt-2/shard-00000-of-00002-\w+\.safetensors cannot.*Permission"
+            ):
                 job.save(worker, "run/ckpt-2")
         assert newest(root) == ("run/ckpt-1", 1.0)
     finally:
@@ -356,7 +446,7 @@ def test_a_file_that_may_not_grow(tmp_path):
         job, worker = job_on(servers, 2.0)
         resource.prlimit(started[1].pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
         with pytest.raises(
-            CheckpointError, match=r"ckpt-2/shard-00001-of-00002\.safetensors cannot.*too large"
+            CheckpointError, match=r"ckpt-2/shard-00001-of-00002-\w+\.safetensors cannot.*too large"
         ) as told:
             job.save(worker, "run/ckpt-2")
         assert told.value.task == "/job:ps/task:1"
@@ -376,7 +466,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-SHARD_FILE = "shard-00000-of-00002.safetensors"
+SHARD_FILE = "shard-00000-of-00002-*.safetensors"
 DAMAGE = {
     "a bit of the data": (SHARD_FILE, lambda path: flip(path, -1)),
     "a bit of the header": (SHARD_FILE, lambda path: flip(path, 20)),
@@ -395,11 +485,12 @@ def test_a_damaged_checkpoint(tmp_path, damage):
     root = str(tmp_path)
     for number in (1, 2):
         save(root, number, float(number))
-    name, spoil = DAMAGE[damage]
-    spoil(tmp_path / "run/ckpt-2" / name)
+    pattern, spoil = DAMAGE[damage]
+    (damaged,) = (tmp_path / "run/ckpt-2").glob(pattern)
+    spoil(damaged)
     with serving("core", 2, root) as servers:
         job, worker = job_on(servers, 9.0)
-        with pytest.raises(CheckpointError, match=rf"run/ckpt-2/{name}"):
+        with pytest.raises(CheckpointError, match=rf"run/ckpt-2/{damaged.name}"):
             job.restore(worker)
         assert {float(job.value(worker, v)[0]) for v in job.variables if v.servers == (0,)} == {9.0}
         assert job.restore(worker, "run/ckpt-1").path == "run/ckpt-1"
@@ -435,7 +526,7 @@ def test_an_object_store_that_is_gone(tmp_path):
     servers = Servers([one], [one], Clock(), "", False)
     job, worker = job_on(servers, 1.0)
     with pytest.raises(
-        CheckpointError, match=rf"s3://{BUCKET}/jobs/run/ckpt-1/shard-00000-of-00001\.safetensors cannot"
+        CheckpointError, match=rf"s3://{BUCKET}/jobs/run/ckpt-1/shard-00000-of-00001-\w+\.safetensors cannot"
     ):
         job.save(worker)
     assert float(job.value(worker, job.variables[0])[0]) == 1.0

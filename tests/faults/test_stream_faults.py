@@ -15,6 +15,7 @@ from rig import SOON, WORKERS, Clock, Job, Servers, core, eventually, payload, s
 
 from psclient.rpc import RemoteServer
 from psserver import calls
+from psserver.config import ServerConfig
 from psserver.server import ServerThread
 from pswire import replies
 from pswire.api import Contribution
@@ -97,7 +98,7 @@ class Cluster:
     def __init__(self, stack: ExitStack, submit) -> None:
         self.core = core(0, submit=submit)
         self._stack = stack
-        self.thread = stack.enter_context(ServerThread(self.core, self.core.task, grace=0.0))
+        self.thread = stack.enter_context(ServerThread(self.core, ServerConfig(self.core.task), grace=0.0))
         self.server = self.connect()
         self.job = Job(Servers([self.server], [self.core], Clock(), Path("nowhere"), True))
         self.here, self.other = self.job.join(A, B)
@@ -185,7 +186,7 @@ def test_an_answer_comes_before_the_last_contribution(cluster):
     """Who has sent all receives what is there already."""
     wire, sent = cluster.wire(), cluster.frames(10)
     wire.send(sent[0])
-    eventually(lambda: cluster.server.bytes_received >= PART_BYTES)
+    eventually(lambda: cluster.server.traffic["grpc"].received >= PART_BYTES)
     first = wire.read()
     header = parse(pb.RoundHeader, first.header)
     assert header == pb.RoundHeader(size=3 * PART_BYTES)

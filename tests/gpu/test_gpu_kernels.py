@@ -43,7 +43,7 @@ def test_kernels_give_the_interpreters_bits() -> None:
         for n in range(2):
             assert same_bits(kernels.device.get(first.assigned[n]), kernels.device.get(second.assigned[n]))
             assert same_bits(kernels.device.get(values[n]), before[n])
-    assert kernels.compiler.texts
+    assert kernels.settled(program, {}), "the second round was interpreted as well"
     kernels.close()
 
 

@@ -29,5 +29,7 @@ def test_a_quick_run_writes_its_figures(tmp_path):
         assert found["ratios"][f"{name}: rate / memcpy's"] == pytest.approx(
             arrays / median[f"{name}, 1 threads"] / copied
         )
+    assert found["ratios"]["adam: 5 ms / first trace"] == pytest.approx(5e-3 / median["adam, first trace"])
+    assert found["ratios"]["adam: 50 us / call"] == pytest.approx(50e-6 / median["adam, call"])
     assert found["ratios"]["rows: times add.at"] == pytest.approx(median["rows, add.at"] / median["rows, 1 threads"])
     assert ("adam, torch" in median) != ("no row for torch" in done.stdout)

@@ -10,6 +10,7 @@ from rig import SOON, WORKERS, Job, core, serving
 import psclient as ps
 from psclient.chief import Chief
 from psclient.session import Session
+from psserver.config import ServerConfig
 from psserver.server import ServerThread
 from pswire.cluster import ClusterSpec
 from pswire.limits import Timeouts
@@ -88,7 +89,7 @@ def test_a_process_that_came_after_the_end_of_its_task_undoes_nothing(job):
 def test_an_end_that_is_none_waits_for_nobody():
     """The job cannot go on, and only the server knows: the process that has the chief in it ends all the same."""
     behind = core()
-    with ServerThread(behind, behind.task, grace=0.0) as thread:
+    with ServerThread(behind, ServerConfig(behind.task), grace=0.0) as thread:
         cluster = ClusterSpec({"ps": (thread.address,), "worker": ("x:1", "x:2")})
         resolver = ps.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
         strategy = ps.ParameterServerStrategy(cluster_resolver=resolver, timeouts=SLOW)

@@ -15,7 +15,7 @@ from psclient.chief import Chief
 from psclient.exchange import Exchange, Outgoing
 from psclient.group import Group
 from psclient.session import Session
-from pswire.api import SessionState
+from pswire.status import SessionState
 from pswire.cluster import ClusterSpec
 from pswire.errors import ConfigError, RoundTimeout
 from pswire.limits import Timeouts

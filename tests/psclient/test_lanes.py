@@ -23,6 +23,7 @@ from psclient.lane import Lane, LaneLost, Offer
 from pswire.errors import ConfigError, Fenced, PSError, ServerLost
 from pswire.lanes import LANES, LaneName
 from pswire.lanes.sockets import HEAD, Kind, tune
+from pswire.lanes.traffic import Traffic
 
 SMALL = 64
 """Elements of variables whose rounds are one part."""
@@ -124,7 +125,7 @@ def test_who_does_not_welcome_is_not_waited_for(
 def refused(name: LaneName, offer: Offer) -> str:
     """Why a lane cannot be opened."""
     try:
-        Lane(name, offer, 10.0)
+        Lane(name, offer, 10.0, Traffic())
     except LaneLost as error:
         return str(error)
     return ""

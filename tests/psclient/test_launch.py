@@ -109,6 +109,33 @@ def test_all_processes_log_alike(script):
     assert words[words.index("--log-level") + 1] == "debug"
 
 
+def test_each_task_has_a_port_for_its_metrics(script):
+    """Servers, then workers; what the environment says is meant for the cluster, and not for all its tasks alike."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = "print(os.environ['PS_METRICS_HOST'], os.environ['PS_METRICS_PORT'])"
+    outcome, cluster = run(script(text), metrics_port=port)
+    assert outcome == launch.Outcome(0)
+    assert any(f"http://127.0.0.1:{port}/metrics" in line for line in cluster.output(Task("ps", 0)))
+    assert [cluster.output(task) for task in WORKERS[:2]] == [[f"127.0.0.1 {port + n}"] for n in (1, 2)]
+
+
+def test_a_failure_that_was_logged_as_json_is_told_as_text(script):
+    """The report is for people, and has the traceback of who failed."""
+    text = "if me == 1:\n    raise ValueError('broken')\ntime.sleep(600)"
+    outcome, _ = run(script(text), log_format="json")
+    assert outcome.task == Task("worker", 1)
+    assert outcome.report.startswith("psworker: /job:worker/task:1 failed (exit code 1):\nTraceback")
+    assert outcome.report.endswith("ValueError: broken")
+
+
+def test_a_server_that_refuses_says_why_in_json_as_well():
+    """Whoever started it is told in words."""
+    with pytest.raises(ConfigError, match="write cpu or gpu:0") as caught:
+        launch.Cluster(server=ServerOptions(device="tpu"), log_format="json").start()
+    assert "{" not in str(caught.value)
+
+
 def test_the_first_failure_ends_all(script):
     """The others are ended, the failing task's code is returned, and its traceback shows user code alone."""
     outcome, cluster = run(script("if me == 1:\n    raise ValueError('broken')\ntime.sleep(600)"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import time
 import warnings
 
 import numpy as np
@@ -88,6 +89,10 @@ RNG = np.random.default_rng(0)
         lambda v: RNG.random(v.shape, "float32"),
         lambda v: np.random.default_rng().integers(1 << 60),
         lambda v: [random.random() for _ in range(3)],
+        lambda v: random.random(),
+        lambda v: random.randrange(1 << 60),
+        lambda v: time.perf_counter(),
+        lambda v: np.float64(random.random()),
     ],
 )
 def test_noise_is_refused_in_what_is_traced_once(servers, noise):
@@ -101,8 +106,40 @@ def test_noise_is_refused_in_what_is_traced_once(servers, noise):
     before = v.numpy().tolist()
     with pytest.raises(ProgramError, match=r"another one in each call.*pass it as an argument") as caught:
         servers.extended.update(v, ps.update_function(fn))
-    assert str(caught.value).startswith(f"{__file__}:{fn.__code__.co_firstlineno + 1}: fn makes an array (")
+    assert str(caught.value).startswith(f"{__file__}:{fn.__code__.co_firstlineno + 1}: fn makes a")
     assert v.numpy().tolist() == before
+
+
+def test_noise_beside_a_number_is_refused(servers):
+    """Also where it meets nothing but numbers, before these meet the variable."""
+    v = variable(servers)
+
+    @ps.update_function
+    def fn(v, rate):
+        rate = rate * random.random()
+        v.assign_sub(rate * v)
+
+    with pytest.raises(ProgramError, match=r"fn makes a number that is another one in each call") as caught:
+        servers.extended.update(v, fn, (0.5,))
+    assert str(caught.value).startswith(f"{__file__}:{fn.__wrapped__.__code__.co_firstlineno + 2}: ")
+
+
+calls = 0
+
+
+def test_what_changes_a_global_is_traced_at_each_call(servers):
+    """Its number is another one by intention, and is seen."""
+    v = variable(servers, [0.0])
+
+    @ps.update_function
+    def fn(v):
+        global calls
+        calls += 1
+        v.assign_add(1.0 * calls)
+
+    for total in (1.0, 3.0, 6.0):
+        servers.extended.update(v, fn)
+        assert v.numpy().tolist() == [total]
 
 
 def test_arrays_that_are_the_same_in_each_call_are_taken(servers):

@@ -22,8 +22,9 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors.numpy import load_file
 
 from psclient import psctl
-from psclient.saved import SavedCheckpoint
+from psclient.saved import open_saved
 from psclient.saved_diff import CHUNK, compare
+from pswire.manifest import latest_text
 from pswire.tensor import DTYPES, Array
 
 SHARD0, SHARD1 = (f"shard-{place:05d}-of-00002.safetensors" for place in range(2))
@@ -89,8 +90,8 @@ def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
     """Bit by bit, in files that safetensors has written."""
     value = np.arange(24).reshape(2, 3, 4).astype(DTYPES[dtype])
     path = write_checkpoint(tmp_path / "ckpt-1", {"v": value})
-    assert same(SavedCheckpoint.open(str(path)).read("v"), value)
-    assert list(SavedCheckpoint.open(str(path)).verify()) == []
+    assert same(open_saved(str(path)).tensor("v"), value)
+    assert list(open_saved(str(path)).verify()) == []
 
 
 def test_other_places_than_this_file_system(tmp_path, run, saved):
@@ -114,7 +115,7 @@ def test_checkpoints_are_listed_by_their_numbers(run, saved, tmp_path):
     (saved.parent / "ckpt-11").mkdir()
     done = run("ls", saved.parent)
     assert done.code == 0
-    assert [line.split()[1] for line in done.out.splitlines() if "ckpt" in line] == [
+    assert [line.split()[0] for line in done.out.splitlines() if line.startswith("ckpt")] == [
         *("ckpt-1", "ckpt-9", "ckpt-10", "ckpt-11")
     ]
     assert "incomplete" in done.out
@@ -122,6 +123,18 @@ def test_checkpoints_are_listed_by_their_numbers(run, saved, tmp_path):
     assert [each["round"] for each in said["checkpoints"]] == [7, 9, 10]
     assert said["checkpoints"][0]["nbytes"] == sum(value.nbytes for value in VALUES.values())
     assert said["incomplete"] == ["ckpt-11"]
+
+
+def test_the_newest_is_marked(run, saved):
+    """By the file that says so, else by the numbers; it is what a directory stands for."""
+    write_checkpoint(saved.parent / "ckpt-2", {"w": VALUES["w"]}, round=9)
+    for text, name, round in [(None, "ckpt-2", 9), (latest_text("ckpt-1"), "ckpt-1", 7)]:
+        if text:
+            (saved.parent / "latest").write_text(text)
+        assert run("ls", "--json", saved.parent).json["latest"] == name
+        (line,) = [line for line in run("ls", saved.parent).out.splitlines() if "latest" in line]
+        assert line.split()[0] == name
+        assert run("show", "--json", saved.parent).json["round"] == round
 
 
 def test_an_empty_directory_has_no_checkpoints(run, tmp_path):
@@ -241,7 +254,7 @@ def test_every_flipped_bit_is_found(tmp_path_factory, place, bit):
     data = bytearray(file.read_bytes())
     data[place % len(data)] ^= 1 << bit
     file.write_bytes(data)
-    assert list(SavedCheckpoint.open(str(path)).verify())
+    assert list(open_saved(str(path)).verify())
 
 
 # ---- diff ----

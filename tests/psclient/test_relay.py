@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 
 import pytest
 
 from psclient.relay import MAX_LINE, Line, Printer, Relay
+from pswire import logs
 from pswire.cluster import Task
 
 WORKER, OTHER = Task("worker", 0), Task("worker", 1)
@@ -116,3 +118,22 @@ def test_a_terminal_that_is_gone_stops_nobody():
         printer(Line(WORKER, False, "x"))
         printer(Line(WORKER, False, "y"))
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+def test_lines_in_json_pass_as_they_are():
+    """Those of a log, which say themselves whose they are; what a script prints has its task's name before it."""
+    out, err = io.StringIO(), io.StringIO()
+    printer = Printer(out, err)
+    line = '{"time": "2026-11-21T21:58:51.123Z", "level": "info", "message": "a\\u001b[2Kb"}'
+    for error, text in ((True, line), (True, "plain"), (True, '{"level": 1}'), (False, line)):
+        printer(Line(WORKER, error, text))
+    assert err.getvalue().splitlines() == [line, "[worker 0] plain", '[worker 0] {"level": 1}']
+    assert out.getvalue() == f"[worker 0] {line}\n"
+
+
+def test_a_line_of_a_log_is_never_broken():
+    """However long its message and its traceback are, and whatever they are written in."""
+    record = logging.LogRecord("x", logging.ERROR, __file__, 1, "\U0001f600" * 100_000, (), None)
+    text = logs.Json().format(record)
+    lines, _ = relayed(text.encode() + b"\n")
+    assert [line.text for line in lines] == [text]

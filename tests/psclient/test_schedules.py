@@ -95,6 +95,11 @@ def test_a_schedule_is_computed_where_the_count_is(name):
         (lambda: s.ExponentialDecay(0.1, -1, 0.5), "decay_steps is -1"),
         (lambda: s.CosineDecayRestarts(0.1, 0), "first_decay_steps is 0"),
         (lambda: s.LinearWarmup(0.1, 0), "warmup_steps is 0"),
+        (lambda: s.ExponentialDecay(0.1, 1, -0.5), "decay_rate is -0.5, and must be at least 0"),
+        (lambda: s.CosineDecayRestarts(0.1, 10, t_mul=0.5), "t_mul is 0.5, and must be at least 1"),
+        (lambda: s.Constant(np.nan), "learning_rate is nan, and must be finite"),
+        (lambda: s.PolynomialDecay(np.inf, 10), "initial_learning_rate is inf"),
+        (lambda: s.PiecewiseConstantDecay([1], [0.1, np.nan]), "a value is nan"),
         (lambda: s.PiecewiseConstantDecay([1, 2], [1, 2]), "2 boundaries need 3 values, and not 2"),
         (lambda: s.PiecewiseConstantDecay([2, 1], [1, 2, 3]), "boundaries must increase"),
     ],
@@ -103,6 +108,12 @@ def test_wrong_arguments_are_refused(make, text):
     """At once, by name and value."""
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_words_are_no_numbers():
+    """Not even those that Python makes numbers of."""
+    with pytest.raises(TypeError, match=r"initial_learning_rate is '0.1'; give a number"):
+        s.CosineDecay("0.1", 10)
 
 
 def test_a_schedule_of_ones_own_says_what_it_has_to_do():

@@ -18,6 +18,7 @@ from psserver.arrays import Device
 from psserver.batches import batches
 from psserver.interpreter import Script
 from psserver.job import outline
+from psserver.kernels import launch
 from psserver.kernels.kernels import SMALL_PATIENCE, Kernels
 from psserver.stream import Stream
 from pswire.errors import ProgramError
@@ -102,6 +103,22 @@ def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, p
     lent = executor.run(job, 0, kernels, values, frozenset(values)).assigned
     assert all(same_bits(lent[id], expected.assigned[id]) for id in values)
     assert all(lent[id] is values[id] for id in values if values[id].size), "it is written where it is"
+
+
+def test_threads_share_a_batch_evenly(monkeypatch):
+    """A few large variables are cut into runs: no thread has a whole one while the others have nothing."""
+    monkeypatch.setattr(launch, "RUN", 16)
+    kernels = Kernels(Device(), 2, patience=1, smallest=0)
+    sizes, calls, own = [50, 3, 0, 33], [], kernels.crew.run
+    job = job_for(descents(sizes, "mean"), [arrays(sizes, 1), arrays(sizes, 2)])
+    expected = executor.run(job, 0, Kernels(Device()), fresh(sizes))
+    assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
+    monkeypatch.setattr(kernels.crew, "run", lambda kernel, made: calls.extend(made) or own(kernel, made))
+    values = fresh(sizes)
+    found = executor.run(job, 0, kernels, values, frozenset(values)).assigned
+    assert [size for size, *_ in calls] == [16, 16, 16, 2, 3, 16, 16, 1]
+    assert all(same_bits(found[id], expected.assigned[id]) for id in values)
+    kernels.close()
 
 
 def test_what_one_of_many_holds_is_not_written(kernels):

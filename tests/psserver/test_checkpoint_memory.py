@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, checkpoint, core, eventually, manifest_of, sum_into, together
+from rig import CHIEF, SOON, WORKERS, Clock, Job, Servers, checkpoint, core, eventually, manifest_of, sum_into, together
 from safetensors.numpy import load_file
 
 from pswire import tensorfile
@@ -152,8 +152,25 @@ def test_what_is_larger_than_the_limit_waits_until_it_is_written(tmp_path, monke
         shard.result(SOON)
 
 
-def test_a_checkpoint_that_fails_holds_nothing(tmp_path):
-    """Nor one that is given up before anybody asked for it: the round that waited for it runs."""
+def test_what_nobody_asks_for_is_written_and_let_go_of(tmp_path, monkeypatch):
+    """A round that waits at the limit waits for the disk, and for no chief; the next chief is told of what is there."""
+    gate = Gate(monkeypatch)
+    with job_on(tmp_path, snapshot_limit=1) as (job, _):
+        (worker,) = job.join(WORKERS[0])
+        (a,) = variables(job, worker, 1)
+        plan = job.order(worker, "ckpt-1")
+        waits = adding(job, worker, a)
+        assert not waits.done()
+        gate.let(1)
+        together(waits)
+        job.opened = job.open(CHIEF, 0, True)
+        job.token = job.opened.token
+        found = job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
+        assert load_file(f"{found.path}/{found.file}")["v0"][0] == 0
+
+
+def test_a_checkpoint_that_fails_holds_nothing(tmp_path, monkeypatch):
+    """Nor one that is given up while it is written: the round that waited for it runs, and its file is removed."""
     (tmp_path / "ckpt-1").write_text("a file where a directory should be")
     with job_on(tmp_path, snapshot_limit=1) as (job, _):
         (worker,) = job.join(WORKERS[0])
@@ -161,13 +178,14 @@ def test_a_checkpoint_that_fails_holds_nothing(tmp_path):
         _, shard = order(job, worker)
         assert shard.exception(SOON) is not None
         together(adding(job, worker, a))
-        plan = job.approve(checkpoint("ckpt-2", (0,)), worker)
-        together(worker.push(plan))
-        worker.round += 1
+        gate = Gate(monkeypatch)
+        plan = job.order(worker, "ckpt-2")
         waits = adding(job, worker, a)
         assert not waits.done()
         job.append(Snapshotted(plan.id, 0, "", "given up"))
         together(waits)
+        gate.let(1)
+        eventually(lambda: not (tmp_path / "ckpt-2").exists())
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])

@@ -112,7 +112,7 @@ def test_tf_config_names_the_task_and_its_port():
         ([], {"PS_TIMEOUT_LEASE": "x"}, "PS_TIMEOUT_LEASE"),
         (["--host", "198.51.100.7"], {}, "198.51.100.7"),
         (["--checkpoint-root", __file__], {}, "test_cli.py is a file; name a directory"),
-        (["--checkpoint-root", "nonsense://x"], {}, "--checkpoint-root nonsense://x: Protocol not known"),
+        (["--checkpoint-root", "nonsense://x"], {}, "nonsense://x cannot be opened: Protocol not known"),
         (["--snapshot-limit", "some"], {}, "--snapshot-limit"),
     ],
 )

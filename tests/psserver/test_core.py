@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, core, given, reduce_only, sum_into, together
+from rig import SOON, WORKERS, Clock, Job, Servers, checkpoint, core, given, reduce_only, sum_into, together
 
+from psserver.cli import summary
 from psserver.core import Core
 from pswire.api import Contribution
 from pswire.cluster import Task
@@ -16,7 +17,7 @@ from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerLo
 from pswire.limits import Timeouts
 from pswire.log import Approved, Done
 from pswire.payload import Payload
-from pswire.spec import VariableSpec
+from pswire.spec import Turn, VariableSpec
 from pswire.tensor import TensorSpec
 
 A, B = WORKERS[:2]
@@ -105,7 +106,7 @@ def test_a_restore_of_an_old_job_is_thrown_away(job, late):
     """It does not reach the new job's variables."""
     (one,) = job.join(A)
     job.variable(one, np.array(1))
-    waiting = job.verbs[0].restore(one.session, "nowhere", 0)
+    waiting = job.verbs[0].restore(one.session, "nowhere", Turn())
     job.begin()
     late.run()
     with pytest.raises(PSError):
@@ -195,7 +196,7 @@ def test_a_server_says_what_it_holds(job):
     """On one line."""
     (one,) = job.join(A)
     job.variable(one, np.zeros(1 << 17))
-    assert job.servers.cores[0].summary() == "1 variables, 1 MiB of them here, after no round on cpu"
+    assert summary(job.verbs[0].status()) == "1 variables, 1 MiB of them here, after no round on cpu"
 
 
 def test_the_end_comes_once(job):
@@ -211,12 +212,12 @@ def test_closing_answers_everyone(job, late):
     """Whoever waits is told, whatever it waits for; what comes later is served by nobody."""
     one, _ = job.join(A, B)
     variable = job.variable(one, np.array(1))
-    plan = job.approve(reduce_only(NUMBER), one)
+    plan, saving = job.approve(reduce_only(NUMBER), one), job.approve(checkpoint("x", (0, 1)), one)
     waiting = [
         one.push(plan, [1]),
         job.verbs[0].pull(one.session, [variable.id], 7),
         job.verbs[0].watch(one.session, job.verbs[0].status().log, -1),
-        job.verbs[0].snapshot(job.token, plan.id, ""),
+        job.verbs[0].snapshot(job.token, saving.id, ""),
     ]
     job.servers.cores[0].close()
     for future in waiting:

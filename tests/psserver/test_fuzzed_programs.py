@@ -24,8 +24,8 @@ from pswire.wire import parse
 LIMIT = 1 << 26
 """Bytes that a server would give to a program and to its inputs."""
 
-SLACK = 1 << 18
-"""Bytes of Python's own, and of NumPy's buffers."""
+SLACK = 1 << 19
+"""Bytes of Python's own, and of NumPy's buffers: 8192 elements of each array of an op, of up to 16 bytes."""
 
 BIG = ((100_000,), (320, 320))
 

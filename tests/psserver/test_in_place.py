@@ -222,7 +222,7 @@ def trained(job, rounds=4):
     plan = job.approve(sum_into(variable, returned=False), worker)
     for _ in range(rounds):
         turn(worker, plan, ones())
-        job.servers.cores[0]._kernels.compiler.wait()
+        job.servers.cores[0].kernels.compiler.wait()
     return worker, variable, plan
 
 

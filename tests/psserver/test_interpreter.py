@@ -20,6 +20,7 @@ I8 = np.array([3, -2, 7], "int8")
 NAN = np.array([np.nan, np.inf, -1.0, 0.0], "float32")
 TRUE = np.array([True, False, True])
 
+COMPLEX = np.array([0, -2j, 3 - 4j, complex(np.inf, 1), complex(0, np.nan)], "complex64")
 UNARY = [(A,), (I8,), (np.float32(2.5).reshape(()),), (NAN,), (np.zeros((0, 2), "float16"),)]
 BINARY = [(A, B), (B, I8), (I8, np.array(2)), (np.array(7.0), np.array(2, "int64")), (A, A.sum())]
 LOGICAL = [(TRUE, TRUE[::-1]), (A, I8)]
@@ -36,6 +37,7 @@ CASES: dict[str, list[tuple[tuple[np.ndarray, ...], dict[str, object]]]] = {
     **{name: [(args, {}) for args in UNARY] for name, row in OPS.items() if row.arity == 1 and not row.attrs},
     **{name: [(args, {}) for args in BINARY] for name, row in OPS.items() if row.arity == 2},
     "logical_not": [((TRUE,), {}), ((A,), {})],
+    "sign": [*((args, {}) for args in UNARY), ((COMPLEX,), {}), ((COMPLEX.astype("complex128"),), {})],
     "logical_and": [(args, {}) for args in LOGICAL],
     "logical_or": [(args, {}) for args in LOGICAL],
     "pow": [((np.abs(A), B), {}), ((I8, np.array(2)), {}), ((A, np.float32(2).reshape(())), {})],
@@ -87,7 +89,10 @@ def test_warnings_are_silent(recwarn):
     zero, big = np.zeros(2, "float32"), np.full(2, 3e38, "float32")
     for op, args in {"divide": (zero, zero), "multiply": (big, big), "log": (zero,)}.items():
         run(single(op, args, {}), args, xp)
-    run(single("astype", (NAN,), {"dtype": "int32"}), (NAN,), xp)
+    nothing = np.zeros((0, 2), "int8")
+    run(single("mean", (nothing,), {"axis": 0}), (nothing,), xp)
+    for value, dtype in ((NAN, "int32"), (COMPLEX, "float32"), (COMPLEX, "bfloat16")):
+        run(single("astype", (value,), {"dtype": dtype}), (value,), xp)
     assert not recwarn.list
 
 

@@ -10,7 +10,9 @@ import pytest
 from rig import core
 
 from psserver import server
+from psserver.config import ServerConfig
 from psserver.service import Context, Service
+from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.wire import VERBS
 
@@ -59,7 +61,7 @@ class Peer:
 @contextlib.asynccontextmanager
 async def connected() -> AsyncIterator[Peer]:
     """A server on this event loop, and a peer that has agreed on the settings."""
-    one = server.Server(core(), Task("ps", 0), "127.0.0.1", 0, 1 << 30)
+    one = server.Server(core(), ServerConfig(Task("ps", 0)))
     reader, writer = await asyncio.open_connection("127.0.0.1", await one.start())
     peer = Peer(reader, writer)
     writer.write(PREFACE + frame(SETTINGS))
@@ -92,10 +94,10 @@ def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.Monke
     calls: list[str] = []
 
     class Observed(Service):
-        async def _push(self, messages: object, context: Context) -> None:
+        async def _push(self, core: ParameterServer, messages: object, context: Context) -> None:
             calls.append("begun")
             try:
-                await super()._push(messages, context)
+                await super()._push(core, messages, context)
             finally:
                 calls.append("ended")
 

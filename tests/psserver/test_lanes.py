@@ -186,8 +186,17 @@ def test_tokens_of_old_sessions_are_forgotten(stack: ExitStack, site: Site, name
     for session in range(1 << 50, (1 << 50) + server_lanes.MAX_TOKENS + 100):
         token = site.lanes.token(session)
     assert len(site.lanes._tokens) <= server_lanes.MAX_TOKENS
-    assert site.lanes.owns(session, token)
+    assert site.lanes.token(session) == token
     member(stack, site, name)
+
+
+def test_a_session_has_few_connections(stack: ExitStack, site: Site, name: str) -> None:
+    """One is enough: of too many the oldest has to go, and the others of the job stay."""
+    session = site.workers[0].session
+    guests = [hand(stack, site, name).welcomed(session, site.lanes) for _ in range(server_lanes.MAX_CONNECTIONS + 2)]
+    assert len(site.open([session])) <= server_lanes.MAX_CONNECTIONS
+    assert guests[0].is_closed()
+    site.round()
 
 
 def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: str) -> None:
@@ -640,8 +649,9 @@ def test_a_name_goes_with_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ---- Many ----
 
 
-def test_many_clients_cost_no_threads(stack: ExitStack, name: str) -> None:
+def test_many_clients_cost_no_threads(stack: ExitStack, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 of them on one server, each with its round: as many threads serve them as serve two."""
+    monkeypatch.setattr(server_lanes, "MAX_CONNECTIONS", 64)  # two sessions stand for all
     site = Site(stack, name, elements=SMALL)  # type: ignore[arg-type]
     site.round()
     process = psutil.Process()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rig import CHIEF, WORKERS
 
-from psserver.membership import Membership
+from psserver.membership import COARSE, DRAWN, REMEMBERED, Membership
 from pswire.errors import ConfigError, Diverged, Fenced
 
 A, B, C = WORKERS[:3]
@@ -107,11 +107,39 @@ def test_a_refused_session_ends_nobody(members):
 
 def test_numbers_and_tokens_are_never_given_twice(members):
     """Nor those of an earlier life of the server, which are smaller."""
-    later = Membership(LEASE, first=1 << 20)
+    later = Membership(LEASE, first=1 << 40)
     numbers = [opened(later, A), opened(later, A), opened(later, CHIEF, drives=True)]
     assert numbers == sorted(set(numbers))
-    assert min(numbers) > 1 << 20
-    assert later.token == (1 << 20) + 1
+    assert min(numbers) > 1 << 40
+    assert later.token >> DRAWN == (1 << 40 >> COARSE) + 1
+
+
+def test_a_token_cannot_be_guessed(members):
+    """Those above count, and the rest is drawn by lot: no two servers give the same to their first chief."""
+    drawn = {Membership(LEASE).open(CHIEF, 0, True, 0, 0.0)[1] for _ in range(8)}
+    assert len(drawn) == 8
+    assert {token >> DRAWN for token in drawn} == {1}
+
+
+def test_only_so_many_sessions_may_be_open():
+    """One more is refused with what to do; a task that is started again takes its own place."""
+    few = Membership(LEASE, limit=2)
+    opened(few, A)
+    opened(few, CHIEF, drives=True)
+    with pytest.raises(ConfigError, match=r"worker/task:0.*2 sessions.*--max-sessions"):
+        opened(few, B)
+    again = opened(few, A)
+    few.leave(again, "")
+    opened(few, B)
+
+
+def test_what_has_ended_is_not_remembered_for_ever():
+    """Who opens again and again is refused one day: each time is told to the chief, and takes memory."""
+    few = Membership(LEASE, limit=1)
+    for _ in range(REMEMBERED):
+        opened(few, A)
+    with pytest.raises(ConfigError, match="started 64 times already"):
+        opened(few, A)
 
 
 def test_a_resent_open_is_the_same_session(members):

@@ -14,11 +14,12 @@ from rig import WORKERS, payload, reduce_only
 
 from psserver.job import MAX_PLACES
 from psserver.rounds import RECORDS, Rounds
-from pswire.api import Contribution, Place
+from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError
 from pswire.log import Epoch, Member, Position
 from pswire.payload import EMPTY, Payload
 from pswire.spec import Plan, Reduction
+from pswire.status import Place
 from pswire.tensor import TensorSpec
 
 NUMBER = TensorSpec("int64", ())
@@ -40,7 +41,7 @@ def push(rounds, session, round=0, plan=PLAN, epoch=1, value=None, positions=())
     """Pushes its own number; returns the future."""
     future = Future()
     said = Contribution(session, epoch, round, plan.id, (1.0,), positions=positions)
-    rounds.push(said, payload(plan, 0, [value or session], (1.0,), ()), future)
+    rounds.push(said, payload(plan, 0, [value or session], (1.0,), ()), future, 0.0)
     return future
 
 
@@ -164,7 +165,7 @@ def test_a_round_that_is_forgotten_leaves_no_position(rounds):
         push(rounds, session, positions=(first,))
     finish(rounds, rounds.next_job())
     said = Contribution(1, 1, 1, PLAN.id, (1.0,), positions=(second,))
-    rounds.push(said, Payload((), NUMBER.nbytes), Future())
+    rounds.push(said, Payload((), NUMBER.nbytes), Future(), 0.0)
     assert (rounds.strands[None].newest, rounds.positions) == (1, (second,))
     rounds.close_epoch(Epoch(2, MEMBERS[2:]))
     assert rounds.next_job() is None
@@ -241,7 +242,7 @@ def test_what_does_not_fit_is_told_to_its_sender(rounds):
     future = push(rounds, 1, plan=strange)
     assert rounds.take_failed() == []
     wrong = Future()
-    rounds.push(Contribution(2, 1, 0, strange.id, (1.0,)), Payload.pack([np.zeros(2)]), wrong)
+    rounds.push(Contribution(2, 1, 0, strange.id, (1.0,)), Payload.pack([np.zeros(2)]), wrong, 0.0)
     rounds.approve(strange)
     assert set(failed(rounds)) == {future, wrong}
     assert [waiting.missing for waiting in rounds.waiting()] == [(WORKERS[0], WORKERS[1])]
@@ -251,7 +252,7 @@ def test_what_does_not_fit_is_told_to_its_sender(rounds):
 def test_weights_are_counts(rounds, weight):
     """Nothing else is divided by."""
     with pytest.raises(InvalidRequest, match="no counts"):
-        rounds.push(Contribution(1, 1, 0, PLAN.id, (weight,)), EMPTY, Future())
+        rounds.push(Contribution(1, 1, 0, PLAN.id, (weight,)), EMPTY, Future(), 0.0)
 
 
 def test_what_is_remembered_of_contributions_is_bounded(rounds):
@@ -261,7 +262,7 @@ def test_what_is_remembered_of_contributions_is_bounded(rounds):
     rounds.approve(plan)
     for said in product([0.0, 1.0], repeat=8):
         future = Future()
-        rounds.push(Contribution(1, 1, 0, plan.id, said), Payload((), 1), future)
+        rounds.push(Contribution(1, 1, 0, plan.id, said), Payload((), 1), future, 0.0)
         assert isinstance(failed(rounds)[future], InvalidRequest)
     known = plan.remembered["places"]
     assert isinstance(known, dict)
@@ -271,7 +272,7 @@ def test_what_is_remembered_of_contributions_is_bounded(rounds):
 def test_who_observes_has_no_weight(rounds):
     """It sends nothing."""
     with pytest.raises(InvalidRequest):
-        rounds.push(Contribution(1, 1, 0, PLAN.id, (1.0,), observes=True), EMPTY, Future())
+        rounds.push(Contribution(1, 1, 0, PLAN.id, (1.0,), observes=True), EMPTY, Future(), 0.0)
 
 
 def test_a_session_that_ends_waits_no_more(rounds):

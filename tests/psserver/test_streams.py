@@ -768,7 +768,7 @@ def test_a_stream_writes_where_the_variables_are(tmp_path):
         def turn(want=()):
             (reply,) = together(worker.push(plan, [np.ones(spec.shape, "float32")] * 2, want=want))
             worker.round += 1
-            core._kernels.compiler.wait()
+            core.kernels.compiler.wait()
             return reply
 
         def held():

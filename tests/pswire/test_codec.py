@@ -51,7 +51,9 @@ from pswire.spec import (
     Plan,
     Reduction,
     Ref,
+    RestoreCommit,
     SnapshotOrder,
+    Turn,
     Variable,
     VariableSpec,
 )
@@ -91,6 +93,7 @@ PLANS = st.builds(
     applies=tuples(st.builds(Apply, U32, SERVERS, tuples(REFS))),
     returned=tuples(REFS),
     snapshot=st.none() | st.builds(SnapshotOrder, TEXT, SERVERS),
+    restore=st.none() | st.builds(RestoreCommit, TEXT, SERVERS, st.builds(Turn, U64, U64, U64), TEXT),
 )
 TASKS = st.builds(Task, st.sampled_from(JOBS), U32)
 POSITIONS = tuples(st.builds(Position, U32, U64, U64))
@@ -167,6 +170,7 @@ def test_a_plan_keeps_its_id(plan: Plan) -> None:
 
 SPEC = pb.TensorSpec(dtype="float32")
 REFUSED: dict[str, tuple[From, Message]] = {
+    "a restore of stage 0": (replies.order_from_pb, pb.RestoreOrder()),
     "a reduction of kind 0": (codec.plan_from_pb, pb.Plan(reductions=[pb.Reduction(tensor=SPEC)])),
     "an input of kind 0": (codec.program_from_pb, pb.Program(inputs=[pb.Input(spec=SPEC)], version=PROGRAM_VERSION)),
     "a program of a later version": (codec.program_from_pb, pb.Program(version=PROGRAM_VERSION + 1)),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pswire.errors import CheckpointError
 from pswire.log import Position
-from pswire.manifest import Manifest, Saved, number, rank
+from pswire.manifest import Manifest, Saved, latest_in, latest_text, number, rank
 from pswire.tensor import DTYPES, TensorSpec
 
 GRPC_MESSAGE = 4 << 20
@@ -88,3 +88,10 @@ def test_the_newest_has_the_greatest_number():
 def test_names_have_numbers(name, parts):
     """What is no plain number is part of the name."""
     assert number(name) == parts
+
+
+@given(st.text())
+def test_what_names_the_newest_is_read(name):
+    """Whatever its name is."""
+    assert json.loads(latest_text(name)) == {"format": 1, "latest": name}
+    assert latest_in(latest_text(name)) == name

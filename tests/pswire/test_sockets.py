@@ -30,6 +30,7 @@ from pswire.lanes.sockets import (
     Link,
     Message,
 )
+from pswire.lanes.traffic import Traffic
 from pswire.limits import ALIGN
 from pswire.payload import Assembly, Payload
 from pswire.tensor import Array
@@ -199,7 +200,7 @@ class Wire:
             os.close(file)
         self._mirror = mirror
         self.ring = ring
-        self.channel = Channel(Link(here), ring, waits, lambda: None)
+        self.channel = Channel(Link(here), ring, waits, lambda: None, Traffic())
         self._link = Link(there)
         self._link.trust()
         self.got: dict[int, Assembly] = {}

@@ -303,7 +303,11 @@ def test_defaults_are_those_of_keras(name):
         (lambda: O.Adagrad(initial_accumulator_value=-1), "initial_accumulator_value is -1"),
         (lambda: O.Ftrl(learning_rate_power=1), "learning_rate_power is 1"),
         (lambda: O.Ftrl(l1_regularization_strength=-1), "l1_regularization_strength is -1"),
-        (lambda: O.DynamicLossScale(0), "initial_scale is 0"),
+        (lambda: O.DynamicLossScale(0), "initial_scale is 0, and must be a float32 of more than 0"),
+        (lambda: O.DynamicLossScale(1e39), "initial_scale is 1e\\+39, and must be a float32"),
+        (lambda: O.DynamicLossScale(np.inf), "initial_scale is inf, and must be finite"),
+        (lambda: O.DynamicLossScale(2.0, 0), "dynamic_growth_steps is 0, and must be a whole number of at least 1"),
+        (lambda: O.DynamicLossScale(2.0, np.nan), "dynamic_growth_steps is nan"),
     ],
 )
 def test_wrong_arguments_are_refused(make, text):

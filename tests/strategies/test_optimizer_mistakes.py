@@ -96,6 +96,29 @@ def test_an_update_that_assigns_nothing_is_refused(strategy, kind, text):
     assert v.numpy().tolist() == [0.0] * 3
 
 
+class Short(Optimizer):
+    slots = ("m", "s")
+
+    def update(self, v, gradient, iterations, m):
+        v.assign_sub(m)
+
+
+def test_an_update_takes_the_slots(strategy):
+    """It is told with what it would be called."""
+    with pytest.raises(ProgramError, match=r"is called with \(v, gradient, iterations, m, s\): too many") as caught:
+        apply(strategy, Short(0.1), variable(strategy))
+    assert str(caught.value).startswith(f"{line(Short.update)}Short.update")
+
+
+@pytest.mark.parametrize("slots", ["momentum", "m", ("m", "m")])
+def test_slots_are_names(strategy, slots):
+    """One word has a name in each letter, and a tuple of one lacks its comma easily."""
+    optimizer = Idle(0.1)
+    optimizer.slots = slots
+    with pytest.raises(TypeError, match=r"slots of Idle is .*must be a tuple of names, each of them once"):
+        apply(strategy, optimizer, variable(strategy))
+
+
 class Idle(Optimizer):
     slots = ("seen",)
 

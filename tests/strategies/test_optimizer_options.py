@@ -350,6 +350,7 @@ OWN_RANGES = {
 }
 ALL_RANGES = {"weight_decay": (-1.0,), "clipnorm": (0,), "ema_momentum": (2.0,), "loss_scale_factor": (0,)}
 WORDS = ["x", "0.1", True, np.ones(2), [0.1]]
+NOT_FINITE = [np.nan, np.inf, -np.inf, 10**400]
 
 
 @pytest.mark.parametrize("kind", OWN_RANGES, ids=lambda kind: kind.__name__)
@@ -358,7 +359,7 @@ def test_a_number_has_one_range(kind):
     for name, wrongs in (OWN_RANGES[kind] | ALL_RANGES).items():
         optimizer = kind()
         old = getattr(optimizer, name)
-        for wrong in (*wrongs, *WORDS):
+        for wrong in (*wrongs, *WORDS, *NOT_FINITE):
             error = TypeError if any(wrong is word for word in WORDS) else ValueError
             text = re.escape(f"{name} is {wrong!r}") + ("; give a number" if error is TypeError else ", and must be ")
             with pytest.raises(error, match=text):
@@ -368,15 +369,29 @@ def test_a_number_has_one_range(kind):
             assert getattr(optimizer, name) == old
 
 
-def test_a_function_gives_a_number(strategy):
+@pytest.mark.parametrize("rate", NOT_FINITE)
+def test_a_learning_rate_is_finite(rate):
+    """At creation, and later, where the old one stays; a negative one climbs, as in Keras."""
+    with pytest.raises(ValueError, match=r"^learning_rate is .*must be finite"):
+        SGD(rate)
+    optimizer = SGD(-0.1)
+    with pytest.raises(ValueError, match=r"^learning_rate is .*must be finite"):
+        optimizer.learning_rate = rate
+    assert optimizer.learning_rate == -0.1
+
+
+@pytest.mark.parametrize(("given", "error", "words"), [(None, TypeError, "number"), (np.nan, ValueError, "finite")])
+def test_a_function_gives_a_number(strategy, given, error, words):
     """As a learning rate; what it gave instead is told."""
     w = variable(strategy)
     for use in (
         lambda optimizer: optimizer.learning_rate,
         lambda optimizer: apply(strategy, optimizer, ([1.0] * 3, w)),
     ):
-        with pytest.raises(TypeError, match="function given as learning_rate returned None; it has to return a number"):
-            use(SGD(lambda: None))
+        with pytest.raises(
+            error, match=f"function given as learning_rate returned {given}; it has to return .*{words}"
+        ):
+            use(SGD(lambda: given))
 
 
 def test_a_switch_is_a_switch():

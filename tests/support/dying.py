@@ -24,8 +24,7 @@ def _half(file: Any, data: Any) -> None:
 
 
 def _server(point: str) -> None:
-    from psserver import places
-    from pswire import tensorfile
+    from pswire import places, tensorfile
     from pswire.manifest import MANIFEST
     from pswire.tensor import as_bytes
 
@@ -88,12 +87,13 @@ def main(point: str, kind: str, *args: str) -> None:
     else:
         _chief(point)
         from psclient.chief import drive
+        from psclient.config import security_from
         from pswire.cluster import parse_tf_config
         from pswire.limits import Timeouts
 
         config = parse_tf_config(args[0])
         assert config is not None
-        drive(config, Timeouts(lease=60.0))
+        drive(config, Timeouts(lease=60.0), security_from("chief-0"))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ import grpc
 
 from psclient.rpc import RemoteServer
 from pswire.cluster import ClusterSpec
+from pswire.lanes import LaneName
 from pswire.limits import Timeouts
+from pswire.security import Security
 
 Continuation = Callable[[Any, Any], Any]
 
@@ -170,7 +172,7 @@ class Stall(grpc.StreamStreamClientInterceptor):
         yield from frames
 
 
-def connect(*interceptors: Any, only: int | None = None) -> Callable[[ClusterSpec, Timeouts], list[RemoteServer]]:
+def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[RemoteServer]]:
     """Connections as `psclient.rpc.connect` makes them, with interceptors.
 
     Args:
@@ -178,10 +180,18 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[[ClusterSpe
         only: the server that gets them; None for all.
     """
 
-    def connected(cluster: ClusterSpec, timeouts: Timeouts, *_: object) -> list[RemoteServer]:
+    def connected(
+        cluster: ClusterSpec, timeouts: Timeouts, lane: LaneName = "grpc", security: Security | None = None
+    ) -> list[RemoteServer]:
         # Always by the grpc lane, whatever is asked for: interceptors see no other.
         return [
-            RemoteServer(cluster.address(task), task, timeouts, interceptors if only in (None, task.index) else ())
+            RemoteServer(
+                cluster.address(task),
+                task,
+                timeouts,
+                interceptors if only in (None, task.index) else (),
+                security=security,
+            )
             for task in cluster.tasks("ps")
         ]
 

@@ -204,7 +204,8 @@ class Job:
     @contextmanager
     def server(self, task: Task) -> Iterator[RemoteServer]:
         """A connection of the test's own, to look at a server's status."""
-        server = RemoteServer(self.cluster.addresses[task], task)
+        security = self.cluster.security(self.cluster.clients()[0])
+        server = RemoteServer(self.cluster.addresses[task], task, security=security)
         try:
             yield server
         finally:

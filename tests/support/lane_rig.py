@@ -17,22 +17,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 from rig import SOON, WORKERS, Clock, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 from psclient.rpc import RemoteServer
+from psserver.config import ServerConfig
 from psserver.lanes import Lanes
 from psserver.server import ServerThread
 from pswire import replies
 from pswire.api import Contribution, RoundReply
+from pswire.cluster import Task
 from pswire.lanes import LaneName
 from pswire.lanes.rings import CLIENT_BYTES, Segment
 from pswire.lanes.sockets import HEAD, INLINE, Kind, Message
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.security import Security
 
 SIZE = PART_BYTES // 4
 """Elements of float32 of which a part holds as many."""
@@ -48,6 +52,8 @@ class Site:
         elements: of each variable, float32.
         variables: how many.
         between: called with the server's lanes before anybody connects.
+        shown: what the server shows and asks for, and what the members show.
+        more: said to the core.
 
     Attributes:
         lanes: the server's.
@@ -64,27 +70,44 @@ class Site:
         elements: int = SIZE,
         variables: int = 3,
         between: Callable[[Lanes], object] = lambda lanes: None,
+        shown: tuple[Security, Security] = (Security(), Security()),
+        **more: Any,
     ) -> None:
         pool = stack.enter_context(ThreadPoolExecutor(1))
-        self._stack = stack
-        self._elements = elements
-        self.core = core(0, submit=pool.submit)
+        self.core = core(0, submit=pool.submit, **more)
         stack.callback(self.core.close)
-        self.thread = stack.enter_context(ServerThread(self.core, self.core.task, grace=0.0))
+        config = ServerConfig(self.core.task, security=shown[0], memory_limit=more.get("memory_limit", 0))
+        self.thread = stack.enter_context(ServerThread(self.core, config, grace=0.0))
         self.lanes: Lanes = self.thread._server._lanes
         between(self.lanes)
+        self.begin(stack, self.thread.address, lane, shown[1], workers, elements, variables)
+
+    def begin(
+        self,
+        stack: ExitStack,
+        address: str,
+        lane: LaneName,
+        security: Security,
+        workers: int,
+        elements: int,
+        variables: int,
+    ) -> None:
+        """Begins the job on a server, which may be another process's."""
+        self._stack, self._elements = stack, elements
+        self._address, self._security = address, security
         self.server = self.connect(lane)
-        self.job = Job(Servers([self.server], [self.core], Clock(), Path("nowhere"), True))
+        incarnation: Any = SimpleNamespace(incarnation=self.server.status().incarnation)
+        self.job = Job(Servers([self.server], [incarnation], Clock(), Path("nowhere"), True))
         self.workers = self.job.join(*WORKERS[:workers])
         values = [np.zeros(elements, "float32") for _ in range(variables)]
         self.variables = [self.job.variable(self.workers[0], value) for value in values]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.workers[0])
         self.sums = 0.0
 
-    def connect(self, lane: LaneName) -> RemoteServer:
+    def connect(self, lane: LaneName, security: Security | None = None) -> RemoteServer:
         """One more connection."""
         timeouts = Timeouts(lease=4.0, call=10.0, round=SOON)
-        server = RemoteServer(self.thread.address, self.core.task, timeouts, lane=lane)
+        server = RemoteServer(self._address, Task("ps", 0), timeouts, lane=lane, security=security or self._security)
         self._stack.callback(server.close)
         return server
 

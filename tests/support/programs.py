@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref
 from pswire.tensor import DTYPES, Array, TensorSpec, spec_of
 
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, np.nan]
-DTYPES_OF_VALUES = ["float32", "float64", "int32", "int64", "bfloat16"]
-DTYPES_OF_PROGRAMS = [*DTYPES_OF_VALUES, "int8", "int16", "uint8", "uint16", "uint32", "uint64", "bool", "float16"]
+COMPLEX = [*FLOATS, 1j, 3 - 4j, complex(-0.0, 1e30), complex(np.inf, -2.0), complex(0.5, np.nan)]
+DTYPES_OF_VALUES = ["float32", "float64", "int32", "int64", "bfloat16", "complex64"]
+DTYPES_OF_PROGRAMS = list(DTYPES)
 
 
 def numbers(dtype: str, size: int, seed: int) -> Array:
@@ -34,7 +36,7 @@ def numbers(dtype: str, size: int, seed: int) -> Array:
             info = np.iinfo(dtype)
             pool = np.array([0, 1, 2, 7, info.max, info.min, info.max // 3]).astype(dtype)
         else:
-            pool = np.array(FLOATS).astype(DTYPES[dtype])
+            pool = np.array(COMPLEX if DTYPES[dtype].kind == "c" else FLOATS).astype(DTYPES[dtype])
         return rng.choice(pool, size)
 
 
@@ -44,6 +46,8 @@ def same_bits(one: Array, other: Array) -> bool:
         return False
     if one.dtype.kind in "biu":
         return one.tobytes() == other.tobytes()
+    if one.dtype.kind == "c":
+        return same_bits(*(np.ascontiguousarray(x).view(x.real.dtype) for x in (one, other)))
     bits = np.dtype(f"u{one.itemsize}")
     nan = (one != one) & (other != other)
     return bool(np.all(nan | (np.ascontiguousarray(one).view(bits) == np.ascontiguousarray(other).view(bits))))
@@ -143,7 +147,8 @@ def plain(program: Program, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]
         for node in program.nodes:
             args, attrs = [values[arg] for arg in node.args], dict(node.attrs)
             if node.op == "astype":
-                values.append(args[0].astype(attrs["dtype"]))
+                with warnings.catch_warnings(action="ignore", category=np.exceptions.ComplexWarning):
+                    values.append(args[0].astype(attrs["dtype"]))
             else:
                 values.append(getattr(np, OPS[node.op].numpy)(*args, **attrs))
     return [values[value] for _, value in program.assigns], [values[value] for value in program.outputs]

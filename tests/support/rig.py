@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from psclient.rpc import RemoteServer
+from psserver.config import ServerConfig
 from psserver.core import Core
 from psserver.server import ServerThread
 from pswire.api import ALL, Contribution, Opened, ParameterServer, RestoreOrder, RestoreReply, RoundReply, Shard
@@ -25,7 +26,19 @@ from pswire.log import Approved, Entry, Epoch, EpochClosed, JobStarted, Member, 
 from pswire.manifest import Manifest, Saved
 from pswire.payload import Payload
 from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref, SnapshotOrder, Variable, VariableSpec
+from pswire.spec import (
+    Apply,
+    Operand,
+    Plan,
+    ReduceOp,
+    Reduction,
+    Ref,
+    RestoreCommit,
+    SnapshotOrder,
+    Turn,
+    Variable,
+    VariableSpec,
+)
 from pswire.tensor import Array, TensorSpec, portable, spec_of
 
 CHIEF = Task("chief", 0)
@@ -130,7 +143,7 @@ def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> I
 @contextmanager
 def remote(behind: Core, port: int = 0, lane: LaneName = "grpc") -> Iterator[RemoteServer]:
     """A core behind a real connection."""
-    with ServerThread(behind, behind.task, port=port, grace=0.0) as thread:
+    with ServerThread(behind, ServerConfig(behind.task, port=port), grace=0.0) as thread:
         server = RemoteServer(thread.address, behind.task, Timeouts(lease=4.0, call=10.0, round=SOON), lane=lane)
         try:
             yield server
@@ -231,10 +244,10 @@ class Job:
         self.append(Approved(plan))
         return plan
 
-    def order(self, worker: Worker, path: str, **said: Any) -> Plan:
+    def order(self, worker: Worker, path: str, state: str = "", **said: Any) -> Plan:
         """A round that orders a checkpoint of all servers."""
         servers = tuple(range(len(self.verbs)))
-        plan = self.approve(checkpoint(path, servers), worker)
+        plan = self.approve(checkpoint(path, servers, state, worker.round), worker)
         together(*(worker.push(plan, server=server, **said) for server in servers))
         worker.round += 1
         return plan
@@ -252,11 +265,29 @@ class Job:
         self.append(Snapshotted(plan.id, shards[0].round, path))
         return shards
 
-    def restore(self, worker: Worker, path: str = "run", ordinal: int = 0, order: RestoreOrder = ALL) -> RestoreReply:
-        """What every process does to restore; all servers say the same."""
-        found = [server.restore(worker.session, path, ordinal, order).result(SOON) for server in self.verbs]
-        assert all(one == found[0] for one in found)
-        return found[0]
+    def restore(
+        self, worker: Worker, path: str = "run", order: RestoreOrder = ALL, others: Sequence[Worker] = ()
+    ) -> RestoreReply:
+        """What every process does to restore; the others are the members besides."""
+        turn, members = worker.turn(), (worker, *others)
+        found = self.prepare(worker, path, turn, order)
+        plan = self.commit(worker, path, turn)
+        pushed = [member.push(plan, server=server) for member in members for server in plan.servers]
+        together(*pushed)
+        for member in members:
+            member.round += 1
+        return found
+
+    def prepare(self, worker: Worker, path: str, turn: Turn, order: RestoreOrder = ALL) -> RestoreReply:
+        """Has all servers prepare a restore; they say the same."""
+        opened = self.verbs[0].restore(worker.session, path, turn, RestoreOrder("open")).result(SOON)
+        futures = [server.restore(worker.session, opened.path, turn, order) for server in self.verbs]
+        assert all(future.result(SOON) == opened for future in futures)
+        return opened
+
+    def commit(self, worker: Worker, path: str, turn: Turn) -> Plan:
+        """The plan of the round that commits a restore."""
+        return self.approve(Plan(restore=RestoreCommit(path, tuple(range(len(self.verbs))), turn)), worker)
 
     def value(self, reader: Worker, variable: Variable, after: int = -1) -> Array:
         """Reads a variable."""
@@ -275,6 +306,7 @@ class Worker:
         epoch: the newest epoch that it has taken in.
         round: its next round.
         mode: how it makes them.
+        restores: how many it has begun.
     """
 
     job: Job
@@ -284,6 +316,12 @@ class Worker:
     epoch: int = 0
     round: int = 0
     mode: Mode = "sync"
+    restores: int = 0
+
+    def turn(self) -> Turn:
+        """Its next restore."""
+        self.restores += 1
+        return Turn(self.round, self.epoch, self.restores) if self.mode == "sync" else Turn(0, 0, self.restores)
 
     @property
     def member(self) -> Member:
@@ -387,6 +425,6 @@ def manifest_of(shards: Sequence[Shard]) -> str:
     ).text()
 
 
-def checkpoint(path: str, servers: tuple[int, ...]) -> Plan:
+def checkpoint(path: str, servers: tuple[int, ...], state: str = "", round: int = 0) -> Plan:
     """A plan that only orders a checkpoint."""
-    return Plan(snapshot=SnapshotOrder(path, servers))
+    return Plan(snapshot=SnapshotOrder(path, servers, round, state))

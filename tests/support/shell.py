@@ -14,6 +14,7 @@ import psutil
 
 PROGRAMS = {
     "psworker": [sys.executable, "-P", "-m", "psclient.cli"],
+    "psctl": [sys.executable, "-P", "-m", "psclient.psctl"],
     "psserver": [sys.executable, "-P", "-m", "psserver"],
     "python": [sys.executable],
 }

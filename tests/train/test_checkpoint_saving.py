@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
+import signal
 import threading
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +139,86 @@ def test_a_failure_without_servers_is_told_at_once():
         with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-2' was not saved"):
             checkpoint.save("run/ckpt")
         assert ps.train.latest_checkpoint("run", strategy) == path
+
+
+@contextlib.contextmanager
+def small_files():
+    """No file may grow beyond a thousand bytes, as on a full disk."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("size", [10, 10_000])
+def test_what_cannot_be_replaced_stays(size):
+    """A disk that is full when the shard is written, or its manifest, leaves the checkpoint at that path whole."""
+    with opened("mirrored-1") as strategy:
+        with strategy.scope():
+            v = ps.Variable(np.zeros(size), name="v")
+        checkpoint = ps.train.Checkpoint(v=v, note=Note())
+        checkpoint.write("run/best")
+        before = {path.name: path.read_bytes() for path in Path("run/best").iterdir()}
+        v.assign(np.ones(size))
+        with small_files(), pytest.raises(ps.errors.CheckpointError, match=r"'run/best' was not saved: .*too large"):
+            checkpoint.write("run/best")
+        assert {path.name: path.read_bytes() for path in Path("run/best").iterdir()} == before
+        checkpoint.restore("run/best").assert_consumed()
+        assert not v.numpy().any()
+        with small_files(), pytest.raises(ps.errors.CheckpointError):
+            checkpoint.write("run/better")
+        assert sorted(path.name for path in Path("run").iterdir()) == ["best"]
+        v.assign(np.ones(size))
+        checkpoint.write("run/best")
+        assert len(list(Path("run/best").iterdir())) == 2
+        checkpoint.restore("run").assert_consumed()
+        assert v.numpy().all()
+
+
+class Note:
+    """Makes a manifest longer than a small shard is."""
+
+    def state_dict(self):
+        return "x" * 1000
+
+    def load_state_dict(self, state):
+        assert state == self.state_dict()
+
+
+def test_the_rules_of_files_hold_without_servers(tmp_path):
+    """What a crash has left goes with the next save, and no link leads anywhere else; absolute paths are fine."""
+    with opened("mirrored-1") as strategy:
+        _, checkpoint = counted(strategy)
+        for _ in range(2):
+            checkpoint.save("run/ckpt")
+        Path("run/ckpt-1/manifest.json").unlink()
+        assert checkpoint.save(f"{tmp_path}/run/ckpt") == f"{tmp_path}/run/ckpt-3"
+        assert sorted(path.name for path in Path("run").iterdir()) == ["ckpt-2", "ckpt-3", "latest"]
+        (tmp_path / "elsewhere").mkdir()
+        Path("run/ckpt-4").symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(
+            ps.errors.CheckpointError, match=r"'run/ckpt-4' was not saved: 'ckpt-4/.* leaves .* through"
+        ):
+            checkpoint.save("run/ckpt")
+        assert not list((tmp_path / "elsewhere").iterdir())
+        with pytest.raises(ps.errors.CheckpointError, match=r"'run/latest' was not saved: .*choose another one"):
+            checkpoint.write("run/latest")
+        assert ps.train.latest_checkpoint("run", strategy) == "run/ckpt-3"
+
+
+def test_a_process_may_save_to_an_object_store():
+    """By a URL, without servers; the newest is found there, too."""
+    with opened("mirrored-1") as strategy:
+        v, checkpoint = counted(strategy)
+        v.assign(3.0)
+        root = f"memory://{uuid.uuid4()}/run"
+        assert checkpoint.save(f"{root}/ckpt") == f"{root}/ckpt-1"
+        v.assign(4.0)
+        assert checkpoint.restore(root).assert_consumed().path == f"{root}/ckpt-1"
+        assert float(v) == 3.0
 
 
 def test_asynchronous_workers_save_what_their_servers_have():

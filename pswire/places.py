@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import posixpath
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol, TypeVar
@@ -11,6 +13,8 @@ from typing import IO, Any, Protocol, TypeVar
 from pswire.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
+
+log = logging.getLogger("pswire")
 
 BLOCK = 16 << 20
 """Bytes that are asked of an object store at once."""
@@ -35,6 +39,9 @@ class Place(Protocol):
     def exists(self, path: str) -> bool:
         """Whether there is such a file."""
 
+    def is_directory(self, path: str) -> bool:
+        """Whether there is such a directory; in an object store, whether anything is in it."""
+
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
         """Has a file filled and makes it lasting; where the place knows renaming it is there whole, or not at all."""
 
@@ -45,11 +52,14 @@ class Place(Protocol):
         """Removes a file, if there is one, and its directory if that is empty then and is not the root."""
 
     def listing(self, path: str) -> Mapping[str, frozenset[str]]:
-        """The directories in a directory, and the names of the files in each; nothing where there is none."""
+        """The directories in a directory, and the names of what is in each; nothing where there is none.
+
+        One that leaves the root through a link, or cannot be read, is left out with a warning.
+        """
 
 
 def below(path: str) -> str:
-    """A client's path, in its plain form; raises `CheckpointError` if it could mean what is not below the root."""
+    """A path in its plain form; raises `CheckpointError` if it could mean what is not below the root."""
     pure = PurePosixPath(path)
     if "://" in path:
         raise CheckpointError(
@@ -61,8 +71,15 @@ def below(path: str) -> str:
     return str(pure)
 
 
+def parted(path: str) -> tuple[str, str]:
+    """A path or URL of a process's own: the directory above it, which is a root for `place`, and its name there."""
+    protocol, found, rest = path.partition("://")
+    above, name = posixpath.split((rest if found else path).rstrip("/"))
+    return (f"{protocol}://{above}" if found else above or "."), name
+
+
 def place(root: str | os.PathLike[str]) -> Place:
-    """The place that an operator names.
+    """The place below a root.
 
     Args:
         root: a directory, which need not exist yet, or a URL such as `s3://bucket/run`.
@@ -85,15 +102,14 @@ class Directory:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._root = root.absolute()  # A process may change its directory later.
+        self._passed_over = set[str]()  # what was told of once: followers look often
 
     def full(self, path: str) -> str:
         """As `Place.full`."""
         resolved = (self._root / below(path)).resolve()
         if not resolved.is_relative_to(self._root.resolve()):
-            raise CheckpointError(
-                f"{path!r} leaves the servers' checkpoint root through a link; write a path that stays below it"
-            )
+            raise CheckpointError(f"{path!r} leaves {self._root} through a link; write a path that stays below it")
         return str(resolved)
 
     def open(self, path: str) -> IO[bytes]:
@@ -108,16 +124,17 @@ class Directory:
         """As `Place.exists`."""
         return os.path.isfile(self.full(path))
 
+    def is_directory(self, path: str) -> bool:
+        """As `Place.is_directory`."""
+        return os.path.isdir(self.full(path))
+
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
         """As `Place.write`: written beside its place, synced, and renamed into it."""
         pure = PurePosixPath(path)
         directory = Path(self.full(str(pure.parent)))
-        if not directory.is_dir():
-            directory.mkdir(parents=True, exist_ok=True)
-            _sync(directory.parent)
         beside = directory / f".{pure.name}.{os.getpid()}"
         try:
-            with open(beside, "wb", opener=_follow_no_link) as file:
+            with _begun(beside) as file:
                 result = fill(file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -135,13 +152,11 @@ class Directory:
         """As `Place.remove`."""
         pure = PurePosixPath(path)
         directory = Path(self.full(str(pure.parent)))
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (directory / pure.name).unlink()
-        except FileNotFoundError:
-            return
-        _sync(directory)
+            _sync(directory)
         if directory != self._root.resolve():
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError):  # it is not empty, or not there
                 directory.rmdir()
 
     def listing(self, path: str) -> Mapping[str, frozenset[str]]:
@@ -149,7 +164,34 @@ class Directory:
         directory = Path(self.full(path))
         if not directory.is_dir():
             return {}
-        return {one.name: frozenset(os.listdir(one)) for one in directory.iterdir() if one.is_dir()}
+        found = {}
+        for one in directory.iterdir():
+            try:
+                if one.is_dir():
+                    found[one.name] = frozenset(os.listdir(self.full(str(PurePosixPath(path) / one.name))))
+            except (OSError, CheckpointError) as error:
+                if one.name not in self._passed_over:
+                    log.warning("%s is passed over: %s", one, error)
+                self._passed_over.add(one.name)
+        return found
+
+
+def _make(directory: Path) -> None:
+    """Makes a directory, and those above it; each is lasting once the one above it is synced."""
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
+
+
+def _begun(path: Path) -> IO[bytes]:
+    """A new file; its directory is made, once more where a save that failed has removed it meanwhile."""
+    _make(path.parent)
+    try:
+        return open(path, "wb", opener=_follow_no_link)
+    except FileNotFoundError:
+        _make(path.parent)
+        return open(path, "wb", opener=_follow_no_link)
 
 
 def _follow_no_link(path: str, flags: int) -> int:
@@ -181,7 +223,7 @@ class Remote:
             # Others write there, too: what was listed a while ago is not what there is.
             self._fs, root = url_to_fs(url, use_listings_cache=False)
         except (ValueError, ImportError) as error:
-            raise ConfigError(f"--checkpoint-root {url}: {error}") from error
+            raise ConfigError(f"{url} cannot be opened: {' '.join(str(error).split())}") from error
         self._url = url.rstrip("/")
         self._root = str(root).rstrip("/")
 
@@ -205,6 +247,10 @@ class Remote:
     def exists(self, path: str) -> bool:
         """As `Place.exists`."""
         return bool(self._fs.isfile(self._key(path)))
+
+    def is_directory(self, path: str) -> bool:
+        """As `Place.is_directory`."""
+        return bool(self._fs.isdir(self._key(path)))
 
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
         """As `Place.write`: what fails half way is given up, where the object store can do that."""

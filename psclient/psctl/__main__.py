@@ -1,0 +1,5 @@
+"""`python -m psclient.psctl`."""
+
+from psclient.psctl.cli import main
+
+main()

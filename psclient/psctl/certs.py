@@ -1,0 +1,90 @@
+"""`psctl certs`: a CA, and a certificate for each task of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+
+from psclient.config import tf_config_text
+from psclient.psctl.output import say
+from psclient.psctl.settings import Settings, as_json, settings
+from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
+from pswire.errors import ConfigError
+from pswire.security import ADMIN, task_name
+
+DAYS = 365
+"""How long certificates are good, if nobody says another number."""
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--ps", type=click.IntRange(1), help="Servers [default: TF_CONFIG's].")
+@click.option("--workers", type=click.IntRange(0), help="Workers [default: TF_CONFIG's].")
+@click.option("--chief/--no-chief", "has_chief", default=True, help="Whether there is a chief task; else worker 0 is.")
+@click.option("--evaluator", is_flag=True, help="An evaluator, too.")
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A file with a TF_CONFIG, whose tasks get certificates.",
+)
+@click.option("--days", type=click.IntRange(1, 36500), default=DAYS, show_default=True, help="How long they are good.")
+@click.option("--renew", is_flag=True, help="Make keys and certificates anew that are there; the CA and token stay.")
+@as_json
+@settings
+def certs(
+    told: Settings,
+    out: Path,
+    ps: int | None,
+    workers: int | None,
+    has_chief: bool,
+    evaluator: bool,
+    cluster: Path | None,
+    days: int,
+    renew: bool,
+) -> int:
+    """Makes OUT/ca, and for each task a directory such as OUT/ps-0 with tls.crt, tls.key, ca.crt and token.
+
+    What is there stays: tasks that are added later get certificates of the same CA. OUT/admin is for psctl. Each
+    process needs its own directory alone, and none needs OUT/ca.
+    """
+    tasks = _tasks(ps, workers, has_chief, evaluator, cluster)
+    # Only here: to load it takes a while.
+    from psclient.authority import Authority
+
+    authority = Authority(out, days)
+    made = [authority.issue(name, renew) for name in [*map(task_name, tasks), ADMIN]]
+    if told.json:
+        rows = [{"path": str(one.path), "made": one.made, "until": one.until.isoformat()} for one in made]
+        say({"certificates": rows})
+        return 0
+    for one in made:
+        click.echo(f"{'made' if one.made else 'kept'} {one.path}, good until {one.until:%Y-%m-%d}")
+    where = out / "{task}"
+    click.echo(
+        f"\nFor every process:\n  PS_TLS_CERT={where}/tls.crt PS_TLS_KEY={where}/tls.key PS_TLS_CA={where}/ca.crt "
+        f"PS_TOKEN_FILE={where}/token\nThe key of the CA, {out / 'ca' / 'ca.key'}, belongs on no machine of the "
+        "cluster."
+    )
+    return 0
+
+
+def _tasks(
+    ps: int | None, workers: int | None, has_chief: bool, evaluator: bool, cluster: Path | None
+) -> Iterable[Task]:
+    if ps is None and workers is None:
+        text = cluster.read_text(encoding="utf-8") if cluster else tf_config_text()
+        tasks = _of_cluster(TFConfig(text).cluster_spec())
+        if not tasks:
+            raise ConfigError("no tasks are named; write --ps 2 --workers 2, --cluster FILE, or set TF_CONFIG")
+        return [*tasks, *([Task(EVALUATOR, 0)] if evaluator else [])]
+    if cluster is not None:
+        raise ConfigError("--cluster names the tasks already; leave out --ps and --workers")
+    chief = [Task("chief", 0)] if has_chief else []
+    counts = (("ps", 1 if ps is None else ps), ("worker", 1 if workers is None else workers), (EVALUATOR, evaluator))
+    return [*chief, *(Task(job, index) for job, count in counts for index in range(count))]
+
+
+def _of_cluster(spec: ClusterSpec) -> list[Task]:
+    return [task for job in spec.jobs for task in spec.tasks(job)]

@@ -1,0 +1,61 @@
+"""The command `psctl`: looks at jobs while they run, and at what they leave behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from psclient.psctl.certs import certs
+from psclient.psctl.checkpoint import checkpoint
+from psclient.psctl.doctor import doctor
+from psclient.psctl.health import health
+from psclient.psctl.output import say
+from psclient.psctl.settings import Settings, options
+from psclient.psctl.status import status
+from psclient.psctl.top import top
+from psclient.psctl.variables import read, variables
+from pswire.errors import PSError
+
+
+@click.group(name="psctl", no_args_is_help=False)
+@options
+def command() -> None:
+    """Looks at jobs, and at checkpoints. It takes no part: no round waits for it.
+
+    Exits with 0, with 1 where something is wrong, and with 2 after an error.
+    """
+
+
+for each in (status, top, variables, read, health, doctor, certs, checkpoint):
+    command.add_command(each)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The console script; exits with 0, with 1 where faults or differences were found, with 2 after an error."""
+    settings = Settings(json="--json" in (sys.argv[1:] if args is None else args))
+    try:
+        code = command.main(args, prog_name="psctl", standalone_mode=False, obj=settings)
+    except click.ClickException as error:
+        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "psctl"
+        code = _fail(settings, "UsageError", f"{error.format_message()} (see {where} --help)")
+    except PSError as error:
+        code = _fail(settings, type(error).__name__, str(error), error.task)
+    except OSError as error:
+        words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        code = _fail(settings, type(error).__name__, words)
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except Exception as error:  # a bug of ours is one line, too, and leaves no half of a JSON document behind
+        code = _fail(settings, type(error).__name__, f"internal error: {error!r}; please report it")
+    sys.exit(code)
+
+
+def _fail(settings: Settings, kind: str, text: str, task: str = "") -> int:
+    message = " ".join(text.split())
+    if settings.json:
+        say({"error": {"type": kind, "message": message, "task": task}})
+    else:
+        click.echo(f"psctl: error: {message}", err=True)
+    return 2

@@ -1,0 +1,253 @@
+"""What `psctl doctor` checks of a cluster: TF_CONFIG, names, ports, TLS, servers, clocks, versions."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from functools import partial
+
+from psclient.probe import mismatch
+from psclient.psctl.findings import Check, Finding, Patient, fail, ok, warn
+from psclient.psctl.output import duration, short
+from psclient.psctl.servers import Looked
+from psclient.psctl.view import view_of
+from psclient.threads import Threads
+from pswire.cluster import TaskConfig, check_address, parse_tf_config
+from pswire.errors import ConfigError
+from pswire.program import PROGRAM_VERSION
+from pswire.security import certificate_name, task_name
+from pswire.status import ServerStatus
+
+MOST_SKEW = 1.0
+"""Seconds by which clocks may differ: times of logs and checkpoints are compared, leases have clocks of their own."""
+
+SOON = timedelta(days=14)
+"""Before its certificate expires, a process is to be told."""
+
+WRONG_HERE = ("replaced", "other_job", "same_server", "incomplete", "broken", "unreachable", "refused")
+"""Problems that keep the servers from working; others come and go while a job runs."""
+
+
+# ---- TF_CONFIG ----
+
+
+def tf_config(patient: Patient) -> Iterator[Finding]:
+    """Whether it is one, whether this task is in it, and whether the servers in it can be found by others."""
+    if not patient.tf_config.strip():
+        if patient.cluster:
+            yield ok("it is not set; the servers are those of --address")
+        else:
+            advice = "set TF_CONFIG in each process of a cluster, or name the servers with --address"
+            yield warn("it is not set: a script starts a server of its own, on its machine", advice)
+        return
+    try:
+        config = parse_tf_config(patient.tf_config)
+    except ConfigError as error:
+        yield fail(error.message, "correct it, in all processes")
+        return
+    if config is None:
+        yield warn("it names no cluster: a script starts a server of its own", "write the cluster into it")
+        return
+    yield ok(f"this process is {config.task}, of a cluster of {config.cluster.describe()}")
+    yield from _addresses(config)
+
+
+def _addresses(config: TaskConfig) -> Iterator[Finding]:
+    servers = [(task, config.cluster.address(task)) for task in config.cluster.tasks("ps")]
+    for address, count in Counter(address for _, address in servers).items():
+        if count > 1:
+            same = " and ".join(str(task) for task, other in servers if other == address)
+            yield fail(f"{same} have one address, {address}", "give each server an address of its own")
+    for task, address in servers:
+        if check_address(address, "TF_CONFIG")[1] == 0:
+            yield fail(f"{task} has port 0: nobody can find it", "write the port on which it listens")
+    near = [_is_loopback(check_address(address, "TF_CONFIG")[0]) for _, address in servers]
+    if any(near) and not all(near):
+        task = servers[near.index(True)][0]
+        yield warn(f"{task} is at a loopback address, and others are not", "write an address that all hosts can reach")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# ---- Names and ports ----
+
+
+def names(patient: Patient) -> Iterator[Finding]:
+    """Whether the names of the servers' hosts are known."""
+    yield from _at_once(patient, _resolve)
+
+
+def _resolve(found: Looked, host: str, port: int, patient: Patient) -> Iterator[Finding]:
+    who = short(str(found.task))
+    try:
+        places = sorted({str(place[4][0]) for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+    except (OSError, UnicodeError) as error:
+        advice = "correct the name, or wait until it is known: a pod has one once its headless service does"
+        yield fail(f"{who}: the name {host!r} is not known here ({error})", advice)
+    else:
+        yield ok(f"{who}: {host}" + ("" if places == [host] else f" is {', '.join(places)}"))
+
+
+def ports(patient: Patient) -> Iterator[Finding]:
+    """Whether the servers can be connected to: over gRPC, and on their lanes."""
+    yield from _at_once(patient, _connect)
+
+
+def _connect(found: Looked, host: str, port: int, patient: Patient) -> Iterator[Finding]:
+    who, error = short(str(found.task)), _refused(host, port, patient.seconds)
+    if isinstance(error, ConnectionRefusedError):
+        yield fail(f"{who}: nothing listens at {found.address}", "start it, or correct its address")
+    elif error is not None:
+        advice = "look for a firewall, a NetworkPolicy or a wrong address between here and there"
+        yield fail(f"{who}: no connection to {found.address} ({error.strerror or error})", advice)
+    else:
+        yield ok(f"{who}: {found.address} can be connected to")
+        yield from _lanes(found, host, patient)
+
+
+def _lanes(found: Looked, host: str, patient: Patient) -> Iterator[Finding]:
+    process = found.status.process if found.status else None
+    if process is None:
+        return
+    who, port = short(str(found.task)), process.data_port
+    error = _refused(host, port, patient.seconds)
+    if error is not None:
+        text = f"{who}: no connection to its data port {port} ({error.strerror or error}), so rounds go over gRPC"
+        yield warn(text, "open that port; the server's --data-port says which one it is, --lane grpc does without")
+    else:
+        yield ok(f"{who}: its data port {port} can be connected to (tcp lane)")
+    if process.data_path and os.path.exists(process.data_path):
+        yield ok(f"{who}: it shares memory with us (shm lane)")
+
+
+def _refused(host: str, port: int, seconds: float) -> OSError | None:
+    """Why there is no connection; None if there is."""
+    try:
+        socket.create_connection((host, port), seconds).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _at_once(patient: Patient, look: Callable[[Looked, str, int, Patient], Iterator[Finding]]) -> Iterator[Finding]:
+    """Looks at all servers at once: what is silent takes its time."""
+    with closing(Threads("doctor")) as threads:
+        looks = [partial(look, *place, patient) for place in patient.places()]
+        futures = [threads.submit(lambda look=look: list(look())) for look in looks]  # type: ignore[misc]
+        for future in futures:
+            yield from future.result()
+
+
+# ---- TLS ----
+
+
+def tls(patient: Patient) -> Iterator[Finding]:
+    """Whether our files are good, and whether each server and we accept each other."""
+    try:
+        security = patient.security.read(patient.name)
+    except ConfigError as error:
+        yield fail(error.message, "see docs/security.md")
+        return
+    if security.tls:
+        yield _validity(security.certificate, patient.name)
+    elif patient.looked and all(_is_loopback(host) for _, host, _ in patient.places()):
+        yield ok("there is none, and all servers are on this machine")
+    elif patient.looked:
+        advice = (
+            "make certificates with psctl certs, and give them to all processes (PS_TLS_CERT, PS_TLS_KEY, PS_TLS_CA)"
+        )
+        yield warn("there is none: whoever reaches the servers reads and changes the variables", advice)
+    for found, _, _ in patient.places():
+        why = mismatch(found.address, security, certificate_name(task_name(found.task)))
+        if why:
+            yield fail(f"{short(str(found.task))}: {why}", "")
+        elif security.tls and found.status:
+            yield ok(f"{short(str(found.task))}: it shows its certificate, and takes ours")
+
+
+def _validity(certificate: bytes, name: str) -> Finding:
+    # Only where there is TLS: to load it takes a while.
+    from pswire.certificates import Pair, load
+
+    last = load(Pair("", certificate))[0].not_valid_after_utc
+    text = f"our certificate is {name}'s, good until {last:%Y-%m-%d}"
+    if last - datetime.now(UTC) < SOON:
+        return warn(text, "psctl certs OUT --renew makes new ones; start the processes again with them")
+    return ok(text)
+
+
+# ---- Servers ----
+
+
+def servers(patient: Patient) -> Iterator[Finding]:
+    """Whether all answer, and belong together."""
+    if patient.cluster is None:
+        return
+    view = view_of(patient.looked, patient.cluster.expected)
+    for server in view.servers:
+        if server.incarnation:
+            yield ok(f"{short(server.task)}: up, {server.variables} variables, round {server.round}, {server.device}")
+    for problem in view.problems:
+        text = f"{short(problem.task)}: {problem.message}" if problem.task else problem.message
+        yield Finding("fail" if problem.kind in WRONG_HERE else "warn", text, "")
+
+
+def clock(patient: Patient) -> Iterator[Finding]:
+    """Whether the servers' clocks go as ours does."""
+    for found in patient.looked:
+        if found.status is None or found.status.process is None:
+            continue
+        who, ahead = short(str(found.task)), found.skew > 0
+        text = f"{who}: its clock is {abs(found.skew):.2g} s {'ahead of' if ahead else 'behind'} ours"
+        if abs(found.skew) - found.took / 2 > MOST_SKEW:
+            text = f"{who}: its clock is {duration(abs(found.skew))} {'ahead of' if ahead else 'behind'} ours"
+            yield warn(text, "set both clocks (NTP); leases do not mind, times of logs and certificates do")
+        else:
+            yield ok(text)
+
+
+def versions(patient: Patient) -> Iterator[Finding]:
+    """Whether the servers have what we have."""
+    ours = patient.host.versions
+    yield ok("here: " + ", ".join(f"{name} {version}" for name, version in sorted(ours.items())))
+    for found in patient.looked:
+        if found.status and found.status.process:
+            yield from _compared(short(str(found.task)), found.status, found.status.process.versions, ours)
+
+
+def _compared(who: str, status: ServerStatus, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[Finding]:
+    if status.program_version != PROGRAM_VERSION:
+        text = f"{who}: it runs update programs of version {status.program_version}, and we write {PROGRAM_VERSION}"
+        yield fail(text, "install one version of paramserver everywhere")
+    other = {name for name in ours.keys() & theirs.keys() if _matters(name, ours[name], theirs[name])}
+    for name in sorted(other):
+        text = f"{who}: it has {name} {theirs[name]}, and we have {ours[name]}"
+        yield warn(text, f"install one version of {name} everywhere")
+    if not other:
+        yield ok(f"{who}: it has paramserver {theirs.get('paramserver', '')}, and nothing that is too different")
+
+
+def _matters(name: str, here: str, there: str) -> bool:
+    """Whether two versions are too different: ours may not differ at all, others in their first number alone."""
+    return here != there if name == "paramserver" else here.split(".")[0] != there.split(".")[0]
+
+
+CLUSTER_CHECKS = (
+    Check("TF_CONFIG", tf_config),
+    Check("names", names),
+    Check("ports", ports),
+    Check("TLS", tls),
+    Check("servers", servers),
+    Check("clock", clock),
+    Check("versions", versions),
+)

@@ -1,0 +1,85 @@
+"""`psctl doctor`: looks for what may be wrong before a job starts, or while it does not run, and says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import click
+from rich.text import Text
+
+from psclient.config import tf_config_text
+from psclient.psctl.cluster_checks import CLUSTER_CHECKS
+from psclient.psctl.findings import Check, Finding, Patient
+from psclient.psctl.host_checks import HOST_CHECKS, here
+from psclient.psctl.output import say, show, table
+from psclient.psctl.servers import Looked, Servers
+from psclient.psctl.settings import Cluster, Settings, options, settings
+from pswire.errors import ConfigError
+from pswire.security import Security
+
+CHECKS: tuple[Check, ...] = (*CLUSTER_CHECKS, *HOST_CHECKS)
+"""All that is looked at, in order."""
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@click.command()
+@options
+@settings
+def doctor(settings: Settings) -> int:
+    """Checks TF_CONFIG, names, ports, TLS, servers, clocks, versions, shared memory, GPUs and limits from here.
+
+    Run it where a task is to run, with its environment. Exits with 1 if anything fails.
+    """
+    found = examine(patient(settings))
+    failed = any(finding.level == "fail" for findings in found.values() for finding in findings)
+    if settings.json:
+        listed = [{"check": name, **dataclasses.asdict(each)} for name, findings in found.items() for each in findings]
+        say({"ok": not failed, "findings": listed})
+    else:
+        _show(found)
+    return int(failed)
+
+
+def patient(settings: Settings) -> Patient:
+    """What there is to look at from here; nothing that is wrong keeps it from being looked at."""
+    cluster: Cluster | None = None
+    try:
+        cluster = settings.cluster()
+    except ConfigError:
+        pass  # the first check says it
+    return Patient(
+        tf_config=tf_config_text(),
+        cluster=cluster,
+        looked=_look(cluster, settings) if cluster else (),
+        security=settings.paths(),
+        name=settings.name(),
+        host=here(),
+        seconds=settings.seconds,
+    )
+
+
+def _look(cluster: Cluster, settings: Settings) -> Sequence[Looked]:
+    try:
+        security = settings.security()
+    except ConfigError:
+        security = Security()
+    with Servers(cluster, settings.seconds, security) as servers:
+        return servers.look()
+
+
+def examine(patient: Patient, checks: Sequence[Check] = CHECKS) -> dict[str, list[Finding]]:
+    """What each check finds, by its name."""
+    return {check.name: list(check.run(patient)) for check in checks}
+
+
+def _show(found: Mapping[str, Sequence[Finding]]) -> None:
+    made = table("check", "", "what there is, and what to do")
+    for name, findings in found.items():
+        for each in findings:
+            text = Text.assemble(each.message, (f"\n→ {each.advice}" if each.advice else "", "bold"))
+            made.add_row(name, Text(each.level, style=COLOURS[each.level]), text)
+            name = ""
+    counts = {level: sum(each.level == level for findings in found.values() for each in findings) for level in COLOURS}
+    show(made, ", ".join(f"{count} {level}" for level, count in counts.items()))

@@ -1,0 +1,116 @@
+"""What `psctl doctor` looks at, and what its checks find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from psclient.arrays import GpuReport
+from psclient.psctl.servers import Looked
+from psclient.psctl.settings import Cluster
+from pswire.cluster import check_address
+from pswire.security import SecurityOptions
+
+Level = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found.
+
+    Attributes:
+        level: "ok"; "warn": it works, but not as well as it could, or not for long; "fail": it does not work.
+        message: what there is.
+        advice: what to do; "" where there is nothing to do.
+    """
+
+    level: Level
+    message: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Host:
+    """This machine, or this container.
+
+    Attributes:
+        shared: the directory of shared memory.
+        shared_free: free bytes there, -1 where there is no such directory.
+        shared_writable: whether we may write there.
+        segments: why there can be no memory that processes share; "" if there can.
+        open_files: how many files and connections this process may have.
+        memory: bytes that are free for new processes, 0 where that is not known.
+        memory_limit: bytes that this container may use, 0 for no limit.
+        gpus: GPUs, and what drives them.
+        nvidia: whether the machine has an NVIDIA GPU, whether it can be used or not.
+        versions: of what is installed here.
+    """
+
+    shared: str
+    shared_free: int
+    shared_writable: bool
+    segments: str
+    open_files: int
+    memory: int
+    memory_limit: int
+    gpus: GpuReport
+    nvidia: bool
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What there is to look at.
+
+    Attributes:
+        tf_config: the text of TF_CONFIG.
+        cluster: the servers; None where none are named, or TF_CONFIG is malformed.
+        looked: what the servers have answered, in the order of the cluster.
+        security: where certificates and the token are.
+        name: whose certificate ours should be: "admin", or our task's as `task_name` writes it.
+        host: where we are.
+        seconds: how long a server may take to answer.
+    """
+
+    tf_config: str
+    cluster: Cluster | None
+    looked: Sequence[Looked]
+    security: SecurityOptions
+    name: str
+    host: Host
+    seconds: float
+
+    def places(self) -> Iterator[tuple[Looked, str, int]]:
+        """Each server with its host and port."""
+        for found in self.looked:
+            host, port = check_address(found.address, "psctl")
+            yield found, host.strip("[]"), port
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the doctor's table.
+
+    Attributes:
+        name: what is looked at.
+        run: looks at it.
+    """
+
+    name: str
+    run: Callable[[Patient], Iterator[Finding]]
+
+
+def ok(message: str) -> Finding:
+    """All is well."""
+    return Finding("ok", message)
+
+
+def warn(message: str, advice: str) -> Finding:
+    """It could be better."""
+    return Finding("warn", message, advice)
+
+
+def fail(message: str, advice: str) -> Finding:
+    """It does not work."""
+    return Finding("fail", message, advice)

@@ -1,0 +1,158 @@
+"""What `psctl doctor` checks of this machine: shared memory, GPUs, open files, memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from psclient.arrays import gpu_report
+from psclient.lane import SHARED
+from psclient.psctl.findings import Check, Finding, Host, Patient, fail, ok, warn
+from psclient.psctl.output import size
+from pswire.lanes.rings import CLIENT_BYTES, Segment
+from pswire.versions import versions
+
+MEMINFO = Path("/proc/meminfo")
+
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where Linux tells a container how much memory it may use, in its two ways."""
+
+NO_LIMIT = 1 << 60
+"""What some systems write for no limit, or more."""
+
+NVIDIA = Path("/proc/driver/nvidia")
+"""There where the driver is."""
+
+FEW_FILES, ENOUGH_FILES = 256, 4096
+"""Open files: less do not work; more are needed by a server of many workers."""
+
+LITTLE_MEMORY, ENOUGH_MEMORY = 256 << 20, 1 << 30
+"""Free bytes: with less nothing starts; with less than enough little can be trained."""
+
+SHARED_BYTES = 1 << 30
+"""The server's --shared-memory, where nothing else is said."""
+
+
+def here() -> Host:
+    """This machine, or this container."""
+    return Host(
+        shared=SHARED,
+        shared_free=_free(SHARED),
+        shared_writable=os.access(SHARED, os.W_OK),
+        segments=_segments(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        memory=_available(MEMINFO),
+        memory_limit=next((limit for path in LIMITS if (limit := _limit(path))), 0),
+        gpus=gpu_report(),
+        nvidia=NVIDIA.exists(),
+        versions=dict(versions()),
+    )
+
+
+def _free(directory: str) -> int:
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return -1
+    return found.f_bavail * found.f_frsize
+
+
+def _segments() -> str:
+    try:
+        _, file = Segment.make(CLIENT_BYTES)
+    except OSError as error:
+        return error.strerror or str(error)
+    os.close(file)
+    return ""
+
+
+def _available(meminfo: Path) -> int:
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+
+
+def _limit(path: Path) -> int:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return 0
+    return int(text) if text.isdigit() and int(text) < NO_LIMIT else 0
+
+
+# ---- The checks ----
+
+
+def shared_memory(patient: Patient) -> Iterator[Finding]:
+    """Whether the shm lane can be used: its sockets are in a directory, its data in memory without a name."""
+    host = patient.host
+    if host.segments:
+        yield fail(f"there is no memory to share ({host.segments})", "allow memfd_create, or use --lane tcp")
+    else:
+        yield ok("processes can share memory")
+    if host.shared_free < 0 or not host.shared_writable:
+        what = "is not there" if host.shared_free < 0 else "may not be written"
+        advice = "mount a tmpfs there that this user may write; containers of one host need the same one (--ipc)"
+        yield warn(f"{host.shared} {what}: only processes with one temporary directory have a shm lane", advice)
+    elif host.shared_free < 1 << 20:
+        yield warn(f"{host.shared} is full", "remove what is in it; the lane's sockets are there")
+    else:
+        yield ok(f"{host.shared} may be written, {size(host.shared_free)} free")
+    if 0 < host.memory_limit < 2 * SHARED_BYTES:
+        text = f"this container may use {size(host.memory_limit)}, and memory that is shared counts"
+        yield warn(text, "give servers here less: --shared-memory 128MiB, or 0 for no shm lane")
+
+
+def gpu(patient: Patient) -> Iterator[Finding]:
+    """Whether CuPy finds the GPUs that there are."""
+    gpus, nvidia = patient.host.gpus, patient.host.nvidia
+    if gpus.names:
+        yield ok(f"CuPy {gpus.cupy}, CUDA {gpus.runtime}, driver {gpus.driver}: {', '.join(gpus.names)}")
+    elif gpus.cupy and nvidia:
+        yield fail(f"CuPy {gpus.cupy} finds no GPU, though there is a driver: {gpus.error}", "look at nvidia-smi")
+    elif gpus.cupy:
+        advice = "install the driver, or start the container with its GPUs (--gpus all)"
+        yield warn(f"CuPy {gpus.cupy} is installed, and there is no GPU: {gpus.error}", advice)
+    elif nvidia:
+        yield warn(f"there is a GPU, and no CuPy{gpus.error and f' ({gpus.error})'}", "install paramserver[gpu]")
+    else:
+        yield ok("there is none; arrays are NumPy's")
+
+
+def open_files(patient: Patient) -> Iterator[Finding]:
+    """Whether a process may have as many connections as it needs."""
+    count = patient.host.open_files
+    if count < FEW_FILES:
+        yield fail(f"a process may open {count} files", "raise the limit: ulimit -n 65536")
+    elif count < ENOUGH_FILES:
+        yield warn(f"a process may open {count} files, too few for a server of many workers", "ulimit -n 65536")
+    else:
+        yield ok(f"a process may open {count} files")
+
+
+def memory(patient: Patient) -> Iterator[Finding]:
+    """Whether there is memory for variables and contributions."""
+    host = patient.host
+    text = f"{size(host.memory)} are free"
+    text += f", and this container may use {size(host.memory_limit)}" if host.memory_limit else ""
+    least = min(host.memory, host.memory_limit or host.memory)
+    if not host.memory:
+        yield ok("this system does not tell how much is free")
+    elif least < LITTLE_MEMORY:
+        yield fail(text, "end other processes, or give the container more")
+    elif least < ENOUGH_MEMORY:
+        yield warn(text, "a server holds its variables, old values of checkpoints, and contributions on their way")
+    else:
+        yield ok(text)
+
+
+HOST_CHECKS = (
+    Check("shared memory", shared_memory),
+    Check("GPU", gpu),
+    Check("open files", open_files),
+    Check("memory", memory),
+)

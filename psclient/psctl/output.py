@@ -1,0 +1,90 @@
+"""How `psctl` answers: tables for people, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 200
+"""Of tables in characters, where they go into a file or a pipe."""
+
+SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+TIMES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
+
+
+def table(*headings: str) -> Table:
+    """A table that shows all of each cell, on several lines where it has to."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        made.add_column(heading, overflow="fold")
+    return made
+
+
+def room() -> int:
+    """How many characters a line has: as many as the terminal."""
+    console = Console()
+    return console.width if console.is_terminal else WIDTH
+
+
+def breadth(table: Table) -> int:
+    """How many characters a table takes with each cell on one line."""
+    console = Console(width=10_000)
+    return console.measure(table).maximum
+
+
+def show(*shown: RenderableType) -> int:
+    """Prints texts and tables, as wide as the terminal; texts are not wrapped. Returns 0, a command's exit code."""
+    console = Console()
+    console.width = room()
+    for each in shown:
+        console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str | Text))
+    return 0
+
+
+def say(said: Mapping[str, Any]) -> int:
+    """Prints JSON, in which keys are sorted. Returns 0, a command's exit code."""
+    click.echo(json.dumps(said, indent=1, sort_keys=True))
+    return 0
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people: `1.5 MiB`."""
+    power = min(int(math.log2(nbytes) // 10), len(SIZES) - 1) if nbytes >= 1 else 0
+    number = nbytes / 1024**power
+    return f"{number:.{0 if power == 0 or number >= 100 else 1}f} {SIZES[power]}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: `12 s`, `3.5 h`."""
+    for length, unit in TIMES:
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def shape(sizes: tuple[int, ...]) -> str:
+    """A shape for people: `[64,10]`."""
+    return f"[{','.join(map(str, sizes))}]"
+
+
+def short(task: str) -> str:
+    """A task for tables: `worker-1` for `/job:worker/task:1`; anything else stays."""
+    return task.removeprefix("/job:").replace("/task:", "-")
+
+
+def plain(value: Any) -> Any:
+    """A number, or lists of them, as JSON knows them: what it does not know is a text there, such as "nan"."""
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value

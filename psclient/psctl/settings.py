@@ -1,0 +1,163 @@
+"""Options that every command of `psctl` has, and the cluster that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from psclient.config import security_options, tf_config_text
+from pswire.cluster import Task, TFConfig, check_address
+from pswire.errors import ConfigError
+from pswire.security import ADMIN, FLAGS, Security, SecurityOptions, task_name
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+SECURITY = {
+    "tls_cert": "Certificate of admin, or of the task whose container this is; {task} becomes admin.",
+    "tls_key": "Its key.",
+    "tls_ca": "Certificate of the CA.",
+    "token_file": "File with the token of the job. [default of these: PS_TLS_CERT and its like]",
+}
+"""Options that say who we are, and their help."""
+
+SECONDS = 5.0
+"""How long a server may take to answer."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where servers are, and who else there should be.
+
+    Attributes:
+        servers: the servers and their addresses, in order.
+        expected: the workers and the chief that TF_CONFIG names; none where addresses were given.
+    """
+
+    servers: dict[Task, str]
+    expected: tuple[Task, ...] = ()
+
+
+@dataclass
+class Settings:
+    """What the command line says for all commands.
+
+    Attributes:
+        addresses: of the servers, in order; none for those of TF_CONFIG.
+        json: whether to answer in JSON.
+        seconds: how long a server may take to answer.
+        tls_cert, tls_key, tls_ca, token_file: paths, as in `SecurityOptions`; "" for what the environment says.
+    """
+
+    addresses: tuple[str, ...] = ()
+    json: bool = False
+    seconds: float = SECONDS
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    token_file: str = ""
+
+    def cluster(self) -> Cluster:
+        """The cluster that `--address` or TF_CONFIG names.
+
+        Raises:
+            ConfigError: there is none, or it is malformed.
+        """
+        if self.addresses:
+            return Cluster({Task("ps", index): address for index, address in enumerate(self.addresses)})
+        return cluster_of(tf_config_text())
+
+    def paths(self) -> SecurityOptions:
+        """Where certificates and the token are."""
+        return security_options().under({name: getattr(self, name) for name in FLAGS})
+
+    def name(self) -> str:
+        """Whose certificate psctl shows: `admin`'s, or that of the task that this process is, where it has no other."""
+        try:
+            self.paths().read(ADMIN)
+        except ConfigError:
+            own = own_task(tf_config_text())
+            return ADMIN if own is None else task_name(own)
+        return ADMIN
+
+    def security(self) -> Security:
+        """What psctl shows to servers; raises `ConfigError` where a file is not what it should be."""
+        return self.paths().read(self.name())
+
+
+def own_task(text: str) -> Task | None:
+    """The task that a TF_CONFIG says this process is; None where it says none, or is malformed."""
+    try:
+        config = TFConfig(text)
+        return None if config.task_type is None else Task(config.task_type, config.task_id or 0)
+    except ConfigError:
+        return None
+
+
+def cluster_of(text: str) -> Cluster:
+    """The cluster that a TF_CONFIG names; which task this process is does not matter to who only looks.
+
+    Raises:
+        ConfigError: it names none, or is malformed.
+    """
+    spec = TFConfig(text).cluster_spec()
+    servers = {task: spec.address(task) for task in spec.tasks("ps")}
+    if not servers:
+        raise ConfigError("no servers are named; write --address HOST:PORT[,HOST:PORT...], or set TF_CONFIG")
+    for task, address in servers.items():
+        check_address(address, f"TF_CONFIG: {task}")
+    return Cluster(servers, (*spec.tasks("chief"), *spec.tasks("worker")))
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    """The addresses of `--address`."""
+    given = tuple(part.strip() for part in text.split(","))
+    for address in given:
+        check_address(address, "--address")
+    return given
+
+
+def _option(
+    name: str, *flags: str, read: Callable[[Any], Any] = lambda value: value, **keys: Any
+) -> Callable[[Command], Command]:
+    """An option that is given before the command or after it, and sets an attribute of `Settings`."""
+
+    def store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value not in (None, False):
+            setattr(context.ensure_object(Settings), name, read(value))
+
+    return click.option(*flags, name, expose_value=False, callback=store, **keys)
+
+
+as_json = _option("json", "--json", is_flag=True, help="Print JSON, for machines.")
+
+OPTIONS = (
+    _option(
+        "addresses",
+        "--address",
+        read=_addresses,
+        metavar="HOST:PORT[,...]",
+        help="All servers, in order [default: TF_CONFIG's].",
+    ),
+    _option(
+        "seconds",
+        "--timeout",
+        type=click.FloatRange(0, min_open=True),
+        help=f"Seconds that a server may take to answer [default: {SECONDS:g}].",
+    ),
+    *(_option(name, "--" + name.replace("_", "-"), metavar="PATH", help=text) for name, text in SECURITY.items()),
+    as_json,
+)
+
+
+def options(command: Command) -> Command:
+    """Gives a command the options that all have that look at servers."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+settings = click.make_pass_decorator(Settings, ensure=True)
+"""Hands a command its `Settings`."""

@@ -1,0 +1,180 @@
+"""`psctl status`: every server and every task of a job, and what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from psclient.psctl.output import breadth, duration, room, say, short, show, size, table
+from psclient.psctl.servers import connected
+from psclient.psctl.settings import Settings, options, settings
+from psclient.psctl.view import JobView, ServerView, TaskView, view_of
+
+STATES = {
+    "none": "no job: no chief has begun one",
+    "starting": "job starts: nobody takes part yet",
+    "running": "job runs",
+    "over": "job is done",
+    "broken": "job is broken: a round failed halfway",
+    "unknown": "no server answers",
+}
+
+COLOURS = {"up": "green", "open": "green", "left": "dim", "over": "dim"}
+"""Of states; those that are not here are red."""
+
+
+@click.command()
+@click.option("--watch", "every", type=click.FloatRange(0.1), help="Say it again after so many seconds, until Ctrl-C.")
+@options
+@settings
+def status(settings: Settings, every: float | None) -> int:
+    """Shows every server and every task: who is there, in which round, and whom it waits for.
+
+    Exits with 1 where something is wrong.
+    """
+    cluster = settings.cluster()
+    with connected(settings, cluster) as servers:
+        while True:
+            view = view_of(servers.look(), cluster.expected)
+            tell(view, settings)
+            if every is None:
+                return int(bool(view.problems))
+            time.sleep(every)
+
+
+def tell(view: JobView, settings: Settings) -> None:
+    """Prints a job as text, or as JSON."""
+    if settings.json:
+        say(dataclasses.asdict(view))
+    else:
+        show(*lines(view))
+
+
+def lines(view: JobView, rates: Rates | None = None, width: int | None = None) -> list[RenderableType]:
+    """A job for people.
+
+    Args:
+        view: the job.
+        rates: more columns for the servers.
+        width: how many characters there are; None for those of `output.show`.
+    """
+    shown: list[RenderableType] = [heading(view), server_table(view.servers, rates or {}, width or room())]
+    shown += [task_table(view.tasks, width or room())] if view.tasks else []
+    return shown + [problem_line(problem.task, problem.message) for problem in view.problems]
+
+
+def heading(view: JobView) -> Text:
+    """The job in one line."""
+    said = STATES[view.state]
+    if view.epoch:
+        rounds = f"round {view.round}" if view.round >= 0 else "no round yet"
+        said += f": epoch {view.epoch}, {rounds}, {view.replicas} replicas, {view.mode or 'nobody takes part'}"
+    return Text(said, style="bold")
+
+
+def problem_line(task: str, message: str) -> Text:
+    """What is wrong, with the task that it is about."""
+    return Text.assemble(("! ", "bold red"), f"{short(task)}: {message}" if task else message)
+
+
+Rates = Mapping[str, Mapping[str, str]]
+"""What servers do in a second: by server and column."""
+
+Column = tuple[str, Callable[[Any], str | Text]]
+"""Its heading, and what it has of a server or a task."""
+
+SERVER_COLUMNS: tuple[Column, ...] = (
+    ("server", lambda s: short(s.task)),
+    ("address", lambda s: s.address),
+    ("state", lambda s: coloured(s.state)),
+    ("up", lambda s: duration(max(time.time() - s.started_at, 0)) if s.started_at else ""),
+    ("epoch", lambda s: str(s.epoch) if s.incarnation else ""),
+    ("round", lambda s: _round(s.round)),
+    ("lag", lambda s: str(s.lag) if s.incarnation else ""),
+    ("variables", lambda s: f"{s.variables}" if s.incarnation else ""),
+    ("their bytes", lambda s: of(s.variable_bytes, s.memory_limit) if s.incarnation else ""),
+    ("memory", lambda s: size(s.resident_bytes) if s.resident_bytes else ""),
+    ("device", lambda s: s.device),
+    ("lanes", lambda s: ", ".join(f"{count} {lane}" for lane, count in sorted(s.lanes.items()))),
+    ("waits for", lambda s: ", ".join(map(short, s.waits_for))),
+    ("saves", lambda s: ", ".join(f"{each['path']} (round {each['round']})" for each in s.saving)),
+    ("old values", lambda s: of(s.snapshot_bytes, s.snapshot_limit) if s.snapshot_bytes or s.snapshot_limit else ""),
+)
+"""What there is to tell of a server; a column that is empty for all is left out."""
+
+TASK_COLUMNS: tuple[Column, ...] = (
+    ("task", lambda t: short(t.task) + (" (drives)" if t.drives else "")),
+    ("state", lambda t: coloured(t.state)),
+    ("session", lambda t: str(t.session & 0xFFFFF) if t.session else ""),
+    ("replicas", lambda t: str(t.replicas) if t.session and not t.drives else ""),
+    ("last heard", lambda t: f"{duration(t.silent_seconds)} ago" if t.session else ""),
+    ("round", lambda t: _round(t.round)),
+    ("lag", lambda t: str(t.lag) if t.takes_part else ""),
+    ("lanes", lambda t: ", ".join(t.lanes)),
+    ("waits for", lambda t: ", ".join(map(short, t.waits_for))),
+)
+"""What there is to tell of a task."""
+
+
+DISPENSABLE = (
+    "address",
+    "device",
+    "epoch",
+    "up",
+    "variables",
+    "lanes",
+    "memory",
+    "old values",
+    "last heard",
+    "session",
+)
+"""Columns that are left out, the first one first, where there is no room for all."""
+
+
+def server_table(servers: Sequence[ServerView], rates: Rates, width: int) -> Table:
+    """The servers, and their rates if there are any."""
+    names = dict.fromkeys(name for rate in rates.values() for name in rate)
+    more = tuple((name, lambda s, name=name: rates.get(s.task, {}).get(name, "")) for name in names)
+    return _table((*SERVER_COLUMNS, *more), servers, width)
+
+
+def task_table(tasks: Sequence[TaskView], width: int) -> Table:
+    """The other tasks."""
+    return _table(TASK_COLUMNS, tasks, width)
+
+
+def _table(columns: Sequence[Column], items: Sequence[object], width: int) -> Table:
+    cells = {name: [cell(item) for item in items] for name, cell in columns}
+    cells = {name: column for name, column in cells.items() if any(map(str, column))}
+    for name in DISPENSABLE:
+        if breadth(_filled(cells)) > width:
+            cells.pop(name, None)
+    return _filled(cells)
+
+
+def _filled(cells: Mapping[str, Sequence[str | Text]]) -> Table:
+    made = table(*cells)
+    for row in zip(*cells.values(), strict=True):
+        made.add_row(*row)
+    return made
+
+
+def coloured(state: str) -> Text:
+    """A state in its colour."""
+    return Text(state, style=COLOURS.get(state, "red"))
+
+
+def of(used: int, limit: int) -> str:
+    """Bytes, and of how many."""
+    return f"{size(used)} of {size(limit)}" if limit else size(used)
+
+
+def _round(number: int) -> str:
+    return str(number) if number >= 0 else "-"

@@ -1,0 +1,171 @@
+"""`psctl vars` and `psctl read`: the variables of a running job, and their values as they are now."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from psclient.psctl.output import plain, say, shape, short, show, size, table
+from psclient.psctl.servers import connected
+from psclient.psctl.settings import Settings, options, settings
+from pswire.cluster import Task
+from pswire.errors import ConfigError
+from pswire.limits import refuse_unknown
+from pswire.spec import Variable
+from pswire.tensor import DTYPES, Array
+
+
+@click.command("vars")
+@click.argument("pattern", default="*")
+@options
+@settings
+def variables(settings: Settings, pattern: str) -> int:
+    """Lists the variables whose names match PATTERN, such as 'dense*', with what optimizers keep beside each."""
+    with connected(settings) as servers:
+        known = servers.variables()
+    primaries = slots(known)
+    found = [v for v in beside(known, primaries) if _matches(v, primaries, pattern)]
+    if settings.json:
+        listed = [_report(variable, primaries) for variable in found]
+        say({"variables": listed, "servers": totals(found), "bytes": sum(v.spec.tensor.nbytes for v in found)})
+    elif not found:
+        show(f"no variable matches {pattern!r}; the job has {len(known)}")
+    else:
+        _show(found, primaries)
+    return 0
+
+
+def slots(variables: Iterable[Variable]) -> dict[str, str]:
+    """For each variable that an optimizer keeps beside another the name of that one: `adam/w/m` is beside `w`."""
+    names = {v.spec.name: v for v in variables}
+    found = {name: _primary(name, names) for name, v in names.items() if not v.spec.trainable}
+    return {name: primary for name, primary in found.items() if primary}
+
+
+def _primary(name: str, names: Mapping[str, Variable]) -> str:
+    """The longest name of another variable that stands between an optimizer's name and a slot's; "" for none."""
+    words = name.split("/")[:-1]
+    inner = ("/".join(words[first:]) for first in range(1, len(words)))
+    return next((each for each in inner if each in names), "")
+
+
+def beside(variables: Sequence[Variable], primaries: Mapping[str, str]) -> Iterator[Variable]:
+    """All variables in the order of their creation, but each slot after the variable that it belongs to."""
+    for variable in variables:
+        if variable.spec.name not in primaries:
+            yield variable
+            yield from (v for v in variables if primaries.get(v.spec.name) == variable.spec.name)
+
+
+def totals(variables: Iterable[Variable]) -> list[dict[str, Any]]:
+    """How many variables, and of how many bytes, each server holds of these."""
+    held: dict[int, list[int]] = {}
+    for variable in variables:
+        for server in variable.servers:
+            held.setdefault(server, []).append(variable.spec.tensor.nbytes)
+    return [
+        {"task": str(Task("ps", server)), "variables": len(sizes), "bytes": sum(sizes)}
+        for server, sizes in sorted(held.items())
+    ]
+
+
+def _matches(variable: Variable, primaries: Mapping[str, str], pattern: str) -> bool:
+    name = variable.spec.name
+    return any(fnmatch.fnmatchcase(each, pattern) for each in (name, primaries.get(name, name)))
+
+
+def _report(variable: Variable, primaries: Mapping[str, str]) -> dict[str, Any]:
+    spec = variable.spec
+    return {
+        "id": variable.id,
+        "name": spec.name,
+        "dtype": spec.tensor.dtype,
+        "shape": list(spec.tensor.shape),
+        "bytes": spec.tensor.nbytes,
+        "servers": [str(Task("ps", server)) for server in variable.servers],
+        "trainable": spec.trainable,
+        "slot_of": primaries.get(spec.name),
+    }
+
+
+def _show(variables: Sequence[Variable], primaries: Mapping[str, str]) -> None:
+    made = table("variable", "shape", "dtype", "bytes", "servers")
+    for variable in variables:
+        spec = variable.spec
+        name = f"  {spec.name}" if spec.name in primaries else spec.name
+        servers = ", ".join(short(str(Task("ps", server))) for server in variable.servers)
+        made.add_row(name, shape(spec.tensor.shape), spec.tensor.dtype, f"{spec.tensor.nbytes:,}", servers)
+    sums = table("server", "variables", "bytes")
+    for each in totals(variables):
+        sums.add_row(short(each["task"]), str(each["variables"]), size(each["bytes"]))
+    show(made, sums)
+
+
+# ---- One value ----
+
+
+@click.command()
+@click.argument("name")
+@click.option("--stats", is_flag=True, help="Least, greatest, mean, standard deviation, and how many are not finite.")
+@click.option("--npy", type=click.Path(dir_okay=False, path_type=Path), help="Write it into a file of NumPy's instead.")
+@options
+@settings
+def read(settings: Settings, name: str, stats: bool, npy: Path | None) -> int:
+    """Prints the value of the variable NAME as it is now; no round waits for that."""
+    if npy is not None and not npy.parent.is_dir():
+        raise ConfigError(f"there is no directory {npy.parent} to write {npy.name} into; make it first")
+    with connected(settings) as servers:
+        known = {variable.spec.name: variable for variable in servers.variables()}
+        refuse_unknown([name], known, "variable")
+        round, value = servers.read(known[name])
+    said: dict[str, Any] = {"name": name, "dtype": known[name].spec.tensor.dtype, "shape": list(value.shape)}
+    said |= {"server": str(Task("ps", known[name].servers[0])), "round": round}
+    if npy is not None:
+        said["file"] = str(_write(npy, value))
+    if stats:
+        said["stats"] = stats_of(value)
+    _tell(settings, said, value)
+    return 0
+
+
+def _tell(settings: Settings, said: dict[str, Any], value: Array) -> None:
+    whole = "file" not in said and "stats" not in said
+    if settings.json:
+        say(said | ({"value": plain(value.tolist())} if whole else {}))
+        return
+    show(
+        f"{said['name']}: {said['dtype']}{shape(value.shape)} after round {said['round']}, from {short(said['server'])}"
+    )
+    if whole:
+        show(np.array2string(value, max_line_width=100))
+    for key, number in said.get("stats", {}).items():
+        show(f"{key:>10}  {number if isinstance(number, int | str) or number is None else format(number, '.6g')}")
+    if "file" in said:
+        show(f"written into {said['file']}")
+
+
+def _write(path: Path, value: Array) -> Path:
+    """Writes a file of NumPy's, which knows no bfloat16: that is float32 there, exactly."""
+    with path.open("wb") as file:
+        np.save(file, value.astype("float32") if value.dtype == DTYPES["bfloat16"] else value, allow_pickle=False)
+    return path
+
+
+def stats_of(value: Array) -> dict[str, Any]:
+    """What the elements of an array are like: numbers as JSON knows them, None where there is no such number.
+
+    Least, greatest, mean and deviation are of the finite elements; of complex ones of their absolute values.
+    """
+    numbers = np.abs(value) if value.dtype.kind == "c" else value.astype("float64")
+    finite = numbers[np.isfinite(numbers)]
+    said: dict[str, Any] = {"count": value.size}
+    with np.errstate(over="ignore"):  # a deviation may be too large for a number
+        for name in ("min", "max", "mean", "std"):
+            said[name] = plain(float(getattr(finite, name)())) if finite.size else None
+    counts = {"nan": np.isnan(numbers), "infinite": np.isinf(numbers), "zeros": numbers == 0}
+    return said | {name: int(which.sum()) for name, which in counts.items()}

@@ -1,0 +1,291 @@
+"""A server's metrics, for Prometheus: read from what is counted anyway, when somebody asks.
+
+docs/observability.md says what they are good for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from psserver.core import Core
+from psserver.tally import Tally
+from pswire.errors import ConfigError
+from pswire.histogram import Histogram
+from pswire.lanes import LaneName
+from pswire.lanes.traffic import Traffic
+from pswire.metrics import ALL, Row, Values
+from pswire.status import ServerStatus
+from pswire.versions import versions
+
+KINDS: Mapping[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A server, as somebody finds it who asks for its metrics.
+
+    Attributes:
+        core: the server proper.
+        status: what it tells of itself.
+        traffic: payload bytes of each lane.
+    """
+
+    core: Core
+    status: ServerStatus
+    traffic: Mapping[LaneName, Traffic]
+
+    @property
+    def tally(self) -> Tally:
+        """What it has counted."""
+        return self.core.tally
+
+
+def _build(seen: Seen) -> Values:
+    return {(versions()["paramserver"], str(seen.core.task)): 1.0}
+
+
+def _phases(seen: Seen) -> Values:
+    tally = seen.tally
+    return {("waiting",): tally.waiting, ("applying",): tally.applying, ("answering",): tally.answering}
+
+
+def _payloads(seen: Seen) -> Values:
+    moved: dict[tuple[str, ...], float] = {}
+    for lane, each in seen.traffic.items():
+        moved |= {(lane, "received"): each.received, (lane, "sent"): each.sent}
+    return moved
+
+
+def _sessions(seen: Seen) -> Values:
+    return Counter((session.state,) for session in seen.status.sessions if not session.drives)
+
+
+def _chief(seen: Seen) -> Values:
+    return {} if math.isinf(seen.status.chief) else {ALL: seen.status.chief}
+
+
+def _compiled(seen: Seen) -> Values:
+    compiler = seen.core.kernels.compiler
+    return {("compiled",): compiler.compiled, ("failed",): compiler.failed}
+
+
+def _by_outcome(counter: Counter[str]) -> Values:
+    return {(outcome,): count for outcome, count in counter.items()}
+
+
+OUTCOME = ("outcome",)
+SERVER = "paramserver_server_"
+
+ROWS: tuple[Row[Seen], ...] = (
+    Row("paramserver_build_info", "gauge", "What runs here: always 1.", _build, ("version", "task")),
+    # Rounds.
+    Row(SERVER + "rounds", "counter", "Rounds that are over.", lambda s: _by_outcome(s.tally.rounds), OUTCOME),
+    Row(
+        SERVER + "round",
+        "gauge",
+        "The last complete round, -1 before the first; of asynchronous workers how many there were, less one.",
+        lambda s: {ALL: s.status.round},
+    ),
+    Row(
+        SERVER + "round_phase_seconds",
+        "histogram",
+        "A round's time: waiting for contributions since the first one came, applying, and answering.",
+        _phases,
+        ("phase",),
+    ),
+    Row(
+        SERVER + "contributions_left_out",
+        "counter",
+        "Contributions of members that were lost, which rounds were completed without.",
+        lambda s: {ALL: s.tally.left_out},
+    ),
+    Row(
+        SERVER + "staleness_rounds",
+        "histogram",
+        "Of asynchronous workers: rounds of others between a worker's read and the application of its push.",
+        lambda s: {ALL: s.tally.staleness},
+    ),
+    Row(
+        SERVER + "in_flight_bytes",
+        "gauge",
+        "Bytes of contributions that are held and not used yet.",
+        lambda s: {ALL: s.tally.in_flight},
+    ),
+    Row(
+        SERVER + "payload_bytes",
+        "counter",
+        "Bytes of payloads that travelled, repeats included.",
+        _payloads,
+        ("lane", "direction"),
+    ),
+    # Variables.
+    Row(SERVER + "variables", "gauge", "Variables that it knows.", lambda s: {ALL: s.status.variables}),
+    Row(SERVER + "variable_bytes", "gauge", "Bytes of those that live here.", lambda s: {ALL: s.status.nbytes}),
+    Row(
+        SERVER + "memory_limit_bytes",
+        "gauge",
+        "Bytes that variables may take, 0 for no limit.",
+        lambda s: {ALL: s.status.memory_limit},
+    ),
+    # Checkpoints.
+    Row(
+        SERVER + "held_checkpoints",
+        "gauge",
+        "Checkpoints whose values are held, since they are not all written yet.",
+        lambda s: {ALL: len(s.status.saving)},
+    ),
+    Row(
+        SERVER + "held_checkpoint_bytes",
+        "gauge",
+        "Bytes of old values that are held for checkpoints.",
+        lambda s: {ALL: s.status.held},
+    ),
+    Row(
+        SERVER + "checkpoint_shards",
+        "counter",
+        "This server's parts of checkpoints.",
+        lambda s: _by_outcome(s.tally.shards),
+        OUTCOME,
+    ),
+    Row(
+        SERVER + "checkpoint_written_bytes",
+        "counter",
+        "Bytes of those that were saved.",
+        lambda s: {ALL: s.tally.shard_bytes},
+    ),
+    Row(
+        SERVER + "checkpoint_shard_seconds",
+        "histogram",
+        "How long they were written.",
+        lambda s: {ALL: s.tally.writing},
+    ),
+    Row(
+        SERVER + "restores",
+        "counter",
+        "Checkpoints that were read into variables.",
+        lambda s: _by_outcome(s.tally.restores),
+        OUTCOME,
+    ),
+    # Kernels.
+    Row(
+        SERVER + "kernel_seconds",
+        "counter",
+        "Seconds for which kernels ran; on a GPU those until they were handed over to it.",
+        lambda s: {ALL: s.core.kernels.crew.seconds},
+    ),
+    Row(SERVER + "kernels_compiled", "counter", "Kernels that were to be compiled.", _compiled, OUTCOME),
+    Row(
+        SERVER + "kernel_compile_seconds",
+        "counter",
+        "Seconds for which kernels were compiled, beside the rounds.",
+        lambda s: {ALL: s.core.kernels.compiler.seconds},
+    ),
+    Row(
+        SERVER + "programs_interpreted",
+        "counter",
+        "Programs, or steps of them, that ran without a kernel.",
+        lambda s: {ALL: s.core.kernels.interpretations},
+    ),
+    # Who is there; server 0 knows.
+    Row(SERVER + "sessions", "gauge", "Sessions of workers, on server 0.", _sessions, ("state",)),
+    Row(
+        SERVER + "lease_losses",
+        "counter",
+        "Sessions that were ended since their processes were silent, on server 0.",
+        lambda s: {ALL: s.tally.lost},
+    ),
+    Row(
+        SERVER + "chief_silent_seconds",
+        "gauge",
+        "Seconds since a chief was heard of, on server 0; nothing before the first.",
+        _chief,
+    ),
+)
+
+
+class Metrics(Collector):
+    """Reads all metrics of a server, in the thread of whoever asks.
+
+    Args:
+        core: the server proper.
+        traffic: payload bytes of each lane.
+    """
+
+    def __init__(self, core: Core, traffic: Mapping[LaneName, Traffic]) -> None:
+        self._core = core
+        self._traffic = traffic
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as of now."""
+        seen = Seen(self._core, self._core.status(), self._traffic)
+        for row in ROWS:
+            family: Metric = KINDS[row.kind](row.name, row.about, labels=row.labels)
+            for labels, value in row.read(seen).items():
+                _add(family, labels, value)
+            yield family
+
+
+def _add(family: Any, labels: tuple[str, ...], value: float | Histogram) -> None:
+    if isinstance(value, Histogram):
+        family.add_metric(labels, value.buckets(), value.total)
+    else:
+        family.add_metric(labels, value)
+
+
+class Exporter:
+    """Serves a server's metrics over HTTP, and those of its process.
+
+    Args:
+        core: the server proper.
+        traffic: payload bytes of each lane.
+    """
+
+    def __init__(self, core: Core, traffic: Mapping[LaneName, Traffic]) -> None:
+        self._registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._registry)
+        self._registry.register(Metrics(core, traffic))
+        self._serving: Any = None
+
+    def start(self, host: str, port: int | None) -> str:
+        """Listens from now on, in a thread of its own.
+
+        Args:
+            host: where.
+            port: the same, 0 to pick one; None to serve nothing.
+
+        Returns:
+            The URL of the metrics, "" for none.
+
+        Raises:
+            ConfigError: the port cannot be had.
+        """
+        if port is None:
+            return ""
+        try:
+            self._serving = start_http_server(port, host, self._registry)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics at {host}:{port} ({error.strerror or error}); choose another --metrics-port"
+            ) from error
+        return f"http://{host}:{self._serving[0].server_port}/metrics"
+
+    def stop(self) -> None:
+        """Ends, if it has begun."""
+        if self._serving is not None:
+            server, thread = self._serving
+            server.shutdown()
+            thread.join()
+            server.server_close()

@@ -1,0 +1,121 @@
+"""The log of a process on stderr: as text for people, or as JSON, one object on a line, for programs.
+
+Each line in JSON says which task wrote it, in which round, and for which session. Nobody who writes a line has to: the
+process is asked where it stands, and a server's core notes whose call it answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+
+MAX_CHARACTERS = 5_000
+"""Of a message, and of a traceback: whoever relays lines has to take them whole."""
+
+Where = tuple[int, int]
+"""The round, -1 for none; and the session, 0 for none."""
+
+SESSION: ContextVar[int] = ContextVar("session", default=0)
+"""Whose call is answered here, or who speaks; 0 where that is the process."""
+
+
+class _Process:
+    """Where this process stands, as all of its threads may ask."""
+
+    task = ""
+    where: Callable[[], Where] = staticmethod(lambda: (-1, 0))
+
+
+def configure(kind: str, level: str, relayed: bool = False) -> None:
+    """Has the log written to stderr; does nothing where the program that this is a part of has done so already.
+
+    Args:
+        kind: one of `FORMATS`.
+        level: one of `LEVELS`.
+        relayed: whether somebody reads the lines who heads them with this process's task.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Json() if kind == "json" else Text(not relayed))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if structured():
+        logging.captureWarnings(True)
+
+
+def name(task: str) -> None:
+    """Which task this process is, as its lines say."""
+    _Process.task = task
+
+
+def follow(where: Callable[[], Where] | None) -> None:
+    """Who can say where this process stands, without a lock; None where there is nobody any more."""
+    _Process.where = staticmethod(where or (lambda: (-1, 0)))
+
+
+def structured() -> bool:
+    """Whether the log is written as JSON: then all that goes to stderr has to be."""
+    return any(isinstance(handler.formatter, Json) for handler in logging.getLogger().handlers)
+
+
+class Text(logging.Formatter):
+    """A time of day, the level's first letter, the task, the logger's name and the message.
+
+    Args:
+        named: whether a line says the task.
+    """
+
+    def __init__(self, named: bool) -> None:
+        super().__init__("%(asctime)s %(levelname).1s %(who)s%(name)s: %(message)s", "%H:%M:%S")
+        self._named = named
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.who = f"{_Process.task} " if self._named and _Process.task else ""
+        return super().format(record)
+
+
+class Json(logging.Formatter):
+    """One JSON object: time, level, logger, message, task, round, session; exception where there is one.
+
+    A session is written as a string: its number has more digits than programs keep that read numbers as floats.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        round, session = _Process.where()
+        session = SESSION.get() or session
+        said: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _cut(record.getMessage()),
+            "task": _Process.task or None,
+            "round": round if round >= 0 else None,
+            "session": str(session) if session else None,
+        }
+        if record.exc_info:
+            said["exception"] = _cut(self.formatException(record.exc_info))
+        return json.dumps(said)
+
+
+def _cut(text: str) -> str:
+    """A text, without its middle if it is long: the end of a traceback says most, and its beginning what it is."""
+    left_out = len(text) - MAX_CHARACTERS
+    head, tail = text[: MAX_CHARACTERS // 4], text[-3 * MAX_CHARACTERS // 4 :]
+    return text if left_out <= 0 else f"{head} [{left_out} characters] {tail}"
+
+
+def read(line: str) -> dict[str, Any] | None:
+    """What a line in JSON says; None if it is another line."""
+    if not line.startswith("{"):
+        return None
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) and {"level", "message"} <= said.keys() else None

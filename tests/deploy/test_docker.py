@@ -1,0 +1,142 @@
+"""The image and the compose file, as far as they can be read without a daemon: what runs in them is ours and fits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from psclient.cli import command as psworker
+from psclient.config import GLIBC_TUNABLES
+from psclient.psctl.cli import command as psctl
+from psserver.cli import command as psserver
+from pswire.cluster import Task, parse_tf_config
+from pswire.security import task_name
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8"))
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+TASKS = {name: service for name, service in SERVICES.items() if name != "certs"}
+PROGRAMS: dict[str, click.Command] = {"psserver": psserver, "psworker": psworker, "psctl": psctl}
+
+
+def parse(words: list[str]) -> click.Context:
+    """What one of our programs makes of a command line; raises `click.ClickException` where it would refuse it."""
+    command, args = PROGRAMS[words[0]], words[1:]
+    while isinstance(command, click.Group):
+        _, found, args = command.resolve_command(click.Context(command), args)
+        assert found is not None
+        command = found
+    return command.make_context(words[0], args)
+
+
+def stages() -> dict[str, str]:
+    """The instructions of each stage of the Dockerfile, by its name."""
+    found = {}
+    for text in DOCKERFILE.split("\nFROM ")[1:]:
+        first, _, rest = text.partition("\n")
+        if " AS " in first:
+            found[first.split()[-1]] = rest
+    return found
+
+
+@pytest.mark.parametrize("target", ["cpu", "gpu"])
+def test_images_are_for_nobody_in_particular(target: str) -> None:
+    """They run without root, their program gets the signals, and their probe and their command are commands of ours."""
+    lines = stages()[target].splitlines()
+    assert "USER 10001:10001" in lines
+    assert not any(line.startswith("ENTRYPOINT") for line in lines)
+    (command,) = [json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD")]
+    (probe,) = [json.loads(line.partition(" CMD ")[2]) for line in lines if line.startswith("HEALTHCHECK")]
+    assert (parse(command).params["host"], probe[:2]) == ("0.0.0.0", ["psctl", "health"])
+    parse(probe)
+    assert f"GLIBC_TUNABLES={GLIBC_TUNABLES}" in stages()[target].split()
+
+
+def test_an_image_has_what_the_project_depends_on() -> None:
+    """What is installed before the code is copied is what pyproject.toml names; an unknown extra is refused."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    script = [sys.executable, str(ROOT / "docker" / "requirements.py")]
+    done = subprocess.run([*script, "examples"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == project["dependencies"] + project["optional-dependencies"]["examples"]
+    wrong = subprocess.run([*script, "gpus"], cwd=ROOT, capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert "no extra 'gpus'" in wrong.stderr
+
+
+def test_what_is_copied_is_let_through() -> None:
+    """Each file that the Dockerfile copies from the repository is there, and .dockerignore does not hide it."""
+    let = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"}
+    copied = [
+        line.split()[1:-1] for line in DOCKERFILE.splitlines() if line.startswith("COPY") and "--from" not in line
+    ]
+    names = {name for words in copied for name in words if name != "."}
+    assert names == {"pyproject.toml", "docker/requirements.py", "examples"}
+    packages = {"psclient", "psserver", "pswire", "LICENSE", "README.md"}
+    assert let == names | packages
+    assert all((ROOT / name).exists() for name in let)
+
+
+def test_each_container_is_a_task_of_one_cluster() -> None:
+    """Two servers, two workers and a chief, which agree on the cluster; servers are where it says they are."""
+    configs = {name: parse_tf_config(service["environment"]["TF_CONFIG"]) for name, service in TASKS.items()}
+    clusters = [config.cluster for config in configs.values() if config]
+    assert clusters == [clusters[0]] * 5
+    tasks = {name: config.task for name, config in configs.items() if config}
+    assert set(tasks.values()) == {Task("ps", 0), Task("ps", 1), Task("worker", 0), Task("worker", 1), Task("chief", 0)}
+    for name, task in tasks.items():
+        if task.job == "ps":
+            assert clusters[0].task_address("ps", task.index) == f"{name}:2222"
+
+
+def test_each_container_sees_its_own_key() -> None:
+    """The CA's key and each task's are on volumes of their own, and a task has the one of its own, to read."""
+    (words,) = [shlex.split(part) for part in SERVICES["certs"]["command"][2].split("&&") if "psctl" in part]
+    made = parse(words).params
+    assert (made["ps"], made["workers"]) == (2, 2)
+    volumes = dict(volume.split(":", 1) for volume in SERVICES["certs"]["volumes"])
+    for service in TASKS.values():
+        config = parse_tf_config(service["environment"]["TF_CONFIG"])
+        assert config is not None
+        name = task_name(config.task)
+        mine = [volume for volume in service["volumes"] if volume.startswith("certs")]
+        assert mine == [f"certs-{name}:/certs:ro"]
+        assert volumes[f"certs-{name}"] == f"/out/{name}"
+    assert set(COMPOSE["volumes"]) == {*volumes, "checkpoints"}
+
+
+def test_containers_may_do_little() -> None:
+    """A root that nobody writes on, no new privileges, no capabilities but what changes owners, no network outside."""
+    for name, service in SERVICES.items():
+        assert service["read_only"] is True
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["cap_drop"] == ["ALL"]
+        assert ("user" in service, "cap_add" in service) == (name == "certs", name == "certs")
+    assert SERVICES["certs"]["network_mode"] == "none"
+    assert COMPOSE["networks"] == {"default": {"internal": True}}
+
+
+def test_commands_are_ours() -> None:
+    """Every container runs a program that takes these flags; servers end with the job, and have a probe."""
+    for service in TASKS.values():
+        context = parse(service["command"])
+        if context.info_name == "psserver":
+            assert context.params["until_done"]
+            parse(service["healthcheck"]["test"][1:])
+            assert set(service["depends_on"]) == {"certs"}
+        else:
+            assert {name: one["condition"] for name, one in service["depends_on"].items()} == {
+                "certs": "service_completed_successfully",
+                "ps-0": "service_healthy",
+                "ps-1": "service_healthy",
+            }
+            assert not context.params["script"] or (ROOT / context.params["script"]).exists()

@@ -1,0 +1,194 @@
+"""Files that describe a local cluster: what they may say, and that those in configs/ run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from shell import shell
+
+from psclient.arrays import local_devices
+from psclient.config import LaunchConfig, ServerOptions
+from psclient.launch_file import SECTIONS, TOP, Key, load_launch_config, schema
+from pswire.errors import ConfigError
+from pswire.limits import Timeouts
+from pswire.security import FLAGS, SecurityOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "configs").glob("*.yaml"))
+SECONDS = 240
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# ---- The schema ----
+
+
+def test_the_keys_are_the_attributes() -> None:
+    """What a cluster can be told, a file can tell: each attribute has a key, and each key an attribute."""
+    fields = {
+        kind: {field.name for field in dataclasses.fields(kind)} for kind in (LaunchConfig, ServerOptions, Timeouts)
+    }
+    assert {*TOP, *SECTIONS} == fields[LaunchConfig]
+    assert set(SECTIONS["server"]) == fields[ServerOptions]
+    assert set(SECTIONS["timeouts"]) == fields[Timeouts]
+    assert set(SECTIONS["security"]) == set(FLAGS)
+
+
+def test_the_committed_schema_is_what_the_code_says() -> None:
+    """`python tools/make_schema.py` has been run since the keys changed, and it is a schema."""
+    committed = json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8"))
+    assert committed == schema()
+    jsonschema.Draft202012Validator.check_schema(committed)
+
+
+KEYS = [(None, name, key) for name, key in TOP.items()]
+KEYS += [(section, name, key) for section, keys in SECTIONS.items() for name, key in keys.items()]
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 9),
+    st.sampled_from([-0.5, 0.5]),
+    st.sampled_from(
+        ["driver", "none", "shm", "grpc", "debug", "json", "cpu", "gpu:1", "gpu:x", "4GiB", "4 Gib", "4 G", ""]
+    ),
+    st.lists(st.one_of(st.text(max_size=3), st.integers(), st.none()), max_size=2),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=1),
+)
+
+
+@given(st.sampled_from(KEYS), VALUES)
+def test_the_schema_and_the_loader_refuse_the_same(place: tuple[str | None, str, Key], value: Any) -> None:
+    """What an editor underlines is what psworker refuses, and nothing else."""
+    section, name, key = place
+    data = {section: {name: value}} if section else {name: value}
+    valid = jsonschema.Draft202012Validator(schema()).is_valid(data)
+    with nullcontext() if valid else pytest.raises(ConfigError, match=f"^{name} must be "):
+        key.refuse(value, name)
+
+
+# ---- What a file may say ----
+
+
+def test_a_file_says_everything(tmp_path: Path) -> None:
+    """Each key of the file is an attribute of the cluster."""
+    path = written(
+        tmp_path,
+        "ps: 3\nworkers: 4\nchief: none\nrestarts: 2\nscript: a.py\nargs: [--epochs, 3]\nlane: tcp\n"
+        "server: {device: 'gpu:1', memory_limit: 4GiB, checkpoint_root: /tmp/x, threads: 2, shared_memory: 0}\n"
+        "timeouts: {lease: 5}\nsecurity: {token_file: 'certs/{task}/token'}\n",
+    )
+    assert load_launch_config(path) == LaunchConfig(
+        ps=3,
+        workers=4,
+        chief="none",
+        restarts=2,
+        script="a.py",
+        args=("--epochs", "3"),
+        lane="tcp",
+        server=ServerOptions("gpu:1", "4GiB", "/tmp/x", "2", "0"),
+        timeouts=Timeouts(lease=5.0),
+        security=SecurityOptions(token_file="certs/{task}/token"),
+    )
+
+
+BAD = {
+    "wokers: 2": "key wokers is unknown; did you mean workers?",
+    "zebra: 2": "key zebra is unknown; known are args, chief",
+    "server: {memory: 1}": "key of server memory is unknown; did you mean memory_limit?",
+    "timeouts: {leese: 1}": "key of timeouts leese is unknown; did you mean lease?",
+    "security: {tls_crt: a}": "key of security tls_crt is unknown; did you mean tls_cert?",
+    "security: {token: abc}": "key of security token is unknown; did you mean token_file?",
+    "timeouts: {lease: soon}": "timeouts.lease must be a positive number of seconds, not 'soon'",
+    "timeouts: {lease: 0}": "timeouts.lease must be a positive number of seconds, not 0",
+    "timeouts: {lease: .inf}": "timeouts.lease must be a positive number of seconds, not inf",
+    "timeouts: {lease: .nan}": "timeouts.lease must be a positive number of seconds, not nan",
+    "ps: two": "ps must be a whole number from 1, not 'two'",
+    "ps: true": "ps must be a whole number from 1, not True",
+    "ps: 0": "ps must be a whole number from 1, not 0",
+    "workers: -1": "workers must be a whole number from 0, not -1",
+    "restarts: 1.5": "restarts must be a whole number from 0, not 1.5",
+    "chief: maybe": "chief must be one of driver, script, none, not 'maybe'",
+    "lane: 3": "lane must be one of shm, tcp, grpc, not 3",
+    "evaluator: perhaps": "evaluator must be true or false, not 'perhaps'",
+    "log_level: loud": "log_level must be one of debug, info, warning, error, not 'loud'",
+    "script: 3": "script must be text, not 3",
+    "args: --resume": "args must be a list, one item for each argument, not '--resume'",
+    "args: [{a: 1}]": "args must be a list, one item for each argument, not [{'a': 1}]",
+    "server: 3": "server must be a mapping of keys to values, not 3",
+    "server: {device: tpu}": "server.device must be cpu or gpu:N, not 'tpu'",
+    "server: {memory_limit: much}": "server.memory_limit must be a number of bytes with a unit, such as 4GiB",
+    "server: {memory_limit: -1}": "server.memory_limit must be a number of bytes with a unit, such as 4GiB, not -1",
+    "server: {threads: 0}": "server.threads must be a whole number from 1, not 0",
+    "- 3": "must be a mapping of keys to values, not [3]",
+    "a: [": "is no YAML",
+    "{workers: 0, script: a.py}": "nobody would run a.py: the cluster has no worker",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_files_are_refused(tmp_path: Path, text: str) -> None:
+    """One line names the file and the key, and says what to write."""
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_launch_config(path)
+    assert BAD[text] in str(error.value)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """A path that is not there is an error about that path."""
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml: No such file"):
+        load_launch_config(tmp_path / "none.yaml")
+
+
+# ---- The files in configs/ ----
+
+
+def test_the_committed_files_are_those_that_are_promised() -> None:
+    """One for each way to run a local cluster."""
+    names = {"local", "two-by-two", "gpu", "async", "tls", "standalone", "elastic"}
+    assert {path.stem for path in FILES} == names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_committed_files_are_clusters(path: Path) -> None:
+    """Every file in configs/ can be read, fits the schema that it names, and names a script that exists."""
+    jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), schema())
+    assert "# yaml-language-server: $schema=schema.json" in path.read_text(encoding="utf-8")
+    assert (ROOT / load_launch_config(path).script).exists()
+
+
+def has_gpu() -> bool:
+    return any(device.startswith("gpu") for device in map(str, local_devices(None)))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_committed_files_train(path: Path, tmp_path: Path) -> None:
+    """psworker runs what the file says to its end, and nothing is left."""
+    if load_launch_config(path).server.device != "cpu" and not has_gpu():
+        pytest.skip("no CUDA device: the file is only read")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    if load_launch_config(path).security.tls_cert:
+        made = shell(["psctl", "certs", "certs", "--ps", "2", "--workers", "2"], tmp_path)
+        assert made.code == 0, made.err
+    config = load_launch_config(path)
+    words = ["psworker", "--config", str(path), config.script, *config.args, "--epochs", "2"]
+    done = shell(words, tmp_path, SECONDS)
+    assert done.code == 0, done.err
+    assert "test accuracy" in done.out
+    assert (tmp_path / config.server.checkpoint_root / "digits" / "ckpt-1" / "manifest.json").exists()
+    assert done.left == ()

@@ -1,0 +1,98 @@
+"""The job script for Slurm, with a stand-in for srun that starts the step's tasks on this machine.
+
+What is not tried: Slurm itself, more than one node, and GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shell import shell
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "configs" / "slurm" / "train.sbatch"
+SECONDS = 240
+
+SRUN = """#!{python}
+import os, subprocess, sys
+words = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+step = {{"SLURM_STEP_NUM_TASKS": "{tasks}", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_TASKS_PER_NODE": "{tasks}"}}
+environs = [os.environ | step | {{"SLURM_PROCID": str(rank)}} for rank in range({tasks})]
+tasks = [subprocess.Popen(words, env=environ) for environ in environs]
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+
+
+def sbatch(directory: Path, tasks: int, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script as the first node of an allocation would."""
+    srun = directory / "bin" / "srun"
+    srun.parent.mkdir(exist_ok=True)
+    srun.write_text(SRUN.format(python=sys.executable, tasks=tasks), encoding="utf-8")
+    srun.chmod(0o755)
+    path = f"{srun.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PS_", "TF_CONFIG"))}
+    return subprocess.run(
+        ["bash", str(SCRIPT), *words],
+        cwd=directory,
+        env=kept | {"PATH": path} | environ,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row of which none is in use."""
+    for first in range(20_000, 30_000, count):
+        sockets = [socket.socket() for _ in range(count)]
+        try:
+            for offset, each in enumerate(sockets):
+                each.bind(("0.0.0.0", first + offset))
+        except OSError:
+            continue
+        finally:
+            for each in sockets:
+                each.close()
+        return first
+    raise AssertionError("all ports are in use")
+
+
+def test_one_allocation_is_one_job(tmp_path: Path) -> None:
+    """A chief, a server and two workers train in one step, over TLS, and all end by themselves."""
+    made = shell(["psctl", "certs", "certs", "--ps", "1", "--workers", "2"], tmp_path)
+    assert made.code == 0, made.err
+    words = [str(ROOT / "examples" / "digits.py"), "--epochs", "2"]
+    done = sbatch(tmp_path, 4, *words, PS_SERVERS="1", PS_PORT=str(free_ports(4)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 1
+    assert "psserver /job:ps/task:0 ended; it held" in done.stdout
+    assert (tmp_path / "checkpoints" / "digits" / "ckpt-1" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "train.sbatch: which script?"),
+        (["train.py"], "train.sbatch: there are no certificates in"),
+    ],
+)
+def test_what_is_missing_is_said(tmp_path: Path, words: list[str], said: str) -> None:
+    """Before anything starts."""
+    done = sbatch(tmp_path, 4, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(said)
+
+
+def test_the_script_is_clean() -> None:
+    """shellcheck, where it is at hand, has nothing to say."""
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("no shellcheck")
+    done = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout

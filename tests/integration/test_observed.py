@@ -1,0 +1,125 @@
+"""Jobs of real processes tell what they do: metrics of every task, and a log that programs can read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inside import add, gate, say
+from jobs import CHIEF, PS0, PS1, SECONDS, W0, W1, Job
+from scraped import Page, documented, mistakes
+
+import psclient as ps
+from pswire import logs
+from pswire.cluster import Task
+
+ROUNDS = 5
+TASKS = (PS0, PS1, CHIEF, W0, W1)
+
+
+def observed(rounds: int) -> None:
+    """Makes some rounds, and stands still so that somebody may look."""
+    import logging
+
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
+    for _ in range(rounds):
+        strategy.run(add, args=(v, np.ones(1 << 12, "float32")))
+    logging.getLogger("mine").warning("half way")
+    say("rounds", strategy.round)
+    gate("on")
+    strategy.close()
+
+
+def page(job: Job, task: Task) -> Page:
+    """A task's metrics, at the port that it has picked."""
+    if task.job == "ps":
+        said = " serves metrics at "
+        job.until(lambda: any(said in line for line in job.cluster.output(task)))
+        (line,) = [line for line in job.cluster.output(task) if said in line]
+    else:
+        found = logs.read(job.hear_error(task, "metrics are at "))
+        assert found is not None
+        line = found["message"].partition(",")[0]
+    return Page.at(line.rpartition(" ")[2])
+
+
+def test_every_task_tells_what_it_does(tmp_path):
+    """Servers, workers and the chief agree on the rounds; each line of a log says whose it is."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "metrics_port": 0, "log_format": "json"}
+    with Job(observed, tmp_path, (ROUNDS,), gates=["on"], **keys) as job:
+        assert {job.hear(task, "rounds") for task in (W0, W1)} == {ROUNDS}
+        pages = {task: page(job, task) for task in TASKS}
+        job.open("on")
+        job.finish()
+        lines = {task: [logs.read(line) for line in job.errors(task).splitlines()] for task in TASKS}
+    for task in (W0, W1):
+        _check_worker(pages[task])
+    _check_servers([pages[PS0], pages[PS1]])
+    chief = pages[CHIEF]
+    assert (chief("chief_epochs_total"), chief("chief_members"), chief("chief_plans_approved_total")) == (1, 2, 1)
+    assert not chief.families["paramserver_chief_missing"].samples
+    _check_names(pages.values())
+    for task, found in lines.items():
+        assert all(line and line["task"] == str(task) for line in found), found
+    (mine,) = [line for line in lines[W1] if line["logger"] == "mine"]
+    assert (mine["message"], mine["round"]) == ("half way", ROUNDS)
+    assert int(mine["session"]) > 0
+
+
+def _check_worker(page: Page) -> None:
+    assert page("worker_rounds_total", outcome="completed") == page("worker_round") == ROUNDS
+    assert page("worker_phase_seconds_count", phase="waiting") == ROUNDS
+    assert page("worker_phase_seconds_count", phase="computing") == ROUNDS - 1
+    assert _moved(page, "worker", "sent") >= ROUNDS << 14
+
+
+def _check_servers(pages: list[Page]) -> None:
+    holder, other = sorted(pages, key=lambda page: -page("server_variable_bytes"))
+    assert (holder("server_variable_bytes"), other("server_variable_bytes")) == (1 << 14, 0)
+    assert holder("server_rounds_total", outcome="completed") == ROUNDS
+    assert holder("server_round_phase_seconds_count", phase="applying") == ROUNDS
+    assert _moved(holder, "server", "received") >= 2 * ROUNDS << 14
+    assert _moved(other, "server", "received") == 0
+    assert [page("server_sessions", state="open") for page in pages if page.has("server_sessions", state="open")] == [2]
+
+
+def _moved(page: Page, side: str, direction: str) -> float:
+    return sum(page(f"{side}_payload_bytes_total", lane=lane, direction=direction) for lane in ("shm", "tcp", "grpc"))
+
+
+def _check_names(pages) -> None:
+    """All metrics keep the conventions, and the document has exactly these."""
+    families = {family.name: family for page in pages for family in page.ours}
+    assert not mistakes(families.values())
+    counters = {name + "_total" * (family.type == "counter") for name, family in families.items()}
+    assert counters == documented().keys()
+
+
+def psworker(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script on a local cluster."""
+    command = [sys.executable, "-P", "-m", "psclient.cli", "--standalone", *flags, str(script)]
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=script.parent, env=environ)
+
+
+@pytest.mark.parametrize("body", ["1 / 0", "import psclient as ps; ps.ParameterServerStrategy(devices=['tpu:7'])"])
+def test_all_of_stderr_is_json(body, tmp_path):
+    """What the launcher relays, tracebacks of scripts, and its own report: nothing else is there."""
+    script = tmp_path / "script.py"
+    script.write_text(f"print('begins')\n{body}\n", encoding="utf-8")
+    done = psworker(script, "--log-format", "json")
+    assert done.returncode == 1, done.stderr
+    assert "[worker 0] begins" in done.stdout
+    lines = [logs.read(line) for line in done.stderr.splitlines()]
+    assert all(lines), done.stderr
+    failed = next(line for line in lines if line["task"] == "/job:worker/task:0" and line["level"] == "error")
+    assert ("exception" in failed) == ("1 / 0" in body)
+    assert lines[-1]["task"] is None
+    assert "/job:worker/task:0 failed (exit code 1)" in lines[-1]["message"]
+    assert ("ZeroDivisionError" if "1 / 0" in body else "tpu:7") in lines[-1]["message"]

@@ -1,0 +1,309 @@
+"""The command psctl beside jobs of real processes: what it shows of them, and that they do not notice."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from struct import pack
+from typing import Any
+
+import numpy as np
+import pytest
+from inside import ME, gate, say
+from jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, Job
+
+import psclient as ps
+from psclient import psctl
+
+KEYS = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"]}
+
+
+class Psctl:
+    """Runs psctl with what a job's tasks are told."""
+
+    def __init__(self, job: Job, capsys: Any) -> None:
+        self.job = job
+        self._capsys = capsys
+
+    def __call__(self, *args: str) -> tuple[int, str]:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            psctl.main(args)
+        said = self._capsys.readouterr()
+        assert "Traceback" not in said.out + said.err
+        return int(str(ended.value.code)), said.out + said.err
+
+    def json(self, *args: str) -> tuple[int, Any]:
+        """What it says with `--json`."""
+        code, text = self(*args, "--json")
+        return code, json.loads(text)
+
+    def until(self, true: Any) -> Any:
+        """The status once something is true of it."""
+        found: list[Any] = []
+
+        def look() -> bool:
+            found[:] = [self.json("status")]
+            return bool(true(found[0][1]))
+
+        self.job.until(look)
+        return found[0]
+
+
+@pytest.fixture
+def beside(monkeypatch, capsys):
+    """Runs psctl beside a job."""
+
+    @contextmanager
+    def running(job: Job) -> Iterator[Psctl]:
+        with job:
+            monkeypatch.setenv("TF_CONFIG", job.cluster.tf_config(W0))
+            monkeypatch.setenv("PS_TOKEN", job.cluster.security(W0).token)
+            yield Psctl(job, capsys)
+
+    return running
+
+
+def train(rounds, stop, mode="sync"):
+    """Both workers add to three variables; worker 1 stops before a round until it is let go on."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async() if mode == "async" else ps.Sync())
+    with strategy.scope():
+        v = ps.Variable(np.zeros((2, 3), "float32"), name="dense/kernel")
+        u = ps.Variable(np.zeros(4), name="dense/bias")
+        optimizer = ps.optimizers.Adam(0.5)
+
+    def step():
+        optimizer.apply_gradients([(np.ones((2, 3), "float32"), v), (np.ones(4), u)])
+
+    while strategy.round < rounds:
+        if ME and strategy.round == stop:
+            say("at", stop)
+            gate("go1")
+        strategy.run(step)
+        say("did", strategy.round - 1)
+    say("done")
+    gate("end")
+    say("bias", u.numpy())
+
+
+def by_task(items: list[dict[str, Any]], drives: bool = False) -> dict[str, dict[str, Any]]:
+    return {each["task"]: each for each in items if each.get("drives", False) == drives}
+
+
+def test_a_job_that_waits_is_shown(beside, tmp_path):
+    """Who is in which round, who waits for whom and over which lane; reading it costs the job nothing."""
+    with beside(Job(train, tmp_path, (8, 5), **KEYS)) as run:
+        job = run.job
+        job.hear(W1, "at", 5)
+        code, said = run.until(lambda said: said["round"] == 5 and by_task(said["tasks"])[str(W0)]["waits_for"])
+        assert (code, said["problems"], said["state"], said["mode"]) == (0, [], "running", "sync")
+        assert (said["epoch"], said["replicas"]) == (1, 2)
+        tasks = by_task(said["tasks"])
+        assert (tasks[str(W0)]["round"], tasks[str(W0)]["lag"], tasks[str(W0)]["waits_for"]) == (5, 0, [str(W1)])
+        assert (tasks[str(W1)]["round"], tasks[str(W1)]["lag"], tasks[str(W1)]["waits_for"]) == (4, 1, [])
+        assert all(task["takes_part"] and task["lanes"] == ["shm"] for task in tasks.values())
+        assert by_task(said["tasks"], drives=True)[str(CHIEF)]["state"] == "open"
+        servers = by_task(said["servers"])
+        assert set(servers) == {str(PS0), str(PS1)}
+        assert all(server["waits_for"] == [str(W1)] for server in servers.values())
+        assert all(server["waiting"][0]["missing"] == [str(W1)] for server in servers.values())
+        assert all(server["lanes"] == {"shm": 2} for server in servers.values())
+        assert all(server["resident_bytes"] > 1 << 20 and server["version"] for server in servers.values())
+
+        code, text = run("status")
+        assert (code, text.splitlines()[0]) == (0, "job runs: epoch 1, round 5, 2 replicas, sync")
+        assert [
+            line for line in text.splitlines() if line.startswith("worker-0") and line.rstrip().endswith("worker-1")
+        ]
+
+        sessions = [task["session"] for task in said["tasks"]]
+        run("vars")
+        run("read", "dense/kernel")
+        assert [task["session"] for task in run.json("status")[1]["tasks"]] == sessions
+        job.open("go1")
+        job.hear(W0, "done")
+        job.open("end")
+        job.finish()
+
+
+def test_variables_are_listed_and_read(beside, tmp_path):
+    """With what the optimizer keeps beside each, by server; values as NumPy prints them, in files, as numbers."""
+    with beside(Job(train, tmp_path, (8, 5), **KEYS)) as run:
+        run.job.hear(W1, "at", 5)
+        run.until(lambda said: all(server["round"] == 4 for server in said["servers"]))
+        code, said = run.json("vars")
+        found = {each["name"]: each for each in said["variables"]}
+        assert code == 0
+        assert found["dense/kernel"]["shape"] == [2, 3]
+        assert (found["dense/kernel"]["dtype"], found["dense/kernel"]["bytes"]) == ("float32", 24)
+        assert found["adam/dense/kernel/m"]["slot_of"] == "dense/kernel"
+        assert found["adam/dense/kernel/m"]["servers"] == found["dense/kernel"]["servers"]
+        assert found["adam/iterations"]["slot_of"] is None
+        assert [each["name"] for each in said["variables"]][:3] == [
+            *("dense/kernel", "adam/dense/kernel/m", "adam/dense/kernel/v")
+        ]
+        held = [sum(each["bytes"] for each in said["variables"] if str(task) in each["servers"]) for task in (PS0, PS1)]
+        assert [server["bytes"] for server in said["servers"]] == held
+        bias = run.json("vars", "*bias")[1]["variables"]
+        assert [each["name"] for each in bias] == ["dense/bias", "adam/dense/bias/m", "adam/dense/bias/v"]
+        assert "no variable matches 'nothing*'; the job has 7" in run("vars", "nothing*")[1]
+        assert "  adam/dense/bias/m" in run("vars")[1]
+
+        code, said = run.json("read", "dense/bias")
+        assert (code, said["round"], said["dtype"]) == (0, 4, "float64")
+        np.testing.assert_allclose(said["value"], [-2.5] * 4, rtol=1e-5)
+        assert "[-2.49999" in run("read", "dense/bias")[1]
+        path = tmp_path / "bias.npy"
+        assert run("read", "dense/bias", "--npy", str(path))[0] == 0
+        np.testing.assert_array_equal(np.load(path), said["value"])
+        stats = run.json("read", "dense/bias", "--stats")[1]["stats"]
+        assert (stats["count"], stats["nan"], stats["min"]) == (4, 0, said["value"][0])
+        code, text = run("read", "dense/bia")
+        assert code == 2
+        assert "did you mean dense/bias?" in text
+
+        run.job.open("go1")
+        run.job.hear(W0, "done")
+        run.job.open("end")
+        assert run.job.hear(W0, "bias") == run.job.hear(W1, "bias")
+        run.job.finish()
+
+
+def test_asynchronous_workers_have_their_own_rounds(beside, tmp_path):
+    """Each stands where it is, and nobody waits for anybody."""
+    with beside(Job(train, tmp_path, (8, 5, "async"), **KEYS)) as run:
+        run.job.hear(W1, "at", 5)
+        run.job.hear(W0, "done")
+        code, said = run.json("status")
+        assert (code, said["mode"], said["problems"]) == (0, "async", [])
+        tasks = by_task(said["tasks"])
+        assert [(tasks[str(task)]["round"], tasks[str(task)]["lag"]) for task in (W0, W1)] == [(7, 0), (4, 3)]
+        assert [tasks[str(task)]["waits_for"] for task in (W0, W1)] == [[], []]
+        run.job.open("go1")
+        run.job.open("end")
+        run.job.finish()
+
+
+def test_who_is_lost_is_named(beside, tmp_path):
+    """A worker whose lease ended, a chief that is gone, a server that is silent: one line for each, and exit code 1."""
+    with beside(Job(train, tmp_path, (8, 5), timeouts=QUICK, **KEYS)) as run:
+        job = run.job
+        job.hear(W1, "at", 5)
+        job.kill(W1)
+        code, said = run.until(lambda said: said["problems"])
+        assert code == 1
+        assert [(each["kind"], each["task"]) for each in said["problems"]] == [("lost", str(W1))]
+        assert "its lease ended" in said["problems"][0]["message"]
+        job.kill(CHIEF)
+        code, said = run.until(lambda said: len(said["problems"]) > 1)
+        assert [(each["kind"], each["task"]) for each in said["problems"]] == [
+            *(("no_chief", str(CHIEF)), ("lost", str(W1)))
+        ]
+        job.kill(PS1)
+        code, text = run("status", "--timeout", "1")
+        assert code == 1
+        assert "! ps-1: no answer at" in text
+        assert "nothing listens there" in text
+        code, said = run.json("read", "dense/kernel", "--timeout", "1")
+        servers = {each["name"]: each["servers"] for each in run.json("vars", "--timeout", "1")[1]["variables"]}
+        assert code == (2 if servers["dense/kernel"] == [str(PS1)] else 0)
+        job.kill(PS0)
+        code, said = run.json("vars", "--timeout", "0.5")
+        assert (code, said["error"]["type"], said["error"]["task"]) == (2, "Unreachable", str(PS0))
+        assert [server["serving"] for server in run.json("health", "--timeout", "1")[1]["servers"]] == [False, False]
+
+
+def test_a_server_that_was_started_anew_is_no_part_of_the_job(beside, tmp_path):
+    """Its variables are gone, which it cannot say itself."""
+    with beside(Job(train, tmp_path, (8, 5), **KEYS)) as run:
+        run.job.hear(W1, "at", 5)
+        run.job.kill(PS1)
+        run.job.start(PS1)
+        code, said = run.until(lambda said: said["servers"][1]["state"] == "up")
+        assert code == 1
+        assert ("replaced", str(PS1)) in [(each["kind"], each["task"]) for each in said["problems"]]
+
+
+def test_health_is_for_probes(beside, tmp_path):
+    """Exit code 0 while a server serves, 1 when it is gone; without a token, and one line for each."""
+
+    def nothing():
+        gate("end")
+
+    with beside(Job(nothing, tmp_path, (), ps=1, workers=1, chief="driver", gates=["end"])) as run:
+        address = run.job.cluster.addresses[PS0]
+        assert run("health", address) == (0, f"{address} serves\n")
+        assert run.json("health") == (
+            0,
+            {"serving": True, "servers": [{"address": address, "serving": True, "why": ""}]},
+        )
+        run.job.kill(PS0)
+        assert run("health", address) == (1, f"{address} does not serve: nothing listens there\n")
+
+
+def test_the_wrong_token_is_refused_in_words(beside, tmp_path, monkeypatch):
+    """That a server is there, and does not answer us, is another thing than silence."""
+
+    def nothing():
+        gate("end")
+
+    with beside(Job(nothing, tmp_path, (), ps=1, workers=1, chief="driver", gates=["end"])) as run:
+        monkeypatch.delenv("PS_TOKEN")
+        code, said = run.json("status")
+        assert (code, said["state"], said["servers"][0]["state"]) == (1, "unknown", "refused")
+        assert "PS_TOKEN" in said["problems"][0]["message"]
+
+
+# ---- top ----
+
+
+@contextmanager
+def terminal(command: list[str], columns: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A command on a terminal of its own, and that terminal's other end."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, pack("HHHH", 24, columns, 0, 0))
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    try:
+        yield process, ours
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def seen(terminal: int, what: str) -> str:
+    """All that a terminal shows until it has shown something."""
+    text, deadline = b"", time.monotonic() + SECONDS
+    while what.encode() not in text:
+        assert time.monotonic() < deadline, text.decode()
+        if select.select([terminal], [], [], 1.0)[0]:
+            text += os.read(terminal, 1 << 16)
+    return text.decode()
+
+
+def test_top_is_live_and_ends_with_ctrl_c(beside, tmp_path):
+    """On a terminal it goes on until Ctrl-C, which is no failure; elsewhere it tells of one interval."""
+    with beside(Job(train, tmp_path, (8, 5), **KEYS)) as run:
+        run.job.hear(W1, "at", 5)
+        command = [sys.executable, "-m", "psclient.psctl", "top", "--interval", "0.2"]
+        with terminal(command, 140) as (process, screen):
+            assert "rounds/s" in seen(screen, "worker-1")
+            seen(screen, "rounds/s")
+            process.send_signal(signal.SIGINT)
+            assert "Traceback" not in seen(screen, "\x1b[?1049l")
+            assert process.wait(SECONDS) == 0
+        code, said = run.json("top", "--interval", "0.1")
+        assert code == 0
+        assert set(said["rates"]) == {str(PS0), str(PS1)}
+        assert said["rates"][str(PS0)]["rounds_per_second"] == 0
+        assert "rounds/s" in run("top", "--interval", "0.1")[1]

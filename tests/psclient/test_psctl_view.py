@@ -1,0 +1,226 @@
+"""What psctl makes of servers' answers: servers of several jobs, of none, in the wrong order; and how it says it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from rich.console import Console
+from rig import WORKERS, Job, Servers, core, remote, serving
+
+from psclient import psctl
+from psclient.psctl.output import duration, plain, short, size
+from psclient.psctl.servers import Servers as Connections
+from psclient.psctl.settings import Cluster
+from psclient.psctl.status import lines
+from psclient.psctl.top import rates
+from psclient.psctl.variables import stats_of
+from psclient.psctl.view import JobView, ServerView, view_of
+from pswire.cluster import Task
+from pswire.log import Done, JobStarted
+from pswire.security import Security
+from pswire.tensor import DTYPES
+
+W0, W1 = WORKERS[:2]
+CHIEF = Task("chief", 0)
+
+
+@pytest.fixture
+def serve(tmp_path) -> Iterator[Any]:
+    """Starts servers of one job each time."""
+    with ExitStack() as stack:
+        yield lambda count=2: stack.enter_context(serving("grpc", count, tmp_path))
+
+
+def view(*servers: Any, expected: tuple[Task, ...] = ()) -> JobView:
+    """What psctl sees of servers, in this order."""
+    addresses = {Task("ps", index): server.address for index, server in enumerate(servers)}
+    with Connections(Cluster(addresses), 2.0, Security()) as connections:
+        return view_of(connections.look(), expected)
+
+
+def kinds(seen: JobView) -> list[tuple[str, str]]:
+    return [(problem.kind, short(problem.task)) for problem in seen.problems]
+
+
+def test_servers_without_a_job_say_so(serve):
+    """Nobody has begun one: that is no fault of the servers, and the chief is named as missing."""
+    seen = view(*serve().verbs)
+    assert (seen.state, seen.epoch, seen.round, seen.tasks) == ("none", 0, -1, ())
+    assert kinds(seen) == [("no_chief", "")]
+
+
+def test_a_job_begins_runs_and_ends(serve):
+    """From the chief's first entry to its last."""
+    servers: Servers = serve()
+    job = Job(servers)
+    assert view(*servers.verbs).state == "starting"
+    (worker,) = job.join(W0, replicas=3)
+    seen = view(*servers.verbs)
+    assert (seen.state, seen.epoch, seen.replicas, kinds(seen)) == ("running", 1, 3, [])
+    servers.verbs[0].leave(worker.session, "")
+    job.append(Done())
+    servers.verbs[0].leave(job.opened.session, "")
+    seen = view(*servers.verbs)
+    assert (seen.state, kinds(seen)) == ("over", [])
+    assert [(task.task, task.state) for task in seen.tasks] == [(str(CHIEF), "left"), (str(W0), "left")]
+
+
+def test_servers_of_two_jobs_are_told_apart(serve):
+    """Those that are not of server 0's job are named, and that one is missing."""
+    job, other = Job(serve()), core(1, 777)
+    job.join(W0)
+    with remote(other) as alone:
+        assert other.approve(1, 0, [JobStarted(1, (776, 777))]) == 1
+        seen = view(job.verbs[0], alone)
+    other.close()
+    assert kinds(seen) == [("other_job", "ps-1")]
+    assert "another job" in seen.problems[0].message
+
+
+def test_addresses_that_do_not_fit_are_told(serve):
+    """One server twice, one too few, server 0 left out."""
+    job = Job(serve())
+    job.join(W0)
+    one, two = job.verbs
+    assert kinds(view(one, one)) == [("same_server", "ps-0")]
+    assert kinds(view(one)) == [("incomplete", "")]
+    assert kinds(view(two)) == [("no_keeper", "ps-0"), ("incomplete", "")]
+    swapped = view(two, one)
+    assert kinds(swapped) == []
+    assert [server.task for server in swapped.servers] == ["/job:ps/task:1", "/job:ps/task:0"]
+
+
+def test_who_was_expected_and_never_came_is_told(serve):
+    """By TF_CONFIG; without it nobody can know."""
+    job = Job(serve())
+    job.join(W0)
+    seen = view(*job.verbs, expected=(CHIEF, W0, W1))
+    assert kinds(seen) == [("missing", "worker-1")]
+    assert [task.state for task in seen.tasks if task.task == str(W1)] == ["missing"]
+    assert kinds(view(*job.verbs)) == []
+
+
+def test_a_task_that_came_back_is_told_once(serve):
+    """Its newest session counts: what became of the one before is over."""
+    job = Job(serve())
+    (old,) = job.join(W0)
+    job.verbs[0].leave(old.session, "it failed")
+    assert ("failed", "worker-0") in kinds(view(*job.verbs))
+    job.open(W0)
+    seen = view(*job.verbs)
+    assert [(task.state, task.takes_part) for task in seen.tasks if not task.drives] == [("open", False)]
+    assert ("failed", "worker-0") not in kinds(seen)
+
+
+# ---- How it says it ----
+
+
+def rendered(seen: JobView, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    for each in lines(seen, width=width):
+        console.print(each)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [80, 100, 140, 200])
+def test_tables_fit_their_terminal(serve, width):
+    """What there is no room for is left out, and each server has one line."""
+    job = Job(serve())
+    job.join(W0, W1)
+    said = rendered(view(*job.verbs), width)
+    assert max(map(len, said)) <= width
+    assert [line.split()[0] for line in said if line.startswith(("ps-", "worker-", "chief-"))] == [
+        *("ps-0", "ps-1", "chief-0", "worker-0", "worker-1")
+    ]
+    assert any("address" in line for line in said) == (width >= 140)
+
+
+def test_rates_are_of_one_process():
+    """Differences in time; none over the life of two processes, or where there is no answer."""
+    before = ServerView("t", "a", "up", incarnation=1, round=10, traffic={"shm sent": 100, "tcp sent": 5})
+    after = ServerView("t", "a", "up", incarnation=1, round=30, traffic={"shm sent": 300, "tcp sent": 5})
+    assert rates(before, after, 4.0) == {"rounds_per_second": 5.0, "bytes_per_second": {"shm sent": 50.0}}
+    assert rates(before, ServerView("t", "a", "up", incarnation=2, round=30), 4.0) == {}
+    assert rates(before, ServerView("t", "a", "unreachable"), 4.0) == {}
+    assert rates(after, before, 4.0)["rounds_per_second"] == 0
+
+
+@given(st.integers(0, 1 << 60))
+def test_sizes_are_short(number):
+    """At most four digits and a unit, for everything that a machine can have."""
+    said, unit = size(number).split()
+    assert unit in ("bytes", "KiB", "MiB", "GiB", "TiB")
+    assert float(said) <= 1024 or unit == "TiB"
+    assert len(said) <= 5 or unit == "TiB"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (90, "1.5 min"), (9000, "2.5 h"), (2e5, "2.3 d")]
+)
+def test_times_are_short(seconds, said):
+    """In the unit that one would say."""
+    assert duration(seconds) == said
+
+
+ANY = st.sampled_from([dtype for dtype in DTYPES if dtype != "bfloat16"])
+
+
+@given(st.data(), ANY)
+def test_every_value_is_json(data, dtype):
+    """Also what JSON does not know: that is a text."""
+    value = data.draw(arrays(dtype, array_shapes(max_dims=2, max_side=3)))
+    json.dumps(plain(value.tolist()), allow_nan=False)
+    json.dumps(stats_of(value), allow_nan=False)
+
+
+@given(arrays("float64", array_shapes(max_dims=1, min_side=0, max_side=6)))
+def test_statistics_are_of_finite_elements(value):
+    """As NumPy says of those; the others are counted."""
+    stats, finite = stats_of(value), value[np.isfinite(value)]
+    assert stats["count"] == value.size == finite.size + stats["nan"] + stats["infinite"]
+    assert (stats["min"], stats["max"]) == ((finite.min(), finite.max()) if finite.size else (None, None))
+
+
+# ---- Wrong use ----
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["status"], "no servers are named; write --address HOST:PORT[,HOST:PORT...], or set TF_CONFIG"),
+        (["status", "--address", "here"], "--address: 'here' is no address; write host:port"),
+        (["status", "--timeout", "0"], "Invalid value for '--timeout'"),
+        (["vars", "a", "b"], "unexpected extra argument"),
+        (["read"], "Missing argument 'NAME'. (see psctl read --help)"),
+        (["health", "nowhere"], "'nowhere' is no address"),
+        (["read", "x", "--npy", "{tmp}/no/x.npy"], "there is no directory {tmp}/no to write x.npy into"),
+        (["status", "--address", "h:1", "--tls-cert", "{tmp}/none"], "--tls-key and --tls-ca is not given"),
+        (["--address", "h:1,,", "status"], "'' is no address"),
+    ],
+)
+def test_wrong_use_is_one_line(capsys, monkeypatch, tmp_path, args, said):
+    """What is wrong and what to do, with exit code 2; with --json as JSON."""
+    for name in ("TF_CONFIG", "PS_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    args, said = [arg.format(tmp=tmp_path) for arg in args], said.format(tmp=tmp_path)
+    for more in ([], ["--json"]):
+        with pytest.raises(SystemExit) as ended:
+            psctl.main([*args, *more])
+        out, err = capsys.readouterr()
+        assert ended.value.code == 2
+        if more:
+            assert said in json.loads(out)["error"]["message"]
+            assert err == ""
+        else:
+            assert err.startswith("psctl: error: ")
+            assert err.count("\n") == 1
+            assert said in err

@@ -1,0 +1,108 @@
+"""What gRPC's own means tell of a server: whether it serves, and what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from rig import SOON, core
+
+from psserver import health
+from psserver.config import ServerConfig
+from psserver.server import Server
+from pswire.wire import SERVICE
+
+Status = health_pb2.HealthCheckResponse
+ASKED = health_pb2.HealthCheckRequest
+
+
+def serving(test: Callable[[grpc.aio.Channel, Server], Awaitable[Any]], still: Callable[[], float]) -> None:
+    """Runs a test against a server."""
+
+    async def run() -> None:
+        one = core()
+        server = Server(one, ServerConfig(one.task, shared_memory=0), still)
+        port = await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await asyncio.wait_for(test(channel, server), SOON)
+        await server.stop(0.0)
+        one.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+def test_a_server_serves_until_it_ends(service):
+    """Who watches is told so, of the whole server and of our service."""
+
+    async def test(channel: grpc.aio.Channel, server: Server) -> None:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(ASKED(service=service))).status == Status.SERVING
+        watch = stub.Watch(ASKED(service=service))
+        assert (await watch.read()).status == Status.SERVING
+        ending = asyncio.ensure_future(server.stop(SOON))
+        assert (await watch.read()).status == Status.NOT_SERVING
+        watch.cancel()
+        await ending
+
+    serving(test, lambda: 0.0)
+
+
+def test_a_server_that_stands_still_does_not_serve(monkeypatch):
+    """Nobody looks at leases any more: whoever asks is told, and told again when it goes on."""
+    monkeypatch.setattr(health, "LOOK_SECONDS", 0.01)
+    still = [0.0]
+
+    async def test(channel: grpc.aio.Channel, server: Server) -> None:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(ASKED())
+        for seconds in (0.0, health.STILL_SECONDS, 1.0):
+            still[0] = seconds
+            expected = Status.SERVING if seconds < health.STILL_SECONDS else Status.NOT_SERVING
+            assert (await watch.read()).status == expected
+        watch.cancel()
+
+    serving(test, lambda: still[0])
+
+
+def test_what_is_not_served_is_not_found():
+    """A service that is another's has no health here."""
+
+    async def test(channel: grpc.aio.Channel, server: Server) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health_pb2_grpc.HealthStub(channel).Check(ASKED(service="somebody.Else"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    serving(test, lambda: 0.0)
+
+
+def test_a_server_describes_itself():
+    """Clients without our files learn which services there are, and the methods of ours."""
+
+    async def test(channel: grpc.aio.Channel, server: Server) -> None:
+        asked = (
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+        )
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter(asked))
+        services, files = [answer async for answer in call]
+        names = {service.name for service in services.list_services_response.service}
+        assert names >= {SERVICE, "grpc.health.v1.Health"}
+        found = FileDescriptorProto.FromString(files.file_descriptor_response.file_descriptor_proto[0])
+        assert "Push" in {method.name for method in found.service[0].method}
+
+    serving(test, lambda: 0.0)
+
+
+def test_a_core_knows_how_long_nobody_has_looked():
+    """By its own clock; a look ends it."""
+    one = core()
+    one._clock.now += 7.0
+    assert one.still() == 7.0
+    one.tick(one._clock())
+    assert one.still() == 0.0

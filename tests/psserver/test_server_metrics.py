@@ -1,0 +1,225 @@
+"""A server's metrics say what it did."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
+from scraped import Page, documented, mistakes, queried
+
+from psserver.monitoring import ROWS, Exporter, Metrics
+from pswire.errors import ConfigError, PSError
+from pswire.lanes.traffic import traffic
+from pswire.tensor import TensorSpec
+
+A, B = WORKERS[:2]
+NUMBER = TensorSpec("int64", ())
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job on a core whose clock the test turns."""
+    with serving("core", 1, tmp_path) as servers:
+        yield Job(servers)
+
+
+def page(job: Job) -> Page:
+    """What the first server of a job says."""
+    registry = CollectorRegistry()
+    registry.register(Metrics(job.servers.cores[0], traffic()))
+    return Page(generate_latest(registry).decode())
+
+
+def test_names_follow_the_conventions(job):
+    """Every metric has a sentence and a unit, counters are totals, and Prometheus's own parser reads the page."""
+    found = page(job)
+    assert not mistakes(found.ours)
+    assert {family.name for family in found.ours} == {row.name for row in ROWS}
+
+
+def test_the_document_has_the_metrics_of_the_code(job):
+    """Names, kinds and labels do not change without it: dashboards and alarms are made of them."""
+    said = {name: row for name, row in documented().items() if "_server_" in name}
+    code = {row.name + "_total" * (row.kind == "counter"): (row.kind, row.labels) for row in ROWS}
+    assert said == {name: row for name, row in code.items() if "_server_" in name}
+
+
+def test_the_document_s_queries_ask_for_what_there_is():
+    """No dashboard that is made of them stays empty."""
+    assert queried() <= documented().keys()
+    assert len(queried()) > 10
+
+
+def test_rounds_are_counted_by_how_they_ended(job):
+    """Those that were completed, and those that failed."""
+    one, two = job.join(A, B)
+    plan = job.approve(reduce_only(NUMBER), one)
+    for _ in range(3):
+        together(one.push(plan, [1]), two.push(plan, [2]))
+        one.round = two.round = one.round + 1
+    refused = job.approve(sgd(job.variable(one, np.zeros(4, "float32"))), one)
+    answers = [worker.push(refused, [np.zeros(4)], operands=[rate]) for worker, rate in ((one, 0.1), (two, 0.2))]
+    assert all(answer.exception(SOON) for answer in answers)
+    found = page(job)
+    assert (found("server_rounds_total", outcome="completed"), found("server_rounds_total", outcome="failed")) == (3, 1)
+    assert found("server_round") == 3
+
+
+def test_a_round_s_time_is_told_by_phase(job):
+    """It waits from the first contribution to the last; what the array work takes is no waiting."""
+    one, two = job.join(A, B)
+    plan = job.approve(reduce_only(NUMBER), one)
+    first = one.push(plan, [1])
+    job.servers.clock.now += 3.0
+    together(first, two.push(plan, [2]))
+    found = page(job)
+    for phase, seconds in (("waiting", 3.0), ("applying", 0.0), ("answering", 0.0)):
+        assert found("server_round_phase_seconds_sum", phase=phase) == seconds
+        assert found("server_round_phase_seconds_count", phase=phase) == 1
+    assert found("server_round_phase_seconds_bucket", phase="waiting", le="2.5") == 0
+    assert found("server_round_phase_seconds_bucket", phase="waiting", le="5.0") == 1
+
+
+def test_who_is_lost_is_counted_and_what_was_done_without(job):
+    """Its lease, its contribution, its session's state; the chief is still heard of."""
+    one, _ = job.join(A, B)
+    plan = job.approve(reduce_only(NUMBER), one)
+    answer = one.push(plan, [1])
+    job.servers.spend(12.0, one.session, job.opened.session)
+    job.close([one.member])
+    assert answer.result(SOON).left_out == (B,)
+    found = page(job)
+    assert found("server_lease_losses_total") == 1
+    assert found("server_contributions_left_out_total") == 1
+    assert (found("server_sessions", state="open"), found("server_sessions", state="lost")) == (1, 1)
+    assert found("server_chief_silent_seconds") == 0
+
+
+def test_what_waits_is_in_flight(job):
+    """Bytes of contributions that are here and were not used; none once the round is over."""
+    one, two = job.join(A, B)
+    plan = job.approve(reduce_only(TensorSpec("float32", (256,))), one)
+    answer = one.push(plan, [np.ones(256)])
+    assert page(job)("server_in_flight_bytes") == 1024
+    together(answer, two.push(plan, [np.ones(256)]))
+    assert page(job)("server_in_flight_bytes") == 0
+
+
+def test_variables_and_their_memory_are_told(job):
+    """Those that live here."""
+    (one,) = job.join(A)
+    job.variable(one, np.zeros(1000, "float32"))
+    found = page(job)
+    assert (found("server_variables"), found("server_variable_bytes")) == (1, 4000)
+    assert found("server_memory_limit_bytes") == 0
+
+
+def test_programs_without_kernels_are_counted(job):
+    """Small ones are interpreted."""
+    (one,) = job.join(A)
+    plan = job.approve(sum_into(job.variable(one, np.zeros(4, "float32"))), one)
+    together(one.push(plan, [np.ones(4)]))
+    found = page(job)
+    assert found("server_programs_interpreted_total") == 1
+    assert found("server_kernels_compiled_total", outcome="compiled") == 0
+
+
+def test_kernels_are_counted_and_timed(job):
+    """How many were compiled, for how long, and for how long they ran."""
+    (one,) = job.join(A)
+    variable = job.variable(one, np.zeros(1 << 16, "float32"))
+    plan = job.approve(sum_into(variable, returned=False), one)
+    for _ in range(4):
+        together(one.push(plan, [np.ones(1 << 16)]))
+        one.round += 1
+        job.servers.cores[0].kernels.compiler.wait()
+    found = page(job)
+    assert found("server_kernels_compiled_total", outcome="compiled") == 1
+    assert found("server_kernel_compile_seconds_total") > 0
+    assert found("server_kernel_seconds_total") > 0
+    np.testing.assert_array_equal(job.value(one, variable), np.full(1 << 16, 4.0))
+
+
+def test_staleness_is_what_others_did_since_the_read(job):
+    """Three rounds of another worker lie between this one's read and its push; then none."""
+    one, two = job.join(A, B, mode="async")
+    variable = job.variable(one, np.zeros(4, "float32"))
+    plan = job.approve(sum_into(variable), one)
+    job.value(one, variable)
+    for _ in range(3):
+        together(two.push(plan, [np.ones(4)]))
+        two.round += 1
+    together(one.push(plan, [np.ones(4)]))
+    one.round += 1
+    together(one.push(plan, [np.ones(4)]))
+    found = page(job)
+    assert found("server_staleness_rounds_count") == 5
+    assert found("server_staleness_rounds_sum") == 3
+    assert found("server_staleness_rounds_bucket", le="2") == 4
+
+
+@pytest.mark.parametrize("lane", ["grpc", "tcp", "shm"])
+def test_bytes_are_counted_on_their_lane(lane, tmp_path):
+    """What a client has sent is what came, and what came back is what was sent, on both sides."""
+    values = np.arange(1 << 16, dtype="float32")
+    with serving(lane, 1, tmp_path) as servers:
+        job = Job(servers)
+        (one,) = job.join(A)
+        plan = job.approve(reduce_only(TensorSpec("float32", values.shape)), one)
+        (reply,) = together(one.push(plan, [values]))
+        np.testing.assert_array_equal(given(reply, plan)[0], values)
+        for name, each in servers.verbs[0].traffic.items():
+            expected = (values.nbytes, values.nbytes) if name == lane else (0, 0)
+            assert (each.sent, each.received) == expected
+
+
+def test_checkpoints_are_counted(job):
+    """Parts that were saved with their bytes, one that was not, and what was read back."""
+    (one,) = job.join(A)
+    variable = job.variable(one, np.arange(1000, dtype="float32"))
+    (shard,) = job.save(one, "run/ckpt-1")
+    (job.servers.root / "run/ckpt-2").write_text("in the way")
+    with pytest.raises(PSError):
+        job.save(one, "run/ckpt-2")
+    job.restore(one, "run/ckpt-1")
+    with pytest.raises(PSError):
+        job.verbs[0].restore(one.session, "nowhere", one.turn()).result(SOON)
+    found = page(job)
+    shards = [found("server_checkpoint_shards_total", outcome=outcome) for outcome in ("saved", "failed")]
+    assert shards == [1, 1]
+    assert found("server_checkpoint_written_bytes_total") == shard.nbytes > 4000
+    assert found("server_checkpoint_shard_seconds_count") == 2
+    assert (found("server_held_checkpoints"), found("server_held_checkpoint_bytes")) == (0, 0)
+    restores = [found("server_restores_total", outcome=outcome) for outcome in ("restored", "failed")]
+    assert restores == [1, 1]
+    np.testing.assert_array_equal(job.value(one, variable), np.arange(1000))
+
+
+@contextmanager
+def exporter(job: Job):
+    """Serves the metrics of a job's first server."""
+    one = Exporter(job.servers.cores[0], traffic())
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+def test_metrics_are_served_over_http(job):
+    """At a port that is picked; with those of the process, and which version runs here."""
+    with exporter(job) as one:
+        found = Page.at(one.start("127.0.0.1", 0))
+    assert found.families["process_resident_memory_bytes"].samples[0].value > 0
+    (build,) = found.families["paramserver_build_info"].samples
+    assert build.labels["task"] == "/job:ps/task:0"
+
+
+def test_a_port_in_use_is_said(job):
+    """And which flag chooses another."""
+    with exporter(job) as one, exporter(job) as other:
+        port = int(one.start("127.0.0.1", 0).rpartition(":")[2].partition("/")[0])
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*in use.*--metrics-port"):
+            other.start("127.0.0.1", port)

@@ -1,0 +1,573 @@
+"""A checkpoint's files: the manifest comes last, and goes first; wherever they lie."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+import fsspec
+import numpy as np
+import pytest
+from objects import BUCKET, object_store
+from rig import manifest_of
+
+from pswire import checkpoint
+from pswire.checkpoint import Frozen
+from pswire.errors import CheckpointError, ConfigError, NoCheckpoint, VariableMismatch
+from pswire.log import Position
+from pswire.manifest import LATEST, MANIFEST, Manifest, latest_text
+from pswire.places import Directory, Remote, parted, place
+from pswire.saved import Found
+from pswire.saved import SavedCheckpoint as Saved
+from pswire.spec import SnapshotOrder
+from pswire.tensor import TensorSpec, spec_of
+
+POSITION = Position(0, 2, 5)
+VALUE = np.arange(6, dtype="float32").reshape(2, 3)
+SPEC = spec_of(VALUE)
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """An S3 bucket."""
+    with object_store():
+        yield f"s3://{BUCKET}"
+
+
+@pytest.fixture(params=["directory", "memory", "s3"])
+def root(request, tmp_path):
+    """The root of checkpoints: each kind of place."""
+    if request.param == "directory":
+        return str(tmp_path)
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4()}"
+    return f"{request.getfixturevalue('bucket')}/{uuid.uuid4()}"
+
+
+def frozen(path="run/ckpt-1", value=VALUE, server=0, servers=(0,), name="w", state=""):
+    return Frozen(SnapshotOrder(path, servers, 0, state), server, 7, (POSITION,), {name: value})
+
+
+def write_shard(root, one):
+    return checkpoint.write_shard(place(root), one, np.asarray, lambda name: None)
+
+
+def write(root, *args, **keys):
+    return write_shard(root, frozen(*args, **keys))
+
+
+def save(root, *args, busy=frozenset, spare=(), **keys):
+    """Returns the shard's name."""
+    one = frozen(*args, **keys)
+    text = manifest_of([write_shard(root, one)])
+    checkpoint.write_manifest(place(root), one, text, busy, spare)
+    return one.file
+
+
+def read(root, path="run"):
+    (found,) = Saved.open(place(root), path).read([("w", SPEC)])
+    return found
+
+
+def files(root):
+    """All files below the root."""
+    fs, path = fsspec.url_to_fs(root, use_listings_cache=False)
+    return {key.removeprefix(path).strip("/") for key in fs.find(path)}
+
+
+def put(root, path, data):
+    fs, above = fsspec.url_to_fs(root)
+    fs.makedirs(f"{above}/{path}".rpartition("/")[0], exist_ok=True)
+    fs.pipe_file(f"{above}/{path}", data)
+
+
+def test_what_is_saved_is_read(root):
+    """Values and positions come back, by the checkpoint's path or its directory's; there is no other file."""
+    shard = save(root)
+    for path in ("run", "run/ckpt-1", "./run//ckpt-1"):
+        restored = Saved.open(place(root), path)
+        assert (restored.path, restored.manifest.positions) == ("run/ckpt-1", (POSITION,))
+        np.testing.assert_array_equal(restored.read([("w", SPEC)])[0], VALUE)
+    assert files(root) == {f"run/ckpt-1/{name}" for name in ("manifest.json", shard)}
+
+
+def test_a_checkpoint_may_lie_at_the_root(root):
+    """Its directory is then the root's own child."""
+    save(root, "ckpt-1")
+    assert Saved.open(place(root), ".").path == "ckpt-1"
+
+
+def test_the_newest_has_the_greatest_number(root):
+    """Whenever it was written, and wherever it was copied from: no clock says which."""
+    for number in (9, 10, 8):
+        save(root, f"run/ckpt-{number}", VALUE + number)
+    save(root, "run/best")
+    np.testing.assert_array_equal(read(root), VALUE + 10)
+
+
+def test_without_a_manifest_there_is_no_checkpoint(root):
+    """A directory that a crash left behind is not taken for a checkpoint, nor is a missing one."""
+    write(root)
+    for path in ("run", "elsewhere"):
+        with pytest.raises(NoCheckpoint, match=r"there is no complete checkpoint in .*; save one first, or train anew"):
+            Saved.open(place(root), path)
+
+
+def test_what_is_written_over_is_whole_until_the_new_one_is(root):
+    """A save to a path that is taken touches nothing there before its own manifest is written."""
+    save(root)
+    before = files(root)
+    new = frozen(value=VALUE + 1)
+    text = manifest_of([write_shard(root, new)])
+    np.testing.assert_array_equal(read(root), VALUE)
+    assert files(root) == before | {f"run/ckpt-1/{new.file}"}
+    checkpoint.write_manifest(place(root), new, text)
+    np.testing.assert_array_equal(read(root), VALUE + 1)
+    assert files(root) == {"run/ckpt-1/manifest.json", f"run/ckpt-1/{new.file}"}
+
+
+def test_a_failure_leaves_what_was_to_be_written_over(root):
+    """With all its bytes; what the save has written can be removed."""
+    save(root)
+    before = files(root)
+
+    def fail(name):
+        raise OSError("no space left")
+
+    with pytest.raises(CheckpointError, match="no space left"):
+        checkpoint.write_shard(place(root), frozen(value=VALUE + 1), np.asarray, fail)
+    other = frozen(value=VALUE + 1)
+    write_shard(root, other)
+    with pytest.raises(CheckpointError, match="is no manifest"):
+        checkpoint.write_manifest(place(root), other, "{}")
+    checkpoint.remove_shard(place(root), other)
+    checkpoint.remove_shard(place(root), other)  # again, where there is none
+    assert files(root) == before
+    np.testing.assert_array_equal(read(root), VALUE)
+
+
+class Dying:
+    """A place at which its process dies when it has changed something so many times."""
+
+    def __init__(self, inner, steps):
+        self._inner = inner
+        self._left = steps
+
+    def __getattr__(self, name):
+        if name not in ("write", "put", "remove"):
+            return getattr(self._inner, name)
+        self._left -= 1
+        if self._left < 0:
+            raise KeyboardInterrupt
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize(("path", "steps"), [("run/ckpt-2", 7), ("run/ckpt-3", 6)])
+def test_whatever_a_crash_leaves_is_whole(tmp_path, path, steps):
+    """Before each single change of a save, to a path that is taken or not: the old one or the new one is the newest,
+    and whole; the next save cleans up."""
+    said = '{"latest": true, "delete": ["ckpt-1"]}'
+    save(tmp_path / "before", "run/ckpt-1")
+    save(tmp_path / "before", "run/ckpt-2", state='{"latest": true}')
+    write(tmp_path / "before", "run/ckpt-1")  # a leftover in one that is to be deleted
+    for step in range(steps + 1):
+        root = shutil.copytree(tmp_path / "before", tmp_path / str(step))
+        new, there = frozen(path, VALUE + 1, state=said), Dying(place(root), step)
+        with pytest.raises(KeyboardInterrupt) if step < steps else nullcontext():
+            text = manifest_of([checkpoint.write_shard(there, new, np.asarray, lambda name: None)])
+            checkpoint.write_manifest(there, new, text)
+        newest = Saved.open(place(root), "run")
+        is_new = new.file in newest.manifest.files
+        assert newest.path == (path if is_new else "run/ckpt-2")
+        np.testing.assert_array_equal(newest.tensor("w"), VALUE + is_new)
+        assert is_new == (step > 1 if path == "run/ckpt-2" else step > 2)
+        save(root, "run/ckpt-3", VALUE + 2, state=said)
+        np.testing.assert_array_equal(read(root), VALUE + 2)
+        assert sorted(file.name for file in (root / "run").iterdir()) == ["ckpt-2", "ckpt-3", "latest"]
+        assert not list(Saved.open(place(root), "run/ckpt-2").verify())
+
+
+def test_what_is_not_there_is_removed(tmp_path):
+    """Whatever keeps it from being there; an empty directory goes with it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/ckpt-1").write_text("a file")
+    checkpoint.remove_shard(place(tmp_path), frozen())
+    (tmp_path / "run/ckpt-2").mkdir()
+    checkpoint.remove_shard(place(tmp_path), frozen("run/ckpt-2"))
+    checkpoint.remove_shard(place(tmp_path), frozen("elsewhere/ckpt-2"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "ckpt-1"]
+
+
+def test_a_file_that_a_manifest_names_is_not_removed(root):
+    """What failed may have been the last step, which makes the manifest lasting."""
+    one = frozen()
+    text = manifest_of([write_shard(root, one)])
+    checkpoint.write_manifest(place(root), one, text)
+    checkpoint.remove_shard(place(root), one)
+    np.testing.assert_array_equal(read(root), VALUE)
+
+
+def test_saves_have_names_of_their_own():
+    """Even those of one plan: a job that goes on from an older checkpoint makes the plans that it made before."""
+    one, other = frozen(), frozen()
+    assert one.order == other.order
+    assert one.file != other.file
+    assert PurePosixPath(one.file).match("shard-00000-of-00001-????????.safetensors")
+
+
+def test_a_failure_leaves_the_one_before(root):
+    """What fails half way is no checkpoint, and leaves nothing that is taken for one."""
+    save(root)
+
+    def fail(name):
+        raise OSError("no space left")
+
+    with pytest.raises(
+        CheckpointError, match=r"run/ckpt-2/shard-00000-of-00001-\w{8}.safetensors cannot be written: no"
+    ):
+        checkpoint.write_shard(place(root), frozen("run/ckpt-2", VALUE + 1), np.asarray, fail)
+    np.testing.assert_array_equal(read(root), VALUE)
+    assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
+
+
+def test_large_tensors(root):
+    """More than an object store takes in one message; one that fails after some of it leaves nothing, too."""
+    large = np.arange(5 << 20, dtype="float32")
+    spec = spec_of(large)
+    save(root, value=large)
+    (found,) = Saved.open(place(root), "run").read([("w", spec)])
+    np.testing.assert_array_equal(found, large)
+
+    def fail(name):
+        raise OSError("no space left")
+
+    with pytest.raises(CheckpointError, match="no space left"):
+        checkpoint.write_shard(place(root), frozen("run/ckpt-2", large), np.asarray, fail)
+    assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
+
+
+def test_what_was_written_is_let_go_of(root):
+    """Variable by variable, in the order of their bytes; none is brought to the host before that."""
+    values = {"a": np.zeros(2, "int8"), "b": VALUE, "c": np.zeros((), "float64")}
+    told = []
+
+    def get(value):
+        told.append(value.dtype)
+        return value
+
+    shard = checkpoint.write_shard(place(root), replace(frozen(), values=values), get, told.append)
+    assert told == ["float64", "c", "float32", "b", "int8", "a"]
+    assert {name for name, *_ in shard.tensors} == set(values)
+
+
+@pytest.mark.parametrize("path", ["", "/etc", "../up", "a/../../up", "a\0b", "s3://bucket/x", "file:///etc"])
+def test_paths_stay_below_the_root(root, path):
+    """Neither saving nor restoring leaves the place that the server's operator set; the error says what to write."""
+    with pytest.raises(CheckpointError, match="such as 'run1'"):
+        write(root, path)
+    with pytest.raises(CheckpointError, match="such as 'run1'"):
+        Saved.open(place(root), path)
+    assert not files(root)
+
+
+def test_links_do_not_lead_out(tmp_path):
+    """Nor does a link that lies below the root: neither a directory's, nor a file's."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="through a link"):
+        write(root, "link/x")
+    save(tmp_path, "ckpt-1")
+    (root / "ckpt-1").mkdir()
+    for file in (tmp_path / "ckpt-1").iterdir():
+        (root / "ckpt-1" / file.name).symlink_to(file)
+    with pytest.raises(CheckpointError, match="through a link"):
+        Saved.open(place(root), "ckpt-1")
+
+
+@pytest.mark.parametrize("name", ["shard", MANIFEST, LATEST])
+def test_a_link_is_not_written_through(tmp_path, name):
+    """Where a file is to be written there may be a link that leads out: what it leads to stays."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    root = tmp_path / "root"
+    (root / "run/ckpt-1").mkdir(parents=True)
+    one = frozen(state='{"latest": true}')
+    link = root / "run" / {"shard": f"ckpt-1/{one.file}", MANIFEST: f"ckpt-1/{MANIFEST}", LATEST: LATEST}[name]
+    link.symlink_to(victim)
+    with pytest.raises(CheckpointError, match="through a link"):
+        checkpoint.write_manifest(place(root), one, manifest_of([write_shard(root, one)]))
+    assert victim.read_text() == "precious"
+
+
+@contextmanager
+def unprivileged():
+    """As somebody who may not do everything."""
+    uid = os.geteuid()
+    if uid == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(uid)
+
+
+def test_what_lies_beside_does_not_matter(caplog):
+    """A link out of the root, or a directory that cannot be read, stops neither the newest nor the sweep; said once."""
+    with tempfile.TemporaryDirectory() as above:
+        os.chmod(above, 0o755)
+        root = Path(above) / "root"
+        save(root, "run/ckpt-1")
+        write(root, "run/ckpt-2")  # crashed
+        (root / "run/elsewhere").symlink_to(above)
+        (root / "run/secret").mkdir(mode=0o300 if os.geteuid() else 0o700)
+        with unprivileged():
+            where = place(root)
+            assert [Found.within(where, "run").latest for _ in range(2)] == ["ckpt-1"] * 2
+        assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+        assert {name for name in ("elsewhere", "secret") if f"run/{name} is passed over: " in caplog.text} == {
+            *("elsewhere", "secret")
+        }
+        save(root, "run/ckpt-3")
+        assert sorted(path.name for path in (root / "run").iterdir()) == ["ckpt-1", "ckpt-3", "elsewhere", "secret"]
+        (root / "run/secret").chmod(0o700)
+
+
+def test_a_root_says_which_place(tmp_path):
+    """A path or `file://` is a directory; another URL is what fsspec makes of it; one that it does not know is told."""
+    assert isinstance(place(tmp_path), Directory)
+    assert isinstance(place(f"file://{tmp_path}"), Directory)
+    assert isinstance(place("memory://x"), Remote)
+    with pytest.raises(ConfigError, match=r"nonsense://x cannot be opened: .*nonsense"):
+        place("nonsense://x")
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("run/ckpt-1", ("run", "ckpt-1")),
+        ("ckpt-1/", (".", "ckpt-1")),
+        ("/data/run/ckpt-1", ("/data/run", "ckpt-1")),
+        ("/ckpt-1", ("/", "ckpt-1")),
+        ("s3://bucket/run/ckpt-1", ("s3://bucket/run", "ckpt-1")),
+        ("s3://bucket/ckpt-1", ("s3://bucket", "ckpt-1")),
+        ("file:///data/ckpt-1", ("file:///data", "ckpt-1")),
+    ],
+)
+def test_a_path_has_a_directory_and_a_name(path, parts):
+    """The directory is a root for `place`."""
+    assert parted(path) == parts
+
+
+def test_a_variable_that_is_not_what_was_saved(root):
+    """Another shape or dtype, or a name that is not there, is said with both sides; a dtype may be cast if asked."""
+    save(root)
+    restored = Saved.open(place(root), "run")
+    with pytest.raises(VariableMismatch, match=r"has 'w' as float32\[2,3\], not float32\[3\]"):
+        restored.read([("w", TensorSpec("float32", (3,)))], cast=True)
+    with pytest.raises(CheckpointError, match="has no variable 'v'; it has w"):
+        restored.read([("v", SPEC)])
+    double = TensorSpec("float64", (2, 3))
+    with pytest.raises(VariableMismatch, match=r"float32\[2,3\], not float64\[2,3\]"):
+        restored.read([("w", double)])
+    (found,) = restored.read([("w", double)], cast=True)
+    assert found.dtype == "float64"
+    np.testing.assert_array_equal(found, VALUE)
+
+
+def test_one_tensor_may_be_two_variables(root):
+    """Each gets memory of its own: a round writes into it."""
+    save(root)
+    one, two = Saved.open(place(root), "run").read([("w", SPEC), ("w", SPEC)])
+    one += 1
+    np.testing.assert_array_equal(two, VALUE)
+
+
+@pytest.mark.parametrize(
+    "manifest", ["{", "[]", '{"format": 3}', '{"format": 1, "tensors": {"w": {"file": "../x"}}, "positions": []}']
+)
+def test_a_broken_manifest_is_an_error(root, manifest):
+    """It is not taken for a missing one: a job that resumes must not silently start anew."""
+    save(root)
+    put(root, "run/ckpt-1/manifest.json", manifest.encode())
+    with pytest.raises(CheckpointError, match=r"run/ckpt-1/manifest\.json") as caught:
+        read(root)
+    assert not isinstance(caught.value, NoCheckpoint)
+
+
+def test_a_flipped_bit_is_told_wherever_it_is(tmp_path):
+    """In the header or in the data: the error names the file, and nothing is restored from it."""
+    shard = tmp_path / "run/ckpt-1" / save(tmp_path)
+    whole = shard.read_bytes()
+    harmless = [index for index, byte in enumerate(whole) if byte == ord(" ")]
+    for index in set(range(len(whole))) - set(harmless):
+        shard.write_bytes(whole[:index] + bytes([whole[index] ^ 0x10]) + whole[index + 1 :])
+        with pytest.raises(CheckpointError, match=r"shard-00000-of-00001-\w+.safetensors cannot be read"):
+            read(tmp_path)
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"the bytes of 'w' are not those that were saved: xxh3:"):
+        read(tmp_path)
+
+
+def test_the_first_format_is_read(tmp_path):
+    """It has no checksums and no sizes."""
+    save(tmp_path)
+    path = tmp_path / "run/ckpt-1/manifest.json"
+    text = Manifest.parse(path.read_text(), "here").text()
+    bare = replace(Manifest.parse(text, "here"), files={})
+    bare = replace(bare, tensors={name: replace(saved, checksum="") for name, saved in bare.tensors.items()})
+    path.write_text(bare.text().replace('"format": 2', '"format": 1'))
+    np.testing.assert_array_equal(read(tmp_path), VALUE)
+
+
+def test_only_what_is_wanted_is_read(tmp_path):
+    """A server reads no file that has none of its variables: another's may be broken."""
+    each = [frozen(server=server, servers=(0, 1), name=name) for server, name in enumerate("wv")]
+    checkpoint.write_manifest(place(tmp_path), each[0], manifest_of([write_shard(tmp_path, one) for one in each]))
+    (tmp_path / "run/ckpt-1" / each[1].file).unlink()
+    np.testing.assert_array_equal(read(tmp_path), VALUE)
+    with pytest.raises(CheckpointError, match=rf"{each[1].file} cannot be read"):
+        Saved.open(place(tmp_path), "run").read([("v", SPEC)])
+
+
+def test_a_manifest_has_all_its_files(root):
+    """Else servers on several hosts have no common place, and what they saved could not be restored; that is said."""
+    each = [frozen(server=server, servers=(0, 1), name=name) for server, name in enumerate("wv")]
+    text = manifest_of([write_shard(root, one) for one in each])
+    path = f"run/ckpt-1/{each[1].file}"
+    for data, said in [(None, "is not there"), (b"short", "has 5 bytes")]:
+        place(root).remove(path)
+        if data:
+            put(root, path, data)
+        with pytest.raises(CheckpointError, match=rf"{path} {said}, .*; servers on several hosts need"):
+            checkpoint.write_manifest(place(root), each[0], text)
+        with pytest.raises(NoCheckpoint):
+            read(root)
+
+
+def test_an_order_says_what_is_the_newest(root):
+    """A save does, after the manifest; without that word it stays what it was, until that one is gone."""
+    said = '{"latest": true}'
+    save(root, "run/ckpt-5", VALUE + 5)
+    save(root, "run/ckpt-2", VALUE + 2, state=said)
+    save(root, "run/ckpt-9", VALUE + 9)
+    np.testing.assert_array_equal(read(root), VALUE + 2)
+    assert (files(root) - {name for name in files(root) if "ckpt-" in name}) == {"run/latest"}
+    checkpoint.delete(place(root), PurePosixPath("run/ckpt-5"), "ckpt-2")
+    np.testing.assert_array_equal(read(root), VALUE + 9)
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", '["ckpt-1"]', '{"format": 2, "latest": "ckpt-1"}', "\u00ff"])
+def test_without_that_word_it_is_the_greatest_number(root, text, caplog):
+    """Nothing that is understood is told, and passed over."""
+    for number in (1, 2):
+        save(root, f"run/ckpt-{number}", VALUE + number)
+    put(root, "run/latest", text.encode("latin-1"))
+    np.testing.assert_array_equal(read(root), VALUE + 2)
+    assert "run/latest is passed over, and the greatest number is the newest" in caplog.text
+
+
+def test_what_is_named_as_the_newest_may_be_gone(root):
+    """Or lie elsewhere: it is looked for among those that are complete."""
+    for name in ("run/ckpt-1", "other/ckpt-3"):
+        save(root, name)
+    write(root, "run/ckpt-2")
+    for name in ("ckpt-2", "ckpt-7", "../other/ckpt-3"):
+        put(root, "run/latest", latest_text(name).encode())
+        assert Saved.open(place(root), "run").path == "run/ckpt-1"
+
+
+def test_no_checkpoint_has_the_name_of_that_file(root):
+    """It would be in its way."""
+    with pytest.raises(CheckpointError, match=r"'run/latest': .*choose another one"):
+        write(root, "run/latest")
+    assert not files(root)
+
+
+def test_leftovers_go_with_the_next_save(root):
+    """What crashed saves of the same name left, and files of another number of servers; nothing else."""
+    kept = {"run/ckpt-1/manifest.json", f"run/ckpt-1/{save(root, 'run/ckpt-1')}"}
+    write(root, "run/ckpt-2")  # crashed
+    for path in (
+        "run/other-2/shard-00000-of-00001.safetensors",  # another job's, perhaps
+        "run/ckpt-9/shard-00000-of-00001.safetensors",  # a later one
+        "run/ckpt-3/shard-00000-of-00001.safetensors",  # one that is being written
+        "run/ckpt-4/notes.txt",  # not ours
+        "run/notes.txt",
+    ):
+        put(root, path, b"x")
+        kept.add(path)
+    put(root, "run/ckpt-5/shard-00004-of-00005.safetensors", b"x")
+    put(root, "run/ckpt-5/.manifest.json.123", b"x")
+    shard = save(root, "run/ckpt-5", busy=lambda: {"run/ckpt-3"})
+    kept |= {"run/ckpt-5/manifest.json", f"run/ckpt-5/{shard}"}
+    assert files(root) == kept
+
+
+def test_another_save_to_the_same_path_is_left_alone(root):
+    """Its files are not leftovers while it is being written; its manifest replaces this one."""
+    later = frozen(value=VALUE + 1)
+    text = manifest_of([write_shard(root, later)])
+    save(root, busy=lambda: {"run/ckpt-1"})
+    checkpoint.write_manifest(place(root), later, text)
+    np.testing.assert_array_equal(read(root), VALUE + 1)
+    assert files(root) == {"run/ckpt-1/manifest.json", f"run/ckpt-1/{later.file}"}
+
+
+def test_what_somebody_reads_is_spared(root):
+    """Neither deleted nor, where another one is written over it, swept: its tensors are wanted later."""
+    save(root, "run/ckpt-1")
+    kept = Saved.open(place(root), "run/ckpt-1")
+    save(root, "run/ckpt-2", state='{"delete": ["ckpt-1"]}', spare={kept.full})
+    save(root, "run/ckpt-1", VALUE + 1, spare={kept.full})
+    np.testing.assert_array_equal(kept.read([("w", SPEC)])[0], VALUE)
+    shard = save(root, "run/ckpt-1", VALUE + 1)
+    assert {name for name in files(root) if "ckpt-1" in name} == {"run/ckpt-1/manifest.json", f"run/ckpt-1/{shard}"}
+
+
+def test_an_order_deletes_checkpoints_and_nothing_else(root):
+    """What is complete goes, but for the new one; what is none, and files that no save makes, stay."""
+    shards = {name: save(root, f"run/{name}") for name in ("ckpt-1", "ckpt-2")}
+    put(root, "run/ckpt-1/notes.txt", b"mine")
+    half = write(root, "run/half-1").file
+    shards["ckpt-3"] = save(root, "run/ckpt-3", state='{"delete": ["ckpt-1", "half-1", "ckpt-3", "none"]}')
+    kept = {"run/ckpt-1/notes.txt", f"run/half-1/{half}"}
+    kept |= {f"run/{name}/{file}" for name in ("ckpt-2", "ckpt-3") for file in (shards[name], MANIFEST)}
+    assert files(root) == kept
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "../other", "/etc", "s3://bucket/x", "other/ckpt-1"])
+def test_an_order_deletes_nothing_elsewhere(root, name, caplog):
+    """It is refused, whoever has written it, and the others are deleted all the same."""
+    save(root, "run/ckpt-1")
+    save(root, "other/ckpt-1")
+    with pytest.raises(CheckpointError, match="is no name of a checkpoint beside run/ckpt-2"):
+        checkpoint.delete(place(root), PurePosixPath("run/ckpt-2"), name)
+    save(root, "run/ckpt-2", state=f'{{"delete": ["{name}", "ckpt-1"]}}')
+    assert "cannot remove what is not needed in" in caplog.text
+    assert {str(PurePosixPath(file).parent) for file in files(root)} == {"run/ckpt-2", "other/ckpt-1"}
+
+
+def test_what_cannot_be_removed_is_no_failure(tmp_path):
+    """The checkpoint is complete all the same, and what comes after it is removed."""
+    (tmp_path / "run/ckpt-0/shard-00000-of-00001.safetensors").mkdir(parents=True)
+    for number in (1, 2, 3):
+        write(tmp_path, f"run/ckpt-{number}")
+    save(tmp_path, "run/ckpt-4")
+    np.testing.assert_array_equal(read(tmp_path), VALUE)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["ckpt-0", "ckpt-4"]
+
+
+def test_a_manifest_that_is_none_is_not_written(root):
+    """What a chief sends becomes no checkpoint that cannot be read."""
+    write(root)
+    with pytest.raises(CheckpointError, match="is no manifest"):
+        checkpoint.write_manifest(place(root), frozen(), "{}")
+    with pytest.raises(NoCheckpoint):
+        read(root)

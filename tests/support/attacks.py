@@ -1,0 +1,333 @@
+"""Attacks on a server: messages of any content, sent by who is no member of the job that runs beside."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+from google.protobuf.descriptor import FieldDescriptor as Field
+from google.protobuf.message import Message
+from hypothesis import strategies as st
+from lane_rig import Site
+from rig import sum_into
+
+from pswire import codec
+from pswire.cluster import Task
+from pswire.lanes.frames import Frame
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.program import OPS
+from pswire.security import Security
+from pswire.tensor import DTYPES
+from pswire.wire import ERROR_KEY, VERBS
+
+STRANGER = Task("worker", 7)
+"""Who attacks: a task that no epoch has taken in."""
+
+SOON = 2.0
+"""Seconds within which an attack is answered, where its verb does not wait."""
+
+PATIENCE = 0.03
+"""Seconds for which an attack waits where its verb does."""
+
+BOMB = pickle.dumps(os.getcwd)
+"""What would be run if anybody unpickled it."""
+
+NUMBERS = (
+    0,
+    1,
+    2,
+    7,
+    100,
+    1 << 20,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 40,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+)
+SIGNED = (0, 1, -1, 7, -(1 << 31), (1 << 31) - 1, 1 << 40, -(1 << 63), (1 << 63) - 1)
+REALS = (0.0, 1.0, -1.0, float("nan"), float("inf"), float("-inf"), 1e308, 5e-324)
+WORDS = (
+    *(
+        "",
+        "x",
+        "w",
+        "v0",
+        "../x",
+        "/etc/passwd",
+        "a\0b",
+        "\n",
+        "s3://bucket/x",
+        "~",
+        "é\u202e",
+        "Diverged: x",
+        "{}",
+        "[",
+    ),
+    *("dataset:0", "plan:" + "0" * 64, "sum", "add", "object", "__class__", "axis", "keepdims", "x" * 513),
+    *OPS,
+    *DTYPES,
+)
+BYTES = (b"", b"x", bytes(32), BOMB, b"\xff" * 40, bytes(5000))
+RANGES = {
+    Field.CPPTYPE_UINT64: [n for n in NUMBERS],
+    Field.CPPTYPE_UINT32: [n for n in NUMBERS if n < 1 << 32],
+    Field.CPPTYPE_INT64: [*SIGNED],
+    Field.CPPTYPE_INT32: [n for n in SIGNED if -(1 << 31) <= n < 1 << 31],
+    Field.CPPTYPE_DOUBLE: [*REALS],
+    Field.CPPTYPE_BOOL: [False, True],
+    Field.CPPTYPE_ENUM: [0, 1, 2, 3, 4, 99, -1],
+}
+
+
+def spoil(draw: Any, message: Message) -> None:
+    """Gives one field of a message, or of one within it, another value of its own type."""
+    fields = list(message.DESCRIPTOR.fields)
+    if not fields:
+        return
+    field = draw(st.sampled_from(fields))
+    if draw(st.integers(0, 9)) == 0:
+        message.ClearField(field.name)
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        getattr(message, field.name)[draw(st.sampled_from(WORDS))] = draw(st.sampled_from(NUMBERS))
+    elif field.is_repeated:
+        _spoil_many(draw, getattr(message, field.name), field)
+    elif field.message_type is not None:
+        inner = getattr(message, field.name)
+        inner.SetInParent()
+        spoil(draw, inner)
+    else:
+        setattr(message, field.name, _value(draw, field))
+
+
+def _spoil_many(draw: Any, items: Any, field: Any) -> None:
+    many = draw(st.sampled_from([1, 1, 1, 2, 50, 1000]))
+    if field.message_type is None:
+        items.extend([_value(draw, field)] * many)
+        return
+    if items and draw(st.booleans()):
+        spoil(draw, items[draw(st.integers(0, len(items) - 1))])
+    else:
+        new = field.message_type._concrete_class()
+        if items and draw(st.booleans()):
+            new.CopyFrom(items[0])
+        spoil(draw, new)
+        items.extend([new] * many)
+
+
+def _value(draw: Any, field: Any) -> Any:
+    if field.type == Field.TYPE_STRING:
+        return draw(st.sampled_from(WORDS))
+    if field.type == Field.TYPE_BYTES:
+        return draw(st.sampled_from(BYTES))
+    return draw(st.sampled_from(RANGES[field.cpp_type]))
+
+
+def mutated(draw: Any, data: bytes) -> bytes:
+    """Some bytes replaced, inserted or left out."""
+    out = bytearray(data)
+    for at, byte, kind in draw(
+        st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255), st.integers(0, 2)), max_size=3)
+    ):
+        at %= len(out) + 1
+        out[at : at + (kind > 0)] = bytes([byte])[: kind < 2]
+    return bytes(out)
+
+
+class Attacker:
+    """Who has a session on a server, and is no member of the job there.
+
+    Args:
+        site: what is attacked.
+        security: what it shows.
+        sessions: that it says are its own, besides its own.
+    """
+
+    def __init__(self, site: Site, security: Security | None = None, sessions: Sequence[int] = ()) -> None:
+        self.site = site
+        self.server = site.connect("grpc", security)
+        self._sessions = sessions
+        self.session = 0
+        self.open()
+
+    def open(self) -> None:
+        """Takes part in the job as far as anybody can."""
+        self.session = self.server.open(STRANGER, 1, 0, False).session
+
+    # ---- What is well-formed ----
+
+    def request(self, draw: Any, verb: str) -> Message:
+        """A request that makes sense, or nearly so; of streams the header."""
+        session = draw(st.sampled_from([self.session] * 4 + [0, 1, (1 << 64) - 1, *self._sessions]))
+        site, plan = self.site, sum_into(*self.site.variables)
+        token = draw(st.sampled_from([0, 1, 1 << 63, (1 << 64) - 1]))
+        variable = codec.variable_to_pb(site.variables[0])
+        ids = [one.id for one in site.variables]
+        spec = pb.VariableSpec(name=draw(st.sampled_from(WORDS)), tensor=variable.spec.tensor)
+        known: dict[str, Callable[[], Message]] = {
+            "Open": lambda: pb.OpenRequest(task=codec.task_to_pb(STRANGER), replicas=1, mode=pb.SYNC),
+            "Beat": lambda: pb.BeatRequest(session=session, round=site.workers[0].round, plan_id=b"p" * 32),
+            "Leave": lambda: pb.LeaveRequest(session=session),
+            "Create": lambda: pb.CreateHeader(
+                session=session, ordinal=len(ids), id=draw(st.sampled_from([-1, *ids])), spec=spec, servers=[0]
+            ),
+            "Propose": lambda: pb.ProposeRequest(session=session, plan=codec.plan_to_pb(plan)),
+            "Watch": lambda: pb.WatchRequest(
+                session=session, after=draw(st.sampled_from([0, site.server.status().log, 1 << 40])), version=-1
+            ),
+            "Approve": lambda: pb.ApproveRequest(token=token, index=0, entries=self._entries(draw, variable)),
+            "Push": lambda: pb.PushHeader(
+                session=session,
+                epoch=draw(st.sampled_from([0, site.job.epoch.number, site.job.epoch.number + 1, 1 << 63])),
+                round=site.workers[0].round,
+                plan_id=site.plan.id,
+                weights=[1.0] * len(ids),
+                want=ids,
+                size=draw(st.sampled_from([0, 64, 1 << 40])),
+            ),
+            "Pull": lambda: pb.PullRequest(session=session, variables=ids, after=draw(st.sampled_from([-1, 1 << 40]))),
+            "Snapshot": lambda: pb.SnapshotRequest(token=token, plan_id=site.plan.id),
+            "Restore": lambda: pb.RestoreRequest(
+                session=session,
+                path=draw(st.sampled_from(WORDS)),
+                turn=pb.Turn(round=site.workers[0].round, epoch=site.job.epoch.number),
+                order=pb.RestoreOrder(stage=draw(st.sampled_from([1, 2, 3]))),
+            ),
+            "Status": pb.Empty,
+        }
+        return known[verb]()
+
+    def _entries(self, draw: Any, variable: Any) -> list[pb.Entry]:
+        site = self.site
+        return draw(
+            st.lists(
+                st.sampled_from(
+                    [
+                        pb.Entry(job_started=pb.JobStarted(job=1, incarnations=[1])),
+                        pb.Entry(created=variable),
+                        pb.Entry(approved=codec.plan_to_pb(site.plan)),
+                        pb.Entry(epoch_closed=codec.epoch_to_pb(site.job.epoch)),
+                        pb.Entry(done=pb.Empty()),
+                        pb.Entry(),
+                    ]
+                ),
+                max_size=3,
+            )
+        )
+
+    # ---- What is sent ----
+
+    def attack(self, draw: Any) -> tuple[str, list[bytes]]:
+        """A verb, and the messages of one call; as a strategy it is drawn from."""
+        verb = draw(st.sampled_from(sorted(VERBS)))
+        request = self.request(draw, verb)
+        for _ in range(draw(st.integers(0, 3))):
+            spoil(draw, request)
+        if isinstance(request, pb.OpenRequest):
+            _disguise(request)
+        data = request.SerializeToString()
+        if draw(st.integers(0, 3)) == 0 and verb != "Open":
+            data = mutated(draw, data)
+        return verb, self._frames(draw, data) if VERBS[verb].streams[0] else [data]
+
+    def _frames(self, draw: Any, header: bytes) -> list[bytes]:
+        parts = draw(st.lists(st.tuples(st.sampled_from([0, 16, 64, 1 << 63]), st.sampled_from(BYTES)), max_size=3))
+        found = [Frame(header)] * draw(st.sampled_from([0, 1, 1, 1, 2]))
+        found += [Frame(b"", offset, (memoryview(data),)) for offset, data in parts]
+        encoded = [frame.encode() for frame in found]
+        return [mutated(draw, one) if draw(st.integers(0, 5)) == 0 else one for one in encoded]
+
+    def send(self, verb: str, messages: Sequence[bytes], leaves: bool = False) -> str:
+        """Makes a call; returns the name of the error, "" for an answer, "waits" where none has come so far.
+
+        Args:
+            verb: which.
+            messages: what is sent.
+            leaves: whether the client goes away without reading anything.
+        """
+        stub: Any = self.server._stubs[verb]
+        asks, answers = VERBS[verb].streams
+        patience = PATIENCE if VERBS[verb].waits or asks else SOON
+        metadata = self.server._metadata
+        began = time.monotonic()
+        if answers:
+            call = stub(iter(messages) if asks else messages[0], metadata=metadata, timeout=patience)
+        else:
+            call = stub.future(iter(messages) if asks else messages[0], metadata=metadata, timeout=patience)
+        if leaves:
+            call.cancel()
+            return "waits"
+        try:
+            list(call) if answers else call.result()
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and ERROR_KEY not in dict(
+                call.trailing_metadata() or ()
+            ):
+                assert VERBS[verb].waits or asks, f"{verb} was not answered within {SOON} s"
+                return "waits"
+            said = dict(call.trailing_metadata() or ())
+            assert ERROR_KEY in said, f"{verb}: {error}"
+            assert said[ERROR_KEY] != "PSError", f"{verb}: {error}"
+            return str(said[ERROR_KEY])
+        finally:
+            assert time.monotonic() - began < SOON + 1, f"{verb} took {time.monotonic() - began:.1f} s"
+        return ""
+
+
+def _disguise(request: pb.OpenRequest) -> None:
+    """Whoever opens a session as a task ends the one that it had; where there are no certificates anybody may."""
+    if request.task.job in ("worker", "chief") and request.task.index < 2:
+        request.task.CopyFrom(codec.task_to_pb(STRANGER))
+    request.drives = False
+
+
+class Process(Site):
+    """As a `Site`, over a process of psserver.
+
+    Args:
+        stack: ends it.
+        directory: where it works.
+        lane: of the members.
+        flags: of the server.
+
+    Attributes:
+        process: the server's.
+    """
+
+    def __init__(self, stack: ExitStack, directory: Path, lane: Any = "grpc", flags: Sequence[str] = ()) -> None:
+        command = [sys.executable, "-m", "psserver", "--port", "0", *flags]
+        popen = subprocess.Popen(
+            command,
+            cwd=directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PS_TIMEOUT_LEASE": "600"},
+        )
+        stack.callback(_end, popen)
+        assert popen.stdout is not None
+        address = ""
+        for line in popen.stdout:
+            found = re.search(r"127\.0\.0\.1:(\d+)", line)
+            if found:
+                address = found.group()
+                break
+        self.process = psutil.Process(popen.pid)
+        self.begin(stack, address, lane, Security(), 2, 64, 3)
+
+
+def _end(popen: subprocess.Popen[str]) -> None:
+    popen.terminate()
+    popen.communicate(timeout=20)

@@ -1,0 +1,209 @@
+"""Kubernetes manifests as a cluster would see them: what kustomize renders, and the pods that controllers make of it.
+
+Knows what ours use, and refuses the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Manifest = dict[str, Any]
+
+_FIELD = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
+_VARIABLE = re.compile(r"\$\((\w+)\)")
+
+
+# ---- kustomize ----
+
+
+def render(directory: Path) -> list[Manifest]:
+    """What `kubectl kustomize DIRECTORY` prints, as objects."""
+    wanted = yaml.safe_load((directory / "kustomization.yaml").read_text(encoding="utf-8"))
+    known = {"apiVersion", "kind", "namespace", "images", "resources", "patches"}
+    assert set(wanted) <= known, f"{directory} uses {set(wanted) - known}, which is not rendered here"
+    objects = [found for name in wanted["resources"] for found in _resources(directory / name)]
+    for patch in wanted.get("patches", []):
+        objects = _patched(objects, patch)
+    for item in objects:
+        if item["kind"] != "Namespace":
+            item["metadata"]["namespace"] = wanted["namespace"]
+        for container in containers(item):
+            for image in wanted.get("images", []):
+                if container["image"].partition(":")[0] == image["name"]:
+                    container["image"] = f"{image['newName']}:{image['newTag']}"
+    return objects
+
+
+def _resources(path: Path) -> list[Manifest]:
+    if path.is_dir():
+        return render(path)
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def _patched(objects: list[Manifest], patch: Mapping[str, Any]) -> list[Manifest]:
+    change = yaml.safe_load(patch["patch"])
+    if isinstance(change, dict):
+        assert change["$patch"] == "delete", "the only strategic merge that is rendered here"
+        target = {"kind": change["kind"], "name": change["metadata"]["name"]}
+    else:
+        target = patch["target"]
+    found = [item for item in objects if (item["kind"], item["metadata"]["name"]) == (target["kind"], target["name"])]
+    assert len(found) == 1, f"{target} is there {len(found)} times"
+    if isinstance(change, dict):
+        return [item for item in objects if item is not found[0]]
+    for step in change:
+        _apply(found[0], step)
+    return objects
+
+
+def _apply(item: Manifest, step: Mapping[str, Any]) -> None:
+    """One step of RFC 6902."""
+    *way, last = [part.replace("~1", "/").replace("~0", "~") for part in step["path"].split("/")[1:]]
+    place: Any = item
+    for part in way:
+        place = place[int(part)] if isinstance(place, list) else place[part]
+    assert isinstance(place, dict), f"{step['path']} is an item of a list, which is not rendered here"
+    assert step["op"] == "add" or (step["op"], last in place) == ("replace", True), step
+    place[last] = copy.deepcopy(step["value"])
+
+
+def templates(item: Manifest) -> list[tuple[str, int, Manifest]]:
+    """The pods that an object describes: name of the controller, how many, template."""
+    spec, name = item.get("spec", {}), item["metadata"]["name"]
+    if item["kind"] == "StatefulSet":
+        return [(name, spec["replicas"], spec["template"])]
+    if item["kind"] == "Job":
+        return [(name, spec["completions"], spec["template"])]
+    if item["kind"] == "JobSet":
+        jobs = [(job["name"], job["template"]["spec"]) for job in spec["replicatedJobs"]]
+        return [(f"{name}-{job}-0", given["completions"], given["template"]) for job, given in jobs]
+    if item["kind"] == "TFJob":
+        kinds = spec["tfReplicaSpecs"].items()
+        return [(f"{name}-{kind.lower()}", given["replicas"], given["template"]) for kind, given in kinds]
+    return []
+
+
+def containers(item: Manifest) -> list[Manifest]:
+    """The containers of all pods that an object describes."""
+    return [container for _, _, template in templates(item) for container in template["spec"]["containers"]]
+
+
+# ---- Controllers ----
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod as its controller makes it.
+
+    Attributes:
+        name: its hostname.
+        address: by which others find it, "" if there is no Service for that.
+        metadata: its labels and annotations.
+        spec: its spec.
+        environ: the environment of its only container.
+    """
+
+    name: str
+    address: str
+    metadata: Manifest
+    spec: Manifest
+    environ: dict[str, str]
+
+    @property
+    def container(self) -> Manifest:
+        """Its only container."""
+        (container,) = self.spec["containers"]
+        return container  # type: ignore[no-any-return]
+
+
+def pods(objects: list[Manifest]) -> list[Pod]:
+    """All pods."""
+    return [pod for item in objects for pod in _pods(item, objects)]
+
+
+def _pods(item: Manifest, objects: list[Manifest]) -> Iterator[Pod]:
+    for controller, count, template in templates(item):
+        for index in range(count):
+            name = f"{controller}-{index}"
+            metadata = copy.deepcopy(template["metadata"])
+            more = _marks(item, controller, index)
+            for kind, marks in more.items():
+                metadata[kind] = metadata.get(kind, {}) | marks
+            (container,) = template["spec"]["containers"]
+            environ = _environ(container, metadata, objects)
+            if item["kind"] == "TFJob":
+                assert container["name"] == "tensorflow"
+                environ["TF_CONFIG"] = _tf_config(item, controller, index)
+            yield Pod(name, _address(item, name, template, objects), metadata, template["spec"], environ)
+
+
+def _marks(item: Manifest, controller: str, index: int) -> dict[str, dict[str, str]]:
+    """Labels and annotations that controllers put on their pods."""
+    if item["kind"] == "StatefulSet":
+        return {"labels": {"apps.kubernetes.io/pod-index": str(index)}}
+    if item["kind"] == "TFJob":
+        kind = controller.removeprefix(item["metadata"]["name"] + "-")
+        prefix = "training.kubeflow.org/replica-"
+        return {"labels": {f"{prefix}type": kind, f"{prefix}index": str(index)}}
+    return {"annotations": {"batch.kubernetes.io/job-completion-index": str(index)}}
+
+
+def _address(item: Manifest, name: str, template: Manifest, objects: list[Manifest]) -> str:
+    """By which DNS name the pod is found: of the headless Service that selects it, or of what its operator makes."""
+    if item["kind"] == "TFJob":
+        return f"{name}.{item['metadata']['namespace']}.svc"
+    if item["kind"] == "JobSet":
+        return f"{name}.{item['spec']['network']['subdomain']}"
+    subdomain = item["spec"].get("serviceName") or template["spec"].get("subdomain")
+    services = [one for one in objects if one["kind"] == "Service" and one["metadata"]["name"] == subdomain]
+    labels = template["metadata"]["labels"].items()
+    if not services or not services[0]["spec"]["selector"].items() <= labels:
+        return ""
+    assert services[0]["spec"]["clusterIP"] == "None"
+    return f"{name}.{subdomain}"
+
+
+def _environ(container: Manifest, metadata: Manifest, objects: list[Manifest]) -> dict[str, str]:
+    """As the kubelet makes it: what comes first may stand in what follows as `$(NAME)`."""
+    maps = {item["metadata"]["name"]: item["data"] for item in objects if item["kind"] == "ConfigMap"}
+    environ: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        environ |= maps[source["configMapRef"]["name"]]
+    for variable in container.get("env", []):
+        environ[variable["name"]] = _value(variable, environ, metadata, maps)
+    return environ
+
+
+def _value(variable: Manifest, environ: Mapping[str, str], metadata: Manifest, maps: Mapping[str, Any]) -> str:
+    if "value" in variable:
+        return expanded(variable["value"], environ)
+    source = variable["valueFrom"]
+    if "configMapKeyRef" in source:
+        return str(maps[source["configMapKeyRef"]["name"]][source["configMapKeyRef"]["key"]])
+    field = _FIELD.fullmatch(source["fieldRef"]["fieldPath"])
+    assert field, source
+    return str(metadata[field[1]][field[2]])
+
+
+def expanded(text: str, environ: Mapping[str, str]) -> str:
+    """A text in which `$(NAME)` stands for the variable; what is not there stays, and so does Kubernetes."""
+    return _VARIABLE.sub(lambda found: environ.get(found[1], found[0]), text)
+
+
+def _tf_config(item: Manifest, controller: str, index: int) -> str:
+    """What Kubeflow's training operator writes: job names in lower case, a Service for each task, port 2222."""
+    name, namespace = item["metadata"]["name"], item["metadata"]["namespace"]
+    jobs = {kind.lower(): given["replicas"] for kind, given in item["spec"]["tfReplicaSpecs"].items()}
+    cluster = {
+        job: [f"{name}-{job}-{task}.{namespace}.svc:2222" for task in range(count)] for job, count in jobs.items()
+    }
+    task = {"type": controller.removeprefix(name + "-"), "index": index}
+    return json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})

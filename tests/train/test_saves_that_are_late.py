@@ -1,0 +1,58 @@
+"""What a process knows of its last save: that it waits for it, and whether it has failed."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from strategies import opened
+
+import psclient as ps
+
+
+@pytest.fixture(autouse=True)
+def _root(tmp_path, monkeypatch):
+    """Servers of this process's own keep checkpoints below the directory in which they were started."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_who_waited_too_long_waits_again():
+    """A save is not taken for complete because it took longer than a round may; the next one does not pass it by."""
+    with opened("embedded-1") as strategy:
+        with strategy.scope():
+            checkpoint = ps.train.Checkpoint(v=ps.Variable(0.0, name="v"))
+        go, chief, session = threading.Event(), strategy._chief, strategy._session
+        commit, timeouts = chief._commit, session.timeouts
+        chief._commit = lambda plan: (go.wait(60), commit(plan))[1]
+        path = checkpoint.save("run/ckpt")
+        session.timeouts = replace(timeouts, round=0.1)
+        for wait in (checkpoint.sync, checkpoint.sync, lambda: checkpoint.save("run/ckpt")):
+            with pytest.raises(ps.errors.RoundTimeout, match="the checkpoint was not complete in time"):
+                wait()
+        session.timeouts = timeouts
+        go.set()
+        checkpoint.sync()
+        assert (Path("checkpoints") / path / "manifest.json").exists()
+        assert not checkpoint.keeper.failed(path)
+
+
+def test_which_save_has_failed_is_known():
+    """Until there is a later one at the same path."""
+    Path("checkpoints").mkdir()
+    blocker = Path("checkpoints/best")
+    blocker.write_text("no directory")
+    with opened("embedded-2") as strategy:
+        with strategy.scope():
+            checkpoint = ps.train.Checkpoint(v=ps.Variable(0.0, name="v"))
+        checkpoint.write("other")
+        checkpoint.write("best")
+        assert not checkpoint.keeper.failed("best")  # nobody knows yet
+        with pytest.raises(ps.errors.CheckpointError, match="'best' was not saved"):
+            checkpoint.sync()
+        assert [checkpoint.keeper.failed(path) for path in ("best", "other")] == [True, False]
+        blocker.unlink()
+        checkpoint.write("best")
+        checkpoint.sync()
+        assert not checkpoint.keeper.failed("best")
