@@ -1,4 +1,4 @@
-"""Prints what this project and some of its extras depend on: `python3 requirements.py [EXTRA ...]`, beside pyproject.toml."""
+"""Prints what this project and some of its extras depend on: `requirements.py [EXTRA ...]`, beside pyproject.toml."""
 
 from __future__ import annotations
 

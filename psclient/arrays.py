@@ -97,10 +97,10 @@ class GpuReport:
     """What CuPy says of the GPUs here, for people.
 
     Attributes:
-        cupy: its version; "" where it is not installed.
+        cupy: its version; "" where it is not installed, or cannot be imported.
         runtime, driver: of CUDA, as 12.4; "" where they are not known.
         names: of the GPUs that this process can use.
-        error: why there are none.
+        error: why there are none; "" where nothing is wrong with that.
     """
 
     cupy: str = ""
@@ -112,14 +112,16 @@ class GpuReport:
 
 def gpu_report() -> GpuReport:
     """What CuPy says of the GPUs here; it is asked for a device, and for no memory."""
-    cupy = _cupy()
-    if cupy is None:
-        return GpuReport(error="CuPy is not installed")
+    try:
+        import cupy
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
+        return GpuReport() if missing else GpuReport(error=f"CuPy cannot be imported: {' '.join(str(error).split())}")
     runtime = cupy.cuda.runtime
     try:
         names = [runtime.getDeviceProperties(index)["name"].decode() for index in range(runtime.getDeviceCount())]
         ours, driver = _cuda_version(runtime.runtimeGetVersion()), _cuda_version(runtime.driverGetVersion())
-    except runtime.CUDARuntimeError as error:
+    except RuntimeError as error:  # CUDA's own, and CuPy's where a library of CUDA is missing
         return GpuReport(cupy.__version__, error=str(error))
     return GpuReport(cupy.__version__, ours, driver, tuple(names))
 

@@ -27,7 +27,7 @@ from pswire.checkpoint import manifest_of
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, Fenced, PSError, RoundTimeout, ServerLost, Unreachable
 from pswire.histogram import Histogram
-from pswire.limits import Timeouts
+from pswire.limits import PART_BYTES, Timeouts
 from pswire.log import (
     Approved,
     Done,
@@ -42,6 +42,7 @@ from pswire.log import (
     Started,
     forget_state,
 )
+from pswire.manifest import Manifest
 from pswire.security import Security
 from pswire.spec import Plan
 from pswire.status import SessionState
@@ -380,7 +381,7 @@ class Chief:
             if len({(shard.round, shard.positions) for shard in shards}) > 1:
                 rounds = ", ".join(str(shard.round) for shard in shards)
                 raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
-            text, first = manifest_of(shards, order.state).text(), order.servers[0]
+            text, first = _fitting(manifest_of(shards, order.state)), order.servers[0]
             done = self._awaited(first, plan.id, self._ask(first, plan.id, text), text)
         except (ServerLost, Fenced):
             raise  # nobody knows what became of it: who drives the job next will
@@ -401,6 +402,17 @@ class Chief:
             except RoundTimeout:
                 log.info("%s still writes its part of a checkpoint, or waits for its round", self._servers[server].task)
                 future = self._ask(server, plan_id, manifest)
+
+
+def _fitting(manifest: Manifest) -> str:
+    """The text of a manifest; raises `CheckpointError` where it is longer than what a restore could be told of."""
+    text = manifest.text()
+    if len(text) > PART_BYTES:
+        raise CheckpointError(
+            f"its manifest, of {len(manifest.tensors):,} variables, takes {len(text):,} bytes, and at most "
+            f"{PART_BYTES:,} can be sent; make fewer and larger variables, or give them shorter names"
+        )
+    return text
 
 
 def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:

@@ -19,7 +19,7 @@ from pswire import logs
 from pswire.api import Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.log import Epoch, EpochClosed, Snapshotted, Start, Started
+from pswire.log import Approved, Epoch, EpochClosed, Snapshotted, Start, Started
 
 log = logging.getLogger("psclient")
 
@@ -52,6 +52,7 @@ class Group(Progress):
         self._epochs: dict[int, Epoch] = {}
         self._starts: dict[int, Start] = {}
         self._snapshots: dict[bytes, Snapshotted] = {}
+        self._saves: set[bytes] = set()  # plans that ordered a checkpoint which is neither complete nor failed
 
     # ---- For datasets ----
 
@@ -240,15 +241,21 @@ class Group(Progress):
 
     def snapshotted(self, plan_id: bytes, deadline: float) -> Snapshotted:
         """Waits until the checkpoint that a plan ordered is complete, or failed."""
-        late = RoundTimeout("the checkpoint was not complete in time; is the chief running?")
         while plan_id not in self._snapshots:
-            self._follow(deadline, late, lambda: "waits for a checkpoint to be complete")
+            self._follow(deadline, _incomplete(), lambda: "waits for a checkpoint to be complete")
         return self._snapshots.pop(plan_id)
 
     def is_snapshotted(self, plan_id: bytes) -> bool:
         """Whether the checkpoint that a plan ordered is complete, or failed, as of now."""
         self._take(self.session.look(self._followed))
         return plan_id in self._snapshots
+
+    def settle_saves(self) -> None:
+        """Waits until all checkpoints that were ordered are complete, or failed: also those of before this process."""
+        deadline = time.monotonic() + self.session.timeouts.round
+        known = self.session.keeper.status().log
+        while self._followed < known or self._saves:
+            self._follow(deadline, _incomplete(), lambda: "waits for a checkpoint to be complete")
 
     def _follow(self, deadline: float, late: RoundTimeout, word: Callable[[], str]) -> None:
         """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
@@ -267,8 +274,11 @@ class Group(Progress):
                     self._epochs[entry.epoch.number] = entry.epoch
                 case Started():
                     self._starts[entry.start.epoch] = entry.start
+                case Approved() if entry.plan.snapshot is not None:
+                    self._saves.add(entry.plan.id)
                 case Snapshotted():
                     self._snapshots[entry.plan_id] = entry
+                    self._saves.discard(entry.plan_id)
 
     def _late(self) -> RoundTimeout:
         missing = ", ".join(map(str, self._expected)) or "the others"
@@ -292,3 +302,7 @@ class Group(Progress):
             "once, not anew for every pass"
         )
         return error, lambda: f"waits to be taken in when the others come to {place}"
+
+
+def _incomplete() -> RoundTimeout:
+    return RoundTimeout("the checkpoint was not complete in time; is the chief running?")

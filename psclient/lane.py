@@ -334,11 +334,13 @@ def _connect(name: LaneName, offer: Offer, silence: float) -> Stream:
     tune(sock, silence)
     if offer.tls is None:
         return sock
+    sealed = Sealed(sock, offer.tls, offer.name)
     try:
-        return Sealed(offer.tls.wrap_socket(sock, server_hostname=offer.name))
+        sealed.shake()
     except OSError:
-        sock.close()
+        sealed.close()
         raise
+    return sealed
 
 
 def _why(name: LaneName, offer: Offer, error: Exception) -> str:

@@ -180,15 +180,17 @@ class Exporter:
         registry = CollectorRegistry()
         registry.register(self._metrics)
         registry.register(REGISTRY)
+        where = f"[{host}]" if ":" in host else host
         try:
             self._serving = start_http_server(port, host, registry)
         except OSError as error:
             raise ConfigError(
-                f"cannot serve metrics at {host}:{port} ({error.strerror or error}); choose another --metrics-port"
+                f"cannot serve metrics at {where}:{port} ({error.strerror or error}); choose another --metrics-port or "
+                "--metrics-host"
             ) from error
         # Who has it picked has no other way to know.
         level = logging.INFO if port else logging.WARNING
-        log.log(level, "metrics are at http://%s:%d/metrics", host, self._serving[0].server_port)
+        log.log(level, "metrics are at http://%s:%d/metrics", where, self._serving[0].server_port)
 
     def add_worker(self, exchange: Exchange, servers: Sequence[RemoteServer]) -> None:
         """This process is a worker."""

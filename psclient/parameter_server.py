@@ -57,8 +57,8 @@ class ParameterServerStrategy(Strategy):
             `Sync()` job whose workers stay; asynchronous updates come as they come, and are refused.
 
     Raises:
-        ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane` or a certificate is wrong; another process has another consistency;
-            `deterministic` and `Async()`.
+        ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane`, a certificate or the token is wrong; another process
+            has another consistency; `deterministic` and `Async()`.
         Unreachable: a server does not answer.
         ChiefLost: no chief began the job in time.
     """

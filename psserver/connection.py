@@ -82,6 +82,8 @@ class Connection:
         self._closed = self._armed = self._paused = False
         self._late = self._loop.call_later(HELLO_SECONDS, self._check_hello)
         self._loop.add_reader(sock, self._readable)
+        if names is not None:
+            self._loop.call_soon(self._readable)  # the hello may have come with the end of the handshake
 
     @property
     def _plain(self) -> socket.socket:

@@ -16,6 +16,7 @@ from typing import Any
 
 from psserver.answers import Answer, Submit, answering, do, failing
 from psserver.arrays import Device
+from psserver.footprint import prepare
 from psserver.kernels.kernels import Kernels
 from psserver.log import Log
 from psserver.membership import MAX_SESSIONS, Membership
@@ -43,7 +44,7 @@ from pswire.api import (
 )
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
-from pswire.limits import Timeouts
+from pswire.limits import MAX_VARIABLES, Timeouts
 from pswire.log import Approved, Entry, Mode, Start
 from pswire.payload import Payload
 from pswire.places import place
@@ -108,7 +109,8 @@ class Core:
         self._rounds = Rounds(server, lambda plan_id: self._log.describe(plan_id))
         self.tally = Tally(clock, self._lock, self._rounds)
         # Numbers of this life are above those of all before it, which other servers may remember.
-        self._members = Membership(timeouts.lease, incarnation >> NUMBERS << NUMBERS, max_sessions)
+        first = incarnation >> NUMBERS << NUMBERS
+        self._members = Membership(timeouts.lease, first, max_sessions, lambda: self._rounds.epoch)
         root, files = place(checkpoint_root), files or submit
         self._restores = Restores(self.task, self._lock, self._store, root, files, self.tally)
         self._snapshots = Snapshots(
@@ -154,6 +156,8 @@ class Core:
             token = 0
             if self.server == 0:
                 session, token = self._members.open(task, replicas, drives, session, self._clock(), mode)
+            else:
+                self._members.check_count(len(self._sessions))
             self._sessions.add(session)
             answers = self._progress()
             opened = Opened(session, self.incarnation, token, self.server, str(self.device))
@@ -243,7 +247,7 @@ class Core:
                 variable = self._log.name(self._members.task(session), ordinal, spec, servers)
             else:
                 variable = Variable(id, spec, servers)
-                if self.server not in servers or (self.server == 0 and id not in self._store.variables):
+                if self.server not in servers or id >= (MAX_VARIABLES if self.server else len(self._store.variables)):
                     raise InvalidRequest(f"variable {spec} was not placed on this server", str(self.task))
                 self._store.declare(variable)
             here = self.server in variable.servers
@@ -273,8 +277,6 @@ class Core:
         future: Future[PullReply] = Future()
         with self._lock:
             self._check_reader(session)
-            if len(set(variables)) != len(variables):
-                raise InvalidRequest("a variable is asked for twice")
             self._readers.add(session, tuple(variables), after, future)
             self.tally.read(session, self._rounds.last)
             answers = self._progress()
@@ -285,9 +287,11 @@ class Core:
 
     def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
         if plan is not None:
-            plan.check_programs()  # outside of the lock: a large program takes a while
+            prepare(plan, self._store.memory_limit > 0)  # outside of the lock: a large program takes a while
         with self._lock:
             self._check(session)
+            if plan is not None or start is not None:
+                self._members.check_part(session)
             if plan is not None and self._log.propose(plan):
                 self._members.version += 1
             if entry:
@@ -313,14 +317,13 @@ class Core:
         return future
 
     def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
-        answers: list[Answer] = []
-        for entry in entries:
-            if isinstance(entry, Approved):
-                entry.plan.check_programs()
         with self._lock:
             self._check_token(token)
-            if self._log.begins_anew(entries):
-                answers = self._restart()
+        for plan in (entry.plan for entry in entries if isinstance(entry, Approved)):
+            prepare(plan, self._store.memory_limit > 0)  # as in `propose`
+        with self._lock:
+            self._check_token(token)
+            answers = self._restart() if self._log.begins_anew(entries) else []
             self._check_unbroken()
             agreed = self._log.append(index, entries)
             answers += self._progress()
@@ -394,7 +397,9 @@ class Core:
     def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         with self._lock:
             self._check(session)
-            future, answers = self._restores.ask(path, turn, order, Future())
+            if self.server == 0 and order.stage != "look":
+                self._members.check_part(session)
+            future, answers = self._restores.ask(session, path, turn, order, Future())
         do(answers)
         return future
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, cast
 
 from psserver.interpreter import peak_bytes
 from psserver.kernels.steps import split
@@ -34,6 +35,26 @@ class _Need:
         return cls(before, peak_bytes(program))
 
 
+def prepare(plan: Plan, limited: bool) -> None:
+    """Verifies the programs of a plan by themselves; where memory is limited, finds out what each takes.
+
+    Both are remembered with the plan. Of large programs they take a while: the core's lock is not held for that.
+
+    Raises:
+        ProgramError: a program cannot be run.
+    """
+    plan.check_programs()
+    if limited:
+        _needs(plan)
+
+
+def _needs(plan: Plan) -> Sequence[_Need]:
+    found: Any = plan.remembered.get("needs")
+    if found is None:
+        found = plan.remembered["needs"] = [_Need.of(program) for program in plan.programs]
+    return cast(Sequence[_Need], found)
+
+
 def plan_bytes(plan: Plan, server: int) -> int:
     """Memory that a round of a verified plan takes at most on a server, in bytes.
 
@@ -41,7 +62,7 @@ def plan_bytes(plan: Plan, server: int) -> int:
     was and as it will be.
     """
     here = [apply for apply in plan.applies if server in apply.servers]
-    needs = {number: _Need.of(plan.programs[number]) for number in {apply.program for apply in here}}
+    needs = _needs(plan)
     changes = [0] * (len(here) + 2)
     for nbytes, first, end in (*_spans(plan, server, here), *_written(plan, server, here, needs)):
         changes[first] += nbytes
@@ -68,7 +89,7 @@ def _spans(plan: Plan, server: int, here: list[Apply]) -> Iterator[Span]:
             yield reduction.tensor.nbytes, first, last + 1
 
 
-def _written(plan: Plan, server: int, here: list[Apply], needs: Mapping[int, _Need]) -> Iterator[Span]:
+def _written(plan: Plan, server: int, here: list[Apply], needs: Sequence[_Need]) -> Iterator[Span]:
     """What applications write, before and after they run; of variables what is written after the first time."""
     uses, end = _uses(here), len(here) + 1
     given = {ref for ref, _ in plan.given(server)}

@@ -31,32 +31,29 @@ class Handshake:
         self._loop = asyncio.get_running_loop()
         self._over = over
         sock.setblocking(False)
-        self._sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        self._sealed = Sealed(sock, context)
         self._late = self._loop.call_later(SECONDS, self.close, "it takes too long")
-        self._loop.add_reader(self._sock, self._step)
+        self._loop.add_reader(sock, self._step)
 
     def close(self, why: str) -> None:
         """Ends the connection."""
         log.debug("a handshake has failed: %s", why)
         self._let_go()
-        self._sock.close()
+        self._sealed.close()
         self._over(self, None)
 
     def _let_go(self) -> None:
         self._late.cancel()
-        self._loop.remove_reader(self._sock)
-        self._loop.remove_writer(self._sock)
+        self._loop.remove_reader(self._sealed)
 
     def _step(self) -> None:
         """Goes on as far as what the other end has sent allows."""
         try:
-            self._sock.do_handshake()
-        except ssl.SSLWantReadError:
-            self._loop.remove_writer(self._sock)
-        except ssl.SSLWantWriteError:
-            self._loop.add_writer(self._sock, self._step)
+            self._sealed.shake()
+        except BlockingIOError:
+            return
         except OSError as error:
             self.close(getattr(error, "reason", None) or str(error))
         else:
             self._let_go()
-            self._over(self, Sealed(self._sock))
+            self._over(self, self._sealed)

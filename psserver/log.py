@@ -16,7 +16,7 @@ from psserver.units import human
 from psserver.words import Section
 from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, VariableMismatch
-from pswire.limits import MAX_PLANS, MAX_SAVES
+from pswire.limits import MAX_PLANS, MAX_SAVES, MAX_VARIABLES
 from pswire.log import (
     Approved,
     Created,
@@ -29,7 +29,7 @@ from pswire.log import (
     Started,
     forget_state,
 )
-from pswire.spec import Plan, Variable, VariableSpec
+from pswire.spec import Plan, Variable, VariableSpec, are_some_of
 
 log = logging.getLogger("psserver")
 
@@ -114,6 +114,8 @@ class Log:
     # What was decided stays decided: a server that cannot do it tells those who need it, and not the chief.
 
     def _declare(self, variable: Variable) -> None:
+        if self._store.variables.get(variable.id, variable) != variable:
+            self._store.forget(variable.id)  # who declared another one here was not its creator
         try:
             self._store.declare(variable)
         except MemoryLimit as error:
@@ -172,8 +174,10 @@ class Log:
         if ordinal > len(self._creators):
             raise Diverged(f"{task} creates its variable number {ordinal}, and the job has {len(self._creators)}")
         count = self.servers
-        if not servers or not all(0 <= server < count for server in servers):
-            raise InvalidRequest(f"servers {servers} of {count}")
+        if not are_some_of(servers, count):
+            raise InvalidRequest(f"servers {servers[:8]} of {count}; name each once")
+        if ordinal >= MAX_VARIABLES:
+            raise InvalidRequest(f"a job has at most {MAX_VARIABLES} variables; put several into one tensor")
         variable = Variable(ordinal, spec, servers)
         self._store.declare(variable)
         self._names[spec.name] = variable.id
@@ -182,7 +186,15 @@ class Log:
         return variable
 
     def start(self, start: Start) -> None:
-        """Notes where the new members of an epoch begin; raises `Diverged` if that was said otherwise."""
+        """Notes where the new members of an epoch begin.
+
+        Raises:
+            InvalidRequest: there is no such epoch.
+            Diverged: that was said otherwise.
+        """
+        newest = self._rounds.epoch
+        if newest is None or not 0 < start.epoch <= newest.number:
+            raise InvalidRequest(f"epoch {start.epoch} is not known here; no member begins in it")
         for item in self.entries:
             if isinstance(item, Started) and item.start.epoch == start.epoch:
                 if item.start != start:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from psserver.words import compared
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, PSError
-from pswire.log import Member, Mode
+from pswire.log import Epoch, Member, Mode
 from pswire.status import SessionState
 
 MAX_SESSIONS = 1024
@@ -29,7 +29,7 @@ COARSE = 28
 DRAWN = 30
 """Bits of a token that are drawn by lot, so that nobody can guess it; those above count."""
 
-ENTRY = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}")
+ENTRY = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
 """Where new members wait; everybody is told."""
 
 ENDED = {
@@ -60,7 +60,7 @@ class Membership:
         lease: seconds after which a silent session is lost.
         first: below all numbers of sessions that are given; those of an earlier server 0 are smaller, its tokens too.
         limit: sessions that may be open at a time.
-        takes_part: whether a session is a member of the epoch; as good as any while there is none.
+        epoch: gives the newest, whose members alone decide for all; None while there is none, and all do.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Membership:
         lease: float,
         first: int = 0,
         limit: int = MAX_SESSIONS,
-        takes_part: Callable[[int], bool] = lambda number: True,
+        epoch: Callable[[], Epoch | None] = lambda: None,
     ) -> None:
         self.lease = lease
         self.token = first >> COARSE << DRAWN
         """The newest; its holder alone is chief."""
         self.version = 0
         self._limit = limit
-        self._takes_part = takes_part
+        self._epoch = epoch
         self._last = first
         self._sessions: dict[int, _Session] = {}
 
@@ -114,9 +114,13 @@ class Membership:
                 f"{task} would be one more than the {self._limit} sessions that may be open here; end those that are "
                 "not needed, or start the servers with a larger --max-sessions"
             )
-        if len(self._sessions) >= REMEMBERED * self._limit:
+        self.check_count(len(self._sessions))
+
+    def check_count(self, known: int) -> None:
+        """Raises `ConfigError` if there are too many sessions, those included that have ended."""
+        if known >= REMEMBERED * self._limit:
             raise ConfigError(
-                f"the tasks of this job were started {len(self._sessions)} times already; start the job anew, or its "
+                f"the tasks of this job were started {known} times already; start the job anew, or its "
                 "servers with a larger --max-sessions"
             )
 
@@ -138,6 +142,10 @@ class Membership:
                 f"this session was ended: {ENDED[session.state]}; restart the process to take part again",
                 str(session.member.task),
             )
+
+    def _takes_part(self, number: int) -> bool:
+        epoch = self._epoch()
+        return epoch is None or epoch.session(number) is not None
 
     def check_part(self, number: int) -> None:
         """Raises `InvalidRequest` for a session that is no member: it decides nothing for those who are."""
@@ -207,7 +215,7 @@ class Membership:
     def enter(self, number: int, entry: str) -> None:
         """Notes where a new member waits to be taken in; raises `InvalidRequest` for what is no such place."""
         if not ENTRY.fullmatch(entry):
-            raise InvalidRequest("new members wait at dataset:N or plan:HEX, and nowhere else")
+            raise InvalidRequest("new members wait at dataset:N, plan:HEX or save, and nowhere else")
         if self._sessions[number].entry != entry:
             self._sessions[number].entry = entry
             self.version += 1

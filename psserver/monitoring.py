@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from psserver.core import Core
+from psserver.server import join_address
 from psserver.tally import Tally
 from pswire.errors import ConfigError
 from pswire.histogram import Histogram
@@ -275,12 +276,13 @@ class Exporter:
         if port is None:
             return ""
         try:
-            self._serving = start_http_server(port, host, self._registry)
+            self._serving = start_http_server(port, host.strip("[]"), self._registry)
         except OSError as error:
             raise ConfigError(
-                f"cannot serve metrics at {host}:{port} ({error.strerror or error}); choose another --metrics-port"
+                f"cannot serve metrics at {join_address(host, port)} ({error.strerror or error}); choose another "
+                "--metrics-port or --metrics-host"
             ) from error
-        return f"http://{host}:{self._serving[0].server_port}/metrics"
+        return f"http://{join_address(host, self._serving[0].server_port)}/metrics"
 
     def stop(self) -> None:
         """Ends, if it has begun."""

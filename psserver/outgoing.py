@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,10 +58,10 @@ class Growing:
         self._untold, self.payload = payload.size, payload
         self.bell.ring()
 
-    async def receive(self, rest: Coroutine[Any, Any, None]) -> None:
+    async def receive(self, rest: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Waits for the rest of the request, while the answer is sent."""
         try:
-            await rest
+            await rest()
         except Exception as error:
             # The answer ends by itself: gRPC takes no error while a write is under way.
             self._error = error

@@ -27,12 +27,14 @@ class _Prepared:
 
     Attributes:
         turn: of which restore.
+        session: who asked first.
         saved: the checkpoint.
         order: what is restored of it.
         values: for variables that live here, on the device.
     """
 
     turn: Turn
+    session: int
     saved: SavedCheckpoint
     order: RestoreOrder
     values: dict[int, Array]
@@ -80,7 +82,7 @@ class Restores:
         self._place = place
         self._files = files
         self._tally = tally
-        self._told: dict[tuple[Turn, RestoreStage], Future[RestoreReply]] = {}
+        self._told: dict[tuple[Turn, RestoreStage], tuple[str, Future[RestoreReply]]] = {}
         self._preparing: Future[RestoreReply] | None = None
         self._prepared: _Prepared | None = None
         self._committed: Turn | None = None
@@ -89,7 +91,7 @@ class Restores:
 
     def clear(self) -> list[Future[RestoreReply]]:
         """Forgets all; returns the answers that somebody may still wait for."""
-        told = list(self._told.values())
+        told = [future for _, future in self._told.values()]
         self._told.clear()
         self._preparing = self._prepared = self._committed = self._late = None
         self.begun.clear()
@@ -98,7 +100,7 @@ class Restores:
     # ---- Reading ----
 
     def ask(
-        self, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
+        self, session: int, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
     ) -> tuple[Future[RestoreReply], list[Answer]]:
         """Begins a stage of a restore; gives the future of its answer, and what is to be done.
 
@@ -107,13 +109,16 @@ class Restores:
         key = (turn, order.stage)
         if order.stage != "look":
             if key in self._told:
-                return self._told[key], []
+                asked, told = self._told[key]
+                # The round that commits shows it to processes that make it together.
+                differs = asked != path and not turn.epoch
+                return (future, [failing(future, _another(path, asked))]) if differs else (told, [])
             newest = max((other for other, _ in self._told), default=turn)
             if turn < newest:
                 return future, [failing(future, _given_up(path, turn))]
             # Everybody has been told what was asked for in rounds before.
             self._told = {other: told for other, told in self._told.items() if other[0].round >= turn.round}
-            self._told[key] = future
+            self._told[key] = path, future
         if order.stage != "prepare":
             return future, [lambda: self._files(working(future, lambda: self._open(path).reply))]
         self._prepared, self._preparing = None, future
@@ -121,11 +126,14 @@ class Restores:
         server = self._store.server
         variables = [v for v in self._store.variables.values() if server in v.servers]
         wanted = _tensors(order, variables, self._store.variables)
-        prepare = partial(self._prepare, path, turn, order, {self._store.variables[id]: n for id, n in wanted.items()})
+        prepare = partial(
+            self._prepare, session, path, turn, order, {self._store.variables[id]: n for id, n in wanted.items()}
+        )
         return future, [lambda: self._files(working(future, partial(prepare, future)))]
 
     def _prepare(
         self,
+        session: int,
         path: str,
         turn: Turn,
         order: RestoreOrder,
@@ -141,7 +149,7 @@ class Restores:
         with self._lock:
             if self._preparing is not future:
                 raise _given_up(path, turn)
-            self._prepared = _Prepared(turn, saved, order, values)
+            self._prepared = _Prepared(turn, session, saved, order, values)
         return saved.reply
 
     def _open(self, path: str) -> SavedCheckpoint:
@@ -179,7 +187,7 @@ class Restores:
             if prepared.order.late:
                 self._late = self._left(prepared)
             self._prepared = None
-        elif job.strand is None and job.round >= prepared.turn.round:
+        elif (job.strand is None and job.round >= prepared.turn.round) or prepared.session in _makers(job):
             self._prepared = None
 
     # ---- Variables that are created later ----
@@ -214,6 +222,18 @@ class Restores:
             (array,) = late.saved.read([(spec.name, spec.tensor)], late.cast)
         value: Array = self._store.device.put(array)
         return value
+
+
+def _makers(job: Job) -> set[int]:
+    return {part.said.session for part in job.parts}
+
+
+def _another(path: str, asked: str) -> PSError:
+    """For an asynchronous process that restores something else than the others did in its place."""
+    return InvalidRequest(
+        f"restore {path!r} is not what another process restores first: {asked!r}. Asynchronous processes restore the "
+        "same checkpoints, each in the same order"
+    )
 
 
 def _given_up(path: str, turn: Turn) -> PSError:

@@ -28,7 +28,7 @@ Failure = tuple[Future[RoundReply], PSError]
 Waiter = tuple[Contribution, Future[RoundReply]]
 _Push = tuple[Contribution, Payload, float, Future[RoundReply]]
 
-RESENDS = 16
+RESENDS = 8
 """Attempts at one contribution that are kept while its epoch is not known here."""
 
 RECORDS = 2
@@ -229,8 +229,7 @@ class Rounds:
         else:
             part = Part(member, said, payload)
             waiting.parts[said.session] = part
-            plan = self.plans.get(said.plan_id)
-            if plan is not None:
+            if plan := self.plans.get(said.plan_id):
                 self._admit(waiting, part, plan)
 
     def _check_plan(self, waiting: _Open, said: Contribution, member: Member) -> None:
@@ -247,12 +246,10 @@ class Rounds:
         return diverged(round, [*positions, (member.task, section)])
 
     def _park(self, said: Contribution, payload: Payload, now: float, future: Future[RoundReply]) -> None:
-        parked = self._parked.setdefault(said.session, [])
-        if self.server == 0 or len(parked) >= RESENDS or any(other.round != said.round for other, *_ in parked):
-            raise InvalidRequest(
-                f"epoch {said.epoch} is not known here, and server 0 knows all, or others wait for one"
-            )
-        parked.append((said, payload, now, future))
+        parked = self._parked.get(said.session, [])
+        if len(parked) >= RESENDS or any(other.round != said.round for other, *_ in parked):
+            raise InvalidRequest(f"round {parked[0][0].round} of this session waits; it cannot begin {said.round}")
+        self._parked[said.session] = [*parked, (said, payload, now, future)]
 
     def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
         """A worker makes one round after the other: it neither begins a second one nor leaves one out."""
@@ -424,8 +421,7 @@ class Rounds:
             for number, w in sorted(self._open(), key=lambda item: item[0])
         ) + tuple(
             OpenRound(said.round, "a section of an epoch that is not known here yet", (), False)
-            for pushes in self._parked.values()
-            for said, *_ in pushes[:1]
+            for (said, *_), *_ in self._parked.values()
         )
 
     def _open(self) -> Iterator[tuple[int, _Open]]:

@@ -30,6 +30,9 @@ log = logging.getLogger("psserver")
 KEEPALIVE_MS = 10_000
 """Pause after which a silent client is asked for a sign of life, and how long it may take to give it."""
 
+MAX_CALLS = 1024
+"""Calls that one client may have under way over gRPC; more of them wait in the client."""
+
 HANDSHAKE_MS = 10_000
 """How long a client may take to introduce itself to gRPC."""
 
@@ -178,6 +181,7 @@ class ServerThread:
 def _options() -> list[tuple[str, int]]:
     return [
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_concurrent_streams", MAX_CALLS),
         ("grpc.so_reuseport", 0),  # else two servers would share a port, and each get half of the calls
         # A host that loses its power says nothing: without pings what it has half sent would be kept for ever.
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),

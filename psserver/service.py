@@ -34,6 +34,9 @@ from pswire.wire import INCARNATION_KEY, VERBS, fitting, parse, refusal
 
 log = logging.getLogger(__name__)
 
+HEADER_SECONDS = 10.0
+"""How long a stream may take to begin."""
+
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler = Callable[[ParameterServer, Any, Context], Awaitable[Any]]
@@ -299,8 +302,8 @@ class Service(grpc.GenericRpcHandler):
         answer = Growing()
         future = core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
         future.add_done_callback(lambda _: answer.bell.ring())
-        rest = None if assembly.payload.whole else _rest(context, assembly, self._lanes.in_flight)
-        receiving = asyncio.ensure_future(answer.receive(rest)) if rest else None
+        rest = partial(_rest, context, assembly, self._lanes.in_flight)
+        receiving = None if assembly.payload.whole else asyncio.ensure_future(answer.receive(rest))
         try:
             await self._send_answer(context, future, answer)
         finally:
@@ -378,7 +381,11 @@ async def _rest(context: Context, assembly: Assembly, in_flight: int) -> None:
 
 
 async def _first(context: Context) -> Frame:
-    message = await context.read()
+    try:
+        async with asyncio.timeout(HEADER_SECONDS):
+            message = await context.read()
+    except TimeoutError:
+        raise InvalidRequest(f"a stream's header did not come within {HEADER_SECONDS:g} s") from None
     if message is grpc.aio.EOF:
         raise InvalidRequest("a stream ended before its header")
     return Frame.decode(message)

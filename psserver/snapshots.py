@@ -91,6 +91,7 @@ class Snapshots:
         self._tally = tally
         self._saves: dict[bytes, _Save] = {}
         self._due: list[Answer] = []
+        self._excess = 0  # bytes by which the round that waits would go beyond the limit
 
     def __len__(self) -> int:
         return len(self._saves)
@@ -177,7 +178,8 @@ class Snapshots:
 
     def blocks(self, ids: Iterable[int]) -> bool:
         """Whether a round that replaces these variables has to wait: more old values would be held than may be."""
-        return bool(self.limit and self._saves) and self._held(ids) > self.limit
+        self._excess = self._held(ids) - self.limit if self.limit and self._saves else 0
+        return self._excess > 0
 
     def _held(self, replaced: Iterable[int]) -> int:
         """Bytes of values that are to be written, and that no variable has once these are replaced."""
@@ -222,8 +224,10 @@ class Snapshots:
         with self._lock:
             if save not in self._saves.values():
                 raise CheckpointError("nobody waits for it any more: it was given up, or the job was started anew")
-            del frozen.values[name]
-            answers = self._progress() if self.limit else []
+            # Not before it can make a difference: to look at many small variables takes longer than to write one.
+            waited = self._excess > 0
+            self._excess -= frozen.values.pop(name).nbytes
+            answers = self._progress() if waited and self._excess <= 0 else []
         do(answers)
 
     def _write_manifest(self, save: _Save, text: str) -> Shard:

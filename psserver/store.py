@@ -73,6 +73,13 @@ class Store:
         self.variables[variable.id] = variable
         self.nbytes += nbytes
 
+    def forget(self, id: int) -> None:
+        """Drops a variable that no round knows yet."""
+        known = self.variables.pop(id)
+        if self.server in known.servers:
+            self.nbytes -= known.spec.tensor.nbytes
+        self._values.pop(id, None)
+
     def initialized(self, id: int) -> bool:
         """Whether the variable has a value here."""
         return id in self._values

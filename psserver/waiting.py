@@ -15,7 +15,6 @@ from pswire.api import Contribution, PullReply, RoundReply, Watched
 from pswire.errors import InvalidRequest, PSError
 from pswire.payload import Payload
 
-
 MAX_CALLS = 256
 """Calls of one kind that wait for one session. Those whose clients have gone away are among them: the oldest."""
 
@@ -140,8 +139,10 @@ class Readers:
         """Somebody reads variables, once round `after` is complete; who has no session, 0, as they are.
 
         Raises:
-            InvalidRequest: one has no value.
+            InvalidRequest: one has no value, or is asked for twice.
         """
+        if len(set(variables)) != len(variables):
+            raise InvalidRequest("a variable is asked for twice")
         for id in variables:
             self._store.value(id)
         self._superseded += [waiter[-1] for waiter in _make_room(self._waiting, session)]

@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
@@ -161,9 +161,8 @@ def write_manifest(
         latest = str(directory.parent / LATEST)
         with told(place.full(latest), "written"):
             place.put(latest, latest_text(directory.name).encode())
-    for name in said.get("delete", []):
-        _tried(place.full(str(directory.parent)), partial(delete, place, directory, name, spare))
-    _tried(place.full(str(directory.parent)), partial(sweep, place, directory, manifest, busy, spare))
+    above = place.full(str(directory.parent))
+    _tried(above, partial(_tidy, place, directory, manifest, said.get("delete", []), busy, spare))
     return Shard(place.full(str(directory)), MANIFEST, frozen.round, frozen.positions, ())
 
 
@@ -189,12 +188,28 @@ def _tried(where: str, call: Callable[[], object]) -> None:
         log.warning("cannot remove what is not needed in %s: %s", where, error)
 
 
+def _tidy(
+    place: Place,
+    directory: PurePosixPath,
+    manifest: Manifest,
+    names: Sequence[str],
+    busy: Busy,
+    spare: Collection[str],
+) -> None:
+    """Deletes these checkpoints, and what crashed saves left. The directory, which may be large, is listed once."""
+    listed = place.listing(str(directory.parent))
+    for name in names:
+        _tried(place.full(str(directory.parent)), partial(delete, place, directory, name, listed, spare))
+    sweep(place, directory, manifest, listed, busy(), spare)
+
+
 def sweep(
     place: Place,
     directory: PurePosixPath,
     manifest: Manifest,
-    busy: Busy = frozenset,
-    spare: Collection[str] = (),
+    listed: Mapping[str, frozenset[str]],
+    writing: Collection[str],
+    spare: Collection[str],
 ) -> None:
     """Removes what crashed saves left: in a checkpoint what its manifest does not name, and earlier ones without one.
 
@@ -202,13 +217,13 @@ def sweep(
     ones, those of other names, and files that no save makes are left alone.
 
     Args:
-        place, busy, spare: as `write_manifest` takes them.
+        place, spare: as `write_manifest` takes them.
         directory: the checkpoint.
         manifest: what it has.
+        listed: what is beside it.
+        writing: what was being written after that was listed.
     """
     stem, mine = number(directory.name)
-    listed = place.listing(str(directory.parent))
-    writing = busy()
     for name, files in listed.items():
         path = directory.parent / name
         if path == directory:
@@ -221,13 +236,20 @@ def sweep(
             _tried(place.full(str(path)), partial(_remove, place, path, left))
 
 
-def delete(place: Place, directory: PurePosixPath, name: str, spare: Collection[str] = ()) -> None:
+def delete(
+    place: Place,
+    directory: PurePosixPath,
+    name: str,
+    listed: Mapping[str, frozenset[str]],
+    spare: Collection[str] = (),
+) -> None:
     """Deletes a checkpoint beside one that is complete and takes its place. What is none is left alone.
 
     Args:
         place, spare: as `write_manifest` takes them.
         directory: the one that is complete.
         name: of the other one.
+        listed: what is beside it.
 
     Raises:
         CheckpointError: the name leads elsewhere.
@@ -235,7 +257,7 @@ def delete(place: Place, directory: PurePosixPath, name: str, spare: Collection[
     old = directory.parent / name
     if old.name != name or name == "..":
         raise CheckpointError(f"{name!r} is no name of a checkpoint beside {directory}")
-    files = place.listing(str(directory.parent)).get(name, frozenset())
+    files = listed.get(name, frozenset())
     if MANIFEST in files and old != directory and place.full(str(old)) not in spare:
         # Without it, it is none any more, however far this comes.
         place.remove(str(old / MANIFEST))

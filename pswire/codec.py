@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from pswire.cluster import JOBS, Task
 from pswire.errors import InvalidRequest
-from pswire.limits import MAX_PLAN_BYTES
+from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.log import (
     Approved,
     Created,
@@ -271,6 +271,7 @@ def plan_to_pb(plan: Plan) -> pb.Plan:
 def plan_from_pb(message: pb.Plan) -> Plan:
     if message.ByteSize() > MAX_PLAN_BYTES:
         raise InvalidRequest(f"a plan has {message.ByteSize()} bytes; at most {MAX_PLAN_BYTES} are allowed")
+    _check_items(message)
     snapshot = message.snapshot
     return Plan(
         tuple(
@@ -286,6 +287,21 @@ def plan_from_pb(message: pb.Plan) -> Plan:
         else None,
         _commit_from_pb(message.restore) if message.HasField("restore") else None,
     )
+
+
+def _check_items(message: pb.Plan) -> None:
+    """Raises `InvalidRequest` for a plan of so many messages that reading them takes long; most may be empty."""
+    nodes = sum(len(program.nodes) for program in message.programs[:MAX_PLAN_NODES])
+    if nodes > MAX_PLAN_NODES:
+        raise InvalidRequest(f"the programs of a plan have {nodes} nodes; at most {MAX_PLAN_NODES} are allowed")
+    items = len(message.reductions) + len(message.operands) + len(message.programs) + len(message.applies)
+    items += len(message.returned) + nodes
+    if items <= MAX_PLAN_ITEMS:
+        items += sum(len(p.inputs) + len(p.assigns) + len(p.outputs) for p in message.programs)
+        items += sum(len(apply.args) for apply in message.applies)
+        items += sum(len(node.attrs) for program in message.programs for node in program.nodes)
+    if items > MAX_PLAN_ITEMS:
+        raise InvalidRequest(f"a plan has {items} parts; at most {MAX_PLAN_ITEMS} are allowed")
 
 
 def _commit_to_pb(commit: RestoreCommit) -> pb.RestoreCommit:

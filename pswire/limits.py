@@ -29,6 +29,15 @@ MAX_SAVES = 100
 MAX_PLAN_BYTES = 3 << 20
 """Encoded size of one plan: it travels in one message."""
 
+MAX_PLAN_NODES = 50_000
+"""Nodes of all update programs of one plan."""
+
+MAX_PLAN_ITEMS = 250_000
+"""Messages within the encoded plan, and numbers in lists there: what reading it costs, whatever its bytes are."""
+
+MAX_VARIABLES = 100_000
+"""Variables of a job: whoever may create one may create many, and all of them stay in the log."""
+
 MAX_NAME = 512
 """Characters in a variable's name."""
 

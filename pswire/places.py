@@ -165,14 +165,17 @@ class Directory:
         if not directory.is_dir():
             return {}
         found = {}
-        for one in directory.iterdir():
-            try:
-                if one.is_dir():
-                    found[one.name] = frozenset(os.listdir(self.full(str(PurePosixPath(path) / one.name))))
-            except (OSError, CheckpointError) as error:
-                if one.name not in self._passed_over:
-                    log.warning("%s is passed over: %s", one, error)
-                self._passed_over.add(one.name)
+        with os.scandir(directory) as entries:
+            for one in entries:
+                try:
+                    if one.is_dir():
+                        if one.is_symlink():  # only a link leads elsewhere, and there may be thousands of directories
+                            self.full(str(PurePosixPath(path) / one.name))
+                        found[one.name] = frozenset(os.listdir(one.path))
+                except (OSError, CheckpointError) as error:
+                    if one.name not in self._passed_over:
+                        log.warning("%s is passed over: %s", one.path, error)
+                    self._passed_over.add(one.name)
         return found
 
 

@@ -186,9 +186,11 @@ class Found:
     def within(cls, place: Place, directory: str = ".") -> Found:
         """Looks into a directory; raises `CheckpointError` where it cannot be read."""
         with told(place.full(directory)):
-            # Before the listing, which then has what it names, or what has taken its place.
             named = _named(place, directory)
             listed = place.listing(directory)
+            # What was named before may have been deleted since, when another one had taken its place.
+            while MANIFEST not in listed.get(named or "", ()) and named != (again := _named(place, directory)):
+                named, listed = again, place.listing(directory)
             whole = sorted((name for name, files in listed.items() if MANIFEST in files), key=rank)
             torn = sorted(set(listed) - set(whole), key=rank)
         return cls(tuple(whole), tuple(torn), named if named in whole else next(reversed(whole), None))

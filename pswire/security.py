@@ -145,8 +145,8 @@ class SecurityOptions:
             return b"", b"", b""
         if missing:
             raise ConfigError(
-                f"--tls-cert, --tls-key and --tls-ca belong together, and {' and '.join(missing)} is not given; "
-                "give all three, or none for no TLS"
+                f"--tls-cert, --tls-key and --tls-ca belong together; missing: {', '.join(missing)}; give all "
+                "three, or none for no TLS"
             )
         files = {field: _file(path, name) for field, path in paths.items()}
         certificate, key, ca = (_read(_flag(field), path) for field, path in files.items())

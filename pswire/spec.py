@@ -302,8 +302,8 @@ class Plan:
             ProgramError, LocalityError, InvalidRequest: what is wrong with it.
         """
         for placed in self._placed:
-            if not placed.servers or not all(0 <= s < servers for s in placed.servers):
-                raise InvalidRequest(f"a plan names servers {placed.servers} of {servers}")
+            if not are_some_of(placed.servers, servers):
+                raise InvalidRequest(f"a plan names servers {placed.servers[:8]} of {servers}; name each once")
         for reduction in self.reductions:
             spec = reduction.tensor.check()
             if reduction.op not in REDUCE_OPS:
@@ -357,6 +357,11 @@ class Plan:
         if ref.kind == "result" and 0 <= ref.index < results:
             return self.results[ref.index]
         raise InvalidRequest(f"a plan uses {ref.kind} {ref.index}, which is not there")
+
+
+def are_some_of(servers: tuple[int, ...], count: int) -> bool:
+    """Whether these are numbers of servers, at least one, and none twice; `count` is how many servers there are."""
+    return 0 < len(servers) <= count and len(set(servers)) == len(servers) and all(0 <= s < count for s in servers)
 
 
 def describe_ref(ref: Ref, variables: Mapping[int, Variable]) -> str:

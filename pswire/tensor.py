@@ -55,9 +55,12 @@ class TensorSpec:
         """Returns itself; raises `InvalidRequest` for an unknown dtype or an impossible shape."""
         if self.dtype not in DTYPES:
             raise InvalidRequest(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+        # First: the product of many numbers takes hours.
+        if len(self.shape) > MAX_NDIM:
+            raise InvalidRequest(f"a shape has {len(self.shape)} dimensions; at most {MAX_NDIM} are allowed")
         # An empty tensor is bounded by its other dimensions: NumPy refuses to make a larger one.
         extent = math.prod(n for n in self.shape if n) * DTYPES[self.dtype].itemsize
-        if len(self.shape) > MAX_NDIM or any(n < 0 for n in self.shape) or extent > MAX_TENSOR_BYTES:
+        if any(n < 0 for n in self.shape) or extent > MAX_TENSOR_BYTES:
             raise InvalidRequest(f"impossible shape {self.shape}")
         return self
 

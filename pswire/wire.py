@@ -32,7 +32,7 @@ MAX_BATCH_BYTES = 3 << 20
 """Encoded log entries of one message, below gRPC's limit of 4 MiB together with the rest of it."""
 
 MAX_DETAILS_BYTES = 2048
-"""Of a message in a status; gRPC refuses headers above 8 KiB, and escapes what is not ASCII threefold."""
+"""Of an error's message; gRPC refuses headers above 8 KiB, and escapes what is not ASCII threefold."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +118,18 @@ def _named(error: PSError) -> str:
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in STATUS)
 
 
+def _details(error: PSError) -> str:
+    """An error's message, cut: it may repeat what a peer has said, at any length."""
+    return error.message.encode(errors="replace")[:MAX_DETAILS_BYTES].decode(errors="ignore")
+
+
 def refusal(error: PSError) -> tuple[str, str, Metadata]:
     """An error as it travels.
 
     Returns:
         The name of its status, its message, and its trailing metadata.
     """
-    name = _named(error)
-    details = error.message.encode(errors="replace")[:MAX_DETAILS_BYTES].decode(errors="ignore")
+    name, details = _named(error), _details(error)
     # A header that is not plain ASCII would make gRPC drop the whole answer.
     task = error.task if error.task.isascii() and error.task.isprintable() else ""
     return STATUS[name], details, ((ERROR_KEY, name), *([(TASK_KEY, task)] if task else []))
@@ -133,7 +137,7 @@ def refusal(error: PSError) -> tuple[str, str, Metadata]:
 
 def refusal_to_pb(error: PSError) -> pb.Refusal:
     """An error as it travels on a lane."""
-    return pb.Refusal(error=_named(error), message=error.message, task=error.task)
+    return pb.Refusal(error=_named(error), message=_details(error), task=error.task)
 
 
 def refusal_from_pb(message: pb.Refusal) -> PSError:

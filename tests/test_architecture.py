@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,11 +61,12 @@ MODULES = {
     for path in sorted((ROOT / package).rglob("*.py"))
     if not path.name.endswith("_pb2.py")
 }
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
-def parametrize_modules(test):
-    return pytest.mark.parametrize("module", sorted(MODULES))(test)
+@cache
+def tree_of(module: str) -> ast.Module:
+    """What a module's text says; read by the first test that asks, as every worker of the pool loads this file."""
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -83,7 +86,7 @@ def walk(node: ast.AST, *, into_functions: bool = True) -> Iterator[ast.AST]:
 def imports(module: str, *, at_load: bool = False) -> set[str]:
     """Dotted names that a module imports; with `at_load` only those that loading it loads."""
     names: set[str] = set()
-    for node in walk(TREES[module], into_functions=not at_load):
+    for node in walk(tree_of(module), into_functions=not at_load):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -93,37 +96,43 @@ def imports(module: str, *, at_load: bool = False) -> set[str]:
     return names
 
 
+@cache
 def tops(module: str) -> set[str]:
     return {name.partition(".")[0] for name in imports(module)}
 
 
-@parametrize_modules
-def test_packages_do_not_look_sideways(module):
+def sideways(module: str) -> set[str]:
+    """What a module imports and may not."""
+    allowed = {"threading"} if module in HAVE_LOCKS else set()
+    return tops(module) & FORBIDDEN[module.partition(".")[0]] - allowed
+
+
+def test_packages_do_not_look_sideways():
     """psclient -> pswire <- psserver: the sides never import each other, and the contract neither."""
-    forbidden = FORBIDDEN[module.partition(".")[0]]
-    assert not tops(module) & forbidden - ({"threading"} if module in HAVE_LOCKS else set())
+    assert {module: found for module in MODULES if (found := sideways(module))} == {}
 
 
-@parametrize_modules
 @pytest.mark.parametrize("library", sorted(ONLY_IN))
-def test_a_library_stands_in_its_room(module, library):
+def test_a_library_stands_in_its_room(library):
     """grpc is spoken at the rims, cupy in the array modules, and nothing is pickled anywhere."""
-    if library in tops(module):
-        assert module in ONLY_IN[library]
+    assert {module for module in MODULES if library in tops(module)} <= ONLY_IN[library]
 
 
-@parametrize_modules
-def test_the_environment_is_read_where_configuration_is(module):
-    """No module deep inside changes what it does because of an environment variable."""
-    used = [
+def environment_lines(module: str) -> list[int]:
+    """Where a module reads the environment."""
+    names = ("environ", "getenv", "environb", "putenv")
+    return [
         node.lineno
-        for node in ast.walk(TREES[module])
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
+        for node in ast.walk(tree_of(module))
+        if (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {*names})
     ]
-    imported = {"os.environ", "os.getenv"} & imports(module)
-    if module not in ENVIRON_IN:
-        assert not used, f"{module} reads the environment in lines {used}"
-        assert not imported
+
+
+def test_the_environment_is_read_where_configuration_is():
+    """No module deep inside changes what it does because of an environment variable."""
+    deep = sorted({*MODULES} - ENVIRON_IN)
+    assert {module: lines for module in deep if (lines := environment_lines(module))} == {}
 
 
 def test_no_circles():
@@ -165,35 +174,37 @@ def public(
         yield node
 
 
-@parametrize_modules
-def test_public_names_say_what_they_are(module):
-    """Every module, public class, function and method has a docstring.
-
-    Methods of a class with a base may have it there.
-    """
-    tree = TREES[module]
-    if tree.body:
-        assert ast.get_docstring(tree), f"{module} has no docstring"
-    silent = []
+def silent_names(module: str) -> list[str]:
+    """The public names of a module that have no docstring; its own name where it has none itself."""
+    tree = tree_of(module)
+    silent = [module] if tree.body and not ast.get_docstring(tree) else []
     for node in public(tree):
         # The codec's pairs say the same sixty times; its module says what they do.
         pair = module in ("pswire.codec", "pswire.replies") and node.name.endswith(("_to_pb", "_from_pb"))
         silent += [] if pair or ast.get_docstring(node) else [node.name]
         if isinstance(node, ast.ClassDef) and not node.bases and not is_implementation(module, node):
             silent += [f"{node.name}.{m.name}" for m in public(node) if not ast.get_docstring(m)]
-    assert not silent
+    return silent
+
+
+def test_public_names_say_what_they_are():
+    """Every module, public class, function and method has a docstring.
+
+    Methods of a class with a base may have it there.
+    """
+    assert {module: silent for module in MODULES if (silent := silent_names(module))} == {}
 
 
 def is_implementation(module: str, node: ast.ClassDef) -> bool:
     """The verbs of `ParameterServer` are described there, once."""
-    protocol = next(n for n in ast.walk(TREES["pswire.api"]) if isinstance(n, ast.ClassDef) and n.bases)
+    protocol = next(n for n in ast.walk(tree_of("pswire.api")) if isinstance(n, ast.ClassDef) and n.bases)
     return {m.name for m in public(protocol)} <= {m.name for m in public(node)}
 
 
-@parametrize_modules
-def test_modules_are_small(module):
+def test_modules_are_small():
     """A room is for one thing."""
-    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+    lines = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in MODULES.items()}
+    assert {module: count for module, count in lines.items() if count > MAX_LINES} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -202,12 +213,12 @@ def test_the_face_is_a_table_of_contents(package):
     face = importlib.import_module(package)
     listed = getattr(face, "__all__", None)
     if listed is None:
-        assert not [node for node in TREES[package].body if isinstance(node, ast.ImportFrom)]
+        assert not [node for node in tree_of(package).body if isinstance(node, ast.ImportFrom)]
         return
     assert len(set(listed)) == len(listed)
     imported = {
         alias.asname or alias.name
-        for node in TREES[package].body
+        for node in tree_of(package).body
         if isinstance(node, ast.ImportFrom) and node.module != "__future__"
         for alias in node.names
     }
@@ -215,21 +226,24 @@ def test_the_face_is_a_table_of_contents(package):
     assert not [name for name in listed if not hasattr(face, name)]
 
 
-TEXTS = [
-    path
-    for path in sorted(ROOT.rglob("*"))
-    if path.suffix in {".py", ".pyi", ".md", ".toml", ".yaml", ".yml", ".proto", ".cfg", ".txt"}
-    or path.name in {"Makefile", "Dockerfile", "run"}
-    if not {part for part in path.relative_to(ROOT).parts if part.startswith(".") and part != ".ci"}
-    if path.is_file() and "egg-info" not in str(path)
-]
+READ_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".yaml", ".yml", ".proto", ".cfg", ".txt"}
+READ_NAMES = {"Makefile", "Dockerfile", "run"}
 _MACHINE = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/[\w.]+")
+
+
+def texts() -> Iterator[Path]:
+    """The files that people read; what is hidden, such as an environment, is not walked through."""
+    for directory, below, files in os.walk(ROOT):
+        below[:] = [name for name in below if (not name.startswith(".") or name == ".ci") and "egg-info" not in name]
+        for path in (Path(directory, name) for name in files):
+            if path.suffix in READ_SUFFIXES or path.name in READ_NAMES:
+                yield path
 
 
 def test_no_paths_of_one_machine():
     """What is here works everywhere."""
     found = []
-    for path in TEXTS:
+    for path in sorted(texts()):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             found += [f"{path.relative_to(ROOT)}:{number}: {line.strip()}"] if _MACHINE.search(line) else []
     assert not found

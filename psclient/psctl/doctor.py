@@ -28,9 +28,10 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 @options
 @settings
 def doctor(settings: Settings) -> int:
-    """Checks TF_CONFIG, names, ports, TLS, servers, clocks, versions, shared memory, GPUs and limits from here.
+    """Looks for what keeps a job from running.
 
-    Run it where a task is to run, with its environment. Exits with 1 if anything fails.
+    Checks TF_CONFIG, names, ports, TLS, servers, clocks, versions, shared memory, GPUs and limits. Run it where a task
+    is to run, with its environment. Exits with 1 if anything fails.
     """
     found = examine(patient(settings))
     failed = any(finding.level == "fail" for findings in found.values() for finding in findings)

@@ -14,9 +14,9 @@ from psclient.psctl.settings import Settings, options, settings
 @options
 @settings
 def health(settings: Settings, asked: tuple[str, ...]) -> int:
-    """Asks servers whether they serve; all of the cluster where no HOST:PORT is given.
+    """Asks servers whether they serve.
 
-    Exits with 1 unless all do.
+    All of the cluster where no HOST:PORT is given. Exits with 1 unless all do.
     """
     addresses = asked or tuple(settings.cluster().servers.values())
     security = settings.security()

@@ -117,8 +117,10 @@ def gpu(patient: Patient) -> Iterator[Finding]:
     elif gpus.cupy:
         advice = "install the driver, or start the container with its GPUs (--gpus all)"
         yield warn(f"CuPy {gpus.cupy} is installed, and there is no GPU: {gpus.error}", advice)
+    elif gpus.error:
+        yield fail(gpus.error, "install paramserver[gpu] again, or remove CuPy")
     elif nvidia:
-        yield warn(f"there is a GPU, and no CuPy{gpus.error and f' ({gpus.error})'}", "install paramserver[gpu]")
+        yield warn("there is a GPU, and no CuPy", "install paramserver[gpu]")
     else:
         yield ok("there is none; arrays are NumPy's")
 

@@ -31,13 +31,20 @@ COLOURS = {"up": "green", "open": "green", "left": "dim", "over": "dim"}
 
 
 @click.command()
-@click.option("--watch", "every", type=click.FloatRange(0.1), help="Say it again after so many seconds, until Ctrl-C.")
+@click.option(
+    "--watch",
+    "every",
+    type=click.FloatRange(0.1),
+    metavar="SECONDS",
+    help="Say it again at this interval, until Ctrl-C.",
+)
 @options
 @settings
 def status(settings: Settings, every: float | None) -> int:
-    """Shows every server and every task: who is there, in which round, and whom it waits for.
+    """Shows every server and every task of a job.
 
-    Exits with 1 where something is wrong.
+    Who is there, in which round, and whom it waits for; below that what is wrong, and what to do. Exits with 1 where
+    something is.
     """
     cluster = settings.cluster()
     with connected(settings, cluster) as servers:

@@ -28,7 +28,10 @@ Rates = Mapping[str, Mapping[str, Any]]
 @options
 @settings
 def top(settings: Settings, interval: float) -> int:
-    """Shows a job as it runs, until Ctrl-C; where there is no terminal, what it does in one interval."""
+    """Shows a job as it runs, until Ctrl-C.
+
+    Where there is no terminal, or with --json, it shows what the job does in one interval.
+    """
     cluster, console = settings.cluster(), Console()
     with connected(settings, cluster) as servers:
         watcher = Watcher(servers, cluster)

@@ -25,7 +25,10 @@ from pswire.tensor import DTYPES, Array
 @options
 @settings
 def variables(settings: Settings, pattern: str) -> int:
-    """Lists the variables whose names match PATTERN, such as 'dense*', with what optimizers keep beside each."""
+    """Lists the variables of a job.
+
+    Those whose names match PATTERN, such as 'dense*', each with what optimizers keep beside it.
+    """
     with connected(settings) as servers:
         known = servers.variables()
     primaries = slots(known)
@@ -116,7 +119,10 @@ def _show(variables: Sequence[Variable], primaries: Mapping[str, str]) -> None:
 @options
 @settings
 def read(settings: Settings, name: str, stats: bool, npy: Path | None) -> int:
-    """Prints the value of the variable NAME as it is now; no round waits for that."""
+    """Prints a variable's value as it is now.
+
+    NAME is as psctl vars shows it. No round waits for the value to be read.
+    """
     if npy is not None and not npy.parent.is_dir():
         raise ConfigError(f"there is no directory {npy.parent} to write {npy.name} into; make it first")
     with connected(settings) as servers:

@@ -8,10 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from psclient import context
+from psclient.remote import RemoteBackend
 from psclient.train.checkpoint import Checkpoint, keeper_of
 from psclient.train.options import DEFAULT, CheckpointOptions
+from psclient.variables import Variable, VariableAggregation
 from pswire.errors import CheckpointError, NoCheckpoint
+from pswire.spec import VariableSpec
+from pswire.tensor import spec_of
 
 log = logging.getLogger("psclient")
 
@@ -99,6 +105,8 @@ class CheckpointManager:
         self._unconfirmed = ""  # saved last
         self._replaced: float | None = None  # when what it replaces was saved
         self._last_step: int | None = None
+        # Who comes to a running job has to save when the others do, whose last step it does not know.
+        self._shared_step = None if checkpoint_interval is None else _shared_step(step_counter)
 
     # ---- What there is ----
 
@@ -163,9 +171,7 @@ class CheckpointManager:
         self.checkpoint.keeper.check_free(options or DEFAULT)
         self.sync()
         number = int(self.checkpoint.save_counter) + 1 if checkpoint_number is None else checkpoint_number
-        path = self._save(number, options or DEFAULT)
-        self._last_step = None if self._step_counter is None else int(self._step_counter)
-        return path
+        return self._save(number, options or DEFAULT)
 
     def _save(self, number: int, options: CheckpointOptions) -> str:
         name = f"{self._name}-{number}"
@@ -175,6 +181,7 @@ class CheckpointManager:
         note = {"checkpoints": list(self._kept.items()), "preserved": self._preserved, "deleting": self._doomed}
         self._unconfirmed = name
         prefix = self._path(self._name)
+        self._count_from_here()
         try:
             path = self.checkpoint.save_numbered(prefix, number, CheckpointOptions(), self._doomed, {NOTE: note})
         except BaseException:
@@ -200,9 +207,14 @@ class CheckpointManager:
             self._forget()
 
     def _forget(self) -> None:
-        """What was saved last is no checkpoint; what it was to replace is to be deleted with the next."""
+        """What was saved last is no checkpoint; what it was to replace is to be deleted with the next.
+
+        It is itself, should it be complete all the same: only to say that it is the newest may have failed.
+        """
         del self._kept[self._unconfirmed]
-        if self._replaced is not None:  # It is whole, where it was.
+        if self._replaced is None:
+            self._doomed += (self._unconfirmed,)
+        else:  # It is whole, where it was.
             self._kept = {self._unconfirmed: self._replaced, **self._kept}
         self._unconfirmed = ""
 
@@ -224,9 +236,19 @@ class CheckpointManager:
         return True
 
     def _is_due(self) -> bool:
-        if self.checkpoint_interval is None or self._last_step is None:
+        if self.checkpoint_interval is None:
             return True
-        return int(self._step_counter) >= self._last_step + self.checkpoint_interval
+        last = self._last_step
+        if last is None and self._shared_step is not None:
+            last = int(self._shared_step)
+        return last is None or last < 0 or int(self._step_counter) >= last + self.checkpoint_interval
+
+    def _count_from_here(self) -> None:
+        """The interval begins with this step, for whoever comes later as well."""
+        self._last_step = None if self._step_counter is None else int(self._step_counter)
+        if self._shared_step is not None:
+            with self._shared_step.strategy.scope():
+                self._shared_step.assign(self._last_step)
 
     def _surplus(self) -> tuple[str, ...]:
         """Takes out of the list what is more than is kept; what of it is to be deleted."""
@@ -255,8 +277,25 @@ class CheckpointManager:
             if self._init_fn is not None:
                 self._init_fn()
             return None
-        self._last_step = None if self._step_counter is None else int(self._step_counter)
+        if status.restored:
+            self._count_from_here()
         return status.path
+
+
+def _shared_step(step_counter: Any) -> Variable | None:
+    """The step of the last save, -1 before: on the first server, and in no checkpoint.
+
+    Returns:
+        None where nobody has to save when others do, or where steps are counted by each process for itself.
+    """
+    strategy = step_counter.strategy if isinstance(step_counter, Variable) else None
+    if strategy is None or not isinstance(strategy.backend, RemoteBackend) or strategy.backend.group.alone:
+        return None
+    value = np.array(-1, "int64")
+    spec = VariableSpec("checkpoint/step", spec_of(value), False, saved_as="")
+    with strategy.scope():
+        made: Variable = strategy.extended.create_variable(spec, value, (0,), False, VariableAggregation.NONE)
+    return made
 
 
 def _name(path: object) -> str:

@@ -83,6 +83,9 @@ class ServerKeeper:
             log.info("this process comes back to a running job: its variables stay as they are")
             return None
         self.sync()
+        if self._remote.group.late:
+            # The others have waited for what they saved before this process came.
+            self._remote.group.settle_saves()
         return _opened(self._remote.restore(path, lambda reply: choose(_opened(reply).manifest), cast))
 
     def was_restored(self, variable: Variable) -> bool:

@@ -1,4 +1,8 @@
-"""TLS on the socket of a lane: what a `Link` needs of a socket, encrypted."""
+"""TLS on the socket of a lane: what a `Link` needs of a socket, encrypted.
+
+What is encrypted goes through memory, so that one system call carries many records: a record has 16 KiB at most, and to
+send and receive each by itself would cost more than to encrypt it.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +10,62 @@ import socket
 import ssl
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import cast
 
-TOGETHER = 1 << 14
-"""Bytes: smaller buffers become one record of TLS, which has at most as many."""
+RECORD = 1 << 14
+"""Bytes of a record of TLS. Smaller buffers become one."""
 
 PIECE = 1 << 18
 """Bytes that are encrypted at once: who receives waits as long."""
 
+SCRATCH = 1 << 16
+"""Bytes that are received at once."""
+
 
 class Sealed:
-    """A TLS connection, whose handshake is over, as a plain socket. May be written and read by two threads.
+    """A TLS connection as a plain socket. After the handshake it may be written and read by two threads.
 
     Args:
         sock: connected.
+        context: what this end shows, and asks for.
+        name: that the other end's certificate must have; None for the end that was connected to.
     """
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, name: str | None = None) -> None:
         self._sock = sock
-        self._lock = threading.Lock()  # guards the connection: OpenSSL allows one thread at a time
-        self._pending: bytes | memoryview | None = None  # what TLS has begun to send, and must be given again
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=name is None, server_hostname=name)
+        self._lock = threading.Lock()  # guards all of it: OpenSSL allows one thread at a time
+        self._scratch = memoryview(bytearray(SCRATCH))
+        self._sealed = memoryview(b"")  # what is encrypted, and the system has not taken yet
+        self._taken = 0  # of how many bytes it was made
+
+    def shake(self) -> None:
+        """Goes on with the handshake; where the socket blocks, to its end.
+
+        Raises:
+            BlockingIOError: it is not over yet.
+            OSError: it has failed.
+        """
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._tell()
+                if not self._take():
+                    raise ConnectionResetError("the other end has closed the connection") from None
+            except ssl.SSLError:
+                with suppress(OSError):  # the other end may be told why
+                    self._tell()
+                raise
+            else:
+                self._tell()
+                return
 
     def peer_names(self) -> list[str]:
         """The DNS names on the other end's certificate."""
-        found = self._sock.getpeercert() or {}
+        found = self._tls.getpeercert() or {}
         names = found.get("subjectAltName", ())
         return [str(name[1]) for name in names if isinstance(name, tuple) and name[0] == "DNS"]
 
@@ -42,49 +79,74 @@ class Sealed:
 
     def sendall(self, data: bytes) -> None:
         """As of a socket that blocks."""
-        self._sock.sendall(data)
+        self._tls.write(data)
+        self._tell()
 
     def sendmsg(self, buffers: Sequence[memoryview]) -> int:
-        """Sends what the system takes of the buffers; returns how many bytes.
+        """Sends a piece of the buffers; returns how many bytes.
 
         Raises:
-            BlockingIOError: none; the same buffers must come first the next time.
+            BlockingIOError: the system has not taken all of it; the same buffers must come first the next time.
         """
         with self._lock:
-            if self._pending is None:
-                self._pending = _joined(buffers)
-            try:
-                sent = self._sock.send(self._pending)
-            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                raise BlockingIOError from None
-            self._pending = None
-            return sent
+            if not self._sealed:
+                self._taken = sum(map(self._tls.write, _records(buffers)))
+                self._sealed = memoryview(self._outgoing.read())
+            while self._sealed:
+                self._sealed = self._sealed[self._sock.send(self._sealed) :]
+            return self._taken
 
     def recv_into(self, buffer: bytearray | memoryview) -> int:
         """As of a socket that does not block."""
+        view, at = memoryview(buffer), 0
         with self._lock:
-            try:
-                return self._sock.recv_into(buffer)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                raise BlockingIOError from None
+            while at < len(view):
+                try:
+                    # With a buffer it returns a number, which the stubs do not know.
+                    at += cast(int, self._tls.read(len(view) - at, view[at:]))
+                except ssl.SSLWantReadError:
+                    # What is there is given first: to receive more may say that there is no more for now.
+                    if at or not self._take():
+                        return at
+                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                    return at
+        return at
 
     def close(self) -> None:
         """As of a socket."""
         self._sock.close()
+
+    def _take(self) -> int:
+        """Receives what is there; returns how many bytes, 0 at the end."""
+        count = self._sock.recv_into(self._scratch)
+        self._incoming.write(self._scratch[:count])
+        return count
+
+    def _tell(self) -> None:
+        """Sends what TLS has to say."""
+        self._sock.sendall(self._outgoing.read())
 
 
 Stream = socket.socket | Sealed
 """What a link sends and receives on."""
 
 
-def _joined(buffers: Sequence[memoryview]) -> bytes | memoryview:
-    """The first piece of some buffers."""
-    if len(buffers[0]) >= TOGETHER or len(buffers) == 1:
-        return buffers[0][:PIECE]
-    found, size = [], 0
+def _records(buffers: Sequence[memoryview]) -> list[bytes | memoryview]:
+    """The first piece of some buffers, of which small ones are joined."""
+    found: list[bytes | memoryview] = []
+    small: list[memoryview] = []
+    size = together = 0
     for buffer in buffers:
-        found.append(buffer[: TOGETHER - size])
-        size += len(found[-1])
-        if size == TOGETHER:
+        part = buffer[: PIECE - size]
+        if small and together + len(part) > RECORD:
+            found.append(b"".join(small))
+            small, together = [], 0
+        if len(part) >= RECORD:
+            found.append(part)
+        else:
+            small.append(part)
+            together += len(part)
+        size += len(part)
+        if size == PIECE:
             break
-    return b"".join(found)
+    return [*found, b"".join(small)] if small else found

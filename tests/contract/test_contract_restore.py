@@ -242,6 +242,40 @@ def test_asynchronous_processes_undo_nothing(job):
     assert values(job, two, variable) == [1]
 
 
+def two_alone(job):
+    """Two asynchronous processes, and a variable on each server of which there is a checkpoint in `run`."""
+    (first,) = job.join(A)
+    for server in (0, 1):
+        job.variable(first, np.array(1), (server,))
+    job.save(first)
+    job.begin()
+    one, two = job.join(A, B, mode="async")
+    return one, two, [job.variable(one, np.array(5), (server,)) for server in (0, 1)]
+
+
+def test_asynchronous_processes_restore_the_same(job):
+    """Who names another checkpoint than the first did is told so, instead of what became of that."""
+    one, two, variables = two_alone(job)
+    job.restore(one, "run/ckpt-1")
+    with pytest.raises(InvalidRequest, match=r"'run' is not what another process restores first: 'run/ckpt-1'"):
+        job.restore(two, "run")
+    assert values(job, one, *variables) == [1, 1]
+
+
+def test_what_an_asynchronous_process_gives_up_is_not_held(job):
+    """A server that could read its part lets go of it with the next round of who asked for it."""
+    one, two, variables = two_alone(job)
+    flip(shard_of(job, 1))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        job.restore(one)
+    restores = job.servers.cores[0]._restores
+    add(job, two, variables[0])
+    assert restores._prepared is not None
+    add(job, one, variables[0])
+    assert restores._prepared is None
+    assert values(job, one, *variables) == [25, 5]
+
+
 def test_a_restore_is_of_all_servers_and_of_nothing_else(job, worker):
     """Such a plan is refused."""
     variable = job.variable(worker, np.array(1))

@@ -5,6 +5,7 @@ No cluster runs here. What is tried is what can be without one: schemas, and wha
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from manifests import Manifest, Pod, containers, expanded, pods, render, templat
 from psclient import TFConfigClusterResolver
 from psclient.cli import command as psworker
 from psclient.cluster_resolver import task_of
+from psclient.psctl.cli import command as psctl
 from psserver.cli import command as psserver
 from pswire.cluster import parse_tf_config
 from pswire.security import task_name
@@ -123,6 +125,34 @@ def test_each_pod_sees_its_own_key(variant: str) -> None:
         assert all(mount["readOnly"] for mount in mounts.values())
         told = {pod.environ[name] for name in ("PS_TLS_CERT", "PS_TLS_KEY", "PS_TLS_CA", "PS_TOKEN_FILE")}
         assert told == set(seen)
+
+
+@every_variant
+def test_the_secret_has_what_is_mounted(variant: str, tmp_path: Path) -> None:
+    """Of what `psctl certs` makes for so many tasks make-secret makes a Secret, with the files of each pod."""
+    servers, workers = VARIANTS[variant]
+    made = CliRunner().invoke(psctl, ["certs", str(tmp_path), "--ps", str(servers), "--workers", str(workers)])
+    assert made.exit_code == 0, made.output
+    done = subprocess.run([str(ROOT / "make-secret"), str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    secret = yaml.safe_load(done.stdout)
+    kubernetes_validate.validate(secret, VERSION, strict=True)
+    tasks = [pod.environ["TASK"] for pod in all_pods(variant)]
+    files = {f"{task}.{end}": tmp_path / task / f"tls.{end}" for task in tasks for end in ("crt", "key")}
+    files |= {name: tmp_path / tasks[0] / name for name in ("ca.crt", "token")}
+    assert {key: base64.b64decode(value) for key, value in secret["data"].items()} == {
+        key: path.read_bytes() for key, path in files.items()
+    }
+    assert {volume["secret"]["secretName"] for pod in all_pods(variant) for volume in pod.spec["volumes"][:1]} == {
+        secret["metadata"]["name"]
+    }
+
+
+def test_no_secret_is_made_of_nothing(tmp_path: Path) -> None:
+    """A directory without certificates is named, and kubectl gets nothing to apply."""
+    done = subprocess.run([str(ROOT / "make-secret"), str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{tmp_path} is nothing that psctl certs has made" in done.stderr
 
 
 @every_variant

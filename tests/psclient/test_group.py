@@ -15,12 +15,12 @@ from psclient.chief import Chief
 from psclient.exchange import Exchange, Outgoing
 from psclient.group import Group
 from psclient.session import Session
-from pswire.status import SessionState
 from pswire.cluster import ClusterSpec
 from pswire.errors import ConfigError, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Start
 from pswire.spec import VariableSpec
+from pswire.status import SessionState
 from pswire.tensor import TensorSpec
 
 A, B, C = WORKERS[:3]
@@ -151,7 +151,11 @@ def test_a_step_computes_with_one_value(job):
 
 @pytest.mark.parametrize(
     ("entry", "place"),
-    [("dataset:3", "a batch of its dataset 3"), ("plan:00", "the section that it begins with")],
+    [
+        ("dataset:3", "a batch of its dataset 3"),
+        ("plan:" + "0" * 64, "the section that it begins with"),
+        ("save", "a save"),
+    ],
 )
 def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
     """The others never come again to where a late process is taken in; it says so while it waits, and fails alone."""

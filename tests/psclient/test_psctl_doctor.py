@@ -32,7 +32,7 @@ WELL = Host(
     open_files=65536,
     memory=8 << 30,
     memory_limit=0,
-    gpus=GpuReport(error="CuPy is not installed"),
+    gpus=GpuReport(),
     nvidia=False,
     versions={"paramserver": "0.1.0", "python": "3.11.7", "numpy": "2.1.0"},
 )
@@ -79,6 +79,7 @@ HOSTS = [
     ("GPU", {"gpus": GpuReport("13.3.0", error="too old"), "nvidia": True}, "fail", "too old look at nvidia-smi"),
     ("GPU", {"gpus": GpuReport("13.3.0", error="no driver")}, "warn", "there is no GPU: no driver"),
     ("GPU", {"nvidia": True}, "warn", "install paramserver[gpu]"),
+    ("GPU", {"gpus": GpuReport(error="CuPy cannot be imported: no x")}, "fail", "CuPy cannot be imported: no x"),
     ("GPU", {}, "ok", "arrays are NumPy's"),
     ("open files", {"open_files": 100}, "fail", "raise the limit: ulimit -n"),
     ("open files", {"open_files": 1024}, "warn", "too few for a server of many workers"),

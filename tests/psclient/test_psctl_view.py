@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import io
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,16 +21,21 @@ from rich.console import Console
 from rig import WORKERS, Job, Servers, core, remote, serving
 
 from psclient import psctl
+from psclient.psctl import view as view_module
+from psclient.psctl.doctor import CHECKS
+from psclient.psctl.findings import Finding
 from psclient.psctl.output import duration, plain, short, size
+from psclient.psctl.servers import Looked
 from psclient.psctl.servers import Servers as Connections
 from psclient.psctl.settings import Cluster
-from psclient.psctl.status import lines
+from psclient.psctl.status import STATES, lines
 from psclient.psctl.top import rates
 from psclient.psctl.variables import stats_of
-from psclient.psctl.view import JobView, ServerView, view_of
+from psclient.psctl.view import GONE, JobView, Problem, ServerView, TaskView, view_of
 from pswire.cluster import Task
-from pswire.log import Done, JobStarted
+from pswire.log import Done, Epoch, JobStarted, Member
 from pswire.security import Security
+from pswire.status import OpenRound, Place, ServerStatus, SessionState
 from pswire.tensor import DTYPES
 
 W0, W1 = WORKERS[:2]
@@ -119,6 +128,67 @@ def test_a_task_that_came_back_is_told_once(serve):
     seen = view(*job.verbs)
     assert [(task.state, task.takes_part) for task in seen.tasks if not task.drives] == [("open", False)]
     assert ("failed", "worker-0") not in kinds(seen)
+
+
+TASKS = st.sampled_from([CHIEF, W0, W1])
+ROUNDS = st.integers(-1, 5)
+MEMBERS = st.builds(Member, TASKS, st.integers(1, 4), st.integers(0, 2), st.sampled_from(["sync", "async"]))
+SESSIONS = st.builds(
+    SessionState,
+    MEMBERS,
+    st.sampled_from(["open", "left", "failed", "lost"]),
+    st.sampled_from(["", "dataset:0"]),
+    st.floats(0, 1e6),
+    st.booleans(),
+)
+STATUSES = st.builds(
+    ServerStatus,
+    server=st.integers(0, 2),
+    incarnation=st.integers(1, 4),
+    log=st.integers(0, 9),
+    epoch=st.none() | st.builds(Epoch, st.integers(1, 3), st.lists(MEMBERS, max_size=3).map(tuple)),
+    round=ROUNDS,
+    positions=st.just(()),
+    waiting=st.lists(
+        st.builds(OpenRound, st.integers(0, 6), st.just("adds"), st.lists(TASKS).map(tuple), st.booleans()), max_size=3
+    ).map(tuple),
+    variables=st.integers(0, 3),
+    nbytes=st.integers(0, 1 << 40),
+    memory_limit=st.integers(0, 1 << 40),
+    chief=st.floats(0, allow_nan=False),
+    places=st.lists(st.builds(Place, TASKS, ROUNDS, st.just(())), max_size=2).map(tuple),
+    sessions=st.lists(SESSIONS, max_size=4).map(tuple),
+    incarnations=st.sampled_from([(), (1, 2), (3,)]),
+    over=st.booleans(),
+    broken=st.sampled_from(["", "round 3 failed halfway"]),
+    process=st.none(),
+)
+ANSWERS = st.builds(Looked, st.builds(Task, st.just("ps"), st.integers(0, 2)), st.just("h:1"), st.none() | STATUSES)
+
+
+@given(st.lists(ANSWERS, min_size=1, max_size=3), st.lists(TASKS, max_size=3))
+def test_whatever_servers_say_can_be_shown(looked, expected):
+    """Also what no job would ever say: a tool for what is wrong must bear everything."""
+    seen = view_of(looked, expected)
+    json.dumps(dataclasses.asdict(seen), allow_nan=False)
+    assert len(seen.servers) == len(looked)
+    assert all(each.lag >= 0 for each in (*seen.servers, *seen.tasks))
+    assert all(problem.message for problem in seen.problems)
+    assert all(max(map(len, rendered(seen, width))) <= width for width in (80, 200))
+
+
+def test_every_key_is_documented():
+    """What `--json` gives, and every kind of problem, state and check, stands in docs/psctl.md."""
+    text = (Path(__file__).parents[2] / "docs" / "psctl.md").read_text(encoding="utf-8")
+    fields = {
+        field.name for kind in (JobView, ServerView, TaskView, Problem, Finding) for field in dataclasses.fields(kind)
+    }
+    problems = set(re.findall(r'Problem\("(\w+)"', inspect.getsource(view_module))) | set(GONE)
+    assert len(problems) > 8
+    for name in fields | problems | set(STATES):
+        assert f"`{name}`" in text or f"`{name}[]`" in text, name
+    for check in CHECKS:
+        assert f"| {check.name} |" in text, check.name
 
 
 # ---- How it says it ----

@@ -152,6 +152,23 @@ def test_what_is_larger_than_the_limit_waits_until_it_is_written(tmp_path, monke
         shard.result(SOON)
 
 
+def test_a_round_that_waits_is_looked_at_when_it_may_run(tmp_path, monkeypatch):
+    """Not with each variable that is written: there may be thousands of small ones, and a look counts them all."""
+    gate = Gate(monkeypatch)
+    with job_on(tmp_path, snapshot_limit=1) as (job, servers):
+        (worker,) = job.join(WORKERS[0])
+        many = variables(job, worker, 40)
+        snapshots = servers.cores[0]._snapshots
+        held, looks = snapshots._held, []
+        _, shard = order(job, worker)
+        waits = adding(job, worker, *many)
+        monkeypatch.setattr(snapshots, "_held", lambda ids: (looks.append(1), held(ids))[1])
+        gate.let(40)
+        shard.result(SOON)
+        together(waits)
+        assert len(looks) < 4
+
+
 def test_what_nobody_asks_for_is_written_and_let_go_of(tmp_path, monkeypatch):
     """A round that waits at the limit waits for the disk, and for no chief; the next chief is told of what is there."""
     gate = Gate(monkeypatch)

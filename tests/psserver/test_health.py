@@ -16,7 +16,8 @@ from rig import SOON, core
 from psserver import health
 from psserver.config import ServerConfig
 from psserver.server import Server
-from pswire.wire import SERVICE
+from pswire.security import Security
+from pswire.wire import SERVICE, VERBS
 
 Status = health_pb2.HealthCheckResponse
 ASKED = health_pb2.HealthCheckRequest
@@ -27,7 +28,8 @@ def serving(test: Callable[[grpc.aio.Channel, Server], Awaitable[Any]], still: C
 
     async def run() -> None:
         one = core()
-        server = Server(one, ServerConfig(one.task, shared_memory=0), still)
+        config = ServerConfig(one.task, shared_memory=0, security=Security(token="0123456789abcdef"))
+        server = Server(one, config, still)
         port = await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             await asyncio.wait_for(test(channel, server), SOON)
@@ -68,6 +70,18 @@ def test_a_server_that_stands_still_does_not_serve(monkeypatch):
         watch.cancel()
 
     serving(test, lambda: still[0])
+
+
+def test_a_probe_needs_no_token():
+    """It learns whether the server serves, and nothing else."""
+
+    async def test(channel: grpc.aio.Channel, server: Server) -> None:
+        assert (await health_pb2_grpc.HealthStub(channel).Check(ASKED())).status == Status.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(VERBS["Status"].path)(b"")
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+    serving(test, lambda: 0.0)
 
 
 def test_what_is_not_served_is_not_found():

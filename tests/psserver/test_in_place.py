@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from programs import job_of, plan_of, same_bits, traced
 from rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
+from safetensors.numpy import load_file
 
 from psserver import executor
 from psserver.arrays import Device
@@ -259,15 +260,19 @@ def test_an_answer_keeps_its_value(job):
     assert address(job, variable) != before
 
 
-def test_a_snapshot_keeps_its_value(job):
+def test_a_snapshot_keeps_its_value(job, monkeypatch):
     """What a checkpoint's round left is what is written, however many rounds come in between."""
     worker, _, plan = trained(job)
+    later = []
+    monkeypatch.setattr(job.servers.cores[0]._snapshots, "_files", later.append)
     order = job.approve(checkpoint("here", (0,)), worker)
     turn(worker, order, ())
     for _ in range(3):
         turn(worker, plan, ones())
-    frozen = job.servers.cores[0]._snapshots._frozen[order.id].values["v"]
-    assert frozen.tolist() == [4.0] * N
+    (write,) = later
+    write()
+    (shard,) = job.servers.root.rglob("shard-*")
+    assert load_file(shard)["v"].tolist() == [4.0] * N
 
 
 def test_who_reads_during_a_round_waits_for_its_end(job, monkeypatch):

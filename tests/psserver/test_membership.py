@@ -126,7 +126,7 @@ def test_only_so_many_sessions_may_be_open():
     few = Membership(LEASE, limit=2)
     opened(few, A)
     opened(few, CHIEF, drives=True)
-    with pytest.raises(ConfigError, match=r"worker/task:0.*2 sessions.*--max-sessions"):
+    with pytest.raises(ConfigError, match=r"worker/task:1.*2 sessions.*--max-sessions"):
         opened(few, B)
     again = opened(few, A)
     few.leave(again, "")
@@ -251,6 +251,6 @@ def test_the_end_of_a_chief(members):
 def test_states_tell_how_long_it_is_silent(members):
     """And where it waits."""
     number = opened(members, A, 4.0)
-    members.enter(number, "plan:00")
+    members.enter(number, "dataset:0")
     (state,) = members.states(6.5)
-    assert (state.member.task, state.member.session, state.entry, state.silent) == (A, number, "plan:00", 2.5)
+    assert (state.member.task, state.member.session, state.entry, state.silent) == (A, number, "dataset:0", 2.5)

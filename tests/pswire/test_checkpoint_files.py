@@ -339,6 +339,19 @@ def test_what_lies_beside_does_not_matter(caplog):
         (root / "run/secret").chmod(0o700)
 
 
+def test_a_listing_looks_where_links_lead_and_nowhere_else(tmp_path, monkeypatch):
+    """To resolve the paths of thousands of checkpoints, with each save, takes longer than to list them."""
+    for number in range(50):
+        save(tmp_path, f"run/ckpt-{number}")
+    (tmp_path / "run/best").symlink_to("ckpt-7")
+    resolve, resolved = Path.resolve, []
+    monkeypatch.setattr(Path, "resolve", lambda path, *args: (resolved.append(path), resolve(path, *args))[1])
+    listed = place(tmp_path).listing("run")
+    assert len(listed) == 51
+    assert listed["best"] == listed["ckpt-7"]
+    assert {path.name for path in resolved} == {tmp_path.name, "run", "best"}
+
+
 def test_a_root_says_which_place(tmp_path):
     """A path or `file://` is a directory; another URL is what fsspec makes of it; one that it does not know is told."""
     assert isinstance(place(tmp_path), Directory)
@@ -459,7 +472,7 @@ def test_an_order_says_what_is_the_newest(root):
     save(root, "run/ckpt-9", VALUE + 9)
     np.testing.assert_array_equal(read(root), VALUE + 2)
     assert (files(root) - {name for name in files(root) if "ckpt-" in name}) == {"run/latest"}
-    checkpoint.delete(place(root), PurePosixPath("run/ckpt-5"), "ckpt-2")
+    checkpoint.delete(place(root), PurePosixPath("run/ckpt-5"), "ckpt-2", place(root).listing("run"))
     np.testing.assert_array_equal(read(root), VALUE + 9)
 
 
@@ -481,6 +494,48 @@ def test_what_is_named_as_the_newest_may_be_gone(root):
     for name in ("ckpt-2", "ckpt-7", "../other/ckpt-3"):
         put(root, "run/latest", latest_text(name).encode())
         assert Saved.open(place(root), "run").path == "run/ckpt-1"
+
+
+class Listed:
+    """A place in which something happens before each of its listings."""
+
+    def __init__(self, inner, *happen):
+        self._inner = inner
+        self._happen = list(happen)
+        self.listings = 0
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def listing(self, path):
+        self.listings += 1
+        if self._happen:
+            self._happen.pop(0)()
+        return self._inner.listing(path)
+
+
+def test_the_newest_may_be_another_one_while_it_is_looked_for(root):
+    """The one that was named is gone, for another has taken its place: that one is meant, not one that was given up."""
+    said = '{"latest": true}'
+    save(root, "run/ckpt-9")  # from which the job went back
+    save(root, "run/ckpt-1", state=said)
+
+    def goes_on():
+        save(root, "run/ckpt-2", state='{"latest": true, "delete": ["ckpt-1"]}')
+
+    assert Found.within(Listed(place(root), goes_on), "run").latest == "ckpt-2"
+    goes = Listed(place(root), lambda: place(root).remove(f"run/ckpt-2/{MANIFEST}"))
+    assert Found.within(goes, "run").latest == "ckpt-9"
+
+
+def test_a_save_lists_its_directory_once(root):
+    """There may be thousands of checkpoints in it, and as many that are to be deleted."""
+    for number in range(1, 4):
+        save(root, f"run/ckpt-{number}")
+    there, new = Listed(place(root)), frozen("run/ckpt-4", state='{"delete": ["ckpt-1", "ckpt-2", "ckpt-3"]}')
+    checkpoint.write_manifest(there, new, manifest_of([write_shard(root, new)]))
+    assert there.listings == 1
+    assert files(root) == {f"run/ckpt-4/{MANIFEST}", f"run/ckpt-4/{new.file}"}
 
 
 def test_no_checkpoint_has_the_name_of_that_file(root):
@@ -548,7 +603,7 @@ def test_an_order_deletes_nothing_elsewhere(root, name, caplog):
     save(root, "run/ckpt-1")
     save(root, "other/ckpt-1")
     with pytest.raises(CheckpointError, match="is no name of a checkpoint beside run/ckpt-2"):
-        checkpoint.delete(place(root), PurePosixPath("run/ckpt-2"), name)
+        checkpoint.delete(place(root), PurePosixPath("run/ckpt-2"), name, place(root).listing("run"))
     save(root, "run/ckpt-2", state=f'{{"delete": ["{name}", "ckpt-1"]}}')
     assert "cannot remove what is not needed in" in caplog.text
     assert {str(PurePosixPath(file).parent) for file in files(root)} == {"run/ckpt-2", "other/ckpt-1"}

@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 from pswire import codec, replies
 from pswire.api import (
     Contribution,
-    OpenRound,
-    Place,
     PullReply,
     RoundReply,
-    ServerStatus,
-    SessionState,
     Shard,
     Watched,
 )
@@ -57,6 +53,7 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
+from pswire.status import OpenRound, Place, ServerStatus, SessionState
 from pswire.tensor import DTYPES, TensorSpec
 from pswire.wire import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, fitting, parse, refusal, refused
 

@@ -103,7 +103,7 @@ def test_anothers_certificate(certificates: Certificates) -> None:
 def test_one_of_three(certificates: Certificates, missing: str) -> None:
     """All three are needed, and the flag that lacks is named."""
     flag = "--" + missing.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"belong together, and {flag} is not given"):
+    with pytest.raises(ConfigError, match=f"belong together; missing: {flag};"):
         replace(options(certificates.out), **{missing: ""}).read("worker-0")
 
 

@@ -20,7 +20,6 @@ from psserver.server import ServerThread
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, Forbidden, PSError, Unauthenticated
-from pswire.lanes.sealed import Sealed
 from pswire.lanes.sockets import HEAD, Kind, Message
 from pswire.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
@@ -261,7 +260,7 @@ def test_a_lane_is_for_its_task(certificates: Certificates, case: str) -> None:
         with contextlib.suppress(OSError):
             sock.sendall(hello(session, token))
         assert is_closed(sock)
-        assert [c.session for c in lanes.connections] == [session]
+        eventually(lambda: [c.session for c in lanes.connections] == [session])
         good = stack.enter_context(stranger(thread, certificates.of("worker-0")))
         good.sendall(hello(session, lanes.token(session)))
         assert good.recv(HEAD.size)[0] == Kind.WELCOME
@@ -311,11 +310,3 @@ def test_the_approved_are_the_chiefs(members: dict[str, tuple[RemoteServer, int]
     chief, _ = members["chief-0"]
     token = chief.open(CHIEF, 0, 5, True).token
     assert chief.approve(token, 0, []) == 0
-
-
-def test_sealed_gives_names(certificates: Certificates) -> None:
-    """What a client's certificate names is what the server's end of a lane reads."""
-    with guarded(certificates.of("ps-0")) as thread:
-        sealed = Sealed(stranger(thread, certificates.of("worker-0")))
-        assert sealed.peer_names() == ["ps-0.paramserver"]
-        sealed.close()

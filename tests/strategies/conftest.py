@@ -1,17 +1,24 @@
-"""One suite over every kind of strategy: a module's tests share one strategy of each kind."""
+"""One suite over every kind of strategy: all modules share one strategy of each kind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
 
 import pytest
 from strategies import KINDS, opened
 
-import psclient as ps
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Callable[[str], Any]]:
+    """Gives the one strategy of a kind, for tests that leave it as they found it: starting a server takes long."""
+    with ExitStack() as stack:
+        yield cache(lambda kind: stack.enter_context(opened(kind)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def strategy(request: pytest.FixtureRequest) -> Iterator[ps.Strategy]:
+def strategy(request: pytest.FixtureRequest, shared: Callable[[str], Any]) -> Any:
     """A strategy of each kind, `mirrored-2` being a `MirroredStrategy` of two replicas."""
-    with opened(request.param) as strategy:
-        yield strategy
+    return shared(request.param)

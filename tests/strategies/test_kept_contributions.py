@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import opened, variable
+from strategies import variable
 
 import psclient as ps
 from psclient.configured import Configured
@@ -13,9 +13,8 @@ GRADIENT = np.arange(6, dtype="float32").reshape(2, 3)
 
 
 @pytest.fixture(scope="module")
-def strategy():
-    with opened("embedded-1") as strategy:
-        yield strategy
+def strategy(shared):
+    return shared("embedded-1")
 
 
 @pytest.mark.parametrize(

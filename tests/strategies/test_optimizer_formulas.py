@@ -6,7 +6,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from strategies import in_replicas, opened, replicas, variable
+from strategies import in_replicas, replicas, variable
 
 import psclient as ps
 
@@ -15,9 +15,8 @@ START = np.array([1.0, -2.0, 3.0])
 
 
 @pytest.fixture(scope="module", params=["mirrored-2", "embedded-2", "default"])
-def strategy(request):
-    with opened(request.param) as strategy:
-        yield strategy
+def strategy(request, shared):
+    return shared(request.param)
 
 
 # Keras's formulas: the new weights, from the old ones, the gradient, what was kept, and the step's number.

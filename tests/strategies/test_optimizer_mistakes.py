@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import in_replicas, opened, replicas, variable
+from strategies import in_replicas, replicas, variable
 
 import psclient as ps
 from pswire.errors import ProgramError
@@ -13,15 +13,13 @@ Optimizer, Schedule = ps.optimizers.Optimizer, ps.optimizers.schedules.LearningR
 
 
 @pytest.fixture(scope="module", params=["mirrored-2", "embedded-2", "default"])
-def strategy(request):
-    with opened(request.param) as strategy:
-        yield strategy
+def strategy(request, shared):
+    return shared(request.param)
 
 
 @pytest.fixture(scope="module")
-def servers():
-    with opened("embedded-2") as strategy:
-        yield strategy
+def servers(shared):
+    return shared("embedded-2")
 
 
 def apply(strategy, optimizer, v, gradient=1.0):

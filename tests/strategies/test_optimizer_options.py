@@ -16,9 +16,8 @@ SGD = ps.optimizers.SGD
 
 
 @pytest.fixture(scope="module", params=["mirrored-2", "embedded-2", "default"])
-def strategy(request):
-    with opened(request.param) as strategy:
-        yield strategy
+def strategy(request, shared):
+    return shared(request.param)
 
 
 def apply(strategy, optimizer, *pairs):

@@ -13,15 +13,13 @@ SERVERS = ("servers-1", "servers-2", "servers-3")
 
 
 @pytest.fixture(scope="module", params=SERVERS)
-def strategy(request):
-    with opened(request.param) as strategy:
-        yield strategy
+def strategy(request, shared):
+    return shared(request.param)
 
 
 @pytest.fixture(scope="module")
-def local():
-    with opened("mirrored-1") as strategy:
-        yield strategy
+def local(shared):
+    return shared("mirrored-1")
 
 
 def dynamic():

@@ -335,14 +335,13 @@ EXPRESSIONS = st.recursive(st.sampled_from(["v", "u", "x", "k"]).map(_leaf), _gr
 
 
 @pytest.fixture(scope="module")
-def three_kinds():
-    with opened("mirrored-2") as mirrored, opened("embedded-2") as embedded, opened("default") as default:
-        found = []
-        for strategy in (mirrored, embedded, default):
-            v = variable(strategy, np.zeros(5, "float32"))
-            with strategy.scope(), strategy.extended.colocate_vars_with(v):
-                found.append((strategy, v, ps.Variable(np.zeros(5, "float32"))))
-        yield found
+def three_kinds(shared):
+    found = []
+    for strategy in (shared("mirrored-2"), shared("embedded-2"), shared("default")):
+        v = variable(strategy, np.zeros(5, "float32"))
+        with strategy.scope(), strategy.extended.colocate_vars_with(v):
+            found.append((strategy, v, ps.Variable(np.zeros(5, "float32"))))
+    return found
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

@@ -123,6 +123,25 @@ def test_an_interval_counts_steps(kind):
         assert manager.save() is None
 
 
+def test_an_interval_is_in_no_checkpoint():
+    """What counts it is this job's: another one, whose steps begin anew, saves at once."""
+    with opened("embedded-1") as strategy:
+        with strategy.scope():
+            step, v = ps.Variable(7, name="step"), ps.Variable(0.0, name="v")
+        checkpoint = ps.train.Checkpoint(step=step, v=v)
+        path = ps.train.CheckpointManager(checkpoint, "run", 9, step_counter=step, checkpoint_interval=3).save()
+        checkpoint.sync()
+    tensors = json.loads((root_of("embedded") / path / "manifest.json").read_text())["tensors"]
+    assert set(tensors) == {"step", "v", "checkpoint/saves"}
+    with opened("embedded-1") as strategy:
+        with strategy.scope():
+            steps, v = ps.Variable(0, name="steps"), ps.Variable(0.0, name="v")
+        checkpoint = ps.train.Checkpoint(v=v)
+        checkpoint.restore(path)
+        manager = ps.train.CheckpointManager(checkpoint, "other", 9, step_counter=steps, checkpoint_interval=3)
+        assert manager.save() is not None
+
+
 def test_a_checkpoint_that_was_not_saved_is_no_part_of_the_list():
     """What it would have replaced stays."""
     with opened("embedded-1") as strategy:
@@ -140,6 +159,26 @@ def test_a_checkpoint_that_was_not_saved_is_no_part_of_the_list():
         assert manager.checkpoints == ["run/ckpt-3"]
         assert on_disk("embedded") == ["ckpt-2", "ckpt-3"]
         assert blocker.is_file()
+
+
+def test_one_that_failed_at_the_very_end_is_deleted_with_the_next():
+    """It is complete, but could not be named as the newest; nobody lists it, and it does not stay for ever."""
+    with opened("embedded-1") as strategy:
+        _, manager = managed(strategy, 1)
+        manager.save()
+        manager.sync()
+        latest = Path("checkpoints/run/latest")
+        latest.unlink()
+        latest.mkdir()
+        manager.save()
+        with pytest.raises(ps.errors.CheckpointError, match="latest cannot be written"):
+            manager.sync()
+        assert manager.checkpoints == []
+        latest.rmdir()
+        assert on_disk("embedded") == ["ckpt-1", "ckpt-2"]
+        manager.save()
+        manager.sync()
+        assert on_disk("embedded") == ["ckpt-3"]
 
 
 def test_a_failure_that_somebody_else_was_told_of_is_known():

@@ -304,3 +304,57 @@ def test_who_comes_back_to_a_save_is_taken_in_there(tmp_path):
     paths = [f"run/ckpt-{number}" for number in range(1, 9)]
     assert job.said(W0, "saved") == paths
     assert job.said(W1, "saved")[3:] == paths[5:]
+
+
+def saves_sometimes():
+    """A checkpoint in every fifth step, as often as the manager finds that due."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        a, steps = ps.Variable(np.zeros(3), name="a"), ps.Variable(np.int64(0), name="steps")
+    checkpoint = ps.train.Checkpoint(a=a, steps=steps)
+    manager = ps.train.CheckpointManager(checkpoint, "run", 3, step_counter=steps, checkpoint_interval=5)
+    manager.restore_or_initialize()
+    say("comes", int(steps))
+    while (step := int(steps)) < 24:
+        if step == 8 and ME == 1:
+            say("dies")
+            gate("never")
+        if step == 9 and ME == 0:
+            say("waits")
+            gate("go")
+        a.assign_add(np.ones(3))
+        steps.assign_add(1)
+        if manager.save():
+            say("saved", int(steps))
+
+
+def test_who_comes_back_saves_when_the_others_do(tmp_path):
+    """It does not know when they did last, and the servers do; so it is when they have restored."""
+    keys = {"workers": 2, "gates": ["go", "never"], "timeouts": QUICK, "chief": "driver"}
+    for first, begin, saves in ((0, 0, [1, 6, 11, 16, 21]), (1, 3, [8, 13, 18, 23])):
+        directory = tmp_path / str(first)
+        directory.mkdir()
+        if first:
+            with Job(makes_steps, directory, (begin,), workers=1) as job:
+                job.finish()
+        with Job(saves_sometimes, directory, **keys) as job, job.server(PS0) as server:
+            job.hear(W1, "dies")
+            job.kill(W1)
+            job.hear(W0, "waits")
+            job.start(W1)
+            job.hear(W1, "comes", 9)
+            job.until(lambda: len(server.status().epoch.members) == 2)
+            job.open("go")
+            job.finish()
+        assert job.said(W0, "saved") == saves
+        assert job.said(W1, "saved")[-2:] == saves[-2:]
+
+
+def makes_steps(steps):
+    """A checkpoint after so many steps."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        made = {"a": ps.Variable(np.zeros(3), name="a"), "steps": ps.Variable(np.int64(steps), name="steps")}
+    checkpoint = ps.train.Checkpoint(**made)
+    checkpoint.save("run/ckpt")
+    checkpoint.sync()

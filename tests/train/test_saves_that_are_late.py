@@ -56,3 +56,44 @@ def test_which_save_has_failed_is_known():
         checkpoint.write("best")
         checkpoint.sync()
         assert not checkpoint.keeper.failed("best")
+
+
+def test_who_came_late_restores_what_the_others_saved(monkeypatch):
+    """They wait for their save before; a process that came after it does as well, though it has saved nothing."""
+    with opened("embedded-1") as strategy:
+        with strategy.scope():
+            v = ps.Variable(1.0, name="v")
+            checkpoint = ps.train.Checkpoint(v=v)
+        go, chief, backend = threading.Event(), strategy._chief, strategy.backend
+        commit, follow = chief._commit, backend.group._follow
+        chief._commit = lambda plan: (go.wait(60), commit(plan))[1]
+        path = checkpoint.save("run/ckpt")
+        v.assign(2.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "_saving", None)
+            patch.setattr(type(backend.group), "late", True)
+            patch.setattr(backend.group, "_follow", lambda *args: (go.set(), follow(*args))[1])
+            try:
+                assert checkpoint.restore("run").path == path
+            finally:
+                go.set()
+        assert float(v) == 1.0
+
+
+def test_a_manifest_that_is_too_large_is_told(monkeypatch):
+    """Before it is sent, and to those who wait for the save; training goes on, and so do later saves."""
+    with opened("embedded-1") as strategy:
+        with strategy.scope():
+            v = ps.Variable(0.0, name="v")
+            checkpoint = ps.train.Checkpoint(v=v)
+        with monkeypatch.context() as patch:
+            patch.setattr("psclient.chief.PART_BYTES", 400)
+            checkpoint.save("run/ckpt")
+            with pytest.raises(ps.errors.CheckpointError, match=r"of 2 variables, takes [0-9]+ bytes, and at most 400"):
+                checkpoint.sync()
+        assert not list(Path("checkpoints").rglob("shard-*"))
+        v.assign(1.0)
+        path = checkpoint.save("run/ckpt")
+        v.assign(2.0)
+        checkpoint.restore(path)
+        assert float(v) == 1.0

@@ -1,0 +1,263 @@
+"""Who has a session and takes part in no epoch decides nothing for those who do, and costs them next to nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rig import SOON, WORKERS, Clock, Job, Servers, Worker, checkpoint, core, sum_into
+
+from psserver import footprint, membership, rounds, waiting
+from pswire import codec
+from pswire.api import Contribution, RestoreOrder
+from pswire.cluster import Task
+from pswire.errors import ConfigError, InvalidRequest, NoCheckpoint, PSError
+from pswire.limits import MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_VARIABLES
+from pswire.log import Approved, Start
+from pswire.payload import Payload
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.program import Input, Program
+from pswire.spec import Apply, Plan, Reduction, Ref, Turn, VariableSpec
+from pswire.tensor import TensorSpec
+from pswire.wire import MAX_DETAILS_BYTES, refusal, refusal_to_pb
+
+FOUR = TensorSpec("float32", (4,))
+STRANGER = Task("worker", 7)
+
+
+class Two:
+    """Two members of a job on two servers, and who has a session besides.
+
+    Attributes:
+        job: the job.
+        members: who make its rounds.
+        session: the other's.
+    """
+
+    def __init__(self, root: Path, **more: Any) -> None:
+        cores = [core(number, root=root, max_sessions=8, **more) for number in (0, 1)]
+        self.cores = cores
+        self.job = Job(Servers([*cores], cores, Clock(), root, False))
+        self.members = self.job.join(*WORKERS[:2])
+        self.variable = self.job.variable(self.members[0], np.zeros(4, "float32"))
+        self.plan = self.job.approve(sum_into(self.variable, returned=False), self.members[0])
+        self.session = self.job.open(STRANGER).session
+        self.sum = 0.0
+
+    def push(self, worker: Worker) -> object:
+        return worker.push(self.plan, [np.ones(4)])
+
+    def round(self) -> None:
+        """The members make a round, whose sum is exact."""
+        futures = [worker.push(self.plan, [np.ones(4)], want=(self.variable.id,)) for worker in self.members]
+        self.sum += 2
+        for worker, future in zip(self.members, futures, strict=True):
+            worker.round += 1
+            (value,) = future.result(SOON).payload.tensors([FOUR])
+            assert (value == self.sum).all()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Two:
+    return Two(tmp_path)
+
+
+# ---- What it says ----
+
+
+def test_a_beat_of_an_outsider_waits_in_no_round(two: Two) -> None:
+    """Whatever plan it says that it waits with: only members can be at different places of one program."""
+    for member in two.members:
+        two.cores[0].beat(member.session, 0, two.plan.id)
+    two.cores[0].beat(two.session, 0, b"x" * 32)
+    two.round()
+
+
+def test_the_divergence_of_an_outsider_is_its_own(two: Two) -> None:
+    """It ends with the session that tells of it."""
+    two.cores[0].leave(two.session, "Diverged: everything")
+    two.round()
+
+
+SAID: dict[str, Callable[[Two], object]] = {
+    "a start": lambda two: two.cores[0].propose(two.session, None, "", Start(two.job.epoch.number, 99)),
+    "a plan": lambda two: two.cores[0].propose(two.session, sum_into(two.variable), "", None),
+    "a checkpoint": lambda two: two.cores[0].propose(two.session, checkpoint("x", (0, 1)), "", None),
+    "a restore": lambda two: two.cores[0].restore(two.session, "x", Turn(1 << 63), RestoreOrder("open")),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_an_outsider_proposes_nothing(two: Two, case: str) -> None:
+    """It is refused, the log stays as it is, and members go on and restore as if nobody had asked."""
+    before = list(two.cores[0]._log.entries)
+    with pytest.raises(InvalidRequest, match="takes part in no epoch"):
+        SAID[case](two)
+    assert two.cores[0]._log.entries == before
+    assert not two.cores[0]._log.proposed
+    two.round()
+    worker = two.members[0]
+    with pytest.raises(NoCheckpoint):
+        two.cores[0].restore(worker.session, "x", worker.turn(), RestoreOrder("open")).result(SOON)
+
+
+@pytest.mark.parametrize("epoch", [0, 3, 1 << 63])
+def test_nobody_begins_in_an_epoch_that_is_not_there(two: Two, epoch: int) -> None:
+    """A member neither: a start in an epoch to come would be in the way of who says it then."""
+    with pytest.raises(InvalidRequest, match=f"epoch {epoch} is not known"):
+        two.cores[0].propose(two.members[0].session, None, "", Start(epoch, 0))
+    two.round()
+
+
+@pytest.mark.parametrize("entry", ["x", "x" * (3 << 20), "dataset:", "dataset:" + "9" * 11, "plan:" + "g" * 64])
+def test_newcomers_wait_at_entries(two: Two, entry: str) -> None:
+    """What is none is not kept: all that watch the log are told of it, in one message."""
+    with pytest.raises(InvalidRequest, match="nowhere else"):
+        two.cores[0].propose(two.session, None, entry, None)
+    assert [state.entry for state in two.cores[0]._members.states(0.0)] == ["", "", ""]
+
+
+# ---- What it costs ----
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """What happens within takes little of the processor, however busy the machine is."""
+    began = time.thread_time()
+    yield
+    assert time.thread_time() - began < seconds
+
+
+def test_a_shape_of_many_dimensions_is_not_multiplied() -> None:
+    """Half a million factors would take hours: their number alone refuses them."""
+    message = pb.TensorSpec(dtype="float32", shape=[(1 << 63) - 1] * 400_000)
+    with within(1.0), pytest.raises(InvalidRequest, match="400000 dimensions"):
+        codec.tensor_from_pb(message)
+
+
+SUM = pb.Reduction(op=pb.Reduction.SUM, tensor=pb.TensorSpec(dtype="float32", shape=[4]), servers=[0])
+EMPTY: dict[str, Callable[[], pb.Plan]] = {
+    "programs": lambda: pb.Plan(programs=[pb.Program(version=1)] * 700_000),
+    "nodes": lambda: pb.Plan(programs=[pb.Program(version=1, nodes=[pb.Node()] * 1_500_000)]),
+    "nodes of many programs": lambda: pb.Plan(programs=[pb.Program(nodes=[pb.Node()] * 5_000)] * 11),
+    "attributes": lambda: pb.Plan(programs=[pb.Program(nodes=[pb.Node(attrs=[pb.Attr()] * 1_500_000)])]),
+    "outputs": lambda: pb.Plan(programs=[pb.Program(outputs=[0] * 1_500_000)]),
+    "applications": lambda: pb.Plan(applies=[pb.Apply()] * 1_500_000),
+    "arguments": lambda: pb.Plan(applies=[pb.Apply(args=[pb.Ref(kind=2)] * 700_000)]),
+    "values that come back": lambda: pb.Plan(reductions=[SUM], returned=[pb.Ref(kind=2)] * 700_000),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_a_plan_of_empty_parts_is_not_read(case: str) -> None:
+    """Its bytes are few, and its parts are many: they are counted before anything is made of them."""
+    message = EMPTY[case]()
+    with within(2.0), pytest.raises(InvalidRequest, match=f"at most ({MAX_PLAN_NODES}|{MAX_PLAN_ITEMS}) "):
+        codec.plan_from_pb(message)
+
+
+def test_a_server_is_named_once(two: Two) -> None:
+    """Else what is checked for each of many arguments is checked for each of many servers, under the lock."""
+    program = Program(tuple(Input("value", FOUR) for _ in range(3000)), (), (), ())
+    apply = Apply(0, (0,), (Ref("reduction", 0),) * 3000)
+    plan = Plan((Reduction("sum", FOUR, (0,) * 100_000),), programs=(program,), applies=(apply,))
+    with within(2.0), pytest.raises(InvalidRequest, match="name each once"):
+        two.cores[0].propose(two.members[0].session, plan, "", None)
+    spec = VariableSpec("many", FOUR)
+    with pytest.raises(InvalidRequest, match="name each once"):
+        two.cores[0].create(two.session, 1, -1, spec, (0, 0), None)
+    two.round()
+
+
+def test_large_programs_are_looked_into_without_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats are answered meanwhile, whether they are proposed or approved."""
+    two = Two(tmp_path, memory_limit=1 << 20)
+    (of, seen) = footprint._Need.of, []
+
+    def look(program: Program) -> object:
+        seen.append([one._lock.locked() for one in two.cores])
+        return of(program)
+
+    monkeypatch.setattr(footprint._Need, "of", look)
+    two.job.approve(sum_into(two.variable), two.members[0])
+    assert seen == [[False, False]] * len(seen)
+    assert seen
+
+
+def test_watches_of_one_session_are_bounded(two: Two) -> None:
+    """The oldest of too many end: their clients have gone away, or make more than anybody needs."""
+    length = two.cores[0].status().log
+    waits = [two.cores[0].watch(two.session, length, -1) for _ in range(waiting.MAX_CALLS + 10)]
+    other = two.cores[0].watch(two.members[0].session, length, -1)
+    assert [future.done() for future in waits] == [True] * 10 + [False] * waiting.MAX_CALLS
+    with pytest.raises(InvalidRequest, match="later calls"):
+        waits[0].result(SOON)
+    two.job.variable(two.members[0], np.zeros(4, "float32"))
+    assert all(future.result(SOON).entries for future in [*waits[10:], other])
+
+
+def test_reads_of_one_session_are_bounded(two: Two) -> None:
+    """The same for those that wait for a round."""
+    reads = [two.cores[0].pull(two.session, [0], 0) for _ in range(waiting.MAX_CALLS + 10)]
+    other = two.cores[0].pull(two.members[0].session, [0], 0)
+    assert [future.done() for future in reads] == [True] * 10 + [False] * waiting.MAX_CALLS
+    two.round()
+    assert all(future.result(SOON).round == 0 for future in [*reads[10:], other])
+
+
+def test_pushes_of_an_epoch_to_come_are_bounded(two: Two) -> None:
+    """A few attempts at one contribution wait until their epoch is known, which may be never."""
+    said = Contribution(two.session, 99, 0, b"x" * 32, ())
+    for server in two.cores:
+        futures = [server.push(said, Payload((), 1 << 20)) for _ in range(100)]
+        assert sum(not future.done() for future in futures) <= rounds.RESENDS
+        assert len(server.status().waiting) == 1
+    two.round()
+
+
+def test_the_log_says_what_a_variable_is(two: Two) -> None:
+    """Whoever came to a server before the log with another one of its number is not in the chief's way."""
+    squatter = VariableSpec("mine", TensorSpec("float32", (1000,)))
+    two.cores[1].create(two.session, 1, 1, squatter, (1,), Payload.pack([np.ones(1000, "float32")]))
+    spec = VariableSpec("v1", FOUR)
+    named = two.cores[0].create(two.members[0].session, 1, -1, spec, (1,), None)
+    assert named.id == 1
+    two.job.append()
+    assert two.cores[1].status().nbytes == FOUR.nbytes
+    value = Payload.pack([np.full(4, 3, "float32")])
+    assert two.cores[1].create(two.members[0].session, 1, 1, spec, (1,), value).initialized
+    (found,) = two.cores[1].pull(two.members[0].session, [1], -1).result(SOON).payload.tensors([FOUR])
+    assert found.tolist() == [3.0] * 4
+
+
+def test_the_numbers_of_variables_are_bounded(two: Two) -> None:
+    """Each that a server is told of it keeps, whether the log has it or not."""
+    with pytest.raises(InvalidRequest, match="not placed on this server"):
+        two.cores[1].create(two.session, 0, MAX_VARIABLES, VariableSpec("x", FOUR), (1,), None)
+
+
+def test_a_server_knows_so_many_sessions(two: Two) -> None:
+    """One that does not give their numbers, too."""
+    for number in range(membership.REMEMBERED * 8 - len(two.cores[1]._sessions)):
+        two.cores[1].open(STRANGER, 1, (1 << 50) + number, False)
+    with pytest.raises(ConfigError, match=r"started \d+ times"):
+        two.cores[1].open(STRANGER, 1, 1 << 60, False)
+    two.round()
+
+
+def test_who_is_no_chief_has_no_programs_verified(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token is looked at first."""
+    monkeypatch.setattr(Plan, "check_programs", lambda plan: pytest.fail("it was verified"))
+    with pytest.raises(PSError, match="newer chief"):
+        two.cores[0].approve(1, 0, [Approved(two.plan)])
+
+
+def test_a_refusal_is_short() -> None:
+    """On every lane, however long what it complains of: it does not repeat the megabytes that were sent."""
+    error = InvalidRequest(f"weights {(float('nan'),) * 500_000} are no counts")
+    assert len(refusal_to_pb(error).message) == len(refusal(error)[1]) == MAX_DETAILS_BYTES
