@@ -266,7 +266,8 @@ class CheckpointManager:
         """Restores the newest checkpoint; where there is none, calls `init_fn`. In the contexts of `save`.
 
         Returns:
-            The path of what was restored, None where nothing was.
+            The path of what was restored; None where there is none. A process that joins a running job, whose variables
+            are newer than any checkpoint, gets the directory, and changes nothing.
 
         Raises:
             CheckpointError, VariableMismatch: as `Checkpoint.restore`.
