@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
+# Hundreds of processes are started: none of them shall compile our modules anew because a shell forbids to keep them.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help demo test check docs proto bench soak clean
 
 help:  ## what there is
@@ -35,8 +38,8 @@ demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/digits.py
 
 test: check  ## all checks and all tests
-	$(BIN)/python -m pytest -q -m serial
-	$(BIN)/python -m pytest -q -n 2 -m 'not serial and not soak'
+	$(BIN)/python -m pytest -q -m serial tests/integration
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not serial and not soak'
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents
 	$(BIN)/ruff check .

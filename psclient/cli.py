@@ -29,7 +29,7 @@ from psclient.config import (
 from psclient.launch import Cluster
 from psclient.launch_file import load_launch_config
 from psclient.relay import Printer
-from psclient.runner import die_with, end_on_sigterm, run_script, say
+from psclient.runner import code_of, die_with, end_on_sigterm, run_script, say
 from pswire import logs
 from pswire.cluster import EVALUATOR, TaskConfig
 from pswire.errors import ConfigError, PSError
@@ -234,7 +234,7 @@ def run(invocation: Invocation) -> int:
         if invocation.debug:
             raise
         say(config.task if config else None, f"error: {' '.join(str(error).split())}")
-        return 2 if isinstance(error, ConfigError) else 1
+        return code_of(error)
     except KeyboardInterrupt:
         return 130
 

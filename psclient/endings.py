@@ -1,7 +1,8 @@
 """What has to be done before this process ends, while it can still start threads.
 
-Since Python 3.12 no thread can be started once `atexit` runs its functions, and a call over the network needs one. What
-is registered here runs before: when a script that `psworker` runs has ended, else when the main thread has.
+Since Python 3.12 no thread can be started once `atexit` runs its functions, and calls over the network may need one.
+What is registered here runs before: when a script that `psworker` runs has ended, else when the main thread has. In
+Python 3.12.0 and 3.12.1 that is too late as well, and has to do with the threads that there are (`threads.SPARE`).
 """
 
 from __future__ import annotations

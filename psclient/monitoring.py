@@ -6,18 +6,18 @@ docs/observability.md says what they are good for. What a script counts with `pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from psclient.config import metrics_from
 from pswire.cluster import Task
 from pswire.errors import ConfigError
-from pswire.histogram import Histogram
+from pswire.exposition import families, harden
 from pswire.metrics import ALL, Row, Values
 from pswire.versions import versions
 
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
     from psclient.rpc import RemoteServer
 
 log = logging.getLogger("psclient")
-
-KINDS: Mapping[str, Any] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
 
 
 @dataclass(frozen=True)
@@ -139,23 +133,12 @@ class Metrics(Collector):
 
     def add(self, rows: Sequence[Row[Any]], source: Any) -> None:
         """From now on these metrics are read, too."""
-        self._reads.append(lambda: _families(rows, source))
+        self._reads.append(lambda: families(rows, source))
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as of now."""
         for read in tuple(self._reads):
             yield from read()
-
-
-def _families(rows: Sequence[Row[Any]], source: Any) -> Iterator[Metric]:
-    for row in rows:
-        family = KINDS[row.kind](row.name, row.about, labels=row.labels)
-        for labels, value in row.read(source).items():
-            if isinstance(value, Histogram):
-                family.add_metric(labels, value.buckets(), value.total)
-            else:
-                family.add_metric(labels, value)
-        yield family
 
 
 class Exporter:
@@ -188,6 +171,7 @@ class Exporter:
                 f"cannot serve metrics at {where}:{port} ({error.strerror or error}); choose another --metrics-port or "
                 "--metrics-host"
             ) from error
+        harden(self._serving[0])
         # Who has it picked has no other way to know.
         level = logging.INFO if port else logging.WARNING
         log.log(level, "metrics are at http://%s:%d/metrics", where, self._serving[0].server_port)

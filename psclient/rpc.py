@@ -24,7 +24,7 @@ from psclient.channels import Interceptor, open_channel, stub
 from psclient.lane import Answered, Lane, Offer
 from psclient.lanes import Lanes
 from psclient.staging import Parts
-from psclient.threads import Threads
+from psclient.threads import Threads, check_startable
 from pswire import codec, replies
 from pswire.api import (
     ALL,
@@ -108,8 +108,8 @@ class RemoteServer:
         self._name = certificate_name(task_name(task))
         self._channel = open_channel(address, shown, self._name)
         channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
-        self._stubs = {name: stub(channel, verb.path, verb.streams) for name, verb in VERBS.items()}
-        # On the network there is no difference between one message and a stream of one.
+        # On the network there is no difference between one message and a stream of one, for which gRPC needs no thread.
+        self._stubs = {n: stub(channel, v.path, v.streams if v.streams[0] else (False, True)) for n, v in VERBS.items()}
         self._push_whole = stub(channel, VERBS["Push"].path, (False, True))
         self._token: Metadata = ((TOKEN_KEY, bearer(shown.token)),) if shown.token else ()
         self._metadata: Metadata = self._token  # of every call; `open` adds to it
@@ -293,6 +293,8 @@ class RemoteServer:
 
     def _start(self, start: Callable[..., Any], request: bytes | Iterator[bytes], seconds: float) -> Any:
         """Starts a call; it is a future, or an iterator over the frames of its reply."""
+        if not isinstance(request, bytes):
+            check_startable()  # gRPC needs threads to send more than one message, and would wait for them for good
         try:
             return start(request, timeout=seconds, metadata=self._metadata)
         except ValueError:  # so gRPC says that `close` came first
@@ -316,13 +318,13 @@ class RemoteServer:
     def _ask(self, name: str, request: Message) -> bytes:
         """A verb of one request and one reply, until it is answered."""
         data = request.SerializeToString()
+        return self._attempts.until_answered(VERBS[name], partial(self._once, name, data))
 
-        def once(seconds: float) -> bytes:
-            call = self._start(self._stubs[name].future, data, seconds)
-            with self._under_way(call):
-                return bytes(call.result())
-
-        return self._attempts.until_answered(VERBS[name], once)
+    def _once(self, name: str, data: bytes, seconds: float) -> bytes:
+        """The same, once; may be called where no thread can be started."""
+        call = self._start(self._stubs[name], data, seconds)
+        with self._under_way(call):
+            return b"".join(call)
 
     def _frames(self, header: bytes, parts: Iterable[Part]) -> Iterator[bytes]:
         for frame in frames(header, parts):
@@ -352,8 +354,7 @@ class RemoteServer:
     def _missing(self) -> str:
         """Whom the server waits for, in words, if it can still say it."""
         try:
-            call = self._start(self._stubs["Status"].future, b"", self._timeouts.beat)
-            status = replies.status_from_pb(parse(pb.StatusReply, call.result()))
+            status = replies.status_from_pb(parse(pb.StatusReply, self._once("Status", b"", self._timeouts.beat)))
         except (grpc.RpcError, grpc.FutureCancelledError, PSError):
             return "; the server does not answer"
         tasks = sorted({task for waiting in status.waiting for task in waiting.missing})

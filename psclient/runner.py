@@ -19,12 +19,13 @@ import pswire
 from psclient import endings
 from pswire import logs
 from pswire.cluster import Task
-from pswire.errors import PSError
+from pswire.errors import ConfigError, PSError
 
 log = logging.getLogger("psworker")
 
 _OURS = tuple(str(Path(package.__path__[0])) + os.sep for package in (psclient, pswire))
 _PR_SET_PDEATHSIG = 1
+_CODES = {KeyboardInterrupt: 130, ConfigError: 2}
 
 
 def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool = False) -> int:
@@ -37,7 +38,7 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
         debug: whether errors of this package are shown with their traceback.
 
     Returns:
-        The exit code: 0, the script's own, 1 after an error, 2 without such a script, 130 after Ctrl-C.
+        The exit code: 0, the script's own, 2 without such a script, else that of the error that ended it.
     """
     path = Path(script)
     if not path.exists():
@@ -56,7 +57,7 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
     except BaseException as error:
         _remember(error)
         sys.excepthook(type(error), error, error.__traceback__)  # by now others may have hung on to it
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return code_of(error)
     finally:
         endings.run()
     return 0
@@ -79,6 +80,11 @@ def _hook(script: str, task: Task | None, debug: bool) -> Callable[..., None]:
                 sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
     return show
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of a process that an error ends: 2 says that another attempt would end in the same way."""
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
 
 
 def say(task: Task | None, text: str) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
+from pswire.errors import PSError
+
 T = TypeVar("T")
+
+SPARE = int(sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)))
+"""How many idle threads there are always: these Pythons can start none once the main thread has ended."""
 
 
 class Threads:
-    """Runs each call on a thread; idle threads are used again, and as many are made as are needed.
+    """Runs each call on a thread; idle threads are used again, and as many are made as are needed, and `SPARE`.
 
     They are daemons: a call under way must not keep a process from ending, as an executor's would. All
     methods may be called from any thread.
@@ -25,20 +31,34 @@ class Threads:
         self._name = name
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the two counts
-        self._idle = 0
+        self._idle = 0  # and not about to take what is in the queue
         self._count = 0
+        with self._lock:
+            self._start(SPARE)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Runs a function; its result, or what it raises, is the future's."""
+        """Runs a function; its result, or what it raises, is the future's.
+
+        Raises:
+            PSError: no thread is idle, and none could be started.
+        """
         future: Future[T] = Future()
         with self._lock:
-            spawn = not self._idle
-            self._idle -= not spawn
-            self._count += spawn
+            try:
+                self._start(SPARE + 1)
+            except RuntimeError as error:
+                if not self._idle:
+                    raise _unstarted(error) from None
+            self._idle -= 1
         self._queue.put(lambda: settle(future, work))
-        if spawn:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return future
+
+    def _start(self, idle: int) -> None:
+        """Starts threads until so many are idle."""
+        while self._idle < idle:
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._idle += 1
+            self._count += 1
 
     def close(self) -> None:
         """Lets the threads end when they have nothing to do."""
@@ -65,3 +85,15 @@ def settle(future: Future[T], work: Callable[[], T]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def check_startable() -> None:
+    """Raises `PSError` where no thread can be started."""
+    try:
+        threading.Thread(target=bool, daemon=True).start()
+    except RuntimeError as error:
+        raise _unstarted(error) from None
+
+
+def _unstarted(error: RuntimeError) -> PSError:
+    return PSError(f"no thread could be started ({error}); where the script has ended, call close() at its end")

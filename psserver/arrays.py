@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from array_api_compat import numpy as numpy_api
 
 from pswire.errors import ConfigError
 from pswire.tensor import Array
@@ -63,9 +62,12 @@ class Device:
 
     @property
     def xp(self) -> Any:
-        """The array API namespace of this device's arrays."""
+        """The array API namespace of this device's arrays.
+
+        NumPy is one itself; what `array_api_compat` makes of it takes longer to import than the rest of NumPy.
+        """
         if self.gpu is None:
-            return numpy_api
+            return np
         _cupy()
         from array_api_compat import cupy as cupy_api
 

@@ -157,7 +157,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             max_sessions=config.max_sessions,
         )
         logs.follow(lambda: (core.tally.round, 0))
-        server = Server(core, config, core.still)
+        server = Server(core, config, core.well)
         port = await server.start()
         exporter = Exporter(core, server.traffic)
         try:

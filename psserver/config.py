@@ -157,7 +157,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         in_flight=_pages(parse_bytes(given.in_flight, "--in-flight", LEAST_IN_FLIGHT)),
         snapshot_limit=parse_bytes(given.snapshot_limit, "--snapshot-limit"),
         security=SecurityOptions.from_environ(environ).under(vars(given)).read(task_name(name)),
-        insecure=given.insecure or environ.get(INSECURE, "") not in ("", "0"),
+        insecure=given.insecure or _switch(INSECURE, environ),
         max_sessions=given.max_sessions,
         metrics_host=given.metrics_host or host,
         metrics_port=given.metrics_port,
@@ -171,6 +171,14 @@ def _root(text: str) -> str:
     if os.path.isfile(text):
         raise ConfigError(f"--checkpoint-root {text} is a file; name a directory, or a URL such as s3://bucket/run")
     return os.path.abspath(text)
+
+
+def _switch(name: str, environ: Mapping[str, str]) -> bool:
+    """What a variable says that is 1 or 0; another word is no reason to let everybody in."""
+    value = environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{name} must be 1 or 0, not {value!r}")
+    return value == "1"
 
 
 def _pages(size: int) -> int:

@@ -17,9 +17,10 @@ from typing import Any
 from psserver.answers import Answer, Submit, answering, do, failing
 from psserver.arrays import Device
 from psserver.footprint import prepare
+from psserver.guests import Guests
 from psserver.kernels.kernels import Kernels
 from psserver.log import Log
-from psserver.membership import MAX_SESSIONS, Membership
+from psserver.membership import MAX_SESSIONS, STILL_SECONDS, Membership
 from psserver.report import Report
 from psserver.restores import Restores
 from psserver.rounds import Rounds
@@ -128,7 +129,7 @@ class Core:
         self._log = Log(self.task, self._store, self._rounds, self._snapshots)
         self._token = 0
         self._job = 0
-        self._sessions: set[int] = set()
+        self._guests = Guests(self.task, self._members.check_count)
         self._ticked = clock()
         self._watchers = Watchers(self._log, self._members)
         self._readers = Readers(self._store, self._rounds, submit)
@@ -157,8 +158,7 @@ class Core:
             if self.server == 0:
                 session, token = self._members.open(task, replicas, drives, session, self._clock(), mode)
             else:
-                self._members.check_count(len(self._sessions))
-            self._sessions.add(session)
+                self._guests.open(session, task)
             answers = self._progress()
             opened = Opened(session, self.incarnation, token, self.server, str(self.device))
         do(answers)
@@ -194,9 +194,9 @@ class Core:
             answers = self._progress()
         do(answers)
 
-    def still(self) -> float:
-        """Seconds since the last `tick`."""
-        return self._clock() - self._ticked
+    def well(self) -> bool:
+        """Whether it does what it is there for: leases are looked at, and no round has failed halfway."""
+        return self._clock() - self._ticked < STILL_SECONDS and self._runner.broken is None
 
     def _check(self, session: int) -> None:
         logs.SESSION.set(session)
@@ -217,8 +217,8 @@ class Core:
         try:
             if self.server == 0:
                 self._members.check(session)
-            elif session not in self._sessions:
-                raise Fenced("this session was not opened here, or its job is over; restart the process")
+            else:
+                self._guests.check(session, self._rounds.epoch)
             self._rounds.check(session)
             self._check_unbroken()
         except PSError as error:
@@ -343,7 +343,7 @@ class Core:
         ended = {member.session for member in self._rounds.epoch.members} if self._rounds.epoch else set()
         answers = self._abandon(error, lambda session: session in ended)
         self._job += 1
-        self._sessions -= ended
+        self._guests.forget(ended)
         self._members.begin_anew(ended)
         self._log.clear()
         self._store.clear()

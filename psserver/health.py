@@ -17,19 +17,16 @@ if TYPE_CHECKING:
 LOOK_SECONDS = 0.5
 """How often it is looked whether the server is alive."""
 
-STILL_SECONDS = 5.0
-"""How long nobody may have looked at leases and deadlines: it is done a few times a second."""
-
 
 class Health:
     """Tells whether a server serves. All methods belong to one event loop.
 
     Args:
-        still: seconds since somebody has looked at the server's leases and deadlines.
+        well: whether the server does what it is there for.
     """
 
-    def __init__(self, still: Callable[[], float]) -> None:
-        self._still = still
+    def __init__(self, well: Callable[[], bool]) -> None:
+        self._well = well
         self._servicer: Any = health.aio.HealthServicer()
         self._looking: asyncio.Task[None] | None = None
 
@@ -57,6 +54,6 @@ class Health:
 
     async def _tell(self) -> None:
         statuses = health_pb2.HealthCheckResponse
-        status = statuses.SERVING if self._still() < STILL_SECONDS else statuses.NOT_SERVING
+        status = statuses.SERVING if self._well() else statuses.NOT_SERVING
         for service in ("", SERVICE):
             await self._servicer.set(service, status)

@@ -83,7 +83,7 @@ def run(program: Program, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any
     Args:
         program: a verified program, or one that is verified here.
         inputs: arrays of `xp`, of the shapes and dtypes of `program.inputs`; they are only read.
-        xp: the array namespace, `array_api_compat.numpy` or `array_api_compat.cupy`.
+        xp: the array namespace, `numpy` or `array_api_compat.cupy`.
 
     Returns:
         The new value of each assigned input, by the input's index, and the outputs. All are arrays in C

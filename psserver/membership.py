@@ -23,6 +23,9 @@ MAX_SESSIONS = 1024
 REMEMBERED = 64
 """How many times as many are remembered that have ended: the chief has to hear of them."""
 
+STILL_SECONDS = 5.0
+"""How long nobody may have looked at leases and deadlines: it is done a few times a second."""
+
 COARSE = 28
 """Of `first`, that many low bits are not told by tokens."""
 

@@ -12,25 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from psserver.core import Core
 from psserver.server import join_address
 from psserver.tally import Tally
 from pswire.errors import ConfigError
-from pswire.histogram import Histogram
+from pswire.exposition import families, harden
 from pswire.lanes import LaneName
 from pswire.lanes.traffic import Traffic
 from pswire.metrics import ALL, Row, Values
 from pswire.status import ServerStatus
 from pswire.versions import versions
-
-KINDS: Mapping[str, Any] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
 
 
 @dataclass(frozen=True)
@@ -230,19 +224,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, as of now."""
-        seen = Seen(self._core, self._core.status(), self._traffic)
-        for row in ROWS:
-            family: Metric = KINDS[row.kind](row.name, row.about, labels=row.labels)
-            for labels, value in row.read(seen).items():
-                _add(family, labels, value)
-            yield family
-
-
-def _add(family: Any, labels: tuple[str, ...], value: float | Histogram) -> None:
-    if isinstance(value, Histogram):
-        family.add_metric(labels, value.buckets(), value.total)
-    else:
-        family.add_metric(labels, value)
+        yield from families(ROWS, Seen(self._core, self._core.status(), self._traffic))
 
 
 class Exporter:
@@ -282,6 +264,7 @@ class Exporter:
                 f"cannot serve metrics at {join_address(host, port)} ({error.strerror or error}); choose another "
                 "--metrics-port or --metrics-host"
             ) from error
+        harden(self._serving[0])
         return f"http://{join_address(host, self._serving[0].server_port)}/metrics"
 
     def stop(self) -> None:

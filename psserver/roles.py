@@ -33,8 +33,8 @@ from pswire.wire import TOKEN_KEY, bearer
 MAX_SESSIONS = 1 << 16
 """Sessions of which it is remembered whose they are; the oldest is forgotten, and may do nothing any more."""
 
-ALTERNATIVE_NAME = "x509_subject_alternative_name"
-"""As gRPC calls the names of a certificate, of whatever kind."""
+DNS_NAMES = "peer_dns"
+"""As gRPC calls the DNS names of a certificate: a URI or an address of mail may read like one, and is nobody."""
 
 
 class Gate:
@@ -68,7 +68,7 @@ class Gate:
             self._check_token(dict(metadata).get(TOKEN_KEY))
         if self.roles is None:
             return self._core
-        names = named(name.decode(errors="replace") for name in shown().get(ALTERNATIVE_NAME, ()))
+        names = named(name.decode(errors="replace") for name in shown().get(DNS_NAMES, ()))
         return Guarded(self._core, self.roles, names)
 
     def _check_token(self, given: str | bytes | None) -> None:

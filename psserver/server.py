@@ -48,12 +48,12 @@ class Server:
     Args:
         core: the server proper.
         config: which task it is, where it listens, and what it asks of clients.
-        still: seconds since somebody has looked at the core's leases; it is not well where that is long ago.
+        well: whether the core does what it is there for, as probes are told.
     """
 
-    def __init__(self, core: ParameterServer, config: ServerConfig, still: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, core: ParameterServer, config: ServerConfig, well: Callable[[], bool] = lambda: True) -> None:
         self._config = config
-        self._health = Health(still)
+        self._health = Health(well)
         gate = Gate(core, config.task, config.security)
         self._lanes = Lanes(core, config, gate.roles)
         self._service = Service(gate, config.task, core.status().incarnation, self._lanes)

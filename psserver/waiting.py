@@ -56,7 +56,7 @@ class Watchers:
         Who has no session, 0, is told at once: nobody would know that it is gone.
         """
         self._superseded += [waiter[-1] for waiter in _make_room(self._waiting, session)]
-        self._waiting.append((session, after, version if session else self._members.version - 1, future))
+        self._waiting.append((session, after, version, future))
 
     def drop(self, gone: Callable[[int], bool]) -> list[Future[Watched]]:
         """Forgets those for whose session `gone` holds; returns their futures."""
@@ -73,8 +73,9 @@ class Watchers:
         ready: list[tuple[int, int, int, Future[Watched]]] = []
         waiting: list[tuple[int, int, int, Future[Watched]]] = []
         for waiter in self._waiting:
-            _, after, known, _ = waiter
-            (ready if length != after or (known >= 0 and known != version) else waiting).append(waiter)
+            session, after, known, _ = waiter
+            news = length != after or (known >= 0 and known != version)
+            (ready if news or not session else waiting).append(waiter)
         if not ready:
             return answers
         self._waiting = waiting

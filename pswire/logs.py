@@ -93,7 +93,7 @@ class Json(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:-6] + "Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": _cut(record.getMessage()),
+            "message": _cut(_message(record)),
             "task": _Process.task or None,
             "round": round if round >= 0 else None,
             "session": str(session) if session else None,
@@ -101,6 +101,14 @@ class Json(logging.Formatter):
         if record.exc_info:
             said["exception"] = _cut(self.formatException(record.exc_info))
         return json.dumps(said)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """What a record says, also where its arguments do not fit: else the error would be printed, and not as JSON."""
+    try:
+        return record.getMessage()
+    except Exception as error:
+        return f"{record.msg!r}, with arguments that cannot be written: {error!r}"
 
 
 def _cut(text: str) -> str:

@@ -28,7 +28,7 @@ ONLY_IN = {
     "cupy": {"psserver.arrays", "psclient.arrays"},
     "grpc_health": {"psserver.health", "psclient.health"},
     "grpc_reflection": {"psserver.health"},
-    "prometheus_client": {"psserver.monitoring", "psclient.monitoring"},
+    "prometheus_client": {"pswire.exposition", "psserver.monitoring", "psclient.monitoring"},
     "google": {"psserver.service", "psclient.rpc", "pswire.codec", "pswire.wire"},
     "cryptography": {"pswire.certificates", "psclient.authority"},
     "pickle": set(),
@@ -135,6 +135,15 @@ def test_the_environment_is_read_where_configuration_is():
     assert {module: lines for module in deep if (lines := environment_lines(module))} == {}
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_document_names_every_room(package):
+    """Who looks for something finds in docs/architecture.md in which module it is."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## The house")[2]
+    sections = re.split(r"^`(\w+)`", text.partition("## The road")[0], flags=re.MULTILINE)
+    rooms = {module.split(".")[1] for module in MODULES if module.startswith(package + ".")} - {"__main__"}
+    assert rooms <= set(re.findall(r"`(\w+)/?`", sections[sections.index(package) + 1]))
+
+
 def test_no_circles():
     """Modules have an order in which each can be understood from those before it."""
     graph = {
@@ -229,6 +238,14 @@ def test_the_face_is_a_table_of_contents(package):
 READ_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".yaml", ".yml", ".proto", ".cfg", ".txt"}
 READ_NAMES = {"Makefile", "Dockerfile", "run"}
 _MACHINE = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/[\w.]+")
+
+
+def test_what_runs_alone_is_where_it_is_looked_for():
+    """`make test` reads only the integration tests to find those that are serial."""
+    mark = "pytest.mark." + "serial"
+    tests = {path for path in (ROOT / "tests").rglob("test_*.py") if mark in path.read_text(encoding="utf-8")}
+    assert tests
+    assert {path.parent for path in tests} == {ROOT / "tests" / "integration"}
 
 
 def texts() -> Iterator[Path]:

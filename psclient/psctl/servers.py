@@ -84,11 +84,13 @@ class Servers:
         Raises:
             PSError: server 0 does not answer.
         """
-        server, status = self._find(KEEPER)
+        server, _ = self._find(KEEPER)
         entries: list[Entry] = []
-        while len(entries) < status.log:
+        while True:
             # A long log comes in several answers; one of another job, from its beginning.
             watched = server.watch(NOBODY, len(entries), 0).result(self._seconds)
+            if not watched.entries:
+                break
             entries = [*entries[: watched.start], *watched.entries]
         return [entry.variable for entry in entries if isinstance(entry, Created)]
 

@@ -98,15 +98,16 @@ def test_a_weight_of_nothing_sends_nothing(job, two):
     assert np.isnan(nothing).all()
 
 
-@pytest.mark.parametrize("name", [name for name in DTYPES if name != "bool"])
-def test_every_dtype_is_summed(job, two, name):
-    """In its own arithmetic, in task order."""
-    values = [np.array([1, 2, 3]).astype(DTYPES[name]), np.array([4, 5, 6]).astype(DTYPES[name])]
-    plan = job.approve(reduce_only(spec_of(values[0])), two[0])
-    reply = together(two[1].push(plan, [values[1]]), two[0].push(plan, [values[0]]))[0]
-    (total,) = given(reply, plan)
-    assert total.dtype == DTYPES[name]
-    assert total.tobytes() == (values[0] + values[1]).tobytes()
+def test_every_dtype_is_summed(job, two):
+    """In its own arithmetic, in task order, beside all others."""
+    dtypes = [dtype for name, dtype in DTYPES.items() if name != "bool"]
+    values = [[np.array(numbers).astype(dtype) for dtype in dtypes] for numbers in ([1, 2, 3], [4, 5, 6])]
+    reductions = tuple(Reduction("sum", spec_of(value), (0,)) for value in values[0])
+    plan = job.approve(Plan(reductions, returned=tuple(Ref("reduction", i) for i in range(len(dtypes)))), two[0])
+    reply = together(two[1].push(plan, values[1]), two[0].push(plan, values[0]))[0]
+    for dtype, total, one, other in zip(dtypes, given(reply, plan), *values, strict=True):
+        assert total.dtype == dtype
+        assert total.tobytes() == (one + other).tobytes(), dtype
 
 
 PAYLOADS = {

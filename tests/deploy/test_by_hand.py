@@ -42,7 +42,8 @@ def start(line: str, cwd: Path, environ: Mapping[str, str]) -> subprocess.Popen[
     )
 
 
-@pytest.mark.parametrize("hosts", ["one", "many"])
+# On one host they are the same commands, without certificates.
+@pytest.mark.parametrize("hosts", [pytest.param("one", marks=pytest.mark.soak), "many"])
 def test_three_shells_are_a_cluster(tmp_path: Path, hosts: str) -> None:
     """The server, the chief and the worker of the document train, and end by themselves; between hosts with TLS."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -176,7 +176,15 @@ def has_gpu() -> bool:
     return any(device.startswith("gpu") for device in map(str, local_devices(None)))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+OTHER_MODES = {"async.yaml", "elastic.yaml", "two-by-two.yaml"}
+"""They start what other files start, in modes that the tests of integration train in."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.soak if path.name in OTHER_MODES else ()) for path in FILES],
+    ids=lambda path: path.name,
+)
 def test_committed_files_train(path: Path, tmp_path: Path) -> None:
     """psworker runs what the file says to its end, and nothing is left."""
     if load_launch_config(path).server.device != "cpu" and not has_gpu():

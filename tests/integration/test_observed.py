@@ -108,13 +108,15 @@ def psworker(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=script.parent, env=environ)
 
 
-@pytest.mark.parametrize("body", ["1 / 0", "import psclient as ps; ps.ParameterServerStrategy(devices=['tpu:7'])"])
-def test_all_of_stderr_is_json(body, tmp_path):
+@pytest.mark.parametrize(
+    ("body", "code"), [("1 / 0", 1), ("import psclient as ps; ps.ParameterServerStrategy(devices=['tpu:7'])", 2)]
+)
+def test_all_of_stderr_is_json(body, code, tmp_path):
     """What the launcher relays, tracebacks of scripts, and its own report: nothing else is there."""
     script = tmp_path / "script.py"
     script.write_text(f"print('begins')\n{body}\n", encoding="utf-8")
     done = psworker(script, "--log-format", "json")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == code, done.stderr
     assert "[worker 0] begins" in done.stdout
     lines = [logs.read(line) for line in done.stderr.splitlines()]
     assert all(lines), done.stderr

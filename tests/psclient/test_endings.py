@@ -1,28 +1,74 @@
-"""What is done before a process ends, while threads can still be started."""
+"""What is done before a process ends, while threads can still be started; and what is done where none can be."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from shell import shell
 
 from psclient import endings
+from psclient.processes import start_server
+from psclient.rpc import RemoteServer
+from psclient.threads import SPARE, Threads
+from pswire.cluster import Task
+from pswire.errors import PSError
+from pswire.spec import VariableSpec
+from pswire.tensor import TensorSpec
 
 SCRIPT = """
 from concurrent.futures import ThreadPoolExecutor
 from psclient import endings
+from psclient.threads import SPARE, Threads
 
-pool = ThreadPoolExecutor()
+pool = Threads("test") if SPARE else ThreadPoolExecutor()
 for name in ("first", "second"):
-    endings.register(lambda name=name: print(name, pool.submit(int, "7").result(), flush=True))
+    endings.register(lambda name=name: print(name, pool.submit(lambda: 7).result(), flush=True))
 print("the script ends", flush=True)
 """
 
 
+JOB = """
+import sys
+import numpy as np
+import psclient as ps
+
+strategy = ps.ParameterServerStrategy()
+with strategy.scope():
+    v = ps.Variable(np.zeros(int(sys.argv[1]), "float32"), name="v")
+checkpoint = ps.train.Checkpoint(v=v)
+if "restore" in sys.argv:
+    checkpoint.restore("last-1")
+    print(v.numpy()[0])
+else:
+    strategy.scope().__enter__()
+    v.assign_add(np.ones(v.shape, "float32"))
+    if "save" in sys.argv:
+        checkpoint.save("last")
+"""
+
+MANY = 3_000_000
+"""Numbers that do not fit into one message."""
+
+NO_THREAD = "no thread could be started"
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """As in a process that may have no more: each would get a stack as large as all memory that can be addressed."""
+    before = threading.stack_size(2**47)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
 @pytest.mark.parametrize("program", ["python", "psworker"])
 def test_what_ends_with_the_process_may_use_threads(tmp_path: Path, program: str) -> None:
-    """The last registered comes first, after the script, and an executor still takes work: under `atexit` none does."""
+    """The last registered comes first, after the script, and may use a thread, as under `atexit` none may."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = shell([program, "script.py"], tmp_path)
     assert (done.code, done.err) == (0, "")
@@ -45,3 +91,53 @@ def test_an_error_keeps_nothing_else_from_its_end(caplog: pytest.LogCaptureFixtu
     endings.run()
     assert called == ["first"]
     assert "IndexError" in caplog.text
+
+
+@pytest.mark.parametrize("lane", ["shm", "grpc"])
+def test_what_a_script_saved_last_is_there_without_a_close(tmp_path: Path, lane: str) -> None:
+    """A script may end in its scope, with a checkpoint on its way, and a later one restores it."""
+    (tmp_path / "job.py").write_text(JOB)
+    done = [shell(["python", "job.py", "5", what], tmp_path, PS_LANE=lane) for what in ("save", "restore")]
+    assert [(each.code, each.err, each.out, each.left) for each in done] == [(0, "", "", ()), (0, "", "1.0\n", ())]
+
+
+@pytest.mark.parametrize("lane", ["shm", "grpc"])
+def test_what_cannot_be_sent_at_the_end_is_told(tmp_path: Path, lane: str) -> None:
+    """gRPC has to start threads for more than one message: where Python starts none any more, the script still ends."""
+    (tmp_path / "job.py").write_text(JOB)
+    done = shell(["python", "job.py", str(MANY)], tmp_path, PS_LANE=lane)
+    assert (done.code, done.left) == (0, ())
+    assert (NO_THREAD in done.err) == (lane == "grpc" and SPARE > 0)
+
+
+def test_work_that_no_thread_can_do_is_refused() -> None:
+    """It is not left in the queue for later: the next work is done."""
+    threads, over = Threads("test"), threading.Event()
+    with no_more_threads():
+        for _ in range(SPARE):
+            threads.submit(over.wait)
+        with pytest.raises(PSError, match=NO_THREAD):
+            threads.submit(over.wait)
+    assert threads.submit(lambda: "next").result(10) == "next"
+    over.set()
+    threads.close()
+
+
+@pytest.fixture
+def server() -> Iterator[RemoteServer]:
+    process, address = start_server(until_done=False)
+    with process:
+        yield RemoteServer(address, Task("ps", 0))
+        if process.stdin:
+            process.stdin.close()
+
+
+def test_a_connection_that_lacks_a_thread_can_be_closed(server: RemoteServer) -> None:
+    """A call that needs a thread is refused; those that need none are answered, and `close` waits for nothing."""
+    with no_more_threads():
+        session = server.open(Task("worker", 0), 0, 1, True).session
+        with pytest.raises(PSError, match=NO_THREAD):
+            server.create(session, 0, 0, VariableSpec("v", TensorSpec("float32", (1,))), (0,), None)
+        assert [state.member.session for state in server.status().sessions] == [session]
+        server.leave(session, "")
+        server.close()

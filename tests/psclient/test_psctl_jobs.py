@@ -13,13 +13,14 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from struct import pack
 from typing import Any
 
 import numpy as np
 import pytest
 from inside import ME, gate, say
-from jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, Job
+from jobs import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, Job
 
 import psclient as ps
 from psclient import psctl
@@ -60,17 +61,47 @@ class Psctl:
 
 
 @pytest.fixture
-def beside(monkeypatch, capsys):
-    """Runs psctl beside a job."""
+def psctl_of(monkeypatch, capsys):
+    """Runs psctl beside a job that runs."""
+
+    def told(job: Job) -> Psctl:
+        monkeypatch.setenv("TF_CONFIG", job.cluster.tf_config(W0))
+        monkeypatch.setenv("PS_TOKEN", job.cluster.security(W0).token)
+        return Psctl(job, capsys)
+
+    return told
+
+
+@pytest.fixture
+def beside(psctl_of):
+    """Runs psctl beside a job of the test's own."""
 
     @contextmanager
     def running(job: Job) -> Iterator[Psctl]:
         with job:
-            monkeypatch.setenv("TF_CONFIG", job.cluster.tf_config(W0))
-            monkeypatch.setenv("PS_TOKEN", job.cluster.security(W0).token)
-            yield Psctl(job, capsys)
+            yield psctl_of(job)
 
     return running
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory):
+    """A job whose worker 0 waits for worker 1 in round 5, for tests that look; it ends well, as if nobody had."""
+    patient = replace(CALM, round=600.0)
+    with Job(train, tmp_path_factory.mktemp("waiting"), (8, 5), timeouts=patient, **KEYS) as job:
+        job.hear(W1, "at", 5)
+        yield job
+        job.open("go1")
+        job.hear(W0, "done")
+        job.open("end")
+        assert job.hear(W0, "bias") == job.hear(W1, "bias")
+        job.finish()
+
+
+@pytest.fixture
+def run(waiting, psctl_of):
+    """Runs psctl beside the job that waits."""
+    return psctl_of(waiting)
 
 
 def train(rounds, stop, mode="sync"):
@@ -99,83 +130,66 @@ def by_task(items: list[dict[str, Any]], drives: bool = False) -> dict[str, dict
     return {each["task"]: each for each in items if each.get("drives", False) == drives}
 
 
-def test_a_job_that_waits_is_shown(beside, tmp_path):
+def test_a_job_that_waits_is_shown(run):
     """Who is in which round, who waits for whom and over which lane; reading it costs the job nothing."""
-    with beside(Job(train, tmp_path, (8, 5), **KEYS)) as run:
-        job = run.job
-        job.hear(W1, "at", 5)
-        code, said = run.until(lambda said: said["round"] == 5 and by_task(said["tasks"])[str(W0)]["waits_for"])
-        assert (code, said["problems"], said["state"], said["mode"]) == (0, [], "running", "sync")
-        assert (said["epoch"], said["replicas"]) == (1, 2)
-        tasks = by_task(said["tasks"])
-        assert (tasks[str(W0)]["round"], tasks[str(W0)]["lag"], tasks[str(W0)]["waits_for"]) == (5, 0, [str(W1)])
-        assert (tasks[str(W1)]["round"], tasks[str(W1)]["lag"], tasks[str(W1)]["waits_for"]) == (4, 1, [])
-        assert all(task["takes_part"] and task["lanes"] == ["shm"] for task in tasks.values())
-        assert by_task(said["tasks"], drives=True)[str(CHIEF)]["state"] == "open"
-        servers = by_task(said["servers"])
-        assert set(servers) == {str(PS0), str(PS1)}
-        assert all(server["waits_for"] == [str(W1)] for server in servers.values())
-        assert all(server["waiting"][0]["missing"] == [str(W1)] for server in servers.values())
-        assert all(server["lanes"] == {"shm": 2} for server in servers.values())
-        assert all(server["resident_bytes"] > 1 << 20 and server["version"] for server in servers.values())
+    code, said = run.until(lambda said: said["round"] == 5 and by_task(said["tasks"])[str(W0)]["waits_for"])
+    assert (code, said["problems"], said["state"], said["mode"]) == (0, [], "running", "sync")
+    assert (said["epoch"], said["replicas"]) == (1, 2)
+    tasks = by_task(said["tasks"])
+    assert (tasks[str(W0)]["round"], tasks[str(W0)]["lag"], tasks[str(W0)]["waits_for"]) == (5, 0, [str(W1)])
+    assert (tasks[str(W1)]["round"], tasks[str(W1)]["lag"], tasks[str(W1)]["waits_for"]) == (4, 1, [])
+    assert all(task["takes_part"] and task["lanes"] == ["shm"] for task in tasks.values())
+    assert by_task(said["tasks"], drives=True)[str(CHIEF)]["state"] == "open"
+    servers = by_task(said["servers"])
+    assert set(servers) == {str(PS0), str(PS1)}
+    assert all(server["waits_for"] == [str(W1)] for server in servers.values())
+    assert all(server["waiting"][0]["missing"] == [str(W1)] for server in servers.values())
+    assert all(server["lanes"] == {"shm": 2} for server in servers.values())
+    assert all(server["resident_bytes"] > 1 << 20 and server["version"] for server in servers.values())
 
-        code, text = run("status")
-        assert (code, text.splitlines()[0]) == (0, "job runs: epoch 1, round 5, 2 replicas, sync")
-        assert [
-            line for line in text.splitlines() if line.startswith("worker-0") and line.rstrip().endswith("worker-1")
-        ]
+    code, text = run("status")
+    assert (code, text.splitlines()[0]) == (0, "job runs: epoch 1, round 5, 2 replicas, sync")
+    assert [line for line in text.splitlines() if line.startswith("worker-0") and line.rstrip().endswith("worker-1")]
 
-        sessions = [task["session"] for task in said["tasks"]]
-        run("vars")
-        run("read", "dense/kernel")
-        assert [task["session"] for task in run.json("status")[1]["tasks"]] == sessions
-        job.open("go1")
-        job.hear(W0, "done")
-        job.open("end")
-        job.finish()
+    sessions = [task["session"] for task in said["tasks"]]
+    run("vars")
+    run("read", "dense/kernel")
+    assert [task["session"] for task in run.json("status")[1]["tasks"]] == sessions
 
 
-def test_variables_are_listed_and_read(beside, tmp_path):
+def test_variables_are_listed_and_read(run, tmp_path):
     """With what the optimizer keeps beside each, by server; values as NumPy prints them, in files, as numbers."""
-    with beside(Job(train, tmp_path, (8, 5), **KEYS)) as run:
-        run.job.hear(W1, "at", 5)
-        run.until(lambda said: all(server["round"] == 4 for server in said["servers"]))
-        code, said = run.json("vars")
-        found = {each["name"]: each for each in said["variables"]}
-        assert code == 0
-        assert found["dense/kernel"]["shape"] == [2, 3]
-        assert (found["dense/kernel"]["dtype"], found["dense/kernel"]["bytes"]) == ("float32", 24)
-        assert found["adam/dense/kernel/m"]["slot_of"] == "dense/kernel"
-        assert found["adam/dense/kernel/m"]["servers"] == found["dense/kernel"]["servers"]
-        assert found["adam/iterations"]["slot_of"] is None
-        assert [each["name"] for each in said["variables"]][:3] == [
-            *("dense/kernel", "adam/dense/kernel/m", "adam/dense/kernel/v")
-        ]
-        held = [sum(each["bytes"] for each in said["variables"] if str(task) in each["servers"]) for task in (PS0, PS1)]
-        assert [server["bytes"] for server in said["servers"]] == held
-        bias = run.json("vars", "*bias")[1]["variables"]
-        assert [each["name"] for each in bias] == ["dense/bias", "adam/dense/bias/m", "adam/dense/bias/v"]
-        assert "no variable matches 'nothing*'; the job has 7" in run("vars", "nothing*")[1]
-        assert "  adam/dense/bias/m" in run("vars")[1]
+    run.until(lambda said: all(server["round"] == 4 for server in said["servers"]))
+    code, said = run.json("vars")
+    found = {each["name"]: each for each in said["variables"]}
+    assert code == 0
+    assert found["dense/kernel"]["shape"] == [2, 3]
+    assert (found["dense/kernel"]["dtype"], found["dense/kernel"]["bytes"]) == ("float32", 24)
+    assert found["adam/dense/kernel/m"]["slot_of"] == "dense/kernel"
+    assert found["adam/dense/kernel/m"]["servers"] == found["dense/kernel"]["servers"]
+    assert found["adam/iterations"]["slot_of"] is None
+    assert [each["name"] for each in said["variables"]][:3] == [
+        *("dense/kernel", "adam/dense/kernel/m", "adam/dense/kernel/v")
+    ]
+    held = [sum(each["bytes"] for each in said["variables"] if str(task) in each["servers"]) for task in (PS0, PS1)]
+    assert [server["bytes"] for server in said["servers"]] == held
+    bias = run.json("vars", "*bias")[1]["variables"]
+    assert [each["name"] for each in bias] == ["dense/bias", "adam/dense/bias/m", "adam/dense/bias/v"]
+    assert "no variable matches 'nothing*'; the job has 7" in run("vars", "nothing*")[1]
+    assert "  adam/dense/bias/m" in run("vars")[1]
 
-        code, said = run.json("read", "dense/bias")
-        assert (code, said["round"], said["dtype"]) == (0, 4, "float64")
-        np.testing.assert_allclose(said["value"], [-2.5] * 4, rtol=1e-5)
-        assert "[-2.49999" in run("read", "dense/bias")[1]
-        path = tmp_path / "bias.npy"
-        assert run("read", "dense/bias", "--npy", str(path))[0] == 0
-        np.testing.assert_array_equal(np.load(path), said["value"])
-        stats = run.json("read", "dense/bias", "--stats")[1]["stats"]
-        assert (stats["count"], stats["nan"], stats["min"]) == (4, 0, said["value"][0])
-        code, text = run("read", "dense/bia")
-        assert code == 2
-        assert "did you mean dense/bias?" in text
-
-        run.job.open("go1")
-        run.job.hear(W0, "done")
-        run.job.open("end")
-        assert run.job.hear(W0, "bias") == run.job.hear(W1, "bias")
-        run.job.finish()
+    code, said = run.json("read", "dense/bias")
+    assert (code, said["round"], said["dtype"]) == (0, 4, "float64")
+    np.testing.assert_allclose(said["value"], [-2.5] * 4, rtol=1e-5)
+    assert "[-2.49999" in run("read", "dense/bias")[1]
+    path = tmp_path / "bias.npy"
+    assert run("read", "dense/bias", "--npy", str(path))[0] == 0
+    np.testing.assert_array_equal(np.load(path), said["value"])
+    stats = run.json("read", "dense/bias", "--stats")[1]["stats"]
+    assert (stats["count"], stats["nan"], stats["min"]) == (4, 0, said["value"][0])
+    code, text = run("read", "dense/bia")
+    assert code == 2
+    assert "did you mean dense/bias?" in text
 
 
 def test_asynchronous_workers_have_their_own_rounds(beside, tmp_path):
@@ -250,17 +264,12 @@ def test_health_is_for_probes(beside, tmp_path):
         assert run("health", address) == (1, f"{address} does not serve: nothing listens there\n")
 
 
-def test_the_wrong_token_is_refused_in_words(beside, tmp_path, monkeypatch):
+def test_the_wrong_token_is_refused_in_words(run, monkeypatch):
     """That a server is there, and does not answer us, is another thing than silence."""
-
-    def nothing():
-        gate("end")
-
-    with beside(Job(nothing, tmp_path, (), ps=1, workers=1, chief="driver", gates=["end"])) as run:
-        monkeypatch.delenv("PS_TOKEN")
-        code, said = run.json("status")
-        assert (code, said["state"], said["servers"][0]["state"]) == (1, "unknown", "refused")
-        assert "PS_TOKEN" in said["problems"][0]["message"]
+    monkeypatch.delenv("PS_TOKEN")
+    code, said = run.json("status")
+    assert (code, said["state"], said["servers"][0]["state"]) == (1, "unknown", "refused")
+    assert "PS_TOKEN" in said["problems"][0]["message"]
 
 
 # ---- top ----
@@ -291,19 +300,17 @@ def seen(terminal: int, what: str) -> str:
     return text.decode()
 
 
-def test_top_is_live_and_ends_with_ctrl_c(beside, tmp_path):
+def test_top_is_live_and_ends_with_ctrl_c(run):
     """On a terminal it goes on until Ctrl-C, which is no failure; elsewhere it tells of one interval."""
-    with beside(Job(train, tmp_path, (8, 5), **KEYS)) as run:
-        run.job.hear(W1, "at", 5)
-        command = [sys.executable, "-m", "psclient.psctl", "top", "--interval", "0.2"]
-        with terminal(command, 140) as (process, screen):
-            assert "rounds/s" in seen(screen, "worker-1")
-            seen(screen, "rounds/s")
-            process.send_signal(signal.SIGINT)
-            assert "Traceback" not in seen(screen, "\x1b[?1049l")
-            assert process.wait(SECONDS) == 0
-        code, said = run.json("top", "--interval", "0.1")
-        assert code == 0
-        assert set(said["rates"]) == {str(PS0), str(PS1)}
-        assert said["rates"][str(PS0)]["rounds_per_second"] == 0
-        assert "rounds/s" in run("top", "--interval", "0.1")[1]
+    command = [sys.executable, "-m", "psclient.psctl", "top", "--interval", "0.2"]
+    with terminal(command, 140) as (process, screen):
+        assert "rounds/s" in seen(screen, "worker-1")
+        seen(screen, "rounds/s")
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in seen(screen, "\x1b[?1049l")
+        assert process.wait(SECONDS) == 0
+    code, said = run.json("top", "--interval", "0.1")
+    assert code == 0
+    assert set(said["rates"]) == {str(PS0), str(PS1)}
+    assert said["rates"][str(PS0)]["rounds_per_second"] == 0
+    assert "rounds/s" in run("top", "--interval", "0.1")[1]

@@ -60,6 +60,23 @@ def kinds(seen: JobView) -> list[tuple[str, str]]:
     return [(problem.kind, short(problem.task)) for problem in seen.problems]
 
 
+def test_the_variables_of_a_job_that_ends_meanwhile(serve):
+    """Those of the job that has begun since its status was asked for, whose log is shorter; it is asked for once."""
+    servers = serve(1)
+    job = Job(servers)
+    (worker,) = job.join(W0)
+    job.variable(worker, np.zeros(2), name="w")
+
+    class Late(Connections):
+        def look(self) -> list[Looked]:
+            found = super().look()
+            job.begin()
+            return found
+
+    with Late(Cluster({Task("ps", 0): servers.verbs[0].address}), 2.0, Security()) as connections:
+        assert connections.variables() == []
+
+
 def test_servers_without_a_job_say_so(serve):
     """Nobody has begun one: that is no fault of the servers, and the chief is named as missing."""
     seen = view(*serve().verbs)
@@ -273,7 +290,7 @@ def test_statistics_are_of_finite_elements(value):
         (["read"], "Missing argument 'NAME'. (see psctl read --help)"),
         (["health", "nowhere"], "'nowhere' is no address"),
         (["read", "x", "--npy", "{tmp}/no/x.npy"], "there is no directory {tmp}/no to write x.npy into"),
-        (["status", "--address", "h:1", "--tls-cert", "{tmp}/none"], "--tls-key and --tls-ca is not given"),
+        (["status", "--address", "h:1", "--tls-cert", "{tmp}/none"], "missing: --tls-key, --tls-ca"),
         (["--address", "h:1,,", "status"], "'' is no address"),
     ],
 )

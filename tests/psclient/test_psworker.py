@@ -42,10 +42,10 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
 
 
 def test_an_error_of_ours_is_one_line_with_the_user_s_line(tmp_path):
-    """The task, what is wrong, and where in the user's code; no traceback."""
+    """The task, what is wrong, and where in the user's code; no traceback. Nobody is to try a wrong setting again."""
     text = "from pswire.cluster import Task\n\ndef inner():\n    Task.parse('nonsense')\n\ninner()\n"
     done = psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
-    assert done.returncode == 1
+    assert done.returncode == 2
     expected = "psworker: /job:worker/task:0: error: 'nonsense' is no task; write /job:worker/task:0 (script.py:4)\n"
     assert done.stderr == expected
 
@@ -54,7 +54,7 @@ def test_debug_shows_it_all(tmp_path):
     """With --debug the same error has its traceback, from the script on."""
     text = "from pswire.cluster import Task\nTask.parse('nonsense')"
     done = psworker("--debug", write(tmp_path, text), cwd=tmp_path, tf_config=WORKER)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith('Traceback (most recent call last):\n  File "script.py", line 2')
 
 

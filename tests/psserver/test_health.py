@@ -7,15 +7,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from rig import SOON, core
+from rig import SOON, WORKERS, Job, core, sum_into
+from rig import serving as serving_core
 
-from psserver import health
+from psserver import health, membership
 from psserver.config import ServerConfig
 from psserver.server import Server
+from pswire.errors import ServerLost
 from pswire.security import Security
 from pswire.wire import SERVICE, VERBS
 
@@ -23,13 +26,15 @@ Status = health_pb2.HealthCheckResponse
 ASKED = health_pb2.HealthCheckRequest
 
 
-def serving(test: Callable[[grpc.aio.Channel, Server], Awaitable[Any]], still: Callable[[], float]) -> None:
+def serving(
+    test: Callable[[grpc.aio.Channel, Server], Awaitable[Any]], well: Callable[[], bool] = lambda: True
+) -> None:
     """Runs a test against a server."""
 
     async def run() -> None:
         one = core()
         config = ServerConfig(one.task, shared_memory=0, security=Security(token="0123456789abcdef"))
-        server = Server(one, config, still)
+        server = Server(one, config, well)
         port = await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             await asyncio.wait_for(test(channel, server), SOON)
@@ -53,23 +58,22 @@ def test_a_server_serves_until_it_ends(service):
         watch.cancel()
         await ending
 
-    serving(test, lambda: 0.0)
+    serving(test)
 
 
-def test_a_server_that_stands_still_does_not_serve(monkeypatch):
-    """Nobody looks at leases any more: whoever asks is told, and told again when it goes on."""
+def test_a_server_that_is_not_well_does_not_serve(monkeypatch):
+    """Whoever asks is told, and told again when it goes on."""
     monkeypatch.setattr(health, "LOOK_SECONDS", 0.01)
-    still = [0.0]
+    well = [True]
 
     async def test(channel: grpc.aio.Channel, server: Server) -> None:
         watch = health_pb2_grpc.HealthStub(channel).Watch(ASKED())
-        for seconds in (0.0, health.STILL_SECONDS, 1.0):
-            still[0] = seconds
-            expected = Status.SERVING if seconds < health.STILL_SECONDS else Status.NOT_SERVING
-            assert (await watch.read()).status == expected
+        for now in (True, False, True):
+            well[0] = now
+            assert (await watch.read()).status == (Status.SERVING if now else Status.NOT_SERVING)
         watch.cancel()
 
-    serving(test, lambda: still[0])
+    serving(test, lambda: well[0])
 
 
 def test_a_probe_needs_no_token():
@@ -81,7 +85,7 @@ def test_a_probe_needs_no_token():
             await channel.unary_unary(VERBS["Status"].path)(b"")
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
-    serving(test, lambda: 0.0)
+    serving(test)
 
 
 def test_what_is_not_served_is_not_found():
@@ -92,7 +96,7 @@ def test_what_is_not_served_is_not_found():
             await health_pb2_grpc.HealthStub(channel).Check(ASKED(service="somebody.Else"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
-    serving(test, lambda: 0.0)
+    serving(test)
 
 
 def test_a_server_describes_itself():
@@ -110,13 +114,26 @@ def test_a_server_describes_itself():
         found = FileDescriptorProto.FromString(files.file_descriptor_response.file_descriptor_proto[0])
         assert "Push" in {method.name for method in found.service[0].method}
 
-    serving(test, lambda: 0.0)
+    serving(test)
 
 
-def test_a_core_knows_how_long_nobody_has_looked():
+def test_a_core_that_nobody_looks_at_is_not_well():
     """By its own clock; a look ends it."""
     one = core()
-    one._clock.now += 7.0
-    assert one.still() == 7.0
+    one._clock.now += membership.STILL_SECONDS
+    assert not one.well()
     one.tick(one._clock())
-    assert one.still() == 0.0
+    assert one.well()
+
+
+def test_a_core_with_half_a_round_is_not_well(tmp_path, monkeypatch):
+    """It refuses every call from then on, until the job begins anew: who probes it is told."""
+    with serving_core("core", 1, tmp_path) as servers:
+        job, (one,) = Job(servers), servers.cores
+        (worker,) = job.join(WORKERS[0])
+        plan = job.approve(sum_into(job.variable(worker, np.zeros(2, "float32"))), worker)
+        monkeypatch.setattr(one._store, "commit", lambda *args: 1 / 0)
+        assert one.well()
+        with pytest.raises(ServerLost):
+            worker.push(plan, [np.ones(2, "float32")]).result(SOON)
+        assert not one.well()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,6 +13,7 @@ from rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, 
 from scraped import Page, documented, mistakes, queried
 
 from psserver.monitoring import ROWS, Exporter, Metrics
+from pswire import exposition
 from pswire.errors import ConfigError, PSError
 from pswire.lanes.traffic import traffic
 from pswire.tensor import TensorSpec
@@ -215,6 +218,23 @@ def test_metrics_are_served_over_http(job):
     assert found.families["process_resident_memory_bytes"].samples[0].value > 0
     (build,) = found.families["paramserver_build_info"].samples
     assert build.labels["task"] == "/job:ps/task:0"
+
+
+def test_who_asks_for_nothing_is_not_waited_for(job, monkeypatch, capfd):
+    """Its connection is closed, which has cost a thread; one that is broken off is nothing to tell."""
+    monkeypatch.setattr(exposition, "SILENT_SECONDS", 0.05)
+    with exporter(job) as one:
+        url = one.start("127.0.0.1", 0)
+        place = ("127.0.0.1", int(url.rpartition(":")[2].partition("/")[0]))
+        silent = [socket.create_connection(place, SOON) for _ in range(5)]
+        for each in silent:
+            assert each.recv(1) == b""
+            each.close()
+        with socket.create_connection(place) as rude:
+            rude.sendall(b"GET ")
+            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        Page.at(url)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_port_in_use_is_said(job):

@@ -15,6 +15,9 @@ from pswire import codec, replies
 from pswire.api import (
     Contribution,
     PullReply,
+    RestoreOrder,
+    RestoreReply,
+    RestoreStage,
     RoundReply,
     Shard,
     Watched,
@@ -53,7 +56,7 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
-from pswire.status import OpenRound, Place, ServerStatus, SessionState
+from pswire.status import OpenRound, Place, ProcessStatus, Saving, ServerStatus, SessionState
 from pswire.tensor import DTYPES, TensorSpec
 from pswire.wire import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, fitting, parse, refusal, refused
 
@@ -66,6 +69,11 @@ BYTES = st.binary(max_size=32)
 
 def tuples(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
     return st.lists(items, max_size=3).map(tuple)
+
+
+def maps(keys: st.SearchStrategy[Any], values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[Any, Any]]:
+    """Of one item at most: they have no order on the wire."""
+    return st.dictionaries(keys, values, max_size=1)
 
 
 SERVERS = tuples(U32)
@@ -81,6 +89,7 @@ PROGRAMS = st.builds(
     tuples(st.tuples(U32, U32)),
     tuples(U32),
 )
+TURNS = st.builds(Turn, U64, U64, U64)
 REFS = st.builds(Ref, st.sampled_from(REF_KINDS), U64)
 PLANS = st.builds(
     Plan,
@@ -90,7 +99,7 @@ PLANS = st.builds(
     applies=tuples(st.builds(Apply, U32, SERVERS, tuples(REFS))),
     returned=tuples(REFS),
     snapshot=st.none() | st.builds(SnapshotOrder, TEXT, SERVERS),
-    restore=st.none() | st.builds(RestoreCommit, TEXT, SERVERS, st.builds(Turn, U64, U64, U64), TEXT),
+    restore=st.none() | st.builds(RestoreCommit, TEXT, SERVERS, TURNS, TEXT),
 )
 TASKS = st.builds(Task, st.sampled_from(JOBS), U32)
 POSITIONS = tuples(st.builds(Position, U32, U64, U64))
@@ -106,9 +115,19 @@ ENTRIES = st.one_of(
     st.builds(Snapshotted, BYTES, U64, TEXT, TEXT),
     st.just(Done()),
 )
-SESSIONS = st.builds(SessionState, MEMBERS, TEXT, TEXT, REAL)
+SESSIONS = st.builds(SessionState, MEMBERS, TEXT, TEXT, REAL, st.booleans())
 WATCHED = st.builds(Watched, S64, U64, tuples(ENTRIES), tuples(PLANS), tuples(SESSIONS))
 ROUNDS = st.builds(OpenRound, U64, TEXT, tuples(TASKS), st.booleans())
+PROCESSES = st.builds(
+    ProcessStatus,
+    REAL,
+    U64,
+    maps(TEXT, TEXT),
+    U32,
+    TEXT,
+    maps(U64, TEXT),
+    maps(TEXT, U64),
+)
 STATUSES = st.builds(
     ServerStatus,
     server=U32,
@@ -124,7 +143,24 @@ STATUSES = st.builds(
     chief=st.floats(0, allow_nan=False),
     places=tuples(st.builds(Place, TASKS, U64, POSITIONS)),
     program_version=U32,
+    held=U64,
+    snapshot_limit=U64,
+    saving=tuples(st.builds(Saving, TEXT, S64, U64)),
+    sessions=tuples(SESSIONS),
+    incarnations=tuples(U64),
+    over=st.booleans(),
+    broken=TEXT,
+    device=TEXT,
+    process=st.none() | PROCESSES,
 )
+ORDERS = st.builds(
+    RestoreOrder,
+    st.sampled_from(get_args(RestoreStage)),
+    st.none() | maps(TEXT, U64),
+    st.booleans(),
+    st.booleans(),
+)
+RESTORED = st.builds(RestoreReply, TEXT, POSITIONS, TEXT)
 SHARDS = st.builds(Shard, TEXT, TEXT, U64, POSITIONS, tuples(st.tuples(TEXT, TENSORS, TEXT)), U64)
 CONTRIBUTIONS = st.builds(Contribution, U64, U64, U64, BYTES, tuples(REAL), st.booleans(), POSITIONS, tuples(U64))
 REPLIES = st.builds(RoundReply, U64, EPOCHS, st.booleans(), tuples(TASKS), st.just(EMPTY))
@@ -142,6 +178,10 @@ PAIRS: dict[str, tuple[st.SearchStrategy[Any], To, From]] = {
     "entry": (ENTRIES, codec.entry_to_pb, codec.entry_from_pb),
     "watched": (WATCHED, replies.watched_to_pb, replies.watched_from_pb),
     "status": (STATUSES, replies.status_to_pb, replies.status_from_pb),
+    "process": (PROCESSES, replies.process_to_pb, replies.process_from_pb),
+    "turn": (TURNS, codec.turn_to_pb, codec.turn_from_pb),
+    "order": (ORDERS, replies.order_to_pb, replies.order_from_pb),
+    "restored": (RESTORED, replies.restored_to_pb, replies.restored_from_pb),
     "shard": (SHARDS, replies.shard_to_pb, replies.shard_from_pb),
     "contribution": (CONTRIBUTIONS, lambda c: replies.contribution_to_pb(c, 8), replies.contribution_from_pb),
     "round": (REPLIES, replies.round_to_pb, lambda m: replies.round_from_pb(m, EMPTY)),

@@ -105,6 +105,11 @@ def test_whatever_is_said_comes_back(text):
     assert found["message"] == text
 
 
+def test_arguments_that_do_not_fit_are_said():
+    """A mistake of who writes the line makes one line, too, in JSON."""
+    assert said(record("%d of them", "x"))["message"].startswith("'%d of them', with arguments that cannot be written")
+
+
 def test_long_texts_lose_their_middle():
     """So that who relays a line takes it whole."""
     found = said(record("a" * 50_000 + "z" * 50_000))["message"]

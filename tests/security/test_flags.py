@@ -55,6 +55,8 @@ def test_a_server_reads_its_own(certificates: Certificates) -> None:
     assert server_config({}).security == Security()
     assert server_config({"PS_INSECURE": "1"}).insecure
     assert not server_config({"PS_INSECURE": "0"}).insecure
+    with pytest.raises(ConfigError, match="PS_INSECURE must be 1 or 0, not 'false'"):
+        server_config({"PS_INSECURE": "false"})
 
 
 def test_a_client_reads_its_own(certificates: Certificates) -> None:

@@ -93,6 +93,7 @@ def test_whatever_is_called_the_job_goes_on(siege: Siege, data: st.DataObject) -
 def test_nothing_is_left_of_them(siege: Siege) -> None:
     """No more calls wait than one session may have, no bell is kept, and no memory is reserved."""
     site, attacker = siege.site, siege.attacker
+    attacker.open()  # ends the session that it had
     attacker.server.leave(attacker.session, "")
     core = site.core
     eventually(lambda: not site.thread._server._service._bells)

@@ -16,9 +16,9 @@ from psserver import footprint, membership, rounds, waiting
 from pswire import codec
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
-from pswire.errors import ConfigError, InvalidRequest, NoCheckpoint, PSError
+from pswire.errors import ConfigError, Forbidden, InvalidRequest, NoCheckpoint, PSError
 from pswire.limits import MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_VARIABLES
-from pswire.log import Approved, Start
+from pswire.log import Approved, Member, Start
 from pswire.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.program import Input, Program
@@ -201,6 +201,14 @@ def test_watches_of_one_session_are_bounded(two: Two) -> None:
     assert all(future.result(SOON).entries for future in [*waits[10:], other])
 
 
+def test_who_only_looks_is_told_at_once() -> None:
+    """Also where nothing has happened yet: nobody would know that it is gone, and has not to be waited for."""
+    one = core()
+    assert one.watch(0, 0, 0).done()
+    assert len(one._watchers) == 0
+    one.close()
+
+
 def test_reads_of_one_session_are_bounded(two: Two) -> None:
     """The same for those that wait for a round."""
     reads = [two.cores[0].pull(two.session, [0], 0) for _ in range(waiting.MAX_CALLS + 10)]
@@ -243,11 +251,25 @@ def test_the_numbers_of_variables_are_bounded(two: Two) -> None:
 
 def test_a_server_knows_so_many_sessions(two: Two) -> None:
     """One that does not give their numbers, too."""
-    for number in range(membership.REMEMBERED * 8 - len(two.cores[1]._sessions)):
+    known = len(two.members) + 2  # those of the chief and of the stranger
+    for number in range(membership.REMEMBERED * 8 - known):
         two.cores[1].open(STRANGER, 1, (1 << 50) + number, False)
-    with pytest.raises(ConfigError, match=r"started \d+ times"):
+    with pytest.raises(ConfigError, match=f"started {membership.REMEMBERED * 8} times"):
         two.cores[1].open(STRANGER, 1, 1 << 60, False)
     two.round()
+
+
+def test_a_session_is_of_the_task_that_the_epoch_says(two: Two) -> None:
+    """On a server that does not give the numbers, who opens a member's first contributes nothing in its name."""
+    late, thief = WORKERS[2], two.cores[1]
+    session = two.cores[0].open(late, 1, 99, False).session
+    thief.open(STRANGER, 1, session, False)
+    with pytest.raises(Forbidden, match=f"session {session} is {STRANGER}'s, and not {late}'s"):
+        thief.open(late, 1, session, False)
+    members = (*(worker.member for worker in two.members), Member(late, session, 1))
+    two.job.close(members)
+    with pytest.raises(Forbidden, match=f"session {session} is {late}'s, and {STRANGER} has opened it"):
+        thief.beat(session, -1, b"")
 
 
 def test_who_is_no_chief_has_no_programs_verified(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,12 @@ REFUSED: dict[str, tuple[Shown, Shown, type[PSError], str]] = {
         Forbidden,
         "of no task",
     ),
+    "a certificate whose address of mail reads like a task": (
+        ours("ps-0"),
+        lambda c: c.signed(["example.org"], -1, 1, mail=["worker-0.paramserver"]),
+        Forbidden,
+        "of no task",
+    ),
     "no token": (ours("ps-0"), ours("worker-0", token=""), Unauthenticated, "has none.*PS_TOKEN_FILE"),
     "a wrong token": (ours("ps-0"), ours("worker-0", token="0" * 64), Unauthenticated, "another job.*PS_TOKEN_FILE"),
     "no token without TLS": (token_only, plain, Unauthenticated, "has none.*PS_TOKEN_FILE"),

@@ -22,7 +22,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(scope="module", params=["embedded-1", "embedded-2", "embedded-4", "servers-3", "async-2", "mirrored-2"])
+MORE_REPLICAS = pytest.param("embedded-4", marks=pytest.mark.soak)  # as with two
+
+
+@pytest.fixture(
+    scope="module", params=["embedded-1", "embedded-2", MORE_REPLICAS, "servers-3", "async-2", "mirrored-2"]
+)
 def anywhere(request, shared):
     if request.param != "async-2":
         yield shared(request.param)
@@ -125,21 +130,21 @@ def test_repeated_steps_are_recorded_ones_bit_by_bit(anywhere, name, steps):
         assert one == other
 
 
-def test_norms_over_several_servers_are_never_repeated(shared, calls):
+def test_norms_over_several_servers_are_never_repeated(calls):
     """Such a step takes two rounds, and the second one computes with what the first has found."""
-    strategy = shared("servers-3")
-    ours = [variable(strategy, np.zeros(2)) for _ in range(2)]
-    theirs = [beside(strategy, v, np.zeros(2)) for v in ours]
-    assert ours[0].devices != ours[1].devices
-    with strategy.scope():
-        optimizers = [ps.optimizers.SGD(1.0, global_clipnorm=0.5) for _ in range(2)]
-    for t in range(3):
-        calls.clear()
-        grads = gradients(strategy, ["float32"] * 2, [(2,)] * 2, t)
-        step(strategy, optimizers[0], grads, ours)
-        assert "apply" in calls
-        recorded_step(strategy, optimizers[1], grads, theirs)
-        assert bits(optimizers[0], ours) == bits(optimizers[1], theirs)
+    with opened("servers-3") as strategy:
+        ours = [variable(strategy, np.zeros(2)) for _ in range(2)]
+        theirs = [beside(strategy, v, np.zeros(2)) for v in ours]
+        assert ours[0].devices != ours[1].devices
+        with strategy.scope():
+            optimizers = [ps.optimizers.SGD(1.0, global_clipnorm=0.5) for _ in range(2)]
+        for t in range(3):
+            calls.clear()
+            grads = gradients(strategy, ["float32"] * 2, [(2,)] * 2, t)
+            step(strategy, optimizers[0], grads, ours)
+            assert "apply" in calls
+            recorded_step(strategy, optimizers[1], grads, theirs)
+            assert bits(optimizers[0], ours) == bits(optimizers[1], theirs)
 
 
 # ---- What is recorded, and what is not ----
@@ -200,22 +205,22 @@ def test_other_variables_are_another_step(strategy, calls, chosen):
     assert calls.count("apply") == len(chosen)
 
 
-def test_variables_on_another_server_are_counted_once_they_are_known(shared, calls):
+def test_variables_on_another_server_are_counted_once_they_are_known(calls):
     """The count gets a copy there; from then on steps of the others count in both."""
-    strategy = shared("servers-3")
-    w, u = variable(strategy, np.zeros(2)), variable(strategy, np.zeros(3))
-    assert w.devices != u.devices
-    with strategy.scope():
-        optimizer = ps.optimizers.SGD(1.0)
-    for _ in range(2):
-        one_step(strategy, optimizer, w)
-    optimizer.build([u])
-    for _ in range(2):
-        one_step(strategy, optimizer, w)
-    one_step(strategy, optimizer, u)
-    counts = [v.numpy().tolist() for v in optimizer.variables]
-    assert counts == [5, 5]
-    assert calls.count("apply") == 3
+    with opened("servers-3") as strategy:
+        w, u = variable(strategy, np.zeros(2)), variable(strategy, np.zeros(3))
+        assert w.devices != u.devices
+        with strategy.scope():
+            optimizer = ps.optimizers.SGD(1.0)
+        for _ in range(2):
+            one_step(strategy, optimizer, w)
+        optimizer.build([u])
+        for _ in range(2):
+            one_step(strategy, optimizer, w)
+        one_step(strategy, optimizer, u)
+        counts = [v.numpy().tolist() for v in optimizer.variables]
+        assert counts == [5, 5]
+        assert calls.count("apply") == 3
 
 
 FACTOR = 1.0

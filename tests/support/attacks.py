@@ -33,7 +33,7 @@ from pswire.wire import ERROR_KEY, VERBS
 STRANGER = Task("worker", 7)
 """Who attacks: a task that no epoch has taken in."""
 
-SOON = 5.0
+SOON = 20.0
 """Seconds within which an attack is answered, where its verb does not wait: far longer than it takes."""
 
 PATIENCE = 0.03
@@ -283,6 +283,8 @@ class Attacker:
 
 def _refusal(call: Any) -> str:
     """Why a call has failed: the name of the server's error, "waits" where the client's time was over."""
+    if call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in str(call.details()):
+        return "too long"  # gRPC itself says it, before anybody looks into the message
     told = dict(call.trailing_metadata() or ())
     late = call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert ERROR_KEY in told or late, f"{call.code()}: {call.details()}"

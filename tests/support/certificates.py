@@ -70,8 +70,10 @@ class Certificates:
         """What the same task of the other cluster shows."""
         return replace(options(self.other).read(name), **changed)
 
-    def signed(self, names: Sequence[str], first: float, last: float, title: str = "x") -> Security:
-        """A certificate of the cluster's CA for DNS names, good from some day to another, counted from now."""
+    def signed(
+        self, names: Sequence[str], first: float, last: float, title: str = "x", mail: Sequence[str] = ()
+    ) -> Security:
+        """A certificate of the cluster's CA for names, good from some day to another, counted from now."""
         ca = self.out / "ca"
         root = x509.load_pem_x509_certificate((ca / "ca.crt").read_bytes())
         signer: Any = load_pem_private_key((ca / "ca.key").read_bytes(), None)
@@ -87,7 +89,7 @@ class Certificates:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key()), critical=False)
         )
         if names:
-            alternatives = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
+            alternatives = x509.SubjectAlternativeName([*map(x509.DNSName, names), *map(x509.RFC822Name, mail)])
             builder = builder.add_extension(alternatives, critical=False)
         mine = self.of("admin")
         return replace(

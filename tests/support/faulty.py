@@ -52,7 +52,6 @@ class Dropped(grpc.RpcError, grpc.Call):
 
 
 class Faults(
-    grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
@@ -80,9 +79,6 @@ class Faults(
                     return fault
                 chosen -= rate
         return ""
-
-    def intercept_unary_unary(self, continuation: Continuation, details: Any, request: bytes) -> Any:
-        return self._send(lambda: continuation(details, request), lambda call: call.result())
 
     def intercept_unary_stream(self, continuation: Continuation, details: Any, request: bytes) -> Any:
         return self._send(lambda: continuation(details, request), list)
@@ -128,7 +124,7 @@ def _torn(frames: list[bytes]) -> Iterator[bytes]:
     raise ConnectionError("a fault of the test")
 
 
-class LoseOnce(grpc.UnaryUnaryClientInterceptor):
+class LoseOnce(grpc.UnaryStreamClientInterceptor):
     """Loses the answer to the first call of a verb, after the server has done what it asked.
 
     Args:
@@ -141,12 +137,12 @@ class LoseOnce(grpc.UnaryUnaryClientInterceptor):
         self._then = then
         self._lost = False
 
-    def intercept_unary_unary(self, continuation: Continuation, details: Any, request: bytes) -> Any:
+    def intercept_unary_stream(self, continuation: Continuation, details: Any, request: bytes) -> Any:
         call = continuation(details, request)
         if self._lost or not details.method.endswith(f"/{self._verb}"):
             return call
         self._lost = True
-        call.result()
+        list(call)
         self._then()
         raise Dropped
 
