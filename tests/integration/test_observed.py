@@ -123,5 +123,5 @@ def test_all_of_stderr_is_json(body, code, tmp_path):
     failed = next(line for line in lines if line["task"] == "/job:worker/task:0" and line["level"] == "error")
     assert ("exception" in failed) == ("1 / 0" in body)
     assert lines[-1]["task"] is None
-    assert "/job:worker/task:0 failed (exit code 1)" in lines[-1]["message"]
+    assert f"/job:worker/task:0 failed (exit code {code})" in lines[-1]["message"]
     assert ("ZeroDivisionError" if "1 / 0" in body else "tpu:7") in lines[-1]["message"]

@@ -252,8 +252,8 @@ class Attacker:
     def begin(self, verb: str, messages: Sequence[bytes], seconds: float) -> Any:
         """Begins a call; what it gives has the answer, and can be cancelled."""
         stub: Any = self.server._stubs[verb]
-        asks, answers = VERBS[verb].streams
-        call = stub if answers else stub.future
+        asks, _ = VERBS[verb].streams
+        call = stub if _streams(verb) else stub.future
         return call(iter(messages) if asks else messages[0], metadata=self.server._metadata, timeout=seconds)
 
     def send(self, verb: str, messages: Sequence[bytes], leaves: bool = False) -> str:
@@ -271,7 +271,7 @@ class Attacker:
             call.cancel()
             return "waits"
         try:
-            list(call) if VERBS[verb].streams[1] else call.result()
+            list(call) if _streams(verb) else call.result()
             said = ""
         except grpc.RpcError:
             said = _refusal(call)
@@ -279,6 +279,12 @@ class Attacker:
         assert said != "PSError", f"{verb} met an internal error"
         assert waits or said != "waits", f"{verb} was not answered within {SOON} s"
         return said
+
+
+def _streams(verb: str) -> bool:
+    """Whether our client reads the answer as a stream: it does so for one message, too, where it has sent one."""
+    asks, answers = VERBS[verb].streams
+    return answers or not asks
 
 
 def _refusal(call: Any) -> str:
