@@ -122,6 +122,20 @@ SECTIONS: dict[str, dict[str, Key]] = {
 }
 
 
+class _Once(yaml.SafeLoader):
+    """Refuses a key that comes twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As the base class does."""
+        found = set[Any]()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if name in found:
+                raise ConfigError(f"line {key.start_mark.line + 1}: key {name} comes twice; leave one of them out")
+            found.add(name)
+        return super().construct_mapping(node, deep)
+
+
 def load_launch_config(path: Path) -> LaunchConfig:
     """Reads a local cluster from a YAML file; its keys are the attributes of `LaunchConfig`.
 
@@ -129,7 +143,9 @@ def load_launch_config(path: Path) -> LaunchConfig:
         ConfigError: the file is not there, is no YAML, or says something unknown or impossible; it names the key.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _Once)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

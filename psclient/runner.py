@@ -19,13 +19,13 @@ import pswire
 from psclient import endings
 from pswire import logs
 from pswire.cluster import Task
-from pswire.errors import ConfigError, PSError
+from pswire.errors import ConfigError, Forbidden, PSError
 
 log = logging.getLogger("psworker")
 
 _OURS = tuple(str(Path(package.__path__[0])) + os.sep for package in (psclient, pswire))
 _PR_SET_PDEATHSIG = 1
-_CODES = {KeyboardInterrupt: 130, ConfigError: 2}
+_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2}
 
 
 def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool = False) -> int:

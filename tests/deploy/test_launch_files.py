@@ -134,6 +134,8 @@ BAD = {
     "server: {threads: 0}": "server.threads must be a whole number from 1, not 0",
     "- 3": "must be a mapping of keys to values, not [3]",
     "a: [": "is no YAML",
+    "ps: 1\nworkers: 2\nps: 2": "line 3: key ps comes twice",
+    "server: {device: cpu, device: gpu:0}": "line 1: key device comes twice",
     "{workers: 0, script: a.py}": "nobody would run a.py: the cluster has no worker",
 }
 
