@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +32,8 @@ def worker(job: Job):
 def files(job):
     """All files below the root, less what tells the saves apart."""
     root = job.servers.root
-    found = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
+    # Directories may go while this looks at them.
+    found = [Path(where, name).relative_to(root) for where, _, names in os.walk(root) for name in names]
     return sorted(f"{path.parent}/{path.name[:14] if 'shard' in path.name else path.name}" for path in found)
 
 

@@ -185,7 +185,7 @@ def test_all_processes_have_one_consistency(tmp_path):
     with Job(differ, tmp_path, (), workers=2, gates=["go1", "end"]) as job:
         job.hear(W0, "open")
         job.open("go1")
-        assert job.exited(W1) == 1
+        assert job.exited(W1) == 2
         words = f"{W1} runs with consistency 'async', and {W0} with 'sync'; give every process of the job the same"
         assert words in job.errors(W1)
 

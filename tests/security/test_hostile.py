@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
+from attacks import streams
 from certificates import PS0, Certificates, client, guarded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,11 +66,11 @@ class Attacked:
     def say(self, verb: str, message: bytes) -> str:
         """Sends bytes as the request of a verb; returns the name of the error, "" for an answer."""
         stub: Any = self.server._stubs[verb]
-        asks, answers = VERBS[verb].streams
-        call = stub.future if not answers else stub
+        asks = VERBS[verb].streams[0]
+        call = stub if streams(verb) else stub.future
         try:
             reply = call(iter([message]) if asks else message, metadata=self.server._metadata, timeout=SECONDS)
-            list(reply) if answers else reply.result()
+            list(reply) if streams(verb) else reply.result()
         except grpc.RpcError as error:
             trailing: Any = dict(error.trailing_metadata() or ())  # type: ignore[attr-defined]
             return str(trailing.get(ERROR_KEY, error))
@@ -135,8 +136,7 @@ def test_whatever_follows_a_session(attacked: Attacked, verb: str, rest: bytes) 
     message = SESSIONS[verb](session=attacked.session).SerializeToString() + rest
     if VERBS[verb].waits:
         stub: Any = attacked.server._stubs[verb]
-        call = (stub if VERBS[verb].streams[1] else stub.future)(message, metadata=attacked.server._metadata, timeout=1)
-        call.cancel()
+        stub(message, metadata=attacked.server._metadata, timeout=1).cancel()
     else:
         assert attacked.say(verb, message) in KNOWN
     attacked.server.status()

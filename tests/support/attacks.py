@@ -253,7 +253,7 @@ class Attacker:
         """Begins a call; what it gives has the answer, and can be cancelled."""
         stub: Any = self.server._stubs[verb]
         asks, _ = VERBS[verb].streams
-        call = stub if _streams(verb) else stub.future
+        call = stub if streams(verb) else stub.future
         return call(iter(messages) if asks else messages[0], metadata=self.server._metadata, timeout=seconds)
 
     def send(self, verb: str, messages: Sequence[bytes], leaves: bool = False) -> str:
@@ -271,7 +271,7 @@ class Attacker:
             call.cancel()
             return "waits"
         try:
-            list(call) if _streams(verb) else call.result()
+            list(call) if streams(verb) else call.result()
             said = ""
         except grpc.RpcError:
             said = _refusal(call)
@@ -281,7 +281,7 @@ class Attacker:
         return said
 
 
-def _streams(verb: str) -> bool:
+def streams(verb: str) -> bool:
     """Whether our client reads the answer as a stream: it does so for one message, too, where it has sent one."""
     asks, answers = VERBS[verb].streams
     return answers or not asks
