@@ -11,6 +11,17 @@ from rig import Job, Servers, serving
 
 Serve = Callable[..., Servers]
 
+ON_GRPC = {"checkpoints", "failed_saves", "log", "looking", "restore", "sessions"}
+"""What is hardly about pushes and pulls, the only verbs that lanes carry."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On the other lanes it is repeated by `make soak`."""
+    for item in items:
+        about = item.path.stem.removeprefix("test_contract_")
+        if item.path.parent == Path(__file__).parent and about in ON_GRPC and {"tcp", "shm"} & {*item.keywords}:
+            item.add_marker(pytest.mark.soak)
+
 
 @pytest.fixture(params=["core", "thread", "grpc", "tcp", "shm"])
 def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve]:

@@ -145,7 +145,9 @@ MANIFEST = ["before the manifest", "in the manifest", "naming the manifest", "af
 
 
 @pytest.mark.parametrize(
-    ("task", "point"), [(task, point) for task in (0, 1) for point in SHARD] + [(0, point) for point in MANIFEST]
+    ("task", "point"),
+    [*((0, point) for point in SHARD + MANIFEST), (1, SHARD[1])]
+    + [pytest.param(1, point, marks=pytest.mark.soak) for point in (SHARD[0], SHARD[2])],
 )
 def test_a_server_that_dies_in_a_save(tmp_path, point, task):
     """The checkpoint before it is what a new job restores, until the manifest is there; the next save cleans up."""

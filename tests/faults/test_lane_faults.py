@@ -256,7 +256,10 @@ def test_a_stopped_worker(tmp_path, name):
         assert job.exited(W0) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.soak)],
+)
 def test_a_server_that_is_lost(tmp_path, name, number):
     """Every process knows which one within a lease; what it had in the file system goes with the next server."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"], "lane": name}

@@ -84,6 +84,7 @@ def keep(path, ps_strategy):
         say("values", [v.numpy() for v in [*variables, *optimizer.variables]])
 
 
+@pytest.mark.soak
 def test_a_checkpoint_does_not_know_places(tmp_path):
     """It comes back bit by bit on any number of servers, placed anyhow, slots and step count included."""
     root = ServerOptions(checkpoint_root=str(tmp_path / "checkpoints"))

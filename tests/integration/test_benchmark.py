@@ -71,6 +71,7 @@ def test_a_quick_run_writes_what_is_documented(tmp_path):
         assert row["server_rss_mb"] > row["server_growth_mb"]
 
 
+@pytest.mark.soak
 def test_optimizers_are_compared_with_descent(tmp_path):
     """Adam's rounds are measured beside those of SGD in the same cluster otherwise, as many as were asked for."""
     file = tmp_path / "round.json"
@@ -83,6 +84,7 @@ def test_optimizers_are_compared_with_descent(tmp_path):
     assert adam["to_sgd"] == pytest.approx(adam["ms"]["median"] / sgd["ms"]["median"])
 
 
+@pytest.mark.soak
 def test_another_lane_than_the_one_asked_for_is_no_result(tmp_path):
     """Where a lane does not work, and the next one is used, nothing is reported under its name."""
     (tmp_path / "sitecustomize.py").write_text(NO_SHARED_MEMORY, encoding="utf-8")

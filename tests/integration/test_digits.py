@@ -58,7 +58,7 @@ def test_a_cluster_learns_digits_and_resumes(tmp_path):
     assert result(on)[0] >= 0.96
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.soak)])
 def test_a_fleet_does_what_one_process_does(tmp_path, optimizer):
     """The losses of a chief that runs the script and two workers are those of one process."""
     args = [DIGITS, "--epochs", "2", "--batch", "128", "--optimizer", optimizer]

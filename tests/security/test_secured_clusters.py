@@ -20,7 +20,7 @@ from psclient.processes import start_server
 from psclient.rpc import RemoteServer
 from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost
-from pswire.lanes import LANES, LaneName
+from pswire.lanes import LaneName
 from pswire.security import SecurityOptions
 
 AT_ONCE = 30.0
@@ -65,7 +65,7 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return digests(tmp_path_factory.mktemp("plain"), lane="grpc", log_level="info")
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", ["tcp", *(pytest.param(lane, marks=pytest.mark.soak) for lane in ("grpc", "shm"))])
 def test_a_secured_cluster_trains(
     certificates: Certificates, tmp_path: Path, without: set[str], lane: LaneName
 ) -> None:

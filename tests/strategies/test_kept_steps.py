@@ -22,12 +22,10 @@ OPTIMIZERS = {
 }
 
 
-MORE_REPLICAS = pytest.param("embedded-4", marks=pytest.mark.soak)  # as with two
+OTHERS = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("embedded-1", "embedded-4")]  # as with two
 
 
-@pytest.fixture(
-    scope="module", params=["embedded-1", "embedded-2", MORE_REPLICAS, "servers-3", "async-2", "mirrored-2"]
-)
+@pytest.fixture(scope="module", params=["embedded-2", "servers-3", "async-2", "mirrored-2", *OTHERS])
 def anywhere(request, shared):
     if request.param != "async-2":
         yield shared(request.param)

@@ -71,7 +71,12 @@ def assert_equal(found, expected):
 @MOVES
 @pytest.mark.parametrize(
     ("options", "build"),
-    [("nothing", "late"), ("global_clipnorm", "at once"), ("scale", "at once"), ("norm and accumulation", "late")],
+    [
+        ("nothing", "late"),
+        ("global_clipnorm", "at once"),
+        pytest.param("scale", "at once", marks=pytest.mark.soak),
+        ("norm and accumulation", "late"),
+    ],
 )
 def test_it_goes_on_where_it_was(options, build, before, after):
     """Whatever a step keeps on several servers, and whichever variables came late."""

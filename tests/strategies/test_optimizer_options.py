@@ -495,7 +495,9 @@ def test_all_copies_stay_equal(strategy):
 # ---- Checkpoints ----
 
 
-@pytest.mark.parametrize("name", ["Adam", "Nadam", "Ftrl", "SGD"])
+@pytest.mark.parametrize(
+    "name", ["Adam", "Ftrl", *(pytest.param(name, marks=pytest.mark.soak) for name in ("Nadam", "SGD"))]
+)
 def test_a_restored_optimizer_goes_on_bit_by_bit(tmp_path, monkeypatch, name):
     """Slots, averages, kept gradients, counts, loss scale, and the schedule's place."""
     monkeypatch.chdir(tmp_path)

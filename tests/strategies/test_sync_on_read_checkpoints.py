@@ -99,7 +99,15 @@ def test_integers_lose_nothing():
         assert of_replicas(strategy, v) == [4, 2, 2, 2]
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.complex64, np.bool_])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        ml_dtypes.bfloat16,
+        np.complex64,
+        np.bool_,
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in (np.float16, np.float64)),
+    ],
+)
 def test_every_dtype_is_saved(dtype):
     """Also those whose reductions are worked out in another one."""
     how = AGGREGATION.ONLY_FIRST_REPLICA if dtype is np.bool_ else AGGREGATION.MEAN
