@@ -178,7 +178,7 @@ def has_gpu() -> bool:
     return any(device.startswith("gpu") for device in map(str, local_devices(None)))
 
 
-OTHER_MODES = {"async.yaml", "elastic.yaml", "standalone.yaml", "two-by-two.yaml"}
+OTHER_MODES = {"async.yaml", "elastic.yaml", "standalone.yaml", "tls.yaml", "two-by-two.yaml"}
 """They start what other files start, in modes that the tests of integration train in."""
 
 

@@ -63,7 +63,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("system", ["ours", *PACKAGES])
+@pytest.mark.parametrize("system", [pytest.param("ours", marks=pytest.mark.soak), *PACKAGES])
 def test_a_system_that_is_there_is_measured(system, tmp_path):
     """A quick run has figures of the system, which checks its variables' values itself, and leaves nothing out."""
     if system in PACKAGES and not has(PACKAGES[system]):
@@ -122,7 +122,7 @@ def test_a_process_that_fails_ends_its_peer(rounds):
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("lane", ["grpc", "tcp", "shm"])
+@pytest.mark.parametrize("lane", ["shm", *(pytest.param(lane, marks=pytest.mark.soak) for lane in ("grpc", "tcp"))])
 def test_many_clients_of_one_server(lane, tmp_path):
     """Clients that share a process and those that do not are measured alike; a client costs the server no thread."""
     file = tmp_path / "fanin.json"

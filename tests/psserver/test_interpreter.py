@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 import numpy as np
@@ -163,7 +162,6 @@ class Watching:
         return getattr(np, name)
 
     def sqrt(self, value):
-        gc.collect()
         held = np.sqrt(np.asarray(value)).view(type("Held", (np.ndarray,), {"__hash__": object.__hash__}))
         self.alive.add(held)
         self.most = max(self.most, len(self.alive))
