@@ -15,9 +15,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from psclient.config import metrics_from
-from pswire.cluster import Task
-from pswire.errors import ConfigError
-from pswire.exposition import families, harden
+from pswire.cluster import Task, join_address
+from pswire.exposition import end, families, harden, refused
 from pswire.metrics import ALL, Row, Values
 from pswire.versions import versions
 
@@ -163,18 +162,14 @@ class Exporter:
         registry = CollectorRegistry()
         registry.register(self._metrics)
         registry.register(REGISTRY)
-        where = f"[{host}]" if ":" in host else host
         try:
             self._serving = start_http_server(port, host, registry)
         except OSError as error:
-            raise ConfigError(
-                f"cannot serve metrics at {where}:{port} ({error.strerror or error}); choose another --metrics-port or "
-                "--metrics-host"
-            ) from error
+            raise refused(host, port, error) from error
         harden(self._serving[0])
         # Who has it picked has no other way to know.
         level = logging.INFO if port else logging.WARNING
-        log.log(level, "metrics are at http://%s:%d/metrics", where, self._serving[0].server_port)
+        log.log(level, "metrics are at http://%s/metrics", join_address(host, self._serving[0].server_port))
 
     def add_worker(self, exchange: Exchange, servers: Sequence[RemoteServer]) -> None:
         """This process is a worker."""
@@ -188,7 +183,4 @@ class Exporter:
         """Ends; a second call does nothing."""
         serving, self._serving = self._serving, None
         if serving is not None:
-            server, thread = serving
-            server.shutdown()
-            thread.join()
-            server.server_close()
+            end(serving)

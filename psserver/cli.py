@@ -25,9 +25,10 @@ from psserver.config import ServerConfig, server_config
 from psserver.core import Core
 from psserver.membership import MAX_SESSIONS
 from psserver.monitoring import Exporter
-from psserver.server import Server, join_address
+from psserver.server import Server
 from psserver.units import human
 from pswire import logs
+from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError
 from pswire.status import ServerStatus
 

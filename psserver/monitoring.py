@@ -16,10 +16,9 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from psserver.core import Core
-from psserver.server import join_address
 from psserver.tally import Tally
-from pswire.errors import ConfigError
-from pswire.exposition import families, harden
+from pswire.cluster import join_address
+from pswire.exposition import end, families, harden, refused
 from pswire.lanes import LaneName
 from pswire.lanes.traffic import Traffic
 from pswire.metrics import ALL, Row, Values
@@ -260,17 +259,11 @@ class Exporter:
         try:
             self._serving = start_http_server(port, host.strip("[]"), self._registry)
         except OSError as error:
-            raise ConfigError(
-                f"cannot serve metrics at {join_address(host, port)} ({error.strerror or error}); choose another "
-                "--metrics-port or --metrics-host"
-            ) from error
+            raise refused(host, port, error) from error
         harden(self._serving[0])
         return f"http://{join_address(host, self._serving[0].server_port)}/metrics"
 
     def stop(self) -> None:
         """Ends, if it has begun."""
         if self._serving is not None:
-            server, thread = self._serving
-            server.shutdown()
-            thread.join()
-            server.server_close()
+            end(self._serving)

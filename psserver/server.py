@@ -20,6 +20,7 @@ from psserver.lanes import Lanes
 from psserver.roles import Gate
 from psserver.service import Service
 from pswire.api import ParameterServer
+from pswire.cluster import join_address
 from pswire.errors import ConfigError
 from pswire.lanes import LaneName
 from pswire.lanes.traffic import Traffic
@@ -192,11 +193,6 @@ def _options() -> list[tuple[str, int]]:
         # Clients ping, too, and as often as they like: else they would be refused with too_many_pings.
         ("grpc.http2.max_ping_strikes", 0),
     ]
-
-
-def join_address(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 address needs."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _listen(server: grpc.aio.Server, address: str, security: Security) -> int:

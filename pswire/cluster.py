@@ -313,6 +313,11 @@ def check_cluster(cluster: ClusterSpec, where: str) -> None:
         raise ConfigError(f"{where}: the cluster has no 'worker' and no 'chief'; nobody would train")
 
 
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with the brackets that an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def check_address(address: str, where: str) -> tuple[str, int]:
     """Splits `host:port`; raises `ConfigError` naming `where` if it is none."""
     host, colon, port = address.rpartition(":")

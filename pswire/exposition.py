@@ -8,6 +8,8 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from pswire.cluster import join_address
+from pswire.errors import ConfigError
 from pswire.histogram import Histogram
 from pswire.metrics import Row, Source
 
@@ -44,6 +46,22 @@ def harden(server: Any) -> None:
     """Has an HTTP server of `prometheus_client` let go of who says nothing, and print nothing about who goes away."""
     server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": SILENT_SECONDS})
     server.handle_error = _note
+
+
+def refused(host: str, port: int, error: OSError) -> ConfigError:
+    """Why metrics cannot be served at an address, for who has said where."""
+    return ConfigError(
+        f"cannot serve metrics at {join_address(host, port)} ({error.strerror or error}); choose another "
+        "--metrics-port or --metrics-host"
+    )
+
+
+def end(serving: Any) -> None:
+    """Ends what `prometheus_client.start_http_server` has begun: the server and its thread."""
+    server, thread = serving
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 def _note(request: object, address: object) -> None:

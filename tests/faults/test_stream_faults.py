@@ -98,7 +98,7 @@ class Cluster:
     def __init__(self, stack: ExitStack, submit) -> None:
         self.core = core(0, submit=submit)
         self._stack = stack
-        self.thread = stack.enter_context(ServerThread(self.core, ServerConfig(self.core.task), grace=0.0))
+        self.thread = stack.enter_context(ServerThread(self.core, ServerConfig(self.core.task)))
         self.server = self.connect()
         self.job = Job(Servers([self.server], [self.core], Clock(), Path("nowhere"), True))
         self.here, self.other = self.job.join(A, B)
