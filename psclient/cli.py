@@ -27,7 +27,6 @@ from psclient.config import (
     wants_colour,
 )
 from psclient.launch import Cluster
-from psclient.launch_file import load_launch_config
 from psclient.relay import Printer
 from psclient.runner import code_of, die_with, end_on_sigterm, run_script, say
 from pswire import logs
@@ -149,7 +148,11 @@ def _launch_config(
     args: tuple[str, ...],
     flags: Mapping[str, Any],
 ) -> LaunchConfig:
-    config = load_launch_config(path) if path else LaunchConfig()
+    config = LaunchConfig()
+    if path:
+        from psclient.launch_file import load_launch_config  # with YAML, which no single task needs
+
+        config = load_launch_config(path)
     if script:
         given |= {"script": script, "args": args}
     config = dataclasses.replace(

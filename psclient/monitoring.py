@@ -6,17 +6,12 @@ docs/observability.md says what they are good for. What a script counts with `pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-
 from psclient.config import metrics_from
-from pswire.cluster import Task, join_address
-from pswire.exposition import end, families, harden, refused
+from pswire.cluster import Task
 from pswire.metrics import ALL, Row, Values
 from pswire.versions import versions
 
@@ -24,6 +19,7 @@ if TYPE_CHECKING:
     from psclient.chief import Chief
     from psclient.exchange import Exchange
     from psclient.rpc import RemoteServer
+    from pswire.exposition import Page
 
 log = logging.getLogger("psclient")
 
@@ -124,22 +120,6 @@ OF_CHIEFS: tuple[Row[Chief], ...] = (
 )
 
 
-class Metrics(Collector):
-    """Reads metrics, in the thread of whoever asks."""
-
-    def __init__(self) -> None:
-        self._reads: list[Callable[[], Iterator[Metric]]] = []
-
-    def add(self, rows: Sequence[Row[Any]], source: Any) -> None:
-        """From now on these metrics are read, too."""
-        self._reads.append(lambda: families(rows, source))
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, as of now."""
-        for read in tuple(self._reads):
-            yield from read()
-
-
 class Exporter:
     """Serves a process's metrics over HTTP, if `PS_METRICS_PORT` says where.
 
@@ -151,36 +131,27 @@ class Exporter:
     """
 
     def __init__(self, task: Task) -> None:
-        self._metrics = Metrics()
-        self._metrics.add(PROCESS, task)
-        self._serving: Any = None
+        self._readings: list[tuple[Sequence[Row[Any]], Any]] = [(PROCESS, task)]
+        self._page: Page | None = None
         host, port = metrics_from()
-        if port is not None:
-            self._serve(host, port)
+        if port is None:
+            return
+        from pswire.exposition import Page
 
-    def _serve(self, host: str, port: int) -> None:
-        registry = CollectorRegistry()
-        registry.register(self._metrics)
-        registry.register(REGISTRY)
-        try:
-            self._serving = start_http_server(port, host, registry)
-        except OSError as error:
-            raise refused(host, port, error) from error
-        harden(self._serving[0])
+        self._page = Page(host, port, self._readings.copy)
         # Who has it picked has no other way to know.
-        level = logging.INFO if port else logging.WARNING
-        log.log(level, "metrics are at http://%s/metrics", join_address(host, self._serving[0].server_port))
+        log.log(logging.INFO if port else logging.WARNING, "metrics are at %s", self._page.url)
 
     def add_worker(self, exchange: Exchange, servers: Sequence[RemoteServer]) -> None:
         """This process is a worker."""
-        self._metrics.add(OF_WORKERS, Worker(exchange, servers))
+        self._readings.append((OF_WORKERS, Worker(exchange, servers)))
 
     def add_chief(self, chief: Chief) -> None:
         """This process drives."""
-        self._metrics.add(OF_CHIEFS, chief)
+        self._readings.append((OF_CHIEFS, chief))
 
     def stop(self) -> None:
         """Ends; a second call does nothing."""
-        serving, self._serving = self._serving, None
-        if serving is not None:
-            end(serving)
+        page, self._page = self._page, None
+        if page:
+            page.close()

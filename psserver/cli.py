@@ -24,7 +24,7 @@ import click
 from psserver.config import ServerConfig, server_config
 from psserver.core import Core
 from psserver.membership import MAX_SESSIONS
-from psserver.monitoring import Exporter
+from psserver.monitoring import serve_metrics
 from psserver.server import Server
 from psserver.units import human
 from pswire import logs
@@ -160,16 +160,18 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         logs.follow(lambda: (core.tally.round, 0))
         server = Server(core, config, core.well)
         port = await server.start()
-        exporter = Exporter(core, server.traffic)
+        page = None
         try:
-            metrics = exporter.start(config.metrics_host, config.metrics_port)
+            if config.metrics_port is not None:
+                page = serve_metrics(core, server.traffic, config.metrics_host, config.metrics_port)
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")
-            if metrics:
-                _say(f"psserver {config.task} serves metrics at {metrics}")
+            if page:
+                _say(f"psserver {config.task} serves metrics at {page.url}")
             await _until_end(core, stopped, until_done)
         finally:
             held = summary(core.status())
-            exporter.stop()
+            if page:
+                page.close()
             core.close()
             await server.stop(GRACE)
     _say(f"psserver {config.task} ended; it held {held}")

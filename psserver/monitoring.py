@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
+from typing import TYPE_CHECKING
 
 from psserver.core import Core
 from psserver.tally import Tally
-from pswire.cluster import join_address
-from pswire.exposition import end, families, harden, refused
 from pswire.lanes import LaneName
 from pswire.lanes.traffic import Traffic
 from pswire.metrics import ALL, Row, Values
 from pswire.status import ServerStatus
 from pswire.versions import versions
+
+if TYPE_CHECKING:
+    from pswire.exposition import Page
 
 
 @dataclass(frozen=True)
@@ -209,61 +206,18 @@ ROWS: tuple[Row[Seen], ...] = (
 )
 
 
-class Metrics(Collector):
-    """Reads all metrics of a server, in the thread of whoever asks.
+def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], host: str, port: int) -> Page:
+    """Serves a server's metrics over HTTP from now on, in a thread of its own.
 
     Args:
         core: the server proper.
         traffic: payload bytes of each lane.
+        host: where it listens.
+        port: the same, 0 to pick one.
+
+    Raises:
+        ConfigError: the port cannot be had.
     """
+    from pswire.exposition import Page
 
-    def __init__(self, core: Core, traffic: Mapping[LaneName, Traffic]) -> None:
-        self._core = core
-        self._traffic = traffic
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, as of now."""
-        yield from families(ROWS, Seen(self._core, self._core.status(), self._traffic))
-
-
-class Exporter:
-    """Serves a server's metrics over HTTP, and those of its process.
-
-    Args:
-        core: the server proper.
-        traffic: payload bytes of each lane.
-    """
-
-    def __init__(self, core: Core, traffic: Mapping[LaneName, Traffic]) -> None:
-        self._registry = CollectorRegistry()
-        for collector in (ProcessCollector, PlatformCollector, GCCollector):
-            collector(registry=self._registry)
-        self._registry.register(Metrics(core, traffic))
-        self._serving: Any = None
-
-    def start(self, host: str, port: int | None) -> str:
-        """Listens from now on, in a thread of its own.
-
-        Args:
-            host: where.
-            port: the same, 0 to pick one; None to serve nothing.
-
-        Returns:
-            The URL of the metrics, "" for none.
-
-        Raises:
-            ConfigError: the port cannot be had.
-        """
-        if port is None:
-            return ""
-        try:
-            self._serving = start_http_server(port, host.strip("[]"), self._registry)
-        except OSError as error:
-            raise refused(host, port, error) from error
-        harden(self._serving[0])
-        return f"http://{join_address(host, self._serving[0].server_port)}/metrics"
-
-    def stop(self) -> None:
-        """Ends, if it has begun."""
-        if self._serving is not None:
-            end(self._serving)
+    return Page(host, port, lambda: [(ROWS, Seen(core, core.status(), traffic))])

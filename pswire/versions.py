@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from functools import cache
-from importlib import metadata
 from types import MappingProxyType
 
 PACKAGES = ("paramserver", "grpcio", "numba", "numpy", "protobuf", "cupy", "cupy-cuda12x", "cupy-cuda13x")
@@ -14,6 +13,8 @@ PACKAGES = ("paramserver", "grpcio", "numba", "numpy", "protobuf", "cupy", "cupy
 @cache
 def versions() -> MappingProxyType[str, str]:
     """Versions by name, without those that are not installed."""
+    from importlib import metadata  # which parses mail headers: no process waits for it at its start
+
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

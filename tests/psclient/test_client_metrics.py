@@ -16,9 +16,10 @@ import psclient as ps
 from psclient import measures
 from psclient.config import LaunchConfig, metrics_from
 from psclient.measures import Measures
-from psclient.monitoring import OF_CHIEFS, OF_WORKERS, PROCESS, Exporter, Metrics
+from psclient.monitoring import OF_CHIEFS, OF_WORKERS, PROCESS, Exporter
 from pswire.cluster import Task
 from pswire.errors import ConfigError
+from pswire.exposition import Metrics
 
 WORKER = Task("worker", 0)
 
@@ -100,7 +101,7 @@ def test_a_process_serves_what_its_script_counts(monkeypatch, caplog):
 def test_nobody_listens_unless_it_is_asked_for(monkeypatch):
     """Metrics are for those who want them."""
     monkeypatch.delenv("PS_METRICS_PORT", raising=False)
-    assert Exporter(WORKER)._serving is None
+    assert Exporter(WORKER)._page is None
 
 
 def test_a_port_in_use_is_said(monkeypatch):
@@ -129,8 +130,7 @@ def test_a_cluster_takes_its_port_from_the_environment(monkeypatch):
 
 def test_a_page_without_sources_has_the_build_alone():
     """Before a process has a session there is nothing else to tell."""
-    metrics, registry = Metrics(), CollectorRegistry()
-    metrics.add(PROCESS, WORKER)
-    registry.register(metrics)
+    registry = CollectorRegistry()
+    registry.register(Metrics(lambda: [(PROCESS, WORKER)]))
     (build,) = Page(generate_latest(registry).decode()).ours
     assert build.samples[0].labels["task"] == "/job:worker/task:0"

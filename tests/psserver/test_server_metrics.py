@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
 from scraped import Page, documented, mistakes, queried
 
-from psserver.monitoring import ROWS, Exporter, Metrics
+from psserver.monitoring import ROWS, Seen, serve_metrics
 from pswire import exposition
 from pswire.errors import ConfigError, PSError
 from pswire.lanes.traffic import traffic
@@ -32,7 +32,8 @@ def job(tmp_path):
 def page(job: Job) -> Page:
     """What the first server of a job says."""
     registry = CollectorRegistry()
-    registry.register(Metrics(job.servers.cores[0], traffic()))
+    (core,) = job.servers.cores[:1]
+    registry.register(exposition.Metrics(lambda: [(ROWS, Seen(core, core.status(), traffic()))]))
     return Page(generate_latest(registry).decode())
 
 
@@ -202,19 +203,19 @@ def test_checkpoints_are_counted(job):
 
 
 @contextmanager
-def exporter(job: Job):
-    """Serves the metrics of a job's first server."""
-    one = Exporter(job.servers.cores[0], traffic())
+def served(job: Job, port: int = 0):
+    """Serves the metrics of a job's first server; gives where."""
+    one = serve_metrics(job.servers.cores[0], traffic(), "127.0.0.1", port)
     try:
-        yield one
+        yield one.url
     finally:
-        one.stop()
+        one.close()
 
 
 def test_metrics_are_served_over_http(job):
     """At a port that is picked; with those of the process, and which version runs here."""
-    with exporter(job) as one:
-        found = Page.at(one.start("127.0.0.1", 0))
+    with served(job) as url:
+        found = Page.at(url)
     assert found.families["process_resident_memory_bytes"].samples[0].value > 0
     (build,) = found.families["paramserver_build_info"].samples
     assert build.labels["task"] == "/job:ps/task:0"
@@ -223,8 +224,7 @@ def test_metrics_are_served_over_http(job):
 def test_who_asks_for_nothing_is_not_waited_for(job, monkeypatch, capfd):
     """Its connection is closed, which has cost a thread; one that is broken off is nothing to tell."""
     monkeypatch.setattr(exposition, "SILENT_SECONDS", 0.05)
-    with exporter(job) as one:
-        url = one.start("127.0.0.1", 0)
+    with served(job) as url:
         place = ("127.0.0.1", int(url.rpartition(":")[2].partition("/")[0]))
         silent = [socket.create_connection(place, SOON) for _ in range(5)]
         for each in silent:
@@ -239,7 +239,7 @@ def test_who_asks_for_nothing_is_not_waited_for(job, monkeypatch, capfd):
 
 def test_a_port_in_use_is_said(job):
     """And which flag chooses another."""
-    with exporter(job) as one, exporter(job) as other:
-        port = int(one.start("127.0.0.1", 0).rpartition(":")[2].partition("/")[0])
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*in use.*--metrics-port"):
-            other.start("127.0.0.1", port)
+    with served(job) as url:
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*in use.*--metrics-port"), served(job, port):
+            pass
