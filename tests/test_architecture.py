@@ -240,14 +240,6 @@ READ_NAMES = {"Makefile", "Dockerfile", "run"}
 _MACHINE = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/[\w.]+")
 
 
-def test_what_runs_alone_is_where_it_is_looked_for():
-    """`make test` reads only the integration tests to find those that are serial."""
-    mark = "pytest.mark." + "serial"
-    tests = {path for path in (ROOT / "tests").rglob("test_*.py") if mark in path.read_text(encoding="utf-8")}
-    assert tests
-    assert {path.parent for path in tests} == {ROOT / "tests" / "integration"}
-
-
 def texts() -> Iterator[Path]:
     """The files that people read; what is hidden, such as an environment, is not walked through."""
     for directory, below, files in os.walk(ROOT):

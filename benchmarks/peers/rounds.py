@@ -121,11 +121,14 @@ def run_together(workers: Sequence[Call], servers: Sequence[Call] = ()) -> None:
     processes = [context.Process(target=call, args=args, daemon=True) for call, args in (*workers, *servers)]
     for process in processes:
         process.start()
+    waits = {process.sentinel: process for process in processes}
     try:
-        while any(process.is_alive() for process in processes[: len(workers)]):
-            connection.wait([process.sentinel for process in processes if process.is_alive()])
-            if any(process.exitcode for process in processes):
-                sys.exit(1)
+        while any(process in waits.values() for process in processes[: len(workers)]):
+            for sentinel in connection.wait(list(waits)):
+                process = waits.pop(sentinel)  # type: ignore[arg-type]
+                process.join()
+                if process.exitcode:
+                    sys.exit(1)
     finally:
         for process in processes:
             process.kill()

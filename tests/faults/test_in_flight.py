@@ -41,7 +41,7 @@ ORDERS: dict[str, Callable[[Plan], Plan]] = {
 
 
 @pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("elements", [1 << 18, (1 << 18) - 3])
+@pytest.mark.parametrize("elements", [pytest.param(1 << 18, marks=pytest.mark.soak), (1 << 18) - 3])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_round_larger_than_what_is_in_flight_completes(lane: LaneName, order: str, elements: int) -> None:
     """And so does the next one, on the same connections; sizes need not be multiples of anything."""

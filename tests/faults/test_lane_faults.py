@@ -14,7 +14,7 @@ import psutil
 import pytest
 from inside import ME, add_all, gate, say
 from jobs import CHIEF, PS0, PS1, QUICK, W0, W1, W2, Job
-from lane_rig import Cut, Proxy, Site, eventually, mappings
+from lane_rig import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
 from rig import SOON, WORKERS
 
 import psclient as ps
@@ -83,6 +83,7 @@ def test_wherever_a_connection_breaks_each_contribution_counts_once(
     assert all(site.lane(worker).name == name for worker in site.workers)
 
 
+@ON_ONE_LANE
 def test_connections_that_break_between_rounds(
     stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +240,7 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, name):
     assert not path.exists()
 
 
+@ON_ONE_LANE
 def test_a_stopped_worker(tmp_path, name):
     """Its lease ends, and the others go on; when it runs again it is told, and disturbs nobody."""
     keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["go"], "lane": name}
@@ -256,6 +258,7 @@ def test_a_stopped_worker(tmp_path, name):
         assert job.exited(W0) == 0
 
 
+@ON_ONE_LANE
 @pytest.mark.parametrize(
     "number",
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.soak)],
@@ -294,6 +297,7 @@ def interrupted():
     strategy.run(lambda: add_all([(v, np.ones(400_000))]))
 
 
+@ON_ONE_LANE
 def test_control_c_while_a_push_waits(tmp_path, name):
     """The process ends at once, as one that waits for a call of gRPC."""
     with Job(interrupted, tmp_path, gates=["never"], workers=2, lane=name) as job, job.server(PS0) as server:

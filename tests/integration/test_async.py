@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import numpy as np
+import pytest
 from inside import ME, add_all, gate, say
 from jobs import CALM, PS0, QUICK, W0, W1, Job
 
@@ -84,6 +85,7 @@ def test_a_worker_that_was_thought_dead_is_told(tmp_path):
         assert job.exited(W0) == 0
 
 
+@pytest.mark.soak
 def test_a_worker_dies_again_and_again(tmp_path):
     """What was answered counts once; of what was under way at a death each server counts all or nothing."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["end"], "timeouts": QUICK}

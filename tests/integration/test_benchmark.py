@@ -48,6 +48,7 @@ def paths(value: Any, prefix: str = "") -> Iterator[str]:
         yield prefix
 
 
+@pytest.mark.soak
 def test_a_quick_run_writes_what_is_documented(tmp_path):
     """Every figure has its row in docs/performance.md and the other way round; ratios are those of the medians."""
     file = tmp_path / "round.json"

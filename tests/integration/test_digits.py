@@ -58,7 +58,8 @@ def test_a_cluster_learns_digits_and_resumes(tmp_path):
     assert result(on)[0] >= 0.96
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_fleet_does_what_one_process_does(tmp_path, optimizer):
     """The losses of a chief that runs the script and two workers are those of one process."""
     args = [DIGITS, "--epochs", "2", "--batch", "128", "--optimizer", optimizer]
@@ -107,7 +108,11 @@ def on_terminal(words: list[str], cwd: Path, columns: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "words", [["python"], ["psworker", "--standalone", "--workers", "2"]], ids=["alone", "cluster"]
+    "words",
+    [
+        pytest.param(["python"], id="alone", marks=pytest.mark.soak),
+        pytest.param(["psworker", "--standalone", "--workers", "2"], id="cluster"),
+    ],
 )
 def test_a_terminal_is_shown_one_bar(tmp_path, words):
     """On a terminal there is one progress bar, of the leading process, that fits; under a launcher, too."""

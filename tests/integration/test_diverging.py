@@ -44,9 +44,15 @@ def diverge(kind):
 @pytest.mark.parametrize(
     ("kind", "servers", "words"),
     [
-        pytest.param("sections", 1, ("'first'", "'second'"), id="on one server"),
+        pytest.param("sections", 1, ("'first'", "'second'"), id="on one server", marks=pytest.mark.soak),
         pytest.param("sections", 2, ("'first'", "'second'"), id="on different servers, so that only beats can tell"),
-        pytest.param("operands", 1, ("update variable 'first'", "[0 0 0]", "[1 1 1]"), id="operands that differ"),
+        pytest.param(
+            "operands",
+            1,
+            ("update variable 'first'", "[0 0 0]", "[1 1 1]"),
+            id="operands that differ",
+            marks=pytest.mark.soak,
+        ),
         pytest.param("variable", 2, ("'extra'", "'second'"), id="a variable that others lack"),
         pytest.param("reductions", 1, ("float64[2]", "float64[3]"), id="other shapes", marks=pytest.mark.soak),
         pytest.param(

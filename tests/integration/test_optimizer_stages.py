@@ -32,7 +32,7 @@ def learn(kind):
         say("counts", [int(optimizer.iterations)] + ([int(optimizer.skipped_steps)] if kind == "all" else []))
 
 
-@pytest.mark.parametrize("kind", ["clip", "all"])
+@pytest.mark.parametrize("kind", [pytest.param("clip", marks=pytest.mark.soak), "all"])
 def test_two_servers_make_the_steps_of_one(tmp_path, kind):
     """Norm and finiteness are those of all gradients: weights, averages and counts are equal to the bit."""
     found = []

@@ -62,8 +62,8 @@ def rounds(monkeypatch: pytest.MonkeyPatch):
     del sys.modules["rounds"]
 
 
-@pytest.mark.serial
-@pytest.mark.parametrize("system", [pytest.param("ours", marks=pytest.mark.soak), *PACKAGES])
+@pytest.mark.soak
+@pytest.mark.parametrize("system", ["ours", *PACKAGES])
 def test_a_system_that_is_there_is_measured(system, tmp_path):
     """A quick run has figures of the system, which checks its variables' values itself, and leaves nothing out."""
     if system in PACKAGES and not has(PACKAGES[system]):
@@ -81,7 +81,6 @@ def test_a_system_that_is_there_is_measured(system, tmp_path):
         assert 0 < row["ms"]["min"] <= row["ms"]["median"] <= row["ms"]["p90"]
 
 
-@pytest.mark.serial
 def test_what_is_not_installed_is_skipped_with_a_word(bare_python, tmp_path):
     """Each peer's line says which package is missing where; nothing has failed."""
     file = tmp_path / "peers.json"
@@ -121,8 +120,8 @@ def test_a_process_that_fails_ends_its_peer(rounds):
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.serial
-@pytest.mark.parametrize("lane", ["shm", *(pytest.param(lane, marks=pytest.mark.soak) for lane in ("grpc", "tcp"))])
+@pytest.mark.soak
+@pytest.mark.parametrize("lane", ["grpc", "tcp", "shm"])
 def test_many_clients_of_one_server(lane, tmp_path):
     """Clients that share a process and those that do not are measured alike; a client costs the server no thread."""
     file = tmp_path / "fanin.json"

@@ -29,7 +29,9 @@ def accumulate(every, lengths):
     say("ended", [steps, float(v[0]), strategy.round])
 
 
-@pytest.mark.parametrize("every", [2, 3, 50])
+@pytest.mark.parametrize(
+    "every", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(50, marks=pytest.mark.soak)]
+)
 def test_accumulating_workers_end_in_the_same_step(tmp_path, every):
     """Nobody hangs or diverges; what a worker held back counts, even if its batch in use has no examples."""
     with Job(accumulate, tmp_path, (every, [2, 5]), workers=2, chief="driver", timeouts=QUICK) as job:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300
 
 
-@pytest.mark.serial
+@pytest.mark.soak
 def test_a_quick_run_writes_its_figures(tmp_path):
     """Seconds of each kind of work, and ratios in which reads and writes count."""
     file = tmp_path / "update.json"

@@ -131,7 +131,7 @@ def test_gradients_of_several_gpus_are_pushed_as_they_come(gpu: Gpu) -> None:
             assert [set(w.numpy().tolist()) for w in weights] == [{-3.0 * count}] * 2
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", ["grpc", "shm", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_a_gpu_that_fails_halfway_ends_the_session(gpu: Gpu, lane: LaneName, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an error that says why, at once, in this call and in all later ones; nobody hangs, and it can be closed."""
     monkeypatch.setenv("PS_LANE", lane)

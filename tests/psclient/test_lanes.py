@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 
 import pytest
-from lane_rig import SIZE, Cut, Proxy, Site, connecting, eventually, files, gone, mappings, threads
+from lane_rig import ON_ONE_LANE, SIZE, Cut, Proxy, Site, connecting, eventually, files, gone, held, mappings, threads
 from rig import SOON, WORKERS
 
 from psclient import lane as client_lane
@@ -33,6 +33,12 @@ SMALL = 64
 def name(request: pytest.FixtureRequest) -> LaneName:
     """A lane that is no gRPC."""
     return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def others() -> set[threading.Thread]:
+    """Threads of lanes that are not the test's."""
+    return threads()
 
 
 @pytest.fixture
@@ -117,7 +123,7 @@ def test_who_does_not_welcome_is_not_waited_for(
     listener = silent(stack, name)
     address = listener.getsockname()
     offer = Offer(1, b"token", "127.0.0.1", address[1] if name == "tcp" else 0, address if name == "shm" else "")
-    before = files(), mappings()
+    before = held()
     assert any(word in refused(name, offer) for word in ("answer", "cannot be used"))
     eventually(lambda: gone(before))
 
@@ -134,7 +140,7 @@ def refused(name: LaneName, offer: Offer) -> str:
 def test_a_wrong_token_is_told(stack: ExitStack, name: LaneName) -> None:
     """At once, and nothing is left of the attempt."""
     site = Site(stack, "grpc", elements=SMALL)
-    before = files(), mappings()
+    before = held()
     began = time.monotonic()
     assert refused(name, Offer(1, b"wrong", "127.0.0.1", site.lanes.port, site.lanes.path))
     assert time.monotonic() - began < client_lane.CONNECT_SECONDS / 2
@@ -201,7 +207,11 @@ def test_losses_are_forgiven(stack: ExitStack, name: LaneName, monkeypatch: pyte
 
 
 def test_a_lane_that_could_not_be_opened_is_tried_again(
-    stack: ExitStack, name: LaneName, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack,
+    others: set[threading.Thread],
+    name: LaneName,
+    said: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some calls later, without one that waits for that; a line says that it is used again."""
     monkeypatch.setattr(client_lanes, "AGAIN", 8)
@@ -233,11 +243,11 @@ def test_a_lane_that_could_not_be_opened_is_tried_again(
 
     eventually(back)
     assert said.messages == [f"{name} lane to {site.core.task}"] * 2
-    eventually(lambda: len(threads()) == 2)
+    eventually(lambda: len(threads() - others) == 2)
 
 
 def test_nobody_waits_for_a_lane_that_is_tried_again(
-    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, others: set[threading.Thread], name: LaneName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounds are made while it is opened, however long that takes; one that comes too late is closed."""
     monkeypatch.setattr(client_lanes, "AGAIN", 4)
@@ -263,7 +273,7 @@ def test_nobody_waits_for_a_lane_that_is_tried_again(
         assert time.monotonic() - began < client_lane.CONNECT_SECONDS / 2
     site.server.fail(PSError("it is over"))
     go.set()
-    eventually(lambda: not threads())
+    eventually(lambda: threads() <= others)
 
 
 def test_a_lane_breaks_once_for_all_calls_on_it(stack: ExitStack, name: LaneName) -> None:
@@ -321,6 +331,7 @@ def test_a_fault_of_ours_in_the_receiver_lets_nobody_wait(
     assert lane._why is not None
 
 
+@ON_ONE_LANE
 def test_a_round_may_take_longer_than_a_host_may_be_silent(
     stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,7 +350,7 @@ def test_a_round_may_take_longer_than_a_host_may_be_silent(
 # ---- The end ----
 
 
-def test_close_leaves_nothing(stack: ExitStack, name: LaneName) -> None:
+def test_close_leaves_nothing(stack: ExitStack, others: set[threading.Thread], name: LaneName) -> None:
     """No thread, no file, no mapping; also where a lane has broken before."""
     site = Site(stack, "grpc", elements=SIZE)
     site.round()
@@ -357,7 +368,7 @@ def test_close_leaves_nothing(stack: ExitStack, name: LaneName) -> None:
         server.close()
     del server
     own = name == "shm"  # the server's memory, which it keeps: a file, and a mapping, which has another
-    eventually(lambda: not threads())
+    eventually(lambda: threads() <= others)
     eventually(lambda: gc.collect() >= 0 and files() <= before[0] + 2 * own)
     eventually(lambda: gc.collect() >= 0 and mappings() <= before[1] + own)
 
@@ -372,7 +383,7 @@ def test_values_outlive_their_server(name: LaneName) -> None:
     assert (value == 3.0).all()
 
 
-def test_values_outlive_their_lane(stack: ExitStack, name: LaneName) -> None:
+def test_values_outlive_their_lane(stack: ExitStack, others: set[threading.Thread], name: LaneName) -> None:
     """They stay what they were, though the server goes on; once nobody looks at them it forgets the client."""
     site = Site(stack, name, elements=SIZE)
     site.round()
@@ -381,7 +392,7 @@ def test_values_outlive_their_lane(stack: ExitStack, name: LaneName) -> None:
     spec = site.variables[0].spec.tensor
     value = guest.pull(session, [site.variables[0].id], -1).result(SOON).payload.tensors([spec])[0]
     guest.close()
-    eventually(lambda: len(threads()) == 2)
+    eventually(lambda: len(threads() - others) == 2)
     del guest
     gc.collect()
     for _ in range(3):
@@ -407,7 +418,7 @@ def test_an_end_is_not_waited_for(stack: ExitStack, name: LaneName, large: bool)
     assert time.monotonic() - began < SOON / 4
 
 
-def test_an_end_while_a_lane_is_opened(stack: ExitStack, name: LaneName) -> None:
+def test_an_end_while_a_lane_is_opened(stack: ExitStack, others: set[threading.Thread], name: LaneName) -> None:
     """It is not used, and closed when it is there."""
     site = Site(stack, name, elements=SMALL)
     arrived, go = threading.Event(), threading.Event()
@@ -426,7 +437,7 @@ def test_an_end_while_a_lane_is_opened(stack: ExitStack, name: LaneName) -> None
     go.set()
     with pytest.raises(PSError, match="it is over"):
         waiting.result(SOON)
-    eventually(lambda: not threads())
+    eventually(lambda: threads() <= others)
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
@@ -444,7 +455,9 @@ def test_a_server_that_stops_is_told_of(stack: ExitStack, name: LaneName, large:
     assert time.monotonic() - began < 2.0
 
 
-def test_a_session_that_is_opened_again_has_one_lane(stack: ExitStack, name: LaneName) -> None:
+def test_a_session_that_is_opened_again_has_one_lane(
+    stack: ExitStack, others: set[threading.Thread], name: LaneName
+) -> None:
     """The one that it had is closed."""
     site = Site(stack, name, elements=SMALL)
     key = 77
@@ -453,7 +466,7 @@ def test_a_session_that_is_opened_again_has_one_lane(stack: ExitStack, name: Lan
     assert site.server.open(WORKERS[-1], 1, key, False).session == session
     assert first is not None
     assert first._why is not None
-    eventually(lambda: len(threads()) == 3)
+    eventually(lambda: len(threads() - others) == 3)
     site.round()
 
 

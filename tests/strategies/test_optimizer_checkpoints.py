@@ -72,8 +72,8 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize(
     ("options", "build"),
     [
-        ("nothing", "late"),
-        ("global_clipnorm", "at once"),
+        pytest.param("nothing", "late", marks=pytest.mark.soak),
+        pytest.param("global_clipnorm", "at once", marks=pytest.mark.soak),
         pytest.param("scale", "at once", marks=pytest.mark.soak),
         ("norm and accumulation", "late"),
     ],

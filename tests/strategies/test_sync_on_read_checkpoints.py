@@ -46,7 +46,10 @@ def count_up(strategy, v):
     return v
 
 
-@pytest.mark.parametrize(("before", "after"), [("embedded-2", "embedded-4"), ("embedded-4", "embedded-1")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("embedded-2", "embedded-4"), pytest.param("embedded-4", "embedded-1", marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize("created", ["before the restore", "after the restore"])
 def test_the_aggregate_is_shared_out_among_the_replicas_of_now(before, after, created):
     """A sum in equal parts, a mean and a first replica's value whole; a variable without aggregation begins anew."""
@@ -126,7 +129,7 @@ def test_every_dtype_is_saved(dtype):
 
 
 @pytest.mark.parametrize("created", ["before the restore", "after the restore"])
-@pytest.mark.parametrize("aggregation", [AGGREGATION.SUM, AGGREGATION.MEAN])
+@pytest.mark.parametrize("aggregation", [AGGREGATION.SUM, pytest.param(AGGREGATION.MEAN, marks=pytest.mark.soak)])
 def test_a_plain_value_is_restored_into_copies(aggregation, created):
     """What an ordinary variable of the same name saved is shared out as an aggregate."""
 

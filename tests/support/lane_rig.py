@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from rig import SOON, WORKERS, Clock, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 from psclient.rpc import RemoteServer
@@ -40,6 +41,9 @@ from pswire.security import Security
 
 SIZE = PART_BYTES // 4
 """Elements of float32 of which a part holds as many."""
+
+ON_ONE_LANE = pytest.mark.parametrize("name", ["shm", pytest.param("tcp", marks=pytest.mark.soak)])
+"""For what is alike on both lanes that are no gRPC: `make soak` shows that it is."""
 
 
 class Site:
@@ -486,15 +490,24 @@ def mappings(process: int | str = "self") -> int:
     return sum("memfd:paramserver" in line for line in maps.splitlines())
 
 
-def threads(name: str = "lane ") -> list[str]:
-    """The names of this process's threads that begin with something."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(name)]
+def threads() -> set[threading.Thread]:
+    """Those of this process that receive on lanes; strategies that several tests share have some, too."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lane ")}
 
 
-def gone(before: tuple[int, int]) -> bool:
-    """Whether no more files and segments are open than before, and no lane runs; other tests' may end meanwhile."""
+Held = tuple[int, int, set[threading.Thread]]
+"""Files, segments, and threads of lanes."""
+
+
+def held() -> Held:
+    """What this process has open."""
+    return files(), mappings(), threads()
+
+
+def gone(before: Held) -> bool:
+    """Whether nothing is open that was not open before; what other tests have opened may end meanwhile."""
     gc.collect()
-    return files() <= before[0] and mappings() <= before[1] and not threads()
+    return files() <= before[0] and mappings() <= before[1] and threads() <= before[2]
 
 
 __all__ = [
@@ -508,6 +521,7 @@ __all__ = [
     "files",
     "fragile",
     "gone",
+    "held",
     "mappings",
     "stall",
     "threads",

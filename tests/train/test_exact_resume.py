@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -17,7 +18,7 @@ ROUNDS, SAVED = 200, 100
 WORKERS = (W0, W1, W2)
 """Of fewer the order of their contributions would not matter."""
 
-MOVES = ((1, 5), (3, 2), (2, 1), (2, 3))
+MOVES = ((3, 2), (1, 5), (2, 1), (2, 3))
 """From how many servers to how many."""
 
 
@@ -100,22 +101,25 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The checkpoints of jobs that were killed after 100 rounds, by their number of servers."""
-    roots = {}
-    for servers in sorted({before for before, _ in MOVES}):
+    """Gives the checkpoints of a job on so many servers that was killed after 100 rounds."""
+
+    @functools.cache
+    def checkpoints(servers):
         directory = tmp_path_factory.mktemp("half") / "job"
         with run(directory, servers, ("", ROUNDS, SAVED)) as job:
             assert {job.hear(task, "saved") for task in WORKERS} == {"run/ckpt-1"}
             for task in (*(Task("ps", index) for index in range(servers)), *WORKERS):
                 job.kill(task)
-        roots[servers] = directory / "checkpoints"
-    return roots
+        return directory / "checkpoints"
+
+    return checkpoints
 
 
+@pytest.mark.soak
 def test_checkpoints_are_alike_on_any_number_of_servers(killed):
     """The same tensors, bit by bit, and the same place in the data; only the files differ."""
-    manifests = [json.loads((root / "run/ckpt-1/manifest.json").read_text()) for root in killed.values()]
-    assert [len(manifest["files"]) for manifest in manifests] == sorted(killed)
+    manifests = [json.loads((killed(count) / "run/ckpt-1/manifest.json").read_text()) for count in (1, 2, 3)]
+    assert [len(manifest["files"]) for manifest in manifests] == [1, 2, 3]
     alike = [
         ({name: x["checksum"] for name, x in m["tensors"].items()}, m["positions"], m["objects"], m["state"])
         for m in manifests
@@ -125,14 +129,14 @@ def test_checkpoints_are_alike_on_any_number_of_servers(killed):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [*MOVES[:2], *(pytest.param(*move, marks=pytest.mark.soak) for move in MOVES[2:])]
+    ("before", "after"), [MOVES[0], *(pytest.param(*move, marks=pytest.mark.soak) for move in MOVES[1:])]
 )
 def test_it_computes_the_same_bits(tmp_path, uninterrupted, killed, before, after):
     """Weights, slots, counts, the schedule's place, the order of the data, the state of the generator.
 
     A metric's sum, which is divided among the replicas, comes as near as that division allows.
     """
-    with run(tmp_path / "job", after, ("run", ROUNDS, 0), killed[before]) as job:
+    with run(tmp_path / "job", after, ("run", ROUNDS, 0), killed(before)) as job:
         job.finish()
     assert [job.said(task, "restored") for task in WORKERS] == [[SAVED]] * 3
     (values, loss), (expected, whole) = bits(job), uninterrupted

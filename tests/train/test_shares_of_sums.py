@@ -40,7 +40,13 @@ def of_first(strategy, count, value):
 
 
 @KINDS
-@pytest.mark.parametrize(("dtype", "sums"), [("int64", [7, -7]), ("int8", [-128, 127]), ("uint8", [255, 3])])
+@pytest.mark.parametrize(
+    ("dtype", "sums"),
+    [
+        ("int64", [7, -7]),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("int8", [-128, 127]), ("uint8", [255, 3]))),
+    ],
+)
 def test_an_integer_sum_is_whole_again(kind, dtype, sums):
     """Replica 0 has what its division by the number of replicas leaves over; also where it is created later."""
     sums = np.array(sums, dtype)
