@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from lane_rig import SIZE, Site, eventually, threads
+from lane_rig import SIZE, Site, eventually
 from rig import SOON
 from slow_gpu import Gpu, slow_gpu
 
@@ -35,9 +35,9 @@ def gpu() -> Iterator[Gpu]:
         yield found
 
 
-def working() -> set[str]:
+def working() -> set[threading.Thread]:
     """This process's threads, but for the one by which gRPC serves all of it."""
-    return {name for name in threads("") if "poll" not in name}
+    return {thread for thread in threading.enumerate() if "poll" not in thread.name}
 
 
 def grow(payload: Payload, whole: Payload, step: int) -> None:
