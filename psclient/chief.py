@@ -422,7 +422,7 @@ def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
 def drive(config: TaskConfig, timeouts: Timeouts, security: Security) -> None:
     """A chief without a script: drives the job until it is done, in the calling thread."""
     chief = Chief(config.task, connect(config.cluster, timeouts, security=security), config.cluster, timeouts)
-    exporter = Exporter(config.task)
+    exporter = Exporter(config.task, security)
     exporter.add_chief(chief)
     try:
         chief.drive()

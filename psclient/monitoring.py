@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from psclient.config import metrics_from
 from pswire.cluster import Task
-from pswire.metrics import ALL, Row, Values
-from pswire.versions import versions
+from pswire.metrics import ALL, PROCESS, Process, Row, Values
+from pswire.security import Security
 
 if TYPE_CHECKING:
     from psclient.chief import Chief
@@ -57,16 +57,6 @@ def _rounds(worker: Worker) -> Values:
 
 WORKER = "paramserver_worker_"
 CHIEF = "paramserver_chief_"
-
-PROCESS: tuple[Row[Task], ...] = (
-    Row(
-        "paramserver_build_info",
-        "gauge",
-        "What runs here: always 1.",
-        lambda task: {(versions()["paramserver"], str(task)): 1.0},
-        ("version", "task"),
-    ),
-)
 
 OF_WORKERS: tuple[Row[Worker], ...] = (
     Row(WORKER + "rounds", "counter", "Rounds that this process has made.", _rounds, ("outcome",)),
@@ -125,13 +115,14 @@ class Exporter:
 
     Args:
         task: which task this process is.
+        security: what it shows.
 
     Raises:
         ConfigError: the port cannot be had.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._readings: list[tuple[Sequence[Row[Any]], Any]] = [(PROCESS, task)]
+    def __init__(self, task: Task, security: Security) -> None:
+        self._readings: list[tuple[Sequence[Row[Any]], Any]] = [(PROCESS, Process(task, security.expiry))]
         self._page: Page | None = None
         host, port = metrics_from()
         if port is None:

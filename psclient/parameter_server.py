@@ -104,7 +104,7 @@ class ParameterServerStrategy(Strategy):
     def _connect(self) -> None:
         cluster, task = self._config.cluster, self._config.task
         security = self._embedded.security if self._embedded else security_from(task_name(task))
-        self._exporter = Exporter(task)
+        self._exporter = Exporter(task, security)
         self._servers = connect(cluster, self._timeouts, self._lane, security)
         self._session = Session(
             task, self._servers, len(self._devices), timeouts=self._timeouts, consistency=self.consistency.mode

@@ -163,7 +163,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         page = None
         try:
             if config.metrics_port is not None:
-                page = serve_metrics(core, server.traffic, config.metrics_host, config.metrics_port)
+                page = serve_metrics(core, server.traffic, config, config.metrics_port)
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")
             if page:
                 _say(f"psserver {config.task} serves metrics at {page.url}")

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from psserver.config import ServerConfig
 from psserver.core import Core
 from psserver.tally import Tally
 from pswire.lanes import LaneName
 from pswire.lanes.traffic import Traffic
-from pswire.metrics import ALL, Row, Values
+from pswire.metrics import ALL, PROCESS, Process, Row, Values
 from pswire.status import ServerStatus
-from pswire.versions import versions
 
 if TYPE_CHECKING:
     from pswire.exposition import Page
@@ -41,10 +41,6 @@ class Seen:
     def tally(self) -> Tally:
         """What it has counted."""
         return self.core.tally
-
-
-def _build(seen: Seen) -> Values:
-    return {(versions()["paramserver"], str(seen.core.task)): 1.0}
 
 
 def _phases(seen: Seen) -> Values:
@@ -80,7 +76,6 @@ OUTCOME = ("outcome",)
 SERVER = "paramserver_server_"
 
 ROWS: tuple[Row[Seen], ...] = (
-    Row("paramserver_build_info", "gauge", "What runs here: always 1.", _build, ("version", "task")),
     # Rounds.
     Row(SERVER + "rounds", "counter", "Rounds that are over.", lambda s: _by_outcome(s.tally.rounds), OUTCOME),
     Row(
@@ -206,18 +201,19 @@ ROWS: tuple[Row[Seen], ...] = (
 )
 
 
-def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], host: str, port: int) -> Page:
+def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], config: ServerConfig, port: int) -> Page:
     """Serves a server's metrics over HTTP from now on, in a thread of its own.
 
     Args:
         core: the server proper.
         traffic: payload bytes of each lane.
-        host: where it listens.
-        port: the same, 0 to pick one.
+        config: which task it is, and on which host it listens.
+        port: where, 0 to pick one.
 
     Raises:
         ConfigError: the port cannot be had.
     """
     from pswire.exposition import Page
 
-    return Page(host, port, lambda: [(ROWS, Seen(core, core.status(), traffic))])
+    process = Process(config.task, config.security.expiry)
+    return Page(config.metrics_host, port, lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))])

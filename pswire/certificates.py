@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -11,9 +13,11 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from pswire.errors import ConfigError
-from pswire.security import ADMIN, DOMAIN, certificate_name, named
+from pswire.security import ADMIN, DOMAIN, SOON_SECONDS, certificate_name, named
 
 NEW = "psctl certs OUT --renew makes new ones"
+
+log = logging.getLogger(__name__)
 
 
 class Pair(NamedTuple):
@@ -23,18 +27,22 @@ class Pair(NamedTuple):
     data: bytes
 
 
-def check(certificate: Pair, key: Pair, ca: Pair, name: str) -> None:
-    """Whether a process may show a certificate; see `SecurityOptions.read`.
+def check(certificate: Pair, key: Pair, ca: Pair, name: str) -> float:
+    """Whether a process may show a certificate; see `SecurityOptions.read`. Warns where it soon may not.
 
     Args:
         certificate, key, ca: the files.
         name: of the task, or `ADMIN`.
 
+    Returns:
+        Until when it may, in Unix seconds.
+
     Raises:
         ConfigError: it may not.
     """
     chain, roots = load(certificate), load(ca)
-    for path, one in ((certificate.path, chain[0]), *((ca.path, root) for root in roots)):
+    dated = [(certificate.path, chain[0]), *((ca.path, root) for root in roots)]
+    for path, one in dated:
         _check_dates(path, one, datetime.now(UTC))
     _check_name(certificate.path, chain[0], name)
     _check_key(certificate, chain[0], key)
@@ -43,6 +51,10 @@ def check(certificate: Pair, key: Pair, ca: Pair, name: str) -> None:
             f"{certificate.path} is not signed by {ca.path}; all tasks of a job need certificates of one CA: take "
             "those of one psctl certs, or add what is between them to the file"
         )
+    last, path = min((one.not_valid_after_utc, path) for path, one in dated)
+    if last.timestamp() - time.time() < SOON_SECONDS:
+        log.warning("%s is good until %s UTC, and no longer; %s", path, f"{last:%Y-%m-%d %H:%M}", NEW)
+    return last.timestamp()
 
 
 def load(file: Pair) -> list[x509.Certificate]:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from pswire.cluster import Task
 from pswire.histogram import Histogram
+from pswire.versions import versions
 
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
@@ -36,3 +38,33 @@ class Row(Generic[Source]):
     about: str
     read: Callable[[Source], Values]
     labels: Labels = ()
+
+
+@dataclass(frozen=True)
+class Process:
+    """What every process tells of itself.
+
+    Attributes:
+        task: which one it is.
+        expiry: until when the certificates are good that it has read, in Unix seconds; 0 without TLS.
+    """
+
+    task: Task
+    expiry: float
+
+
+PROCESS: tuple[Row[Process], ...] = (
+    Row(
+        "paramserver_build_info",
+        "gauge",
+        "What runs here: always 1.",
+        lambda p: {(versions()["paramserver"], str(p.task)): 1.0},
+        ("version", "task"),
+    ),
+    Row(
+        "paramserver_certificate_expiry_timestamp_seconds",
+        "gauge",
+        "Until when the certificates are good that this process has read, its own and its CA's; nothing without TLS.",
+        lambda p: {ALL: p.expiry} if p.expiry else {},
+    ),
+)

@@ -34,6 +34,9 @@ TOKEN_BYTES = 32
 LEAST_TOKEN = 16
 """Characters: a shorter token can be guessed."""
 
+SOON_SECONDS = 14 * 86400.0
+"""How long before their end certificates are warned of."""
+
 HOW = "psctl certs makes one for each task"
 
 
@@ -59,12 +62,14 @@ class Security:
     Attributes:
         certificate, key, ca: in PEM: its own certificate, with those between it and the CA; the key of that; whose
             signature others must have. All three, or none for no TLS.
+        expiry: until when the certificates are good, the CA's too, in Unix seconds; 0 without TLS.
         token: what every call of the job carries; "" for none.
     """
 
     certificate: bytes = b""
     key: bytes = field(default=b"", repr=False)
     ca: bytes = b""
+    expiry: float = 0.0
     token: str = field(default="", repr=False)
 
     @property
@@ -138,11 +143,11 @@ class SecurityOptions:
         """
         return Security(*self._certificates(name), token=self._token(name))
 
-    def _certificates(self, name: str) -> tuple[bytes, bytes, bytes]:
+    def _certificates(self, name: str) -> tuple[bytes, bytes, bytes, float]:
         paths = {field: getattr(self, field) for field in ("tls_cert", "tls_key", "tls_ca")}
         missing = [_flag(field) for field, path in paths.items() if not path]
         if len(missing) == len(paths):
-            return b"", b"", b""
+            return b"", b"", b"", 0.0
         if missing:
             raise ConfigError(
                 f"--tls-cert, --tls-key and --tls-ca belong together; missing: {', '.join(missing)}; give all "
@@ -153,8 +158,8 @@ class SecurityOptions:
         # Only where there is TLS: to load it takes a while.
         from pswire.certificates import Pair, check
 
-        check(Pair(files["tls_cert"], certificate), Pair(files["tls_key"], key), Pair(files["tls_ca"], ca), name)
-        return certificate, key, ca
+        pairs = Pair(files["tls_cert"], certificate), Pair(files["tls_key"], key), Pair(files["tls_ca"], ca)
+        return certificate, key, ca, check(*pairs, name)
 
     def _token(self, name: str) -> str:
         where, token = PREFIX + "TOKEN", self.token

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 
 from psclient.probe import mismatch
@@ -20,14 +21,11 @@ from psclient.threads import Threads
 from pswire.cluster import TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.program import PROGRAM_VERSION
-from pswire.security import certificate_name, task_name
+from pswire.security import SOON_SECONDS, Security, certificate_name, task_name
 from pswire.status import ServerStatus
 
 MOST_SKEW = 1.0
 """Seconds by which clocks may differ: times of logs and checkpoints are compared, leases have clocks of their own."""
-
-SOON = timedelta(days=14)
-"""Before its certificate expires, a process is to be told."""
 
 WRONG_HERE = ("replaced", "other_job", "same_server", "incomplete", "broken", "unreachable", "refused")
 """Problems that keep the servers from working; others come and go while a job runs."""
@@ -159,7 +157,7 @@ def tls(patient: Patient) -> Iterator[Finding]:
         yield fail(error.message, "see docs/security.md")
         return
     if security.tls:
-        yield _validity(security.certificate, patient.name)
+        yield _validity(security, patient.name)
     elif patient.looked and all(_is_loopback(host) for _, host, _ in patient.places()):
         yield ok("there is none, and all servers are on this machine")
     elif patient.looked:
@@ -175,13 +173,9 @@ def tls(patient: Patient) -> Iterator[Finding]:
             yield ok(f"{short(str(found.task))}: it shows its certificate, and takes ours")
 
 
-def _validity(certificate: bytes, name: str) -> Finding:
-    # Only where there is TLS: to load it takes a while.
-    from pswire.certificates import Pair, load
-
-    last = load(Pair("", certificate))[0].not_valid_after_utc
-    text = f"our certificate is {name}'s, good until {last:%Y-%m-%d}"
-    if last - datetime.now(UTC) < SOON:
+def _validity(security: Security, name: str) -> Finding:
+    text = f"our certificate is {name}'s, good until {datetime.fromtimestamp(security.expiry, UTC):%Y-%m-%d}"
+    if security.expiry - time.time() < SOON_SECONDS:
         return warn(text, "psctl certs OUT --renew makes new ones; start the processes again with them")
     return ok(text)
 

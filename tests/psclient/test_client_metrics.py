@@ -16,10 +16,12 @@ import psclient as ps
 from psclient import measures
 from psclient.config import LaunchConfig, metrics_from
 from psclient.measures import Measures
-from psclient.monitoring import OF_CHIEFS, OF_WORKERS, PROCESS, Exporter
+from psclient.monitoring import OF_CHIEFS, OF_WORKERS, Exporter
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.exposition import Metrics
+from pswire.metrics import PROCESS, Process
+from pswire.security import Security
 
 WORKER = Task("worker", 0)
 
@@ -101,7 +103,7 @@ def test_a_process_serves_what_its_script_counts(monkeypatch, caplog):
 def test_nobody_listens_unless_it_is_asked_for(monkeypatch):
     """Metrics are for those who want them."""
     monkeypatch.delenv("PS_METRICS_PORT", raising=False)
-    assert Exporter(WORKER)._page is None
+    assert Exporter(WORKER, Security())._page is None
 
 
 def test_a_port_in_use_is_said(monkeypatch):
@@ -110,7 +112,7 @@ def test_a_port_in_use_is_said(monkeypatch):
         port = taken.getsockname()[1]
         monkeypatch.setenv("PS_METRICS_PORT", str(port))
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} .*in use.*--metrics-port"):
-            Exporter(WORKER)
+            Exporter(WORKER, Security())
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "65536", "1.5"])
@@ -128,9 +130,11 @@ def test_a_cluster_takes_its_port_from_the_environment(monkeypatch):
         LaunchConfig(metrics_port=70_000)
 
 
-def test_a_page_without_sources_has_the_build_alone():
-    """Before a process has a session there is nothing else to tell."""
+@pytest.mark.parametrize("expiry", [0.0, 2e9])
+def test_a_page_without_sources_has_the_process_alone(expiry):
+    """Before it has a session there is nothing else to tell; only certificates have an end."""
     registry = CollectorRegistry()
-    registry.register(Metrics(lambda: [(PROCESS, WORKER)]))
-    (build,) = Page(generate_latest(registry).decode()).ours
+    registry.register(Metrics(lambda: [(PROCESS, Process(WORKER, expiry))]))
+    build, end = Page(generate_latest(registry).decode()).ours
     assert build.samples[0].labels["task"] == "/job:worker/task:0"
+    assert [sample.value for sample in end.samples] == ([expiry] if expiry else [])

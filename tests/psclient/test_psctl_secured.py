@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,16 @@ def test_health_needs_a_certificate_of_the_ca_alone(run, server, certificates):
         assert "speaks without TLS" in why_not(plain.address, certificates.of("admin"), 5.0)
 
 
-def test_the_doctor_shakes_hands(run, server, certificates):
-    """With each server, with our certificate."""
-    shown = flags(certificates.out / "admin")
-    found = run("doctor", "--address", server.address, *shown)[1]["findings"]
-    tls = {each["message"].partition(",")[0]: each["level"] for each in found if each["check"] == "TLS"}
-    assert tls == {"our certificate is admin's": "warn", "ps-0: it shows its certificate": "ok"}
+def test_the_doctor_shakes_hands(run, server, certificates, tmp_path):
+    """With each server, with our certificate, of which it says that its end is near."""
+    ends = shutil.copytree(certificates.out / "admin", tmp_path / "ends")
+    made = certificates.signed(["admin.paramserver"], -1, 10)
+    (ends / "tls.crt").write_bytes(made.certificate)
+    (ends / "tls.key").write_bytes(made.key)
+    for folder, level in ((certificates.out / "admin", "ok"), (ends, "warn")):
+        found = run("doctor", "--address", server.address, *flags(folder))[1]["findings"]
+        tls = {each["message"].partition(",")[0]: each["level"] for each in found if each["check"] == "TLS"}
+        assert tls == {"our certificate is admin's": level, "ps-0: it shows its certificate": "ok"}
     code, said = run("doctor", "--address", server.address, *flags(certificates.other / "admin"))
     assert code == 1
     assert any("not signed by our CA" in each["message"] for each in said["findings"] if each["level"] == "fail")

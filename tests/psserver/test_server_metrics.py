@@ -12,10 +12,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
 from scraped import Page, documented, mistakes, queried
 
+from psserver.config import ServerConfig
 from psserver.monitoring import ROWS, Seen, serve_metrics
 from pswire import exposition
 from pswire.errors import ConfigError, PSError
 from pswire.lanes.traffic import traffic
+from pswire.security import Security
 from pswire.tensor import TensorSpec
 
 A, B = WORKERS[:2]
@@ -205,7 +207,8 @@ def test_checkpoints_are_counted(job):
 @contextmanager
 def served(job: Job, port: int = 0):
     """Serves the metrics of a job's first server; gives where."""
-    one = serve_metrics(job.servers.cores[0], traffic(), "127.0.0.1", port)
+    (core,) = job.servers.cores[:1]
+    one = serve_metrics(core, traffic(), ServerConfig(core.task, security=Security(expiry=2e9)), port)
     try:
         yield one.url
     finally:
@@ -219,6 +222,7 @@ def test_metrics_are_served_over_http(job):
     assert found.families["process_resident_memory_bytes"].samples[0].value > 0
     (build,) = found.families["paramserver_build_info"].samples
     assert build.labels["task"] == "/job:ps/task:0"
+    assert found("certificate_expiry_timestamp_seconds") == 2e9
 
 
 def test_who_asks_for_nothing_is_not_waited_for(job, monkeypatch, capfd):

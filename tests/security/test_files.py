@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +99,21 @@ def test_anothers_certificate(certificates: Certificates) -> None:
         SecurityOptions(
             *(part.replace("{task}", "worker-1") for part in vars(options(certificates.out)).values())
         ).read("worker-0")
+
+
+@pytest.mark.parametrize(("days", "warned"), [(15, False), (13, True)])
+def test_an_end_that_is_near_is_warned_of(
+    certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture, days: int, warned: bool
+) -> None:
+    """With the file, the day, and what to do: a job may run longer than its certificates."""
+    made = certificates.signed(["worker-0.paramserver"], -1, days)
+    for name, data in (("tls.crt", made.certificate), ("tls.key", made.key)):
+        (tmp_path / name).write_bytes(data)
+    mine = replace(
+        options(certificates.out), tls_cert=str(tmp_path / "tls.crt"), tls_key=str(tmp_path / "tls.key")
+    ).read("worker-0")
+    assert mine.expiry == pytest.approx(time.time() + days * 86400, abs=100)
+    assert bool(re.search(r"tls.crt is good until 20\d\d-.*, and no longer; .*--renew", caplog.text)) == warned
 
 
 @pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "tls_ca"])

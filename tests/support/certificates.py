@@ -57,7 +57,7 @@ class Certificates:
     def make(cls, root: Path) -> Certificates:
         """Writes both."""
         for out in (root / "ours", root / "others"):
-            authority = Authority(out, 10)
+            authority = Authority(out, 100)
             for name in NAMES:
                 authority.issue(name, False)
         return cls(root / "ours", root / "others")
