@@ -15,6 +15,7 @@ Not measured unless asked for, since they are long or large:
     --sizes 3GiB --workers 1               one variable of 3 GiB
     --optimizer sgd --optimizer adam       beside each other
     --allocator tuned --allocator plain    with what our launcher tells the allocator, and without
+    --security token --security tls        with a token alone, and with mutual TLS as well
 
 `--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md says what is in it.
 """
@@ -46,12 +47,14 @@ from models import MODELS, SIZES
 from rich.console import Console
 
 import psclient as ps
+from psclient.authority import CERTIFICATE, KEY, ROOT, TOKEN, Authority
 from psclient.config import GLIBC_TUNABLES
 from psclient.launch import Cluster
 from psclient.placement import PsStrategy
 from psclient.relay import Line
 from pswire.cluster import Task
 from pswire.lanes import LANES
+from pswire.security import SecurityOptions, task_name
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -66,6 +69,9 @@ CHIEFS = {"own": "driver", "worker": "none"}
 
 ALLOCATORS = {"tuned": GLIBC_TUNABLES, "plain": ""}
 """The allocator of all processes: what the launcher tells it, huge pages among that, or nothing."""
+
+SECURITY = ("token", "tls")
+"""What keeps others out: the token that our launcher draws, or mutual TLS as well."""
 
 OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
     "sgd": lambda: ps.optimizers.SGD(0.1),
@@ -89,6 +95,7 @@ class Setting:
         workers, servers: how many.
         optimizer: a key of `OPTIMIZERS`.
         allocator: a key of `ALLOCATORS`.
+        security: one of `SECURITY`.
     """
 
     lane: str
@@ -97,11 +104,12 @@ class Setting:
     servers: int
     optimizer: str
     allocator: str
+    security: str
 
     def __str__(self) -> str:
         return (
             f"{self.lane} lane, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
-            f"{self.optimizer}, {self.allocator} allocator"
+            f"{self.optimizer}, {self.allocator} allocator, {self.security}"
         )
 
 
@@ -273,13 +281,14 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
             found[said["size"]] = Measured.of(said, *looks[-2:])
             lanes.add(said["lane"])
 
-    with _gate() as (path, gate):
+    with _gate() as (path, gate), _security(setting) as security:
         cluster = Cluster(
             sink=hear,
             ps=setting.servers,
             workers=setting.workers,
             chief=CHIEFS[setting.chief],
             lane=setting.lane,
+            security=security,
             script=str(Path(__file__)),
             args=options.args(setting, path),
         )
@@ -314,6 +323,22 @@ def _allocator(name: str) -> Iterator[None]:
         os.environ |= {"GLIBC_TUNABLES": before} if before is not None else {}
 
 
+@contextmanager
+def _security(setting: Setting) -> Iterator[SecurityOptions]:
+    """The files of a cluster's tasks."""
+    if setting.security != "tls":
+        yield SecurityOptions()
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        authority = Authority(Path(directory), 1)
+        tasks = [Task("ps", index) for index in range(setting.servers)]
+        tasks += [Task("worker", index) for index in range(setting.workers)]
+        for task in (*tasks, Task("chief", 0)):
+            authority.issue(task_name(task), renew=False)
+        files = (CERTIFICATE, KEY, ROOT, TOKEN)
+        yield SecurityOptions(*(f"{directory}/{{task}}/{file}" for file in files))
+
+
 def _costs_at_rest(cluster: Cluster) -> list[Cost]:
     return at_rest([process.pid for task, process in cluster.processes.items() if task.job == "ps"])
 
@@ -344,9 +369,8 @@ def report(limits: Limits, total: dict[tuple[str, Setting], Measured], options: 
         for setting in [setting for found, setting in total if found == size]
     ]
     for each in rows:
-        each["to_sgd"] = next(
-            (each["ms"]["median"] / sgd["ms"]["median"] for sgd in rows if _is_sgd_of(sgd, each)), None
-        )
+        each["to_sgd"] = _ratio(each, rows, "optimizer", "sgd")
+        each["to_token"] = _ratio(each, rows, "security", "token")
     return {"format": FORMAT, "machine": machine(), "limits": limits.report(), "rounds": rows}
 
 
@@ -373,10 +397,11 @@ def row(size: str, setting: Setting, measured: Measured, options: Options, limit
     }
 
 
-def _is_sgd_of(sgd: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a row is of the same cluster and model as another, with SGD."""
-    keys = ("size", *(each.name for each in fields(Setting) if each.name != "optimizer"))
-    return sgd["optimizer"] == "sgd" and all(sgd[key] == other[key] for key in keys)
+def _ratio(row: dict[str, Any], rows: Sequence[dict[str, Any]], key: str, base: str) -> float | None:
+    """Its time beside that of the row of the same model and cluster otherwise; None where there is none."""
+    same = ("size", *(each.name for each in fields(Setting) if each.name != key))
+    found = (other for other in rows if other[key] == base and all(other[name] == row[name] for name in same))
+    return next((row["ms"]["median"] / other["ms"]["median"] for other in found), None)
 
 
 def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str) -> Callable[[Command], Command]:
@@ -392,6 +417,7 @@ def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str)
 @click.option("--servers", multiple=True, type=click.IntRange(1), default=(1,), show_default=True)
 @_choices("--optimizer", list(OPTIMIZERS), ("sgd",), "With sgd and adam, the table has their ratio.")
 @_choices("--allocator", list(ALLOCATORS), ("tuned",), "As our launcher sets it, with huge pages, or not at all.")
+@_choices("--security", SECURITY, SECURITY[:1], "With token and tls, the table has their ratio.")
 @click.option("--ps-strategy", type=click.Choice(get_args(PsStrategy)), default="greedy", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), help="How many to measure at a time [default: the model's].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")

@@ -99,6 +99,9 @@ class Server:
         if self._server:
             await self._server.stop(grace)
             self._server = None
+            # Tasks of gRPC's end a moment later: a loop that ends before them has them logged, as errors of calls.
+            if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(rest, timeout=grace)
         self._lanes.stop()
 
 

@@ -66,7 +66,7 @@ def test_a_quick_run_writes_what_is_documented(tmp_path):
         assert row["gb_per_s"] == pytest.approx(2 * row["nbytes"] / row["ms"]["median"] / 1e6)
         assert row["to_tcp"] == pytest.approx(row["gb_per_s"] / found["limits"]["tcp_gb_per_s"]["median"])
         assert row["to_memcpy"] == pytest.approx(row["gb_per_s"] / found["limits"]["memcpy_gb_per_s"]["median"])
-        assert row["to_sgd"] == 1
+        assert (row["to_sgd"], row["to_token"]) == (1, 1)
         assert row["server_cpu_ms"] > 0
         assert row["worker_cpu_ms"] > 0
         assert row["server_rss_mb"] > row["server_growth_mb"]
@@ -83,6 +83,17 @@ def test_optimizers_are_compared_with_descent(tmp_path):
     assert (sgd["optimizer"], adam["optimizer"]) == ("sgd", "adam")
     assert (sgd["allocator"], sgd["rounds"], adam["rounds"]) == ("plain", 4, 4)
     assert adam["to_sgd"] == pytest.approx(adam["ms"]["median"] / sgd["ms"]["median"])
+
+
+@pytest.mark.soak
+def test_tls_is_compared_with_a_token(tmp_path):
+    """Clusters with certificates are measured beside those without, on a lane that TLS seals."""
+    file = tmp_path / "round.json"
+    done = run("--lane", "tcp", "--security", "tls", "--security", "token", "--rounds", "4", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    tls, token = json.loads(file.read_text(encoding="utf-8"))["rounds"]
+    assert (tls["security"], token["security"], token["to_token"]) == ("tls", "token", 1)
+    assert tls["to_token"] == pytest.approx(tls["ms"]["median"] / token["ms"]["median"])
 
 
 @pytest.mark.soak
