@@ -25,7 +25,7 @@ from psserver.config import ServerConfig, server_config
 from psserver.core import Core
 from psserver.membership import MAX_SESSIONS
 from psserver.monitoring import serve_metrics
-from psserver.server import Server
+from psserver.server import Server, leave_nothing
 from psserver.units import human
 from pswire import logs
 from pswire.cluster import join_address
@@ -174,6 +174,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
                 page.close()
             core.close()
             await server.stop(GRACE)
+            await leave_nothing(GRACE)
     _say(f"psserver {config.task} ended; it held {held}")
 
 

@@ -99,9 +99,6 @@ class Server:
         if self._server:
             await self._server.stop(grace)
             self._server = None
-            # Tasks of gRPC's end a moment later: a loop that ends before them has them logged, as errors of calls.
-            if rest := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(rest, timeout=grace)
         self._lanes.stop()
 
 
@@ -119,6 +116,16 @@ async def serve(server: Server, stopped: asyncio.Event, ready: Callable[[int], N
         await stopped.wait()
     finally:
         await server.stop(grace)
+        await leave_nothing(grace)
+
+
+async def leave_nothing(grace: float) -> None:
+    """Waits for what else runs on this loop, which ends with the server: gRPC's own tasks end a moment after it.
+
+    A loop that ends before them has them logged, as errors of calls that were answered.
+    """
+    if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(rest, timeout=grace)
 
 
 class ServerThread:
