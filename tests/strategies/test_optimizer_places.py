@@ -117,7 +117,7 @@ def some(others):
         yield from (pytest.param(options, other, id=f"{options}-{other}", marks=marks) for other in rest)
 
 
-@pytest.mark.parametrize(("options", "order"), some(ORDERS))
+@pytest.mark.parametrize(("options", "order"), list(some(ORDERS)))
 def test_places_make_no_difference(strategy, local, options, order):
     """Whatever the options, and whichever of the variables take part in a step or come late."""
 
@@ -148,7 +148,7 @@ class Failing(ps.optimizers.SGD):
         super().update(v, gradient, iterations, *slots)
 
 
-@pytest.mark.parametrize(("options", "where"), some(["replica", "cross-replica"]))
+@pytest.mark.parametrize(("options", "where"), list(some(["replica", "cross-replica"])))
 def test_a_call_that_fails_leaves_nothing(strategy, options, where):
     """Neither in one round nor in two, in any context: the next calls make the steps that they would have made."""
 
