@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import cache
 from typing import NamedTuple
 
 from cryptography import x509
@@ -53,7 +54,7 @@ def check(certificate: Pair, key: Pair, ca: Pair, name: str) -> float:
         )
     last, path = min((one.not_valid_after_utc, path) for path, one in dated)
     if last.timestamp() - time.time() < SOON_SECONDS:
-        log.warning("%s is good until %s UTC, and no longer; %s", path, f"{last:%Y-%m-%d %H:%M}", NEW)
+        _warn(path, f"{last:%Y-%m-%d %H:%M}")
     return last.timestamp()
 
 
@@ -83,6 +84,11 @@ def _check_dates(path: str, certificate: x509.Certificate, now: datetime) -> Non
             f"{path} is not yet valid: it is good from {first:%Y-%m-%d %H:%M} UTC, and here it is "
             f"{now:%Y-%m-%d %H:%M}; set the clock of one of both machines"
         )
+
+
+@cache  # once: some processes read their files several times
+def _warn(path: str, last: str) -> None:
+    log.warning("%s is good until %s UTC, and no longer; %s", path, last, NEW)
 
 
 def _check_key(certificate: Pair, first: x509.Certificate, key: Pair) -> None:
