@@ -213,6 +213,7 @@ def counts(*workers):
     return sum(count * 100.0**worker for worker, count in enumerate(workers))
 
 
+@ON_ONE_LANE
 def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, name):
     """No half contribution is ever visible, the others go on within the lease, and its memory is gone."""
     keys = {"ps": 1, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never", "go"], "lane": name}

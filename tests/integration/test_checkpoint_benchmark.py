@@ -14,6 +14,7 @@ SECONDS = 120
 NBYTES = 4_000_000
 
 
+@pytest.mark.soak
 def test_a_short_run_writes_its_figures(tmp_path):
     """Seconds of each kind of work, and rates beside those of plain files; nothing is left in the directory."""
     file = tmp_path / "checkpoint.json"

@@ -157,7 +157,11 @@ def alone():
     return from_one(asked)
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (1, 3), pytest.param((1, 1, 1, 1), marks=pytest.mark.soak)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[(2, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((1, 3), (1, 1, 1, 1)))],
+    ids=str,
+)
 def answers(request, tmp_path_factory, alone):
     """What the methods gave to several processes with so many replicas, and to one."""
     return from_cluster(tmp_path_factory.mktemp("answers"), "asked", request.param), alone

@@ -69,6 +69,7 @@ def test_a_fleet_does_what_one_process_does(tmp_path, optimizer):
     assert epochs(fleet) == pytest.approx(epochs(alone), abs=2e-4)  # four digits are shown
 
 
+@pytest.mark.soak
 def test_servers_that_stay_serve_one_job_after_another(tmp_path):
     """A second job on the same servers is not taken for one that comes late to the first: it resumes."""
     process, address = start_server(flags=("--checkpoint-root", str(tmp_path / "there")), until_done=False)

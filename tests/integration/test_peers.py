@@ -81,6 +81,7 @@ def test_a_system_that_is_there_is_measured(system, tmp_path):
         assert 0 < row["ms"]["min"] <= row["ms"]["median"] <= row["ms"]["p90"]
 
 
+@pytest.mark.soak
 def test_what_is_not_installed_is_skipped_with_a_word(bare_python, tmp_path):
     """Each peer's line says which package is missing where; nothing has failed."""
     file = tmp_path / "peers.json"

@@ -114,7 +114,15 @@ def alone(case):
     return weights
 
 
-@pytest.fixture(params=FLEETS.values(), ids=FLEETS.keys())
+OTHERS = ("one worker", "three workers")
+"""Fleets that differ in nothing but their number from those that do."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(keys, id=name, marks=pytest.mark.soak if name in OTHERS else ()) for name, keys in FLEETS.items()
+    ]
+)
 def trained(request, tmp_path):
     """A fleet's weights for each case, as each of its processes sees them."""
     keys = dict(request.param)

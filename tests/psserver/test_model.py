@@ -733,5 +733,5 @@ class TestAlone(Alone.TestCase):
 
 
 if settings.get_current_profile_name() != "soak":
-    TestModel.settings = settings(max_examples=120, stateful_step_count=40)
-    TestAlone.settings = settings(max_examples=60, stateful_step_count=40)
+    TestModel.settings = settings(max_examples=80, stateful_step_count=40)
+    TestAlone.settings = settings(max_examples=40, stateful_step_count=40)
