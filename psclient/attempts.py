@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import grpc
 
-from psclient.channels import REASONS
+from psclient.channels import NOBODY, REASONS
 from pswire.cluster import Task
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerLost, Unreachable
 from pswire.limits import Timeouts
@@ -64,13 +64,14 @@ class Attempts:
         self._mismatch = mismatch
         self._silent_since: float | None = None  # when the answers stopped; the next one resets it
 
-    def until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0) -> T:
+    def until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0, ends: bool = False) -> T:
         """Repeats an attempt until it is answered, its deadline has passed, or the server is lost.
 
         Args:
             verb: which.
             once: makes one attempt that may take so many seconds.
             extra: seconds beside the verb's own deadline.
+            ends: whether the server ends by it: where nobody listens any more, nobody will answer.
 
         Raises:
             PSError: the server's answer, or why there is none.
@@ -89,7 +90,8 @@ class Attempts:
             else:
                 self._silent_since = None
                 return result
-            self._give_up(verb, limit, time.monotonic() - started, why)
+            gone = ends and why == NOBODY
+            self._give_up(verb, limit, time.monotonic() - started, why, gone)
             if time.monotonic() - spoke > self._timeouts.word:
                 spoke = time.monotonic()
                 log.warning("no answer from %s at %s (%s) yet; trying on", self._task, self._address, why)
@@ -134,11 +136,11 @@ class Attempts:
             )
         return InvalidRequest(f"the call was refused: {details} ({code})", self._task)
 
-    def _give_up(self, verb: Verb, limit: float, elapsed: float, why: str) -> None:
+    def _give_up(self, verb: Verb, limit: float, elapsed: float, why: str, gone: bool) -> None:
         """Raises what is to be told to the caller, if there is no use in trying again."""
         since = self._silent_since
         silence = 0.0 if since is None else time.monotonic() - since
-        if verb.guarded and self.opened and silence >= self._timeouts.lease:
+        if verb.guarded and self.opened and (gone or silence >= self._timeouts.lease):
             raise ServerLost(
                 f"was lost (no answer at {self._address} for {silence:.3g} s); "
                 "its variables are gone; restart from a checkpoint",

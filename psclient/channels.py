@@ -24,10 +24,12 @@ OPTIONS = (
 )
 """Of every channel."""
 
+NOBODY = "nothing listens there"
+
 REASONS = {
     "lookup failed": "the host's name is unknown",
     "DNS": "the host's name is unknown",
-    "Connection refused": "nothing listens there",
+    "Connection refused": NOBODY,
     "No route": "there is no route to the host",
     "Deadline": "it is silent",
     "timed out": "it is silent",

@@ -45,7 +45,7 @@ from pswire.lanes import LaneName
 from pswire.lanes.frames import Frame, frames
 from pswire.lanes.traffic import traffic
 from pswire.limits import PART_BYTES, Timeouts
-from pswire.log import Entry, Mode, Start
+from pswire.log import Done, Entry, Mode, Start
 from pswire.payload import Assembly, Part, Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security import Security, certificate_name, task_name
@@ -198,10 +198,10 @@ class RemoteServer:
 
     def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
         """As `ParameterServer.approve`; a long list travels in several calls."""
-        length = index
+        length, ends = index, any(isinstance(entry, Done) for entry in entries[-1:])
         for batch in batches([codec.entry_to_pb(entry) for entry in entries]):
             request = pb.ApproveRequest(token=token, index=index, entries=batch)
-            length = parse(pb.ApproveReply, self._ask("Approve", request)).length
+            length = parse(pb.ApproveReply, self._ask("Approve", request, ends)).length
             index += len(batch)
             if length < index:
                 break
@@ -315,10 +315,10 @@ class RemoteServer:
             with self._lock:
                 self._calls.discard(call)
 
-    def _ask(self, name: str, request: Message) -> bytes:
-        """A verb of one request and one reply, until it is answered."""
+    def _ask(self, name: str, request: Message, ends: bool = False) -> bytes:
+        """A verb of one request and one reply, until it is answered, or the server has ended by it."""
         data = request.SerializeToString()
-        return self._attempts.until_answered(VERBS[name], partial(self._once, name, data))
+        return self._attempts.until_answered(VERBS[name], partial(self._once, name, data), ends=ends)
 
     def _once(self, name: str, data: bytes, seconds: float) -> bytes:
         """The same, once; may be called where no thread can be started."""

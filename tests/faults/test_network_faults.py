@@ -10,6 +10,7 @@ from inside import ME, add_all, gate, say
 from jobs import PS0, W0, W1, W2, Job
 
 import psclient as ps
+from pswire.limits import Timeouts
 
 
 def hammer(rounds, rates):
@@ -83,3 +84,34 @@ def test_a_lost_answer_at_the_beginning(tmp_path):
         for task in (W0, W1, W2):
             assert job.hear(task, "sums") == 10 * 10101.0
         job.finish()
+
+
+def end():
+    """The chief does not hear that server 1 knows of the end, by which that server ends."""
+    import socket
+    from contextlib import suppress
+
+    from pswire.pb import parameter_server_pb2 as pb
+
+    _, port = ps.TFConfigClusterResolver().cluster_spec().task_address("ps", 1).split(":")
+
+    def until_gone():
+        with suppress(ConnectionRefusedError):
+            while True:
+                socket.create_connection(("127.0.0.1", int(port))).close()
+
+    def is_last(request):
+        return any(entry.HasField("done") for entry in pb.ApproveRequest.FromString(request).entries)
+
+    faulty.use(faulty.LoseOnce("Approve", lambda: (until_gone(), say("lost", True)), is_last), only=1)
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(2), name="v")
+    strategy.run(lambda: add_all([(v, np.ones(2))]))
+
+
+def test_a_lost_answer_at_the_end(tmp_path):
+    """A server that has ended is not waited for until a lease is over, or a call's time."""
+    with Job(end, tmp_path, ps=2, workers=1, timeouts=Timeouts(lease=90.0, call=90.0)) as job:
+        job.hear(W0, "lost", True)
+        job.finish()  # in less than these

@@ -130,16 +130,20 @@ class LoseOnce(grpc.UnaryStreamClientInterceptor):
     Args:
         verb: its name.
         then: called before the caller is told.
+        which: whether this request of the verb is the one.
     """
 
-    def __init__(self, verb: str, then: Callable[[], object]) -> None:
+    def __init__(
+        self, verb: str, then: Callable[[], object], which: Callable[[bytes], bool] = lambda request: True
+    ) -> None:
         self._verb = verb
         self._then = then
+        self._which = which
         self._lost = False
 
     def intercept_unary_stream(self, continuation: Continuation, details: Any, request: bytes) -> Any:
         call = continuation(details, request)
-        if self._lost or not details.method.endswith(f"/{self._verb}"):
+        if self._lost or not (details.method.endswith(f"/{self._verb}") and self._which(request)):
             return call
         self._lost = True
         list(call)
