@@ -47,7 +47,7 @@ from models import MODELS, SIZES
 from rich.console import Console
 
 import psclient as ps
-from psclient.authority import CERTIFICATE, KEY, ROOT, TOKEN, Authority
+from psclient.authority import Authority, paths
 from psclient.config import GLIBC_TUNABLES
 from psclient.launch import Cluster
 from psclient.placement import PsStrategy
@@ -335,8 +335,7 @@ def _security(setting: Setting) -> Iterator[SecurityOptions]:
         tasks += [Task("worker", index) for index in range(setting.workers)]
         for task in (*tasks, Task("chief", 0)):
             authority.issue(task_name(task), renew=False)
-        files = (CERTIFICATE, KEY, ROOT, TOKEN)
-        yield SecurityOptions(*(f"{directory}/{{task}}/{file}" for file in files))
+        yield paths(Path(directory))
 
 
 def _costs_at_rest(cluster: Cluster) -> list[Cost]:

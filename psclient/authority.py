@@ -23,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pswire.certificates import Pair, load
 from pswire.errors import ConfigError
-from pswire.security import TOKEN_BYTES, certificate_name
+from pswire.security import PLACEHOLDER, TOKEN_BYTES, SecurityOptions, certificate_name
 
 CA_DAYS = 3650
 """How long a CA is good, in days, or as long as what it signs."""
@@ -48,6 +48,11 @@ class Issued:
     path: Path
     made: bool
     until: datetime
+
+
+def paths(out: Path) -> SecurityOptions:
+    """Where every task of a cluster finds its files below the directory of all."""
+    return SecurityOptions(*(str(out / PLACEHOLDER / file) for file in (CERTIFICATE, KEY, ROOT, TOKEN)))
 
 
 class Authority:

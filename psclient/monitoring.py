@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from psclient.config import metrics_from
 from pswire.cluster import Task
-from pswire.metrics import ALL, PROCESS, Process, Row, Values
+from pswire.metrics import ALL, PROCESS, Process, Reading, Row, Values
 from pswire.security import Security
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Exporter:
     """
 
     def __init__(self, task: Task, security: Security) -> None:
-        self._readings: list[tuple[Sequence[Row[Any]], Any]] = [(PROCESS, Process(task, security.expiry))]
+        self._readings: list[Reading] = [(PROCESS, Process(task, security.expiry))]
         self._page: Page | None = None
         host, port = metrics_from()
         if port is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
@@ -14,7 +13,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from pswire.errors import ConfigError
-from pswire.security import ADMIN, DOMAIN, SOON_SECONDS, certificate_name, named
+from pswire.security import ADMIN, DOMAIN, certificate_name, ends_soon, named
 
 NEW = "psctl certs OUT --renew makes new ones"
 
@@ -53,7 +52,7 @@ def check(certificate: Pair, key: Pair, ca: Pair, name: str) -> float:
             "those of one psctl certs, or add what is between them to the file"
         )
     last, path = min((one.not_valid_after_utc, path) for path, one in dated)
-    if last.timestamp() - time.time() < SOON_SECONDS:
+    if ends_soon(last.timestamp()):
         _warn(path, f"{last:%Y-%m-%d %H:%M}")
     return last.timestamp()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from pswire.cluster import join_address
 from pswire.errors import ConfigError
 from pswire.histogram import Histogram
-from pswire.metrics import Row
+from pswire.metrics import Reading, Row
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ KINDS: Mapping[str, Any] = {
     "histogram": HistogramMetricFamily,
 }
 
-Readings = Callable[[], Iterable[tuple[Sequence[Row[Any]], Any]]]
-"""Gives metrics, and of what each of them is read."""
+Readings = Callable[[], Iterable[Reading]]
+"""Gives what there is to read."""
 
 
 class Metrics(Collector):

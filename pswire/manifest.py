@@ -11,7 +11,7 @@ from typing import Any
 from pswire.errors import CheckpointError
 from pswire.log import Position
 from pswire.tensor import DTYPES, TensorSpec
-from pswire.versions import versions
+from pswire.versions import version
 
 MANIFEST = "manifest.json"
 """Its name. A directory without one is no checkpoint: it is what a crash has left behind."""
@@ -118,7 +118,7 @@ class Manifest:
         """The JSON text: a line for each tensor, so that one of many thousands still travels in one message."""
         content = {
             "format": FORMAT,
-            "library": self.library or f"paramserver {versions()['paramserver']}",
+            "library": self.library or f"paramserver {version('paramserver')}",
             "saved_at": self.saved_at,
             "round": self.round,
             "positions": [vars(position) for position in self.positions],

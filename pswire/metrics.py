@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pswire.cluster import Task
 from pswire.histogram import Histogram
@@ -38,6 +38,10 @@ class Row(Generic[Source]):
     about: str
     read: Callable[[Source], Values]
     labels: Labels = ()
+
+
+Reading = tuple[Sequence[Row[Any]], Any]
+"""Metrics, and what they are read of."""
 
 
 @dataclass(frozen=True)

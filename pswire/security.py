@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import ssl
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,11 @@ SOON_SECONDS = 14 * 86400.0
 """How long before their end certificates are warned of."""
 
 HOW = "psctl certs makes one for each task"
+
+
+def ends_soon(expiry: float) -> bool:
+    """Whether certificates that are good until then, in Unix seconds, are to be warned of."""
+    return expiry - time.time() < SOON_SECONDS
 
 
 def task_name(task: Task) -> str:

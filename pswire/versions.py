@@ -10,15 +10,20 @@ PACKAGES = ("paramserver", "grpcio", "numba", "numpy", "protobuf", "cupy", "cupy
 """As package indexes name them."""
 
 
+def version(name: str) -> str:
+    """That of an installed package; raises `ModuleNotFoundError` if it is not."""
+    from importlib import metadata  # which parses mail headers: no process waits for it at its start
+
+    return metadata.version(name)
+
+
 @cache
 def versions() -> MappingProxyType[str, str]:
     """Versions by name, without those that are not installed."""
-    from importlib import metadata  # which parses mail headers: no process waits for it at its start
-
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
+            found[name] = version(name)
+        except ModuleNotFoundError:
             continue
     return MappingProxyType(found)

@@ -51,7 +51,7 @@ def certs(
     """
     tasks = _tasks(ps, workers, has_chief, evaluator, cluster)
     # Only here: to load it takes a while.
-    from psclient.authority import Authority
+    from psclient.authority import CA, ROOT_KEY, Authority, paths
 
     authority = Authority(out, days)
     made = [authority.issue(name, renew) for name in [*map(task_name, tasks), ADMIN]]
@@ -61,12 +61,9 @@ def certs(
         return 0
     for one in made:
         click.echo(f"{'made' if one.made else 'kept'} {one.path}, good until {one.until:%Y-%m-%d}")
-    where = out / "{task}"
-    click.echo(
-        f"\nFor every process:\n  PS_TLS_CERT={where}/tls.crt PS_TLS_KEY={where}/tls.key PS_TLS_CA={where}/ca.crt "
-        f"PS_TOKEN_FILE={where}/token\nThe key of the CA, {out / 'ca' / 'ca.key'}, belongs on no machine of the "
-        "cluster."
-    )
+    environment = " ".join(f"{name}={path}" for name, path in paths(out).variables().items() if path)
+    click.echo(f"\nFor every process:\n  {environment}")
+    click.echo(f"The key of the CA, {out / CA / ROOT_KEY}, belongs on no machine of the cluster.")
     return 0
 
 

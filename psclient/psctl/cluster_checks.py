@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -21,7 +20,7 @@ from psclient.threads import Threads
 from pswire.cluster import TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.program import PROGRAM_VERSION
-from pswire.security import SOON_SECONDS, Security, certificate_name, task_name
+from pswire.security import Security, certificate_name, ends_soon, task_name
 from pswire.status import ServerStatus
 
 MOST_SKEW = 1.0
@@ -175,7 +174,7 @@ def tls(patient: Patient) -> Iterator[Finding]:
 
 def _validity(security: Security, name: str) -> Finding:
     text = f"our certificate is {name}'s, good until {datetime.fromtimestamp(security.expiry, UTC):%Y-%m-%d}"
-    if security.expiry - time.time() < SOON_SECONDS:
+    if ends_soon(security.expiry):
         return warn(text, "psctl certs OUT --renew makes new ones; start the processes again with them")
     return ok(text)
 
