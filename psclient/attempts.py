@@ -82,11 +82,13 @@ class Attempts:
         while True:
             self._check()
             now = time.monotonic()
+            seconds = self._attempt_seconds(verb, limit - (now - started), extra)
             try:
-                result = once(self._attempt_seconds(verb, limit - (now - started), extra))
+                result = once(seconds)
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 self._check()
-                why = self._unanswered(verb, error, now)
+                # An attempt that took longer than it may was stopped with this process, and heard nothing meanwhile.
+                why = self._unanswered(verb, error, max(now, time.monotonic() - seconds))
             else:
                 self._silent_since = None
                 return result
