@@ -242,7 +242,7 @@ def test_a_lane_that_could_not_be_opened_is_tried_again(
         return all(lane is not None and lane.name == name for lane in map(site.lane, site.workers))
 
     eventually(back)
-    assert said.messages == [f"{name} lane to {site.core.task}"] * 2
+    eventually(lambda: said.messages == [f"{name} lane to {site.core.task}"] * 2)  # said once the lane is in use
     eventually(lambda: len(threads() - others) == 2)
 
 
