@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from pswire.cluster import Task
@@ -24,12 +24,17 @@ Submit = Callable[[Answer], object]
 
 def answering(future: Future[T], value: T) -> Answer:
     """Answers a future, unless its caller has gone away: what it asked for has happened all the same."""
-    return lambda: None if future.done() else future.set_result(value)
+    return lambda: _unless_done(future.set_result, value)
 
 
-def failing(future: Future[Any], error: PSError) -> Answer:
+def failing(future: Future[Any], error: BaseException) -> Answer:
     """Answers a future with an error, unless its caller has gone away."""
-    return lambda: None if future.done() else future.set_exception(error)
+    return lambda: _unless_done(future.set_exception, error)
+
+
+def _unless_done(settle: Callable[[T], None], given: T) -> None:
+    with suppress(InvalidStateError):  # by another thread, now: a server that ends fails what is being answered
+        settle(given)
 
 
 def working(future: Future[T], work: Callable[[], T]) -> Answer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
 
-from psserver.answers import Answer, Submit, do, failing, naming, working
+from psserver.answers import Answer, Submit, answering, do, failing, naming, working
 from psserver.job import Job
 from psserver.restores import Restores
 from psserver.rounds import Rounds
@@ -253,9 +253,4 @@ class Snapshots:
 def _follow(future: Future[Shard], other: Future[Shard]) -> None:
     """Answers a future as another was, unless its caller has gone away."""
     error = other.exception()
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(other.result())
+    (answering(future, other.result()) if error is None else failing(future, error))()
