@@ -25,7 +25,7 @@ from pswire import logs
 from pswire.api import Shard, Watched
 from pswire.checkpoint import manifest_of
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, Fenced, PSError, RoundTimeout, ServerLost, Unreachable
+from pswire.errors import Abandoned, CheckpointError, Fenced, PSError, RoundTimeout, ServerLost, Unreachable
 from pswire.histogram import Histogram
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.log import (
@@ -122,6 +122,8 @@ class Chief:
         self._ordered_at = 0.0
         self._took = Histogram()
         self._missing: set[Task] = set()
+        self._seen = 0.0  # when somebody was last there
+        self._gives_up: Abandoned | None = None
         self._watching: Future[Watched] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -157,7 +159,7 @@ class Chief:
         except Fenced as error:
             log.warning("the chief in %s ends: %s", self._task, error)
         except Exception as error:  # whatever it is, this process would wait in vain for what needs its chief
-            log.exception("the chief in %s failed", self._task)
+            log.error("the chief in %s failed: %s", self._task, error, exc_info=not isinstance(error, PSError))
             self._failed(error if isinstance(error, PSError) else PSError(f"the chief failed: {error!r}"))
 
     def drive(self) -> None:
@@ -170,7 +172,7 @@ class Chief:
         logs.SESSION.set(self._session.number)
         try:
             self._attach()
-            version = 0
+            version, self._seen = 0, time.monotonic()
             while not self._stop.is_set():
                 watched = self._watch(version)
                 if watched is None:
@@ -184,6 +186,8 @@ class Chief:
             for server in self._servers:
                 server.close()
             self._threads.close()
+        if self._gives_up:
+            raise self._gives_up
 
     # ---- Looking and appending ----
 
@@ -265,7 +269,8 @@ class Chief:
         for epoch in self._next_epochs(watched.sessions):
             entries.append(EpochClosed(epoch))
             log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
-        done = self._is_done(watched.sessions)
+        self._gives_up = self._abandoned(watched.sessions)
+        done = self._is_done(watched.sessions) or self._gives_up is not None
         if done:
             entries.append(Done())
         if entries and not self._append(entries):
@@ -354,6 +359,20 @@ class Chief:
             tuple(s.member for s in sessions),
         )
         return all(left.get(member.task, -1) >= member.session for member in last)
+
+    def _abandoned(self, sessions: Sequence[SessionState]) -> Abandoned | None:
+        """Why the job is given up, if nobody has been there for too long; a checkpoint is still written to its end."""
+        now = time.monotonic()
+        if self._saving is not None or any(s.state == "open" for s in sessions):
+            self._seen = now
+        if now - self._seen < max(self._timeouts.alone, 0 if sessions else self._timeouts.start):
+            return None
+        ends = dict.fromkeys(self._expected, "never came") | {s.member.task: s.state for s in sessions}
+        told = ", ".join(f"{task} {ends[task]}" for task in sorted(ends))
+        return Abandoned(
+            f"nobody trains any more since {now - self._seen:.0f} s (PS_TIMEOUT_ALONE): {told}. The job is given up: "
+            "their logs say why; start it again, to go on from a checkpoint"
+        )
 
     # ---- Checkpoints ----
 

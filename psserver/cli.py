@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -29,7 +30,7 @@ from psserver.server import Server, leave_nothing
 from psserver.units import human
 from pswire import logs
 from pswire.cluster import join_address
-from pswire.errors import ConfigError, PSError
+from pswire.errors import Abandoned, ConfigError, PSError
 from pswire.status import ServerStatus
 
 TICK = 0.25
@@ -125,7 +126,7 @@ def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, d
     except PSError as error:
         if debug:
             raise
-        return _refuse(str(error))
+        return _refuse(str(error), 1 if isinstance(error, Abandoned) else 2)
     return 0
 
 
@@ -167,7 +168,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")
             if page:
                 _say(f"psserver {config.task} serves metrics at {page.url}")
-            await _until_end(core, stopped, until_done)
+            await _until_end(core, stopped, config.timeouts.alone if until_done else math.inf)
         finally:
             held = summary(core.status())
             if page:
@@ -184,11 +185,11 @@ def summary(status: ServerStatus) -> str:
     return f"{status.variables} variables, {human(status.nbytes)} of them here, after {last} on {status.device}"
 
 
-async def _until_end(core: Core, stopped: asyncio.Event, until_done: bool) -> None:
-    if until_done:
+async def _until_end(core: Core, stopped: asyncio.Event, alone: float) -> None:
+    if alone < math.inf:
         loop = asyncio.get_running_loop()
         core.done.add_done_callback(lambda _: loop.call_soon_threadsafe(stopped.set))
-    ticker = asyncio.ensure_future(_tick(core))
+    ticker = asyncio.ensure_future(_tick(core, alone))
     waiter = asyncio.ensure_future(stopped.wait())
     await asyncio.wait((ticker, waiter), return_when=asyncio.FIRST_COMPLETED)
     for future in (ticker, waiter):
@@ -196,10 +197,22 @@ async def _until_end(core: Core, stopped: asyncio.Event, until_done: bool) -> No
             future.result()
 
 
-async def _tick(core: Core) -> None:
-    while True:
+async def _tick(core: Core, alone: float) -> None:
+    """Keeps the core's time; raises `Abandoned` where a job was begun, and for too long nobody has been there.
+
+    What counts is the time in which this process ran: while it stood still it could hear nobody.
+    """
+    signs, silent = 0, 0.0
+    while silent < alone:
         await asyncio.sleep(TICK)
         core.tick(time.monotonic())
+        silent = silent + TICK if core.tally.signs == signs > 0 else 0.0
+        signs = core.tally.signs
+    raise Abandoned(
+        f"nobody has been here for {alone:g} s (PS_TIMEOUT_ALONE), and the job is not done: the logs of its other "
+        "processes say why; start all of them again, to go on from a checkpoint",
+        str(core.task),
+    )
 
 
 def _hold_lifeline(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
@@ -224,13 +237,13 @@ def _say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _refuse(text: str) -> int:
+def _refuse(text: str, code: int = 2) -> int:
     line = " ".join(text.split())
     if logs.structured():
         log.error("%s", line)
     else:
         click.echo(f"psserver: error: {line}", err=True)
-    return 2
+    return code
 
 
 def tune_allocator() -> None:

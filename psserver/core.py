@@ -55,8 +55,7 @@ from pswire.status import ServerStatus
 log = logging.getLogger("psserver")
 
 NUMBERS = 20
-"""Bits of a session's number that count within one life of server 0; those above are the time of its start, which
-its incarnation tells, in units of about a millisecond."""
+"""Bits of a session's number that count within one life of server 0; those above tell its start, in milliseconds."""
 
 
 class Core:
@@ -159,10 +158,10 @@ class Core:
                 session, token = self._members.open(task, replicas, drives, session, self._clock(), mode)
             else:
                 self._guests.open(session, task)
+            self.tally.signs += 1
             answers = self._progress()
-            opened = Opened(session, self.incarnation, token, self.server, str(self.device))
         do(answers)
-        return opened
+        return Opened(session, self.incarnation, token, self.server, str(self.device))
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         with self._lock:
@@ -170,6 +169,7 @@ class Core:
             if error is None and self.server == 0:
                 self._members.beat(session, (round, plan_id), self._clock(), self._log.describe)
                 error = self._ended(session)
+            self.tally.signs += error is None
             answers = self._progress()
         do(answers)
         if error is not None:

@@ -32,6 +32,7 @@ class Tally:
         rounds: how many there were, by how they ended: "completed" or "failed".
         left_out: contributions that rounds were completed without.
         lost: sessions whose lease has ended.
+        signs: of life that were given here: sessions opened, and beats of those that have not ended.
         waiting: seconds of rounds from their first contribution on, until they were run, and while those that stream
             waited for parts.
         applying: seconds for which they ran.
@@ -49,7 +50,7 @@ class Tally:
         self._rounds = rounds
         self.round = -1
         self.rounds = Counter[str](completed=0, failed=0)
-        self.left_out = self.lost = 0
+        self.left_out = self.lost = self.signs = 0
         self.waiting, self.applying, self.answering = Histogram(), Histogram(), Histogram()
         self.staleness = Histogram(ROUNDS)
         self.shards = Counter[str](saved=0, failed=0)

@@ -5,6 +5,7 @@
     ├── Unreachable          a server does not answer: not started, wrong address, network
     ├── ServerLost           a server died or was replaced: its variables are gone
     ├── ChiefLost            no chief answered in time, and what was asked needs one
+    ├── Abandoned            a job was given up: nobody was there any more to finish it
     ├── Fenced               this session was ended by the cluster (lease lost, or replaced)
     ├── Forbidden            the caller's certificate does not allow what it asks for
     │   └── Unauthenticated  the caller lacks the token of the job
@@ -56,6 +57,10 @@ class ServerLost(PSError, ConnectionError):
 
 class ChiefLost(PSError, TimeoutError):
     """What was asked needs a chief, and none answered before the deadline."""
+
+
+class Abandoned(PSError):
+    """A job was given up: for too long none of those who would finish it was there."""
 
 
 class Fenced(PSError):
@@ -114,6 +119,7 @@ BY_NAME: dict[str, type[PSError]] = {
         Unreachable,
         ServerLost,
         ChiefLost,
+        Abandoned,
         Fenced,
         Forbidden,
         Unauthenticated,

@@ -63,6 +63,8 @@ class Timeouts:
         round: a synchronous round, from the push to its completion.
         word: pause between two log lines that say whom a waiting call waits for.
         chief: how long what needs a chief waits for one.
+        alone: how long a chief without any worker, and a server that ends with its job and without anybody, wait for
+            one to come, or come back, before they give the job up.
         start: how long a process waits at the start for the tasks of its cluster.
     """
 
@@ -72,6 +74,7 @@ class Timeouts:
     round: float = 600.0
     word: float = 10.0
     chief: float = 300.0
+    alone: float = 300.0
     start: float = 120.0
 
     @classmethod

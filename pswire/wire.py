@@ -87,6 +87,7 @@ STATUS: dict[str, str] = {
     "Unreachable": "UNAVAILABLE",
     "ServerLost": "UNAVAILABLE",
     "ChiefLost": "DEADLINE_EXCEEDED",
+    "Abandoned": "ABORTED",
     "Fenced": "PERMISSION_DENIED",
     "Forbidden": "PERMISSION_DENIED",
     "Unauthenticated": "UNAUTHENTICATED",

@@ -75,11 +75,37 @@ def test_one_allocation_is_one_job(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "digits" / "ckpt-1" / "manifest.json").exists()
 
 
+FAILING = """
+import numpy as np, psclient as ps
+strategy = ps.ParameterServerStrategy()
+total = lambda: ps.get_replica_context().all_reduce("sum", np.ones(3))
+strategy.run(total)
+if strategy.cluster_resolver.task_id in {failing}:
+    raise ValueError("a slip")
+strategy.run(total)
+"""
+
+
+@pytest.mark.parametrize(("failing", "code"), [({1}, 0), ({0, 1}, 1)], ids=["one", "all"])
+def test_the_job_is_what_its_chief_says(tmp_path: Path, failing: set[int], code: int) -> None:
+    """A worker that fails is left out of it; where all have failed nothing holds the nodes."""
+    made = shell(["psctl", "certs", "certs", "--ps", "1", "--workers", "2"], tmp_path)
+    assert made.code == 0, made.err
+    (tmp_path / "script.py").write_text(FAILING.format(failing=failing), encoding="utf-8")
+    quick = {"PS_TIMEOUT_ALONE": "4", "PS_TIMEOUT_LEASE": "4", "PS_TIMEOUT_BEAT": "0.5"}
+    done = sbatch(tmp_path, 4, "script.py", PS_SERVERS="1", PS_PORT=str(free_ports(4)), **quick)
+    assert done.returncode == code, done.stderr
+    told = [f"train.sbatch: task {2 + worker}, a worker, has failed: exit code 1" for worker in (0, 1)]
+    assert [line in done.stderr for line in told] == [worker in failing for worker in (0, 1)]
+    assert ("The job is given up" in done.stderr) == bool(code)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "train.sbatch: which script?"),
-        (["train.py"], "train.sbatch: there are no certificates in"),
+        (["train.py"], "train.sbatch: there is no script train.py in"),
+        ([str(ROOT / "examples" / "digits.py")], "train.sbatch: there are no certificates in"),
     ],
 )
 def test_what_is_missing_is_said(tmp_path: Path, words: list[str], said: str) -> None:
