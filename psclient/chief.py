@@ -370,7 +370,7 @@ class Chief:
         ends = dict.fromkeys(self._expected, "never came") | {s.member.task: s.state for s in sessions}
         told = ", ".join(f"{task} {ends[task]}" for task in sorted(ends))
         return Abandoned(
-            f"nobody trains any more since {now - self._seen:.0f} s (PS_TIMEOUT_ALONE): {told}. The job is given up: "
+            f"no worker has been here for {now - self._seen:.0f} s (PS_TIMEOUT_ALONE): {told}. The job is given up: "
             "their logs say why; start it again, to go on from a checkpoint"
         )
 

@@ -46,7 +46,7 @@ def test_a_chief_whose_workers_are_all_gone_gives_the_job_up(tmp_path):
         for task in (W0, W1):
             job.kill(task)
         assert job.exited(CHIEF) == 1
-        told = job.hear_error(CHIEF, "nobody trains any more")
+        told = job.hear_error(CHIEF, "no worker has been here for")
         assert f"{W0} lost, {W1} lost. The job is given up" in told
         assert [job.exited(task) for task in (PS0, PS1)] == [0, 0]
 
