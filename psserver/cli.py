@@ -1,8 +1,8 @@
 """The command `psserver`: one `ps` task.
 
 It prints one line when it listens, and one that says what it held when it ends. Everything else goes
-to stderr. It ends at SIGTERM or SIGINT, with `--until-done` at the end of the job, and with
-`--lifeline` when whoever started it is gone.
+to stderr. It ends at SIGTERM or SIGINT, with `--until-done` at the end of the job, or where nobody is
+left who would end it, and with `--lifeline` when whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -186,6 +186,7 @@ def summary(status: ServerStatus) -> str:
 
 
 async def _until_end(core: Core, stopped: asyncio.Event, alone: float) -> None:
+    """Waits for a signal, and for the end of the job, unless `alone` is infinite: then it outlives jobs."""
     if alone < math.inf:
         loop = asyncio.get_running_loop()
         core.done.add_done_callback(lambda _: loop.call_soon_threadsafe(stopped.set))
