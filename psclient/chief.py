@@ -18,6 +18,7 @@ from typing import Any
 
 from psclient.measures import Driven
 from psclient.monitoring import Exporter
+from psclient.presence import Presence
 from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
 from psclient.threads import Threads
@@ -122,7 +123,7 @@ class Chief:
         self._ordered_at = 0.0
         self._took = Histogram()
         self._missing: set[Task] = set()
-        self._seen = 0.0  # when somebody was last there
+        self._presence = Presence(self._expected, timeouts)
         self._gives_up: Abandoned | None = None
         self._watching: Future[Watched] | None = None
         self._stop = threading.Event()
@@ -172,7 +173,7 @@ class Chief:
         logs.SESSION.set(self._session.number)
         try:
             self._attach()
-            version, self._seen = 0, time.monotonic()
+            version = 0
             while not self._stop.is_set():
                 watched = self._watch(version)
                 if watched is None:
@@ -269,18 +270,19 @@ class Chief:
         for epoch in self._next_epochs(watched.sessions):
             entries.append(EpochClosed(epoch))
             log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
-        self._gives_up = self._abandoned(watched.sessions)
-        done = self._is_done(watched.sessions) or self._gives_up is not None
-        if done:
+        done = self._is_done(watched.sessions)
+        gives_up = None if done else self._abandoned(watched.sessions)
+        if done or gives_up:
             entries.append(Done())
         if entries and not self._append(entries):
             return False
+        self._gives_up = gives_up
         if saved:
             self._saving = None
             self._took.observe(time.monotonic() - self._ordered_at)
         self._copy()
         self._save_next()
-        return done
+        return done or gives_up is not None
 
     def _next_epochs(self, sessions: Sequence[SessionState]) -> list[Epoch]:
         """Who takes part from now on; nothing if that does not change."""
@@ -361,18 +363,11 @@ class Chief:
         return all(left.get(member.task, -1) >= member.session for member in last)
 
     def _abandoned(self, sessions: Sequence[SessionState]) -> Abandoned | None:
-        """Why the job is given up, if nobody has been there for too long; a checkpoint is still written to its end."""
-        now = time.monotonic()
-        if self._saving is not None or any(s.state == "open" for s in sessions):
-            self._seen = now
-        if now - self._seen < max(self._timeouts.alone, 0 if sessions else self._timeouts.start):
+        """Why the job is given up, if it is: nobody is there, nor came a moment ago, and no checkpoint is written."""
+        gives_up = self._presence.look(sessions, time.monotonic())
+        if gives_up and any(s.state == "open" for s in self._session.look().sessions):
             return None
-        ends = dict.fromkeys(self._expected, "never came") | {s.member.task: s.state for s in sessions}
-        told = ", ".join(f"{task} {ends[task]}" for task in sorted(ends))
-        return Abandoned(
-            f"no worker has been here for {now - self._seen:.0f} s (PS_TIMEOUT_ALONE): {told}. The job is given up: "
-            "their logs say why; start it again, to go on from a checkpoint"
-        )
+        return None if gives_up and any(server.status().saving for server in self._servers) else gives_up
 
     # ---- Checkpoints ----
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -189,7 +190,11 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     if config is None or config.task.job != "chief":
         who = f"{_named(task.job)} needs a script" if task else "there is no TF_CONFIG and no script"
         raise ConfigError(f"{who}; write psworker SCRIPT [ARGS], or see psworker --help")
-    drive(config, timeouts_from(), security_from(task_name(config.task)))
+    timeouts = timeouts_from()
+    if invocation.parent:
+        # The launcher sees by itself whether its workers run, and a script may do without a strategy.
+        timeouts = dataclasses.replace(timeouts, first=math.inf)
+    drive(config, timeouts, security_from(task_name(config.task)))
     return 0
 
 

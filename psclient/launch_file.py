@@ -112,6 +112,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "word": Key("Pause between two log lines that say whom a waiting call waits for.", SECONDS, 0),
         "chief": Key("How long what needs a chief waits for one.", SECONDS, 0),
         "alone": Key("How long a job waits where all its workers are gone.", SECONDS, 0),
+        "first": Key("How long a chief waits for all workers to have come.", SECONDS, 0),
         "start": Key("How long a process waits at the start for the tasks of its cluster.", SECONDS, 0),
     },
     "security": {

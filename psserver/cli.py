@@ -30,7 +30,7 @@ from psserver.server import Server, leave_nothing
 from psserver.units import human
 from pswire import logs
 from pswire.cluster import join_address
-from pswire.errors import Abandoned, ConfigError, PSError
+from pswire.errors import ConfigError, PSError
 from pswire.status import ServerStatus
 
 TICK = 0.25
@@ -126,7 +126,7 @@ def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, d
     except PSError as error:
         if debug:
             raise
-        return _refuse(str(error), 1 if isinstance(error, Abandoned) else 2)
+        return _refuse(str(error))
     return 0
 
 
@@ -168,7 +168,8 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")
             if page:
                 _say(f"psserver {config.task} serves metrics at {page.url}")
-            await _until_end(core, stopped, config.timeouts.alone if until_done else math.inf)
+            alone = max(config.timeouts.alone, config.timeouts.lease)
+            await _until_end(core, stopped, alone if until_done else math.inf)
         finally:
             held = summary(core.status())
             if page:
@@ -199,7 +200,7 @@ async def _until_end(core: Core, stopped: asyncio.Event, alone: float) -> None:
 
 
 async def _tick(core: Core, alone: float) -> None:
-    """Keeps the core's time; raises `Abandoned` where a job was begun, and for too long nobody has been there.
+    """Keeps the core's time; ends where a job was begun, and for too long nobody has been there.
 
     What counts is the time in which this process ran: while it stood still it could hear nobody.
     """
@@ -209,10 +210,10 @@ async def _tick(core: Core, alone: float) -> None:
         core.tick(time.monotonic())
         silent = silent + TICK if core.tally.signs == signs > 0 else 0.0
         signs = core.tally.signs
-    raise Abandoned(
-        f"nobody has been here for {alone:g} s (PS_TIMEOUT_ALONE), and the job is not done: the logs of its other "
-        "processes say why; start all of them again, to go on from a checkpoint",
-        str(core.task),
+    log.warning(
+        "nobody has been here for %g s (PS_TIMEOUT_ALONE), so that this server ends; if the job is not done, the logs "
+        "of its other processes say why: start all of them again, to go on from a checkpoint",
+        alone,
     )
 
 
@@ -238,13 +239,13 @@ def _say(line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _refuse(text: str, code: int = 2) -> int:
+def _refuse(text: str) -> int:
     line = " ".join(text.split())
     if logs.structured():
         log.error("%s", line)
     else:
         click.echo(f"psserver: error: {line}", err=True)
-    return code
+    return 2
 
 
 def tune_allocator() -> None:

@@ -54,6 +54,8 @@ class Log:
         self._names: dict[str, int] = {}
         self._creators: dict[int, Task] = {}
         self._ordered = 0
+        self.over = False
+        """Whether the job is done."""
 
     def begins_anew(self, entries: Sequence[Entry]) -> bool:
         """Whether these entries are of another job than the one that the log is about."""
@@ -63,12 +65,7 @@ class Log:
         """Forgets a job: its entries, its names, its proposals."""
         for table in (self.entries, self.proposed, self._names, self._creators):
             table.clear()
-        self._ordered = 0
-
-    @property
-    def over(self) -> bool:
-        """Whether the job is done."""
-        return bool(self.entries) and isinstance(self.entries[-1], Done)
+        self._ordered, self.over = 0, False
 
     @property
     def incarnations(self) -> tuple[int, ...]:
@@ -109,6 +106,8 @@ class Log:
                 self._rounds.close_epoch(entry.epoch)
             case Snapshotted():
                 self._settle(entry)
+            case Done():
+                self.over = True  # whatever somebody who came too late creates
         self.entries.append(entry)
 
     # What was decided stays decided: a server that cannot do it tells those who need it, and not the chief.

@@ -63,8 +63,9 @@ class Timeouts:
         round: a synchronous round, from the push to its completion.
         word: pause between two log lines that say whom a waiting call waits for.
         chief: how long what needs a chief waits for one.
-        alone: how long a chief without any worker, and a server that ends with its job and without anybody, wait for
-            one to come, or come back, before they give the job up.
+        alone: how long a chief whose workers are all gone, and a server that ends with its job and without anybody,
+            wait for one to come back, before they give the job up.
+        first: how long a chief waits for all workers to have come; scripts may do much before they make a strategy.
         start: how long a process waits at the start for the tasks of its cluster.
     """
 
@@ -75,6 +76,7 @@ class Timeouts:
     word: float = 10.0
     chief: float = 300.0
     alone: float = 300.0
+    first: float = 3600.0
     start: float = 120.0
 
     @classmethod

@@ -20,12 +20,20 @@ SCRIPT = ROOT / "configs" / "slurm" / "train.sbatch"
 SECONDS = 240
 
 SRUN = """#!{python}
-import os, subprocess, sys
+import os, signal, subprocess, sys, time
 words = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
 step = {{"SLURM_STEP_NUM_TASKS": "{tasks}", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_TASKS_PER_NODE": "{tasks}"}}
 environs = [os.environ | step | {{"SLURM_PROCID": str(rank)}} for rank in range({tasks})]
-tasks = [subprocess.Popen(words, env=environ) for environ in environs]
-sys.exit(max(abs(task.wait()) for task in tasks))
+tasks = [subprocess.Popen(words, env=environ, start_new_session=True) for environ in environs]
+codes, told = [None], False
+while None in codes:
+    time.sleep(0.05)
+    codes = [task.poll() for task in tasks]
+    if any(codes) and not told:  # --kill-on-bad-exit
+        told = True
+        for task, code in zip(tasks, codes):
+            code is None and os.killpg(task.pid, signal.SIGTERM)
+sys.exit(max(map(abs, codes)))
 """
 
 
@@ -49,7 +57,7 @@ def sbatch(directory: Path, tasks: int, *words: str, **environ: str) -> subproce
 
 def free_ports(count: int) -> int:
     """The first of so many ports in a row of which none is in use."""
-    for first in range(20_000, 30_000, count):
+    for first in range(20_000 + os.getpid() % 1000 * 10, 31_000, count):  # other processes of these tests look as well
         sockets = [socket.socket() for _ in range(count)]
         try:
             for offset, each in enumerate(sockets):

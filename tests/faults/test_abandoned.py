@@ -59,8 +59,8 @@ def test_servers_that_nobody_calls_end(tmp_path):
         for task in (W0, W1, CHIEF):
             job.kill(task)
         for task in (PS0, PS1):
-            assert job.exited(task) == 1
-            job.hear_error(task, "nobody has been here for 4 s (PS_TIMEOUT_ALONE), and the job is not done")
+            job.hear_error(task, "nobody has been here for 4 s (PS_TIMEOUT_ALONE), so that this server ends")
+            assert job.exited(task) == 0
 
 
 def test_what_is_left_of_a_job_whose_server_died_ends(tmp_path):
@@ -69,7 +69,7 @@ def test_what_is_left_of_a_job_whose_server_died_ends(tmp_path):
         job.hear(W0, "at")
         job.kill(PS1)
         job.open("on")
-        assert [job.exited(task) for task in (W0, CHIEF, PS0)] == [1, 1, 1]
+        assert [job.exited(task) for task in (W0, CHIEF, PS0)] == [1, 1, 0]
 
 
 def test_worker_0_as_chief_does_not_wait_for_ever(tmp_path):
@@ -100,7 +100,7 @@ def test_a_script_that_fails_everywhere_ends_its_job(tmp_path):
 
 def test_a_job_to_which_nobody_comes_is_given_up():
     behind = core()
-    timeouts = Timeouts(alone=0.5, start=0.5)
+    timeouts = Timeouts(alone=0.5, first=0.5)
     with ServerThread(behind, ServerConfig(behind.task)) as thread:
         cluster = ClusterSpec({"ps": (thread.address,), "worker": ("x:1",), "chief": ("x:2",)})
         with pytest.raises(Abandoned, match=f"{W0} never came. The job is given up"):
