@@ -208,6 +208,16 @@ def test_the_end_comes_once(job):
     assert [one.done.done() for one in job.servers.cores] == [True, True]
 
 
+def test_who_comes_too_late_undoes_no_end(job):
+    """One that was let in a moment before creates a variable a moment after."""
+    (one,) = job.join(A)
+    job.append(Done())
+    job.variable(one, np.zeros(3))
+    job.verbs[0].leave(job.opened.session, "")
+    assert job.verbs[0].status().over
+    assert [one.done.done() for one in job.servers.cores] == [True, True]
+
+
 def test_closing_answers_everyone(job, late):
     """Whoever waits is told, whatever it waits for; what comes later is served by nobody."""
     one, _ = job.join(A, B)
