@@ -94,18 +94,19 @@ strategy.run(total)
 """
 
 
-@pytest.mark.parametrize(("failing", "code"), [({1}, 0), ({0, 1}, 1)], ids=["one", "all"])
-def test_the_job_is_what_its_chief_says(tmp_path: Path, failing: set[int], code: int) -> None:
+@pytest.mark.parametrize("failing", [{1}, {0, 1}], ids=["one", "all"])
+def test_the_job_is_what_its_chief_says(tmp_path: Path, failing: set[int]) -> None:
     """A worker that fails is left out of it; where all have failed nothing holds the nodes."""
     made = shell(["psctl", "certs", "certs", "--ps", "1", "--workers", "2"], tmp_path)
     assert made.code == 0, made.err
     (tmp_path / "script.py").write_text(FAILING.format(failing=failing), encoding="utf-8")
     quick = {"PS_TIMEOUT_ALONE": "4", "PS_TIMEOUT_LEASE": "4", "PS_TIMEOUT_BEAT": "0.5"}
     done = sbatch(tmp_path, 4, "script.py", PS_SERVERS="1", PS_PORT=str(free_ports(4)), **quick)
-    assert done.returncode == code, done.stderr
+    fails = failing == {0, 1}  # by the chief's code, or by that of a server which is ended because of it
+    assert bool(done.returncode) == fails, done.stderr
     told = [f"train.sbatch: task {2 + worker}, a worker, has failed: exit code 1" for worker in (0, 1)]
     assert [line in done.stderr for line in told] == [worker in failing for worker in (0, 1)]
-    assert ("The job is given up" in done.stderr) == bool(code)
+    assert ("The job is given up" in done.stderr) == fails
 
 
 @pytest.mark.parametrize(
