@@ -262,7 +262,7 @@ class Chief:
     # ---- Deciding ----
 
     def _decide(self, watched: Watched) -> bool:
-        """Does what there is to do; returns whether the job is done."""
+        """Does what there is to do; returns whether the job is over: done, or given up."""
         self._missing = self._expected - {s.member.task for s in watched.sessions if s.state in ("open", "left")}
         entries: list[Entry] = [Approved(p) for p in watched.plans if p.id not in self._state.approved]
         saved = self._saved()
@@ -272,7 +272,8 @@ class Chief:
             log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
         done = self._is_done(watched.sessions)
         gives_up = None if done else self._abandoned(watched.sessions)
-        if done or gives_up:
+        over = done or gives_up is not None
+        if over:
             entries.append(Done())
         if entries and not self._append(entries):
             return False
@@ -282,7 +283,7 @@ class Chief:
             self._took.observe(time.monotonic() - self._ordered_at)
         self._copy()
         self._save_next()
-        return done or gives_up is not None
+        return over
 
     def _next_epochs(self, sessions: Sequence[SessionState]) -> list[Epoch]:
         """Who takes part from now on; nothing if that does not change."""
@@ -365,9 +366,11 @@ class Chief:
     def _abandoned(self, sessions: Sequence[SessionState]) -> Abandoned | None:
         """Why the job is given up, if it is: nobody is there, nor came a moment ago, and no checkpoint is written."""
         gives_up = self._presence.look(sessions, time.monotonic())
-        if gives_up and any(s.state == "open" for s in self._session.look().sessions):
+        if gives_up is None:
             return None
-        return None if gives_up and any(server.status().saving for server in self._servers) else gives_up
+        came = any(s.state == "open" for s in self._session.look().sessions)
+        writes = any(server.status().saving for server in self._servers)
+        return None if came or writes else gives_up
 
     # ---- Checkpoints ----
 

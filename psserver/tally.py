@@ -1,4 +1,4 @@
-"""What a server has done since it was started, counted for its metrics."""
+"""What a server has done and heard since it was started: for its metrics, and to know whether anybody is there."""
 
 from __future__ import annotations
 
