@@ -1,14 +1,10 @@
-"""What all tests share: the modules of `support`, and how long hypothesis searches."""
+"""What all tests share: how long hypothesis searches, and how a test is interrupted."""
 
 from __future__ import annotations
 
 import signal
-import sys
-from pathlib import Path
 
 from hypothesis import HealthCheck, settings
-
-sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 # A shell starts what it runs in the background with SIGINT ignored; tests that interrupt themselves would not be.
 signal.signal(signal.SIGINT, signal.default_int_handler)

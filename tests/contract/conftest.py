@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from rig import Job, Servers, serving
+
+from tests.support.rig import Job, Servers, serving
 
 Serve = Callable[..., Servers]
 

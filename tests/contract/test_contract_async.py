@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Job, Worker, checkpoint, given, reduce_only, sgd, sum_into
 from safetensors.numpy import load_file
 
 from pswire.errors import ConfigError, Fenced, InvalidRequest
 from pswire.log import Position
 from pswire.status import Place
 from pswire.tensor import TensorSpec
+from tests.support.rig import SOON, WORKERS, Job, Worker, checkpoint, given, reduce_only, sgd, sum_into
 
 A, B, C = WORKERS[:3]
 HERE, THERE = (Position(0, 0, 3),), (Position(0, 2, 8),)

@@ -10,7 +10,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, sum_into, together
 from safetensors.numpy import load_file
 
 from pswire.errors import CheckpointError, Fenced, NoCheckpoint, ServerLost, VariableMismatch
@@ -19,6 +18,7 @@ from pswire.manifest import Manifest
 from pswire.payload import Payload
 from pswire.spec import SnapshotOrder, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, sum_into, together
 
 A, B = WORKERS[:2]
 BOTH = (0, 1)

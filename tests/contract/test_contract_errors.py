@@ -7,7 +7,6 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, core, given, reduce_only, remote, sum_into, together
 
 from psclient.rpc import RemoteServer
 from psserver.config import ServerConfig
@@ -19,6 +18,7 @@ from pswire.limits import Timeouts
 from pswire.payload import EMPTY, Payload
 from pswire.spec import Turn, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, core, given, reduce_only, remote, sum_into, together
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, manifest_of, sum_into, together
 
 from pswire import log as log_entries
 from pswire.errors import CheckpointError, InvalidRequest, PSError
@@ -17,6 +16,7 @@ from pswire.log import Approved, Snapshotted
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Plan, Reduction, Ref, SnapshotOrder
 from pswire.tensor import TensorSpec
+from tests.support.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, manifest_of, sum_into, together
 
 A, B = WORKERS[:2]
 BOTH = (0, 1)

@@ -6,13 +6,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
 
 from pswire.errors import Diverged, Fenced, InvalidRequest, LocalityError, MemoryLimit, ProgramError, ServerLost
 from pswire.log import Approved, Created, Done, Epoch, EpochClosed, Position, Snapshotted, Start, Started
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, Variable, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rig import CHIEF, SOON, WORKERS, Job
 
 from pswire.errors import PSError
 from pswire.log import Created, Snapshotted
 from pswire.spec import VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.rig import CHIEF, SOON, WORKERS, Job
 
 NOBODY = 0
 W0, W1 = WORKERS[:2]

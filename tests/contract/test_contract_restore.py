@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Job, manifest_of, serving, sum_into, together
 
 from pswire.api import RestoreOrder
 from pswire.errors import CheckpointError, Diverged, InvalidRequest, NoCheckpoint, VariableMismatch
@@ -16,6 +15,7 @@ from pswire.manifest import Manifest
 from pswire.payload import Payload
 from pswire.spec import Plan, RestoreCommit, Turn, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.rig import SOON, WORKERS, Job, manifest_of, serving, sum_into, together
 
 A, B = WORKERS[:2]
 

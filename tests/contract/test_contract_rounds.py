@@ -7,7 +7,6 @@ from concurrent.futures import Future
 import ml_dtypes
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Job, given, reduce_only, sgd, sum_into, together
 
 from pswire.api import Contribution, RoundReply
 from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError
@@ -17,6 +16,7 @@ from pswire.payload import EMPTY, Payload
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Plan, Reduction, Ref
 from pswire.tensor import DTYPES, TensorSpec, spec_of
+from tests.support.rig import SOON, WORKERS, Job, given, reduce_only, sgd, sum_into, together
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())

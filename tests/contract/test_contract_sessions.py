@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from rig import CHIEF, SOON, WORKERS, reduce_only, together
 
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced
 from pswire.log import Epoch, EpochClosed
 from pswire.spec import Turn
 from pswire.tensor import TensorSpec
+from tests.support.rig import CHIEF, SOON, WORKERS, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())
 A, B, C = WORKERS[:3]

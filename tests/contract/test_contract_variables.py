@@ -5,13 +5,13 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
 
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, ServerLost, VariableMismatch
 from pswire.limits import PART_BYTES
 from pswire.payload import Payload
 from pswire.spec import VariableSpec
 from pswire.tensor import DTYPES, TensorSpec
+from tests.support.rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from shell import PROGRAMS, shell
 
 from psclient.processes import address_in
+from tests.support.shell import PROGRAMS, shell
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")

@@ -16,7 +16,6 @@ import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
-from manifests import Manifest, Pod, containers, expanded, pods, render, templates
 
 from psclient import TFConfigClusterResolver
 from psclient.cli import command as psworker
@@ -25,6 +24,7 @@ from psclient.psctl.cli import command as psctl
 from psserver.cli import command as psserver
 from pswire.cluster import parse_tf_config
 from pswire.security import task_name
+from tests.support.manifests import Manifest, Pod, containers, expanded, pods, render, templates
 
 ROOT = Path(__file__).resolve().parents[2] / "configs" / "kubernetes"
 VARIANTS = {

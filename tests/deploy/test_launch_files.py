@@ -13,7 +13,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from shell import shell
 
 from psclient.arrays import local_devices
 from psclient.config import LaunchConfig, ServerOptions
@@ -21,6 +20,7 @@ from psclient.launch_file import SECTIONS, TOP, Key, load_launch_config, schema
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
 from pswire.security import FLAGS, SecurityOptions
+from tests.support.shell import shell
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

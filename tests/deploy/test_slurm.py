@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from shell import shell
+
+from tests.support.shell import shell
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "configs" / "slurm" / "train.sbatch"

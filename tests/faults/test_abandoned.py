@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from inside import ME, add, gate, say
-from jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
-from rig import core
 
 import psclient as ps
 from psclient.chief import Chief
@@ -18,6 +15,9 @@ from psserver.server import ServerThread
 from pswire.cluster import ClusterSpec
 from pswire.errors import Abandoned
 from pswire.limits import Timeouts
+from tests.support.inside import ME, add, gate, say
+from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
+from tests.support.rig import core
 
 SOON = replace(QUICK, alone=4.0)
 """Longer than a lease: whoever is lost is known to be lost by then."""

@@ -17,22 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from objects import BUCKET, object_store
-from rig import (
-    CHIEF,
-    SOON,
-    WORKERS,
-    Clock,
-    Job,
-    Servers,
-    Worker,
-    checkpoint,
-    core,
-    eventually,
-    manifest_of,
-    serving,
-    together,
-)
 
 from psclient.chief import Chief
 from psclient.config import ServerOptions
@@ -48,6 +32,22 @@ from pswire.log import Epoch, Snapshotted
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Plan, Reduction, Ref, SnapshotOrder, Turn
 from pswire.tensor import TensorSpec
+from tests.support.objects import BUCKET, object_store
+from tests.support.rig import (
+    CHIEF,
+    SOON,
+    WORKERS,
+    Clock,
+    Job,
+    Servers,
+    Worker,
+    checkpoint,
+    core,
+    eventually,
+    manifest_of,
+    serving,
+    together,
+)
 
 DYING = Path(__file__).parent.parent / "support" / "dying.py"
 CALM = Timeouts(lease=60.0, call=10.0, round=SOON)

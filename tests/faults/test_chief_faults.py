@@ -6,10 +6,10 @@ import signal
 
 import numpy as np
 import pytest
-from inside import ME, add, gate, say
-from jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
 
 import psclient as ps
+from tests.support.inside import ME, add, gate, say
+from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
 
 
 def drive(known, after):

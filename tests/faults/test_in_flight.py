@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from lane_rig import Site, eventually
-from rig import SOON, sum_into
 
 from psserver.config import LEAST_IN_FLIGHT
 from pswire.lanes import LANES, LaneName
 from pswire.limits import PART_BYTES
 from pswire.spec import Apply, Plan, Reduction, Ref
 from pswire.tensor import TensorSpec
+from tests.support.lane_rig import Site, eventually
+from tests.support.rig import SOON, sum_into
 
 IN_FLIGHT = 1 << 22
 NUMBER = TensorSpec("float32", ())

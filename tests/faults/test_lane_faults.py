@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import lane_rig
 import numpy as np
 import psutil
 import pytest
-from inside import ME, add_all, gate, say
-from jobs import CHIEF, PS0, PS1, QUICK, W0, W1, W2, Job
-from lane_rig import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
-from rig import SOON, WORKERS
 
 import psclient as ps
 from psclient import lanes as client_lanes
 from pswire.lanes import LaneName
 from pswire.lanes.sockets import HEAD
 from pswire.limits import PART_BYTES
+from tests.support import lane_rig
+from tests.support.inside import ME, add_all, gate, say
+from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, W2, Job
+from tests.support.lane_rig import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
+from tests.support.rig import SOON, WORKERS
 
 HELLO = 1 + HEAD.size + 32
 """Bytes of a client's hello at most: who breaks off before has no lane that could break."""
@@ -141,7 +141,7 @@ def test_a_member_that_goes_in_the_middle_of_its_push_is_left_out(stack: ExitSta
 
 def hammer(rounds, calls):
     """Sums of integers on lanes that break again and again; says those that are not exact."""
-    import lane_rig
+    from tests.support import lane_rig
 
     made = lane_rig.fragile(ME, calls)
     strategy = ps.ParameterServerStrategy()
@@ -173,7 +173,7 @@ def test_the_variable_is_the_exact_sum(tmp_path, name):
 
 def endure(rounds, stops, elements, stall):
     """Each contribution is a power of 100, so that the sums' digits count contributions by worker."""
-    import lane_rig
+    from tests.support import lane_rig
 
     if stall and stall[0] == ME:
         lane_rig.stall(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import faulty
 import numpy as np
 import pytest
-from faulty import Faults
-from inside import ME, add_all, gate, say
-from jobs import PS0, W0, W1, W2, Job
 
 import psclient as ps
 from pswire.limits import Timeouts
+from tests.support import faulty
+from tests.support.faulty import Faults
+from tests.support.inside import ME, add_all, gate, say
+from tests.support.jobs import PS0, W0, W1, W2, Job
 
 
 def hammer(rounds, rates):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import time
 
-import faulty
 import numpy as np
 import pytest
-from faulty import Faults
-from inside import ME, add_all, say
-from jobs import CHIEF, QUICK, W0, W1, W2, Job
 
 import psclient as ps
+from tests.support import faulty
+from tests.support.faulty import Faults
+from tests.support.inside import ME, add_all, say
+from tests.support.jobs import CHIEF, QUICK, W0, W1, W2, Job
 
 
 def endure(rounds, rates):

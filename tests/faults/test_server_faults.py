@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from inside import DIRECTORY, ME, add_all, gate, say
-from jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
 
 import psclient as ps
+from tests.support.inside import DIRECTORY, ME, add_all, gate, say
+from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
 
 MARGIN = 3.0
 """Seconds beside the lease, for a machine that others use."""

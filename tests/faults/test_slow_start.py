@@ -8,13 +8,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from inside import add
-from jobs import QUICK, SECONDS, until
 
 import psclient as ps
 from psclient.processes import start_server
 from psclient.rpc import RemoteServer
 from pswire.cluster import ClusterSpec, Task
+from tests.support.inside import add
+from tests.support.jobs import QUICK, SECONDS, until
 
 
 def free_address():

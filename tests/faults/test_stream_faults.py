@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, core, eventually, payload, sum_into, together
 
 from psclient.rpc import RemoteServer
 from psserver import calls
@@ -25,6 +24,7 @@ from pswire.limits import PART_BYTES, Timeouts
 from pswire.payload import Assembly
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.wire import VERBS, parse, refused
+from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]
 SIZE = PART_BYTES // 4

@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import time
 
-import faulty
 import numpy as np
 import pytest
-from faulty import Stall
-from inside import ME, add_all, gate, open_gate, say
-from jobs import CHIEF, PS0, QUICK, W0, W1, W2, Job
 
 import psclient as ps
+from tests.support import faulty
+from tests.support.faulty import Stall
+from tests.support.inside import ME, add_all, gate, open_gate, say
+from tests.support.jobs import CHIEF, PS0, QUICK, W0, W1, W2, Job
 
 LEASE = QUICK.lease
 MARGIN = 3.0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, manifest_of, sum_into, together
 
 from psclient import arrays
 from psserver.core import Core
 from pswire.limits import Timeouts
+from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, manifest_of, sum_into, together
 
 pytestmark = [
     pytest.mark.gpu,

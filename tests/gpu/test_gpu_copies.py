@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, given, remote, sum_into, together
 
 import psclient as ps
 from psclient import arrays
@@ -19,6 +18,7 @@ from psserver.arrays import Device as ServerDevice
 from psserver.core import Core
 from pswire.lanes import LANES, LaneName
 from pswire.limits import Timeouts
+from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, given, remote, sum_into, together
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from programs import job_of, plan_of, same_bits, traced
 
 from psclient import arrays
 from psserver import executor
@@ -12,6 +11,7 @@ from psserver.arrays import Device
 from psserver.kernels.kernels import Kernels
 from psserver.kernels.rows import apply_rows
 from pswire.tensor import TensorSpec
+from tests.support.programs import job_of, plan_of, same_bits, traced
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,10 +6,10 @@ import signal
 
 import numpy as np
 import pytest
-from inside import ME, add_all, gate, say
-from jobs import CALM, PS0, QUICK, W0, W1, Job
 
 import psclient as ps
+from tests.support.inside import ME, add_all, gate, say
+from tests.support.jobs import CALM, PS0, QUICK, W0, W1, Job
 
 
 def push_alone(rounds, stops):

@@ -8,9 +8,9 @@ import socket
 from dataclasses import dataclass, field
 
 import pytest
-from shell import Done, shell
 
 from psclient.processes import start_server
+from tests.support.shell import Done, shell
 
 STARTING = 20.0
 """Seconds that starting and ending processes may take on a busy machine, beside the deadline that is tested."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from inside import ME, add_all, gate, say
-from jobs import CHIEF, W0, W1, Job
 
 import psclient as ps
 from psclient.config import ServerOptions
+from tests.support.inside import ME, add_all, gate, say
+from tests.support.jobs import CHIEF, W0, W1, Job
 
 STRATEGIES = ("greedy", "round_robin")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from inside import add, gate, say
-from jobs import CALM, PS0, PS1, SECONDS, Job, children, listens, until
 
 import psclient as ps
 from psclient.processes import start_server
 from pswire.cluster import ClusterSpec
+from tests.support.inside import add, gate, say
+from tests.support.jobs import CALM, PS0, PS1, SECONDS, Job, children, listens, until
 
 
 def work(rounds):

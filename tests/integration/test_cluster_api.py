@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 import pytest
-from inside import ME, say  # the programs use it
-from jobs import Job
 
 import psclient as ps
+from tests.support.inside import ME, say  # the programs use it
+from tests.support.jobs import Job
 
 
 def trained(strategy):

@@ -13,9 +13,9 @@ import termios
 from pathlib import Path
 
 import pytest
-from shell import PROGRAMS, SECONDS, Done, shell
 
 from psclient.processes import start_server
+from tests.support.shell import PROGRAMS, SECONDS, Done, shell
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 STEPS = 23

@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from inside import ME, add, say
-from jobs import W0, W1, W2, Job
 
 import psclient as ps
+from tests.support.inside import ME, add, say
+from tests.support.jobs import W0, W1, W2, Job
 
 SOON = 5.0
 """Seconds within which everyone knows: a few beats, and far less than a lease."""

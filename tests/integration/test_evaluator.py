@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from events import scalars
-from inside import DIRECTORY, gate, say
-from jobs import Job
 
 import psclient as ps
 from psclient.launch import EVALUATOR
+from tests.support.events import scalars
+from tests.support.inside import DIRECTORY, gate, say
+from tests.support.jobs import Job
 
 SAVES = 3
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inside import add, gate, say
-from jobs import CHIEF, PS0, PS1, SECONDS, W0, W1, Job
-from scraped import Page, documented, mistakes
 
 import psclient as ps
 from pswire import logs
 from pswire.cluster import Task
+from tests.support.inside import add, gate, say
+from tests.support.jobs import CHIEF, PS0, PS1, SECONDS, W0, W1, Job
+from tests.support.scraped import Page, documented, mistakes
 
 ROUNDS = 5
 TASKS = (PS0, PS1, CHIEF, W0, W1)

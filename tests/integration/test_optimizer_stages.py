@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from inside import ME, say
-from jobs import W0, W1, Job
 
 import psclient as ps
+from tests.support.inside import ME, say
+from tests.support.jobs import W0, W1, Job
 
 
 def learn(kind):

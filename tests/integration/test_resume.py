@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from inside import DIRECTORY, ME, add, gate, say
-from jobs import PS0, QUICK, W0, W1, Job
 
 import psclient as ps
 from psclient.config import ServerOptions
+from tests.support.inside import DIRECTORY, ME, add, gate, say
+from tests.support.jobs import PS0, QUICK, W0, W1, Job
 
 EPOCHS, BATCHES, SAVED = 3, 5, 7
 """Passes over the data, batches of each, and after how many steps the checkpoint is saved: in a pass."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from inside import ME, add, add_all, gate, say
-from jobs import PS0, PS1, W0, W1, Job
 
 import psclient as ps
+from tests.support.inside import ME, add, add_all, gate, say
+from tests.support.jobs import PS0, PS1, W0, W1, Job
 
 
 def rules():

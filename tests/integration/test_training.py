@@ -6,10 +6,10 @@ import functools
 
 import numpy as np
 import pytest
-from inside import say
-from jobs import CHIEF, Job
 
 import psclient as ps
+from tests.support.inside import say
+from tests.support.jobs import CHIEF, Job
 
 EXAMPLES, BATCH = 50, 12
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from inside import ME, add, say
-from jobs import QUICK, W0, W1, Job
 
 import psclient as ps
+from tests.support.inside import ME, add, say
+from tests.support.jobs import QUICK, W0, W1, Job
 
 
 def accumulate(every, lengths):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from inside import ME, say
-from jobs import W0, W1, Job
 
 import psclient as ps
 from psclient.config import ServerOptions
+from tests.support.inside import ME, say
+from tests.support.jobs import W0, W1, Job
 
 TOTAL = 1.0 + 2.0 + 3.0 + 4.0
 

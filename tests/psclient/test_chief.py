@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 import pytest
-from rig import SOON, WORKERS, Job, core, serving
 
 import psclient as ps
 from psclient.chief import Chief
@@ -15,6 +14,7 @@ from psserver.server import ServerThread
 from pswire.cluster import ClusterSpec
 from pswire.limits import Timeouts
 from pswire.log import EpochClosed
+from tests.support.rig import SOON, WORKERS, Job, core, serving
 
 A, B = WORKERS[:2]
 SLOW = Timeouts(beat=60.0)

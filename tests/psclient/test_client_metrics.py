@@ -8,9 +8,7 @@ import socket
 
 import numpy as np
 import pytest
-from inside import add
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
-from scraped import Page, documented, mistakes
 
 import psclient as ps
 from psclient import measures
@@ -22,6 +20,8 @@ from pswire.errors import ConfigError
 from pswire.exposition import Metrics
 from pswire.metrics import PROCESS, Process
 from pswire.security import Security
+from tests.support.inside import add
+from tests.support.scraped import Page, documented, mistakes
 
 WORKER = Task("worker", 0)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from workers import Worker, distributed, do_round, rows, team
 
 from psclient import nest, values
 from psclient.arrays import Device
@@ -20,6 +19,7 @@ from psclient.datasets import ArrayDataset
 from psclient.input import AutoShardPolicy, InputContext, InputOptions
 from psclient.values import PerReplica
 from pswire.log import Position
+from tests.support.workers import Worker, distributed, do_round, rows, team
 
 # ---- Global batches over workers and replicas ----
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from shell import shell
 
 from psclient import endings
 from psclient.processes import start_server
@@ -18,6 +17,7 @@ from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.spec import VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.shell import shell
 
 SCRIPT = """
 from concurrent.futures import ThreadPoolExecutor

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rig import WORKERS, Job, serving, sum_into
 
 from psclient.arrays import Device
 from psclient.chief import Chief
@@ -22,6 +21,7 @@ from pswire.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Sta
 from pswire.spec import VariableSpec
 from pswire.status import SessionState
 from pswire.tensor import TensorSpec
+from tests.support.rig import WORKERS, Job, serving, sum_into
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())

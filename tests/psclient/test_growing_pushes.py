@@ -8,9 +8,6 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from lane_rig import SIZE, Site, eventually
-from rig import SOON
-from slow_gpu import Gpu, slow_gpu
 
 import psclient as ps
 from psclient.staging import Parts
@@ -18,6 +15,9 @@ from pswire.errors import PSError
 from pswire.lanes import LANES, LaneName
 from pswire.limits import ALIGN
 from pswire.payload import Payload
+from tests.support.lane_rig import SIZE, Site, eventually
+from tests.support.rig import SOON
+from tests.support.slow_gpu import Gpu, slow_gpu
 
 SMALL = 50
 """Elements of variables of which a few fit a part."""

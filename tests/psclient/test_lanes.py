@@ -14,8 +14,6 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 
 import pytest
-from lane_rig import ON_ONE_LANE, SIZE, Cut, Proxy, Site, connecting, eventually, files, gone, held, mappings, threads
-from rig import SOON, WORKERS
 
 from psclient import lane as client_lane
 from psclient import lanes as client_lanes
@@ -24,6 +22,21 @@ from pswire.errors import ConfigError, Fenced, PSError, ServerLost
 from pswire.lanes import LANES, LaneName
 from pswire.lanes.sockets import HEAD, Kind, tune
 from pswire.lanes.traffic import Traffic
+from tests.support.lane_rig import (
+    ON_ONE_LANE,
+    SIZE,
+    Cut,
+    Proxy,
+    Site,
+    connecting,
+    eventually,
+    files,
+    gone,
+    held,
+    mappings,
+    threads,
+)
+from tests.support.rig import SOON, WORKERS
 
 SMALL = 64
 """Elements of variables whose rounds are one part."""

@@ -10,11 +10,11 @@ import warnings
 
 import numpy as np
 import pytest
-from strategies import opened, variable
 
 import psclient as ps
 from psclient import mistakes
 from pswire.errors import ProgramError
+from tests.support.strategies import opened, variable
 
 
 @pytest.fixture(scope="module", params=["default", "mirrored-2", "embedded-1"])

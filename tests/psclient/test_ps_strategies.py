@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import children
 
 import psclient as ps
 from psclient.placement import Placement
 from pswire.errors import ConfigError
 from pswire.spec import Variable, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.jobs import children
 
 STRATEGIES = ("greedy", "round_robin")
 SIZES = st.lists(st.integers(0, 1000), max_size=40)

@@ -14,7 +14,6 @@ import fsspec
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import write_checkpoint
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +25,7 @@ from psclient.saved import open_saved
 from psclient.saved_diff import CHUNK, compare
 from pswire.manifest import latest_text
 from pswire.tensor import DTYPES, Array
+from tests.support.checkpoints import write_checkpoint
 
 SHARD0, SHARD1 = (f"shard-{place:05d}-of-00002.safetensors" for place in range(2))
 

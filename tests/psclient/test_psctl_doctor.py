@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rig import WORKERS, Job, serving
 
 from psclient import psctl
 from psclient.arrays import GpuReport
@@ -23,6 +22,7 @@ from psclient.psctl.servers import Looked, Servers
 from psclient.psctl.settings import Cluster
 from pswire.cluster import Task
 from pswire.security import Security, SecurityOptions
+from tests.support.rig import WORKERS, Job, serving
 
 WELL = Host(
     shared="/dev/shm",

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inside import ME, gate, say
-from jobs import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, Job
 
 import psclient as ps
 from psclient import psctl
+from tests.support.inside import ME, gate, say
+from tests.support.jobs import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, Job
 
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"]}
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from certificates import Certificates, guarded
-from rig import WORKERS, Clock, Job, Servers, core
 
 from psclient import psctl
 from psclient.health import why_not
 from psserver.server import ServerThread
 from pswire.security import Security
+from tests.support.certificates import Certificates, guarded
+from tests.support.rig import WORKERS, Clock, Job, Servers, core
 
 
 @pytest.fixture(scope="module")

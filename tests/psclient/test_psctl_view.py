@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from rich.console import Console
-from rig import WORKERS, Job, Servers, core, remote, serving
 
 from psclient import psctl
 from psclient.psctl import view as view_module
@@ -37,6 +36,7 @@ from pswire.log import Done, Epoch, JobStarted, Member
 from pswire.security import Security
 from pswire.status import OpenRound, Place, ServerStatus, SessionState
 from pswire.tensor import DTYPES
+from tests.support.rig import WORKERS, Job, Servers, core, remote, serving
 
 W0, W1 = WORKERS[:2]
 CHIEF = Task("chief", 0)

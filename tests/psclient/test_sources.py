@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from workers import Worker, distributed, do_round, rows, team
 
 from psclient import values
 from psclient.data import DistributedDatasetFromFunction
@@ -20,6 +19,7 @@ from psclient.datasets import ArrayDataset
 from psclient.input import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient.sources import source_of
 from pswire.log import Position
+from tests.support.workers import Worker, distributed, do_round, rows, team
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # grain warns at its import where JAX is not installed
 import grain  # noqa: E402

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from slow_gpu import CUDARuntimeError, Gpu, slow_gpu
 
 from psclient import arrays, staging
 from psclient.arrays import Device, Download
 from psclient.reduction import combine
 from psserver.arrays import Device as ServerDevice
 from pswire.payload import Payload
+from tests.support.slow_gpu import CUDARuntimeError, Gpu, slow_gpu
 
 GPU, OTHER = Device("gpu", 0), Device("gpu", 1)
 

@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-from events import scalars
 
 import psclient as ps
+from tests.support.events import scalars
 
 
 def test_numbers_are_in_the_event_file(tmp_path):

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import merged, opened, variable
 
 import psclient as ps
 from psclient import traces
@@ -25,6 +24,7 @@ from psclient.optimizers import schedules
 from psclient.scalars import Scalar, Tape
 from psclient.traces import UpdateFunction
 from pswire.errors import ProgramError
+from tests.support.strategies import merged, opened, variable
 
 
 @pytest.fixture(scope="module")

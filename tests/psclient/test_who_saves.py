@@ -7,10 +7,6 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from inside import DIRECTORY, ME, add_all, gate, say
-from jobs import PS0, QUICK, W0, W1, Job
-from rig import SOON, WORKERS, eventually, serving
-from rig import Job as Driven
 
 import psclient as ps
 from psclient.arrays import Device
@@ -21,6 +17,10 @@ from pswire.cluster import Task
 from pswire.limits import Timeouts
 from pswire.log import Member
 from pswire.spec import Plan, SnapshotOrder
+from tests.support.inside import DIRECTORY, ME, add_all, gate, say
+from tests.support.jobs import PS0, QUICK, W0, W1, Job
+from tests.support.rig import SOON, WORKERS, eventually, serving
+from tests.support.rig import Job as Driven
 
 SLOW = Timeouts(beat=60.0)
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
-from programs import job_of, same_bits
 
 from psserver import executor
 from psserver.arrays import Device
@@ -27,6 +26,7 @@ from pswire.payload import Payload
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Operand, Plan, Reduction, Ref
 from pswire.tensor import TensorSpec
+from tests.support.programs import job_of, same_bits
 
 RATE = TensorSpec("float32", ())
 POWER = Program(

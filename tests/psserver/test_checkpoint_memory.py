@@ -12,12 +12,25 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from rig import CHIEF, SOON, WORKERS, Clock, Job, Servers, checkpoint, core, eventually, manifest_of, sum_into, together
 from safetensors.numpy import load_file
 
 from pswire import tensorfile
 from pswire.log import Snapshotted
 from pswire.manifest import Manifest
+from tests.support.rig import (
+    CHIEF,
+    SOON,
+    WORKERS,
+    Clock,
+    Job,
+    Servers,
+    checkpoint,
+    core,
+    eventually,
+    manifest_of,
+    sum_into,
+    together,
+)
 
 SIZE = 1000
 NBYTES = 8 * SIZE

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, checkpoint, core, given, reduce_only, sum_into, together
 
 from psserver.cli import summary
 from psserver.core import Core
@@ -19,6 +18,19 @@ from pswire.log import Approved, Done
 from pswire.payload import Payload
 from pswire.spec import Turn, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.rig import (
+    SOON,
+    WORKERS,
+    Clock,
+    Job,
+    Servers,
+    checkpoint,
+    core,
+    given,
+    reduce_only,
+    sum_into,
+    together,
+)
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

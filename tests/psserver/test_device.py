@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, core, given, sum_into
-from streams import Sending, arrays, full, streaming, zeros
 
 from psserver.arrays import Device
 from psserver.core import Core
 from pswire.errors import ConfigError
+from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, core, given, sum_into
+from tests.support.streams import Sending, arrays, full, streaming, zeros
 
 
 @pytest.mark.parametrize("text", ["cpu", "CPU:0"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from rig import WORKERS, adding, payload, reduce_only, sgd, sum_into
 
 from psserver import executor, interpreter
 from psserver.arrays import Device
@@ -17,6 +16,7 @@ from pswire.payload import EMPTY
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Operand, Plan, Reduction, Ref, Variable, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.rig import WORKERS, adding, payload, reduce_only, sgd, sum_into
 
 NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import job_of
 
 from psserver import executor
 from psserver.arrays import Device
@@ -17,6 +16,7 @@ from psserver.kernels.kernels import Kernels
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Operand, Plan, Reduction, Ref
 from pswire.tensor import TensorSpec
+from tests.support.programs import job_of
 
 SPEC = TensorSpec("float32", (100_000,))
 VARIABLE, VALUE = Input("variable", SPEC), Input("value", SPEC)

@@ -6,7 +6,6 @@ import tracemalloc
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from programs import expected, job_of, numbers, plan_of, programs
 
 from psserver import executor
 from psserver.arrays import Device
@@ -20,6 +19,7 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.program import OPS, Input, Node, Program
 from pswire.tensor import DTYPES, TensorSpec
 from pswire.wire import parse
+from tests.support.programs import expected, job_of, numbers, plan_of, programs
 
 LIMIT = 1 << 26
 """Bytes that a server would give to a program and to its inputs."""

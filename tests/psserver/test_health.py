@@ -12,8 +12,6 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from rig import SOON, WORKERS, Job, core, sum_into
-from rig import serving as serving_core
 
 from psserver import health, membership
 from psserver.config import ServerConfig
@@ -21,6 +19,8 @@ from psserver.server import Server
 from pswire.errors import ServerLost
 from pswire.security import Security
 from pswire.wire import SERVICE, VERBS
+from tests.support.rig import SOON, WORKERS, Job, core, sum_into
+from tests.support.rig import serving as serving_core
 
 Status = health_pb2.HealthCheckResponse
 ASKED = health_pb2.HealthCheckRequest

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import job_of, plan_of, same_bits, traced
-from rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
 from safetensors.numpy import load_file
 
 from psserver import executor
@@ -21,6 +19,8 @@ from pswire.payload import Payload
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Plan, Reduction, Ref, Variable, VariableSpec
 from pswire.tensor import TensorSpec, as_bytes
+from tests.support.programs import job_of, plan_of, same_bits, traced
+from tests.support.rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
 
 N = SMALLEST
 SPEC = TensorSpec("float32", (N,))

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from rig import core
 
 from psserver import server
 from psserver.config import ServerConfig
@@ -15,6 +14,7 @@ from psserver.service import Context, Service
 from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.wire import VERBS
+from tests.support.rig import core
 
 SECONDS = 20.0
 """How long a test waits for what takes a fraction of a second."""

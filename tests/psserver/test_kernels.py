@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from programs import expected, job_of, numbers, plan_of, programs, same_bits, traced
 
 import psclient
 import psserver
@@ -29,6 +28,7 @@ from psserver.kernels.steps import KERNEL_DTYPES, fused_shape, split
 from pswire.errors import ProgramError
 from pswire.program import OPS, Input, Node, Program
 from pswire.tensor import DTYPES, TensorSpec
+from tests.support.programs import expected, job_of, numbers, plan_of, programs, same_bits, traced
 
 N = 1003
 VECTOR = TensorSpec("float32", (N,))

@@ -20,8 +20,6 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lane_rig import Hand, Site, eventually, mappings
-from rig import SOON
 
 from psserver import connection as connection_of
 from psserver import lanes as server_lanes
@@ -31,6 +29,8 @@ from pswire.lanes.rings import CLIENT_BYTES, SEALS
 from pswire.lanes.sockets import INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.wire import parse, refusal_from_pb
+from tests.support.lane_rig import Hand, Site, eventually, mappings
+from tests.support.rig import SOON
 
 SMALL = 64
 """Elements of variables whose rounds are one part."""

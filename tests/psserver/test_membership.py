@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rig import CHIEF, WORKERS
 
 from psserver.membership import COARSE, DRAWN, REMEMBERED, Membership
 from pswire.errors import ConfigError, Diverged, Fenced
+from tests.support.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]
 LEASE = 10.0

@@ -22,8 +22,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from rig import CHIEF, WORKERS, Clock, adding, core
-from strands import Strand as Thread
 
 from psclient import chief as chief_module
 from psclient.chief import Chief
@@ -41,6 +39,8 @@ from pswire.payload import Chunk, Payload
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.tensor import TensorSpec, layout
+from tests.support.rig import CHIEF, WORKERS, Clock, adding, core
+from tests.support.strands import Strand as Thread
 
 VALUE = TensorSpec("int64", ())
 LEASE = 10.0

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from programs import expected, job_of, numbers, plain, plan_of, programs, same_bits
 
 from psclient.recording import Recording, trace
 from psserver import executor
@@ -17,6 +16,7 @@ from psserver.kernels.kernels import Kernels
 from pswire.errors import ProgramError
 from pswire.program import Program
 from pswire.spec import Apply
+from tests.support.programs import expected, job_of, numbers, plain, plan_of, programs, same_bits
 
 
 @pytest.fixture(scope="module")

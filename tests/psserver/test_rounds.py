@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rig import WORKERS, payload, reduce_only
 
 from psserver.job import MAX_PLACES
 from psserver.rounds import RECORDS, RESENDS, Rounds
@@ -21,6 +20,7 @@ from pswire.payload import EMPTY, Payload
 from pswire.spec import Plan, Reduction
 from pswire.status import Place
 from pswire.tensor import TensorSpec
+from tests.support.rig import WORKERS, payload, reduce_only
 
 NUMBER = TensorSpec("int64", ())
 PLAN, OTHER = reduce_only(NUMBER, target="this"), reduce_only(NUMBER, target="that")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import expected, same_bits, traced
 
 from psserver.arrays import Device
 from psserver.kernels.groups import Groups
@@ -16,6 +15,7 @@ from psserver.kernels.kernels import Kernels
 from psserver.kernels.rows import apply_rows
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.tensor import DTYPES, TensorSpec
+from tests.support.programs import expected, same_bits, traced
 
 SIZE = 11
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
-from scraped import Page, documented, mistakes, queried
 
 from psserver.config import ServerConfig
 from psserver.monitoring import ROWS, Seen, serve_metrics
@@ -19,6 +17,8 @@ from pswire.errors import ConfigError, PSError
 from pswire.lanes.traffic import traffic
 from pswire.security import Security
 from pswire.tensor import TensorSpec
+from tests.support.rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
+from tests.support.scraped import Page, documented, mistakes, queried
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

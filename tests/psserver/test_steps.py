@@ -7,7 +7,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from programs import job_of, plan_of, traced
 
 from psserver import executor
 from psserver.arrays import Device
@@ -16,6 +15,7 @@ from psserver.kernels.steps import split, whole
 from pswire.limits import MAX_NODES
 from pswire.program import Input, Node, Program
 from pswire.tensor import TensorSpec
+from tests.support.programs import job_of, plan_of, traced
 
 SPEC = TensorSpec("float32", (300, 400))
 V = Input("variable", SPEC)

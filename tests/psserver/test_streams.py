@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
-from programs import same_bits
-from rig import SOON, WORKERS, Job, adding, given, payload, reduce_only, serving, sum_into, together
 from safetensors.numpy import load_file
-from streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
 
 from psserver import executor, interpreter
 from psserver.arrays import Device
@@ -29,6 +26,9 @@ from pswire.payload import EMPTY, Payload
 from pswire.program import Input, Node, Program
 from pswire.spec import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.programs import same_bits
+from tests.support.rig import SOON, WORKERS, Job, adding, given, payload, reduce_only, serving, sum_into, together
+from tests.support.streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
 
 A, B, C = WORKERS[:3]
 VECTOR = TensorSpec("float64", (SIZE,))

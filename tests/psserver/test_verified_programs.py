@@ -6,12 +6,12 @@ import math
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from programs import expected, numbers, programs
 
 from pswire import codec
 from pswire.errors import PSError
 from pswire.program import OPS, Input, Node, Program
 from pswire.tensor import DTYPES, TensorSpec, spec_of
+from tests.support.programs import expected, numbers, programs
 
 SHAPES = [(), (3,), (0,), (1, 3), (2, 1), (2, 3), (3, 2), (3, 0, 2), (1,) * 32]
 INTEGERS = [0, 1, 2, -1, -2, 31, 32, 1 << 31, (1 << 63) - 1, -(1 << 63)]

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from programs import plan_of, traced
-from rig import SOON, WORKERS, Job, serving
 
 from psserver.membership import diverged
 from psserver.words import LONG, Section, compared
 from pswire.errors import Diverged
 from pswire.spec import Ref, SnapshotOrder, Variable, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.programs import plan_of, traced
+from tests.support.rig import SOON, WORKERS, Job, serving
 
 SPEC = TensorSpec("float32", (3,))
 VARIABLES = {0: Variable(0, VariableSpec("vee", SPEC), (0,)), 1: Variable(1, VariableSpec("uu", SPEC), (0,))}

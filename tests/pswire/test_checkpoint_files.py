@@ -14,8 +14,6 @@ from pathlib import Path, PurePosixPath
 import fsspec
 import numpy as np
 import pytest
-from objects import BUCKET, object_store
-from rig import manifest_of
 
 from pswire import checkpoint
 from pswire.checkpoint import Frozen
@@ -27,6 +25,8 @@ from pswire.saved import Found
 from pswire.saved import SavedCheckpoint as Saved
 from pswire.spec import SnapshotOrder
 from pswire.tensor import TensorSpec, spec_of
+from tests.support.objects import BUCKET, object_store
+from tests.support.rig import manifest_of
 
 POSITION = Position(0, 2, 5)
 VALUE = np.arange(6, dtype="float32").reshape(2, 3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from certificates import Certificates
+
+from tests.support.certificates import Certificates
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from certificates import NAMES, Certificates, options
 from click.testing import CliRunner
 
 from psclient.psctl.cli import command
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.security import Security, SecurityOptions, certificate_name, named, task_name
+from tests.support.certificates import NAMES, Certificates, options
 
 Break = Callable[[Certificates, Path], object]
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from certificates import Certificates, options
 
 from psclient.cli import command
 from psclient.config import security_from
@@ -17,6 +16,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
 from pswire.security import Security, SecurityOptions
+from tests.support.certificates import Certificates, options
 
 FILE = """
 workers: 2

@@ -13,18 +13,18 @@ from typing import Any
 
 import psutil
 import pytest
-from attacks import BOMB, Attacker, Process
-from certificates import Certificates
 from hypothesis import event, given
 from hypothesis import strategies as st
-from lane_rig import Site
-from rig import eventually
 
 from psserver.waiting import MAX_CALLS
 from pswire import codec
 from pswire.lanes.frames import Frame
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security import Security
+from tests.support.attacks import BOMB, Attacker, Process
+from tests.support.certificates import Certificates
+from tests.support.lane_rig import Site
+from tests.support.rig import eventually
 
 MIB = 1 << 20
 

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated
-from certificates import Certificates
 from hypothesis import given
 from hypothesis import strategies as st
-from lane_rig import Hand, Site, eventually
 
 from psserver import connection, handshake
 from pswire.lanes.rings import CLIENT_BYTES
 from pswire.lanes.sockets import HEAD, INLINE, Kind, Message
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security import Security
+from tests.support.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated
+from tests.support.certificates import Certificates
+from tests.support.lane_rig import Hand, Site, eventually
 
 SMALL = 64
 RESET = struct.pack("ii", 1, 0)

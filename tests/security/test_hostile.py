@@ -14,11 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
-from attacks import streams
-from certificates import PS0, Certificates, client, guarded
 from hypothesis import given
 from hypothesis import strategies as st
-from rig import CHIEF, WORKERS, core, eventually
 
 from psserver.config import ServerConfig
 from psserver.server import ServerThread
@@ -29,6 +26,9 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.security import Security
 from pswire.spec import Turn
 from pswire.wire import ERROR_KEY, VERBS
+from tests.support.attacks import streams
+from tests.support.certificates import PS0, Certificates, client, guarded
+from tests.support.rig import CHIEF, WORKERS, core, eventually
 
 SECONDS = 20.0
 SOME_MIB = 64 << 10

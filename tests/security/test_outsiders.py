@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, Worker, checkpoint, core, sum_into
 
 from psserver import footprint, membership, rounds, waiting
 from pswire import codec
@@ -25,6 +24,7 @@ from pswire.program import Input, Program
 from pswire.spec import Apply, Plan, Reduction, Ref, Turn, VariableSpec
 from pswire.tensor import TensorSpec
 from pswire.wire import MAX_DETAILS_BYTES, refusal, refusal_to_pb
+from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, Worker, checkpoint, core, sum_into
 
 FOUR = TensorSpec("float32", (4,))
 STRANGER = Task("worker", 7)

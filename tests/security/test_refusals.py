@@ -11,8 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from certificates import PS0, Certificates, client, guarded
-from rig import CHIEF, SOON, WORKERS, core, eventually
 
 from psclient.rpc import RemoteServer
 from psserver import connection, handshake, server
@@ -26,6 +24,8 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.security import Security
 from pswire.spec import Turn, VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.certificates import PS0, Certificates, client, guarded
+from tests.support.rig import CHIEF, SOON, WORKERS, core, eventually
 
 W0, W1 = WORKERS[:2]
 AT_ONCE = 8.0

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from certificates import Certificates
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pswire.lanes.sealed import PIECE, RECORD, Sealed
 from pswire.lanes.sockets import MAX_PART_BYTES, Kind, Link, Message
+from tests.support.certificates import Certificates
 
 SECONDS = 20.0
 

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from certificates import Certificates, options
-from inside import say  # in the programs below, which are sources
-from jobs import CALM, PS0, W0, Job
 
 import psclient as ps
 from psclient.launch import Cluster
@@ -22,6 +19,9 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost
 from pswire.lanes import LaneName
 from pswire.security import SecurityOptions
+from tests.support.certificates import Certificates, options
+from tests.support.inside import say  # in the programs below, which are sources
+from tests.support.jobs import CALM, PS0, W0, Job
 
 AT_ONCE = 30.0
 """Seconds: processes start in a few of them, and a start's deadline is 120."""

@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from strategies import KINDS, opened
+
+from tests.support.strategies import KINDS, opened
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,10 @@ import inspect
 
 import numpy as np
 import pytest
-from strategies import kind_of, replicas
 
 import psclient as ps
 from psclient.compat.contrib import DistributionStrategy, TowerContext, get_tower_context
+from tests.support.strategies import kind_of, replicas
 
 SIGNATURES = {
     "batch_reduce": "method_string, value_destination_pairs",

@@ -6,10 +6,10 @@ import inspect
 
 import numpy as np
 import pytest
-from strategies import by_replica, in_replicas, kind_of, replicas, variable
 
 import psclient as ps
 from psclient.compat import v1
+from tests.support.strategies import by_replica, in_replicas, kind_of, replicas, variable
 
 ATTRIBUTES = (
     "experimental_between_graph",

@@ -6,9 +6,9 @@ import threading
 
 import numpy as np
 import pytest
-from strategies import MIRRORED, in_replicas, kind_of, merged, opened, replicas, variable
 
 import psclient as ps
+from tests.support.strategies import MIRRORED, in_replicas, kind_of, merged, opened, replicas, variable
 
 here = ps.get_replica_context
 

@@ -6,9 +6,9 @@ from collections import namedtuple
 
 import numpy as np
 import pytest
-from strategies import in_replicas, kind_of, replicas, variable
 
 import psclient as ps
+from tests.support.strategies import in_replicas, kind_of, replicas, variable
 
 here = ps.get_replica_context
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import by_replica, copies, in_replicas, kind_of, merged, replicas, variable
 
 import psclient as ps
 from psclient import nest, values
+from tests.support.strategies import by_replica, copies, in_replicas, kind_of, merged, replicas, variable
 
 here = ps.get_replica_context
 

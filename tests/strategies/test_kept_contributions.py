@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import variable
 
 import psclient as ps
 from psclient.configured import Configured
+from tests.support.strategies import variable
 
 GRADIENT = np.arange(6, dtype="float32").reshape(2, 3)
 

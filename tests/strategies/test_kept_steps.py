@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import merged, opened, replicas, variable
 
 import psclient as ps
 from psclient.optimizers import schedules
 from psclient.reduction import combine
 from psclient.section import Section
 from psclient.traces import UpdateFunction
+from tests.support.strategies import merged, opened, replicas, variable
 
 SHAPES = ((3,), (2, 2), (3,))
 OPTIMIZERS = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import in_replicas, replicas, variable
+
+from tests.support.strategies import in_replicas, replicas, variable
 
 
 def test_the_only_logical_device_is_the_replica_s_own(strategy):

@@ -6,9 +6,9 @@ import threading
 
 import numpy as np
 import pytest
-from strategies import in_replicas, kind_of, merged, replicas, variable
 
 import psclient as ps
+from tests.support.strategies import in_replicas, kind_of, merged, replicas, variable
 
 here = ps.get_replica_context
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import opened
 
 import psclient as ps
+from tests.support.strategies import opened
 
 MOVES = pytest.mark.parametrize(("before", "after"), [("embedded-1", "servers-2"), ("servers-2", "embedded-1")])
 OPTIONS = {

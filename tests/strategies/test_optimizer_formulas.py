@@ -6,9 +6,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from strategies import in_replicas, replicas, variable
 
 import psclient as ps
+from tests.support.strategies import in_replicas, replicas, variable
 
 STEPS = 20
 START = np.array([1.0, -2.0, 3.0])

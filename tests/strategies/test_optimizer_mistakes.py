@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import in_replicas, replicas, variable
 
 import psclient as ps
 from pswire.errors import ProgramError
+from tests.support.strategies import in_replicas, replicas, variable
 
 Optimizer, Schedule = ps.optimizers.Optimizer, ps.optimizers.schedules.LearningRateSchedule
 

@@ -6,11 +6,11 @@ import re
 
 import numpy as np
 import pytest
-from strategies import copies, in_replicas, kind_of, opened, replicas, variable
 
 import psclient as ps
 from psclient import traces
 from psclient.optimizers import schedules
+from tests.support.strategies import copies, in_replicas, kind_of, opened, replicas, variable
 
 SGD = ps.optimizers.SGD
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from strategies import opened, variable
 
 import psclient as ps
 from psclient.optimizers import schedules
+from tests.support.strategies import opened, variable
 
 SERVERS = ("servers-1", "servers-2", "servers-3")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from strategies import by_replica, in_replicas, merged, opened, replicas, variable
 
 import psclient as ps
+from tests.support.strategies import by_replica, in_replicas, merged, opened, replicas, variable
 
 STEPS = 5
 

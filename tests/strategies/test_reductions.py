@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import copies, in_replicas, kind_of, merged, replicas, variable
 
 import psclient as ps
+from tests.support.strategies import copies, in_replicas, kind_of, merged, replicas, variable
 
 here = ps.get_replica_context
 

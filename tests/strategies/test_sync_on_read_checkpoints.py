@@ -5,9 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from strategies import in_replicas, opened, replicas
 
 import psclient as ps
+from tests.support.strategies import in_replicas, opened, replicas
 
 AGGREGATION = ps.VariableAggregation
 ON_READ = ps.VariableSynchronization.ON_READ

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
 
 import psclient as ps
 from psclient.section import Section, bring
+from tests.support.strategies import by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
 
 
 def plain(value):

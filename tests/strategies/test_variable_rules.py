@@ -5,9 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from strategies import copies, in_replicas, kind_of, merged, replicas, variable
 
 import psclient as ps
+from tests.support.strategies import copies, in_replicas, kind_of, merged, replicas, variable
 
 AGGREGATION = ps.VariableAggregation
 SYNCHRONIZATION = ps.VariableSynchronization

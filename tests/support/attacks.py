@@ -18,8 +18,6 @@ import psutil
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 from hypothesis import strategies as st
-from lane_rig import Site
-from rig import sum_into
 
 from pswire import codec
 from pswire.cluster import Task
@@ -29,6 +27,8 @@ from pswire.program import OPS
 from pswire.security import Security
 from pswire.tensor import DTYPES
 from pswire.wire import ERROR_KEY, VERBS
+from tests.support.lane_rig import Site
+from tests.support.rig import sum_into
 
 STRANGER = Task("worker", 7)
 """Who attacks: a task that no epoch has taken in."""

@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509.oid import NameOID
-from rig import core
 
 from psclient.authority import Authority
 from psclient.rpc import RemoteServer
@@ -29,6 +28,7 @@ from psserver.server import ServerThread
 from pswire.cluster import Task
 from pswire.limits import Timeouts
 from pswire.security import Security, SecurityOptions
+from tests.support.rig import core
 
 NAMES = ("ps-0", "ps-1", "worker-0", "worker-1", "chief-0", "admin")
 PS0 = Task("ps", 0)

@@ -44,15 +44,17 @@ CHIEF = Task("chief", 0)
 W0, W1, W2 = (Task("worker", index) for index in range(3))
 PS0, PS1 = (Task("ps", index) for index in range(2))
 
+ROOT = Path(__file__).resolve().parents[2]
+
 _HEAD = """
 import sys
 import time
-sys.path.insert(0, {support!r})
-import faulty
+sys.path.insert(0, {root!r})
+from tests.support import faulty
 import numpy as np
 import psclient as ps
-from faulty import Faults, Stall
-from inside import *
+from tests.support.faulty import Faults, Stall
+from tests.support.inside import *
 """
 
 
@@ -81,7 +83,7 @@ class Job:
         **keys: Any,
     ) -> None:
         sources = [textwrap.dedent(inspect.getsource(function)) for function in (*helpers, program)]
-        head = _HEAD.format(support=str(Path(__file__).parent))
+        head = _HEAD.format(root=str(ROOT))
         call = f"{program.__name__}(*{tuple(args)!r})\n"
         script = directory / "program.py"
         script.write_text("\n\n".join([head, *sources, call]), encoding="utf-8")

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from rig import SOON, WORKERS, Clock, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 from psclient.rpc import RemoteServer
 from psserver.config import ServerConfig
@@ -38,6 +37,7 @@ from pswire.limits import PART_BYTES, Timeouts
 from pswire.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security import Security
+from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 SIZE = PART_BYTES // 4
 """Elements of float32 of which a part holds as many."""

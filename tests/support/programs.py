@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from rig import WORKERS
 
 from psclient.recording import Recording, trace
 from psserver import interpreter
@@ -20,6 +19,7 @@ from pswire.payload import Payload
 from pswire.program import OPS, Attr, Input, Node, Program, infer
 from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref
 from pswire.tensor import DTYPES, Array, TensorSpec, spec_of
+from tests.support.rig import WORKERS
 
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, np.nan]
 COMPLEX = [*FLOATS, 1j, 3 - 4j, complex(-0.0, 1e30), complex(np.inf, -2.0), complex(0.5, np.nan)]

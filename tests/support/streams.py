@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
-from rig import Job, Worker, payload
 
 from pswire.api import Contribution, RoundReply
 from pswire.limits import ALIGN
 from pswire.payload import Payload
 from pswire.spec import Plan, Variable
 from pswire.tensor import Array, align
+from tests.support.rig import Job, Worker, payload
 
 LIMIT = 64
 """Bytes of contributions above which a round streams in tests that make it so; see `streaming`."""

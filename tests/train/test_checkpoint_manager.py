@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from strategies import opened
 
 import psclient as ps
+from tests.support.strategies import opened
 
 KINDS = pytest.mark.parametrize("kind", ["mirrored-1", "embedded-2"])
 

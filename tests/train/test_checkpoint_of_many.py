@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 import pytest
-from inside import DIRECTORY, ME, gate, say
-from jobs import PS0, QUICK, W0, W1, Job
 
 import psclient as ps
+from tests.support.inside import DIRECTORY, ME, gate, say
+from tests.support.jobs import PS0, QUICK, W0, W1, Job
 
 
 class Mine:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from strategies import opened
 
 import psclient as ps
+from tests.support.strategies import opened
 
 AT_ONCE = ps.train.CheckpointOptions(enable_async=False)
 

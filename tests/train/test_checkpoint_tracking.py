@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
-from strategies import in_replicas, opened
 
 import psclient as ps
+from tests.support.strategies import in_replicas, opened
 
 KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-2", "embedded-2", "servers-2"])
 

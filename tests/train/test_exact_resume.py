@@ -7,12 +7,12 @@ import json
 
 import numpy as np
 import pytest
-from inside import gate, say
-from jobs import W0, W1, W2, Job
 
 import psclient as ps
 from psclient.config import ServerOptions
 from pswire.cluster import Task
+from tests.support.inside import gate, say
+from tests.support.jobs import W0, W1, W2, Job
 
 ROUNDS, SAVED = 200, 100
 WORKERS = (W0, W1, W2)

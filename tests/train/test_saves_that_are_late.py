@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rig import eventually
-from strategies import opened
 
 import psclient as ps
+from tests.support.rig import eventually
+from tests.support.strategies import opened
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from inside import ME, say
-from jobs import W0, W1, Job
-from strategies import in_replicas, opened
 
 import psclient as ps
+from tests.support.inside import ME, say
+from tests.support.jobs import W0, W1, Job
+from tests.support.strategies import in_replicas, opened
 
 KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-1", "mirrored-2", "mirrored-4", "embedded-4"])
 

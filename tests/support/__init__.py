@@ -1,0 +1,1 @@
+"""What tests share: clusters in one process and of real processes, faults, programs, files."""
