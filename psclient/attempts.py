@@ -39,6 +39,8 @@ class Attempts:
         check: raises why.
         missing: whom the server waits for, in words.
         mismatch: why both ends cannot speak, in words, "" if that is not known: gRPC does not tell it.
+        decides: whether the server is lost once nothing listens at its address any more; else that is silence, which is
+            waited for, and somebody else decides.
 
     Attributes:
         opened: whether there is a session to lose.
@@ -53,6 +55,7 @@ class Attempts:
         check: Callable[[], None],
         missing: Callable[[], str],
         mismatch: Callable[[], str],
+        decides: bool = True,
     ) -> None:
         self.opened = False
         self._address = address
@@ -62,6 +65,7 @@ class Attempts:
         self._check = check
         self._missing = missing
         self._mismatch = mismatch
+        self._decides = decides
         self._silent_since: float | None = None  # when the answers stopped; the next one resets it
 
     def until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0, ends: bool = False) -> T:
@@ -142,12 +146,21 @@ class Attempts:
         """Raises what is to be told to the caller, if there is no use in trying again."""
         since = self._silent_since
         silence = 0.0 if since is None else time.monotonic() - since
-        if verb.guarded and self.opened and (gone or silence >= self._timeouts.lease):
-            raise ServerLost(
-                f"was lost (no answer at {self._address} for {silence:.3g} s); "
-                "its variables are gone; restart from a checkpoint",
-                self._task,
-            )
+        if self.opened and verb.name != "Open":
+            if gone or (why == NOBODY and self._decides):
+                raise ServerLost(
+                    f"was lost ({NOBODY} any more, at {self._address}); its variables are gone; "
+                    "restart from a checkpoint",
+                    self._task,
+                )
+            if silence >= self._timeouts.server:
+                raise ServerLost(
+                    f"was lost: no answer at {self._address} for {silence:.3g} s (PS_TIMEOUT_SERVER; {why}); "
+                    "restart from a checkpoint",
+                    self._task,
+                )
+            if silence:
+                return  # it may be back where it was: nothing is late that it holds up
         if elapsed >= limit:
             raise self._late(verb, elapsed, why)
 

@@ -1,7 +1,8 @@
 """The chief: approves plans, closes epochs, has checkpoints written, ends the job.
 
 It holds no state that the servers do not hold: a new chief reads the log and goes on. It looks at server 0,
-decides, appends to server 0's log, and copies the log to the other servers. It never touches an array.
+decides, appends to server 0's log, and copies the log to the other servers. It never touches an array. It alone says
+that a server is lost, and who holds a round up.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from typing import Any
 
 from psclient.measures import Driven
 from psclient.monitoring import Exporter
-from psclient.presence import Presence
+from psclient.presence import Presence, is_here
 from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
+from psclient.stalls import Stall, Stalls
 from psclient.threads import Threads
 from pswire import logs
 from pswire.api import Shard, Watched
 from pswire.checkpoint import manifest_of
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import Abandoned, CheckpointError, Fenced, PSError, RoundTimeout, ServerLost, Unreachable
+from pswire.errors import Abandoned, CheckpointError, Fenced, PSError, RoundTimeout, ServerLost, TaskTaken, Unreachable
 from pswire.histogram import Histogram
-from pswire.limits import PART_BYTES, Timeouts
+from pswire.limits import PART_BYTES, Refused, Timeouts
 from pswire.log import (
     Approved,
     Done,
@@ -36,6 +38,7 @@ from pswire.log import (
     Epoch,
     EpochClosed,
     JobStarted,
+    Lost,
     Member,
     Position,
     Snapshotted,
@@ -46,7 +49,7 @@ from pswire.log import (
 from pswire.manifest import Manifest
 from pswire.security import Security
 from pswire.spec import Plan
-from pswire.status import SessionState
+from pswire.status import ServerStatus, SessionState
 
 log = logging.getLogger("psclient.chief")
 
@@ -99,6 +102,7 @@ class Chief:
         timeouts: how long everything may take.
         runs_script: whether the chief task itself is a replica, so that the first epoch waits for it.
         failed: told why a chief that drives in a thread cannot go on.
+        job: the identity of the job.
     """
 
     def __init__(
@@ -109,25 +113,43 @@ class Chief:
         timeouts: Timeouts,
         runs_script: bool = False,
         failed: Callable[[PSError], object] = lambda error: None,
+        job: str = "",
     ) -> None:
         self._failed = failed
+        self._job = job
         self._task = task
         self._servers = servers
         self._timeouts = timeouts
         self._expected = set(cluster.tasks("worker")) | ({task} if runs_script else set())
-        self._session = Session(task, servers, 0, True, timeouts)
-        self._state = _State()
-        self._copied = [0] * len(servers)
         self._threads = Threads("checkpoint")
-        self._saving: Future[Snapshotted] | None = None
+        self._begin()
         self._ordered_at = 0.0
         self._took = Histogram()
         self._missing: set[Task] = set()
         self._presence = Presence(self._expected, timeouts)
         self._gives_up: Abandoned | None = None
-        self._watching: Future[Watched] | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def _begin(self) -> None:
+        """Knows nothing yet: what it has to know the servers tell."""
+        self._session = self._new_session()
+        self._state = _State()
+        self._copied = [0] * len(self._servers)
+        self._saving: Future[Snapshotted] | None = None
+        self._watching: Future[Watched] | None = None
+        self._asked: list[Future[ServerStatus]] = []
+        self._ask_at = self._spoke = 0.0
+        self._stalls = Stalls(self._timeouts.lease, self._period)
+        self._hung: set[int] = set()
+
+    def _new_session(self) -> Session:
+        return Session(self._task, self._servers, 0, True, self._timeouts, job=self._job)
+
+    @property
+    def _period(self) -> float:
+        """Seconds between two looks at all servers' rounds: a small part of what a round may take."""
+        return min(max(self._timeouts.round / 40, PAUSE / 4), 5.0)
 
     @property
     def driven(self) -> Driven:
@@ -169,6 +191,25 @@ class Chief:
         self._drive()
 
     def _drive(self) -> None:
+        try:
+            while True:
+                try:
+                    self._lead()
+                    break
+                except Fenced as error:
+                    self._reopen(error)
+                except ServerLost as error:
+                    self._announce(error)
+                    raise
+        finally:
+            for server in self._servers:
+                server.close()
+            self._threads.close()
+        if self._gives_up:
+            raise self._gives_up
+
+    def _lead(self) -> None:
+        """Drives with the session that there is."""
         error = "the chief was stopped"
         logs.SESSION.set(self._session.number)
         try:
@@ -184,11 +225,41 @@ class Chief:
                     break
         finally:
             self._session.leave(error)
-            for server in self._servers:
-                server.close()
-            self._threads.close()
-        if self._gives_up:
-            raise self._gives_up
+
+    def _reopen(self, error: Fenced) -> None:
+        """Its session has ended, since it was paused or cut off: it goes on with a new token, if nobody else is chief.
+
+        Raises:
+            Fenced: another chief is there, or this one is to end.
+            ServerLost: a server was replaced in the meantime.
+        """
+        if self._stop.is_set():
+            raise error
+        before = self._session.incarnations
+        self._begin()
+        try:
+            self._session.open(waits=False)
+        except TaskTaken as taken:
+            raise Fenced(f"{error.message}; {taken.message}", error.task) from None
+        if self._session.incarnations != before:
+            self._session.leave("a server was replaced")
+            raise ServerLost("a server of the job was replaced while the chief was away; restart from a checkpoint")
+        log.warning("the chief in %s was away (%s); nobody has taken its place, and it goes on", self._task, error)
+
+    def _announce(self, error: ServerLost) -> None:
+        """Writes to the log that a server is lost: by that all processes know it at once."""
+        lost = next((server.task for server in self._servers[1:] if str(server.task) == error.task), None)
+        if lost is None:
+            return  # server 0 keeps the log: each process sees for itself
+        keeper, known = self._servers[0], self._state.log
+        try:
+            while True:
+                index = len(known)
+                if keeper.approve(self._session.token, index, [Lost(lost.index, error.message)]) > index:
+                    return
+                known += keeper.watch(0, index, 0).result(self._timeouts.call).entries
+        except (PSError, TimeoutError) as failure:
+            log.warning("the chief cannot say that %s is lost: %s", lost, failure)
 
     # ---- Looking and appending ----
 
@@ -201,12 +272,13 @@ class Chief:
             entries += watched.result(self._timeouts.call).entries
         first = entries[0] if entries else None
         over = any(isinstance(entry, Done) for entry in entries)
-        same = isinstance(first, JobStarted) and first.incarnations == self._session.incarnations
+        mine = (self._session.incarnations, self._job)
+        same = isinstance(first, JobStarted) and (first.incarnations, first.name) == mine
         if same and not over:
             self._state.take(entries)
             log.info("goes on with job %s at entry %d", first, len(entries))
         else:
-            begin = JobStarted(self._session.number, self._session.incarnations)
+            begin = JobStarted(self._session.number, self._session.incarnations, self._job)
             # Server 0 last: once it has the job, clients create variables, which another server that began
             # the job only then would drop.
             for server in reversed(self._servers):
@@ -226,7 +298,7 @@ class Chief:
             wait(news, PAUSE / 4, FIRST_COMPLETED)
             if self._watching.done():
                 watched, self._watching = self._watching.result(), None
-            elif self._saved() or time.monotonic() > until:
+            elif self._saved() or self._stalled() or time.monotonic() > until:
                 watched = self._session.look(len(self._state.log))
             else:
                 continue
@@ -285,9 +357,46 @@ class Chief:
         self._save_next()
         return over
 
+    def _stalled(self) -> bool:
+        """Looks from time to time whom the job's oldest open round waits for; says whether somebody is to go.
+
+        Who beats is alive, and may all the same not come to its push any more. While a server does not answer, no
+        answer is looked at.
+        """
+        epoch, now = self._state.epoch, time.monotonic()
+        if epoch is None or any(member.mode == "async" for member in epoch.members) or now < self._ask_at:
+            return False
+        if not self._asked:
+            self._asked = [self._threads.submit(server.status) for server in self._servers]
+        if not all(asked.done() for asked in self._asked):
+            return False
+        statuses, self._asked = [asked.result() for asked in self._asked], []
+        self._ask_at = now + self._period
+        stall = self._stalls.look(statuses, now)
+        if stall is None or not stall.missing:
+            return False
+        self._speak(stall, now)
+        late = stall.seconds >= self._timeouts.round
+        hung = {member.session for member in epoch.members if member.task in stall.missing} if late else set()
+        new, self._hung = hung - self._hung, self._hung | hung
+        return bool(new)
+
+    def _speak(self, stall: Stall, now: float) -> None:
+        """Names those who hold the job up, from a tenth of their time on."""
+        if stall.seconds < self._timeouts.round / 10 or now - self._spoke < self._timeouts.word:
+            return
+        self._spoke = now
+        log.warning(
+            "round %d has waited for %s for %.0f s; who does not come within %g s (PS_TIMEOUT_ROUND) is left out",
+            stall.round,
+            ", ".join(map(str, stall.missing)),
+            stall.seconds,
+            self._timeouts.round,
+        )
+
     def _next_epochs(self, sessions: Sequence[SessionState]) -> list[Epoch]:
         """Who takes part from now on; nothing if that does not change."""
-        here = {s.member.session: s for s in sessions if s.state == "open"}
+        here = {s.member.session: s for s in sessions if s.state == "open" and s.member.session not in self._hung}
         current = self._state.epoch
         if current is None:
             came = {s.member.task for s in sessions if s.state in ("open", "left")}
@@ -368,7 +477,7 @@ class Chief:
         gives_up = self._presence.look(sessions, time.monotonic())
         if gives_up is None:
             return None
-        came = any(s.state == "open" for s in self._session.look().sessions)
+        came = any(is_here(session, self._timeouts.lease) for session in self._session.look().sessions)
         writes = any(server.status().saving for server in self._servers)
         return None if came or writes else gives_up
 
@@ -436,9 +545,10 @@ def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
     return tuple(sorted(members, key=lambda member: member.task))
 
 
-def drive(config: TaskConfig, timeouts: Timeouts, security: Security) -> None:
+def drive(config: TaskConfig, timeouts: Timeouts, security: Security, job: str, refused: Refused) -> None:
     """A chief without a script: drives the job until it is done, in the calling thread."""
-    chief = Chief(config.task, connect(config.cluster, timeouts, security=security), config.cluster, timeouts)
+    servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused)
+    chief = Chief(config.task, servers, config.cluster, timeouts, job=job)
     exporter = Exporter(config.task, security)
     exporter.add_chief(chief)
     try:

@@ -18,6 +18,8 @@ from psclient.chief import drive
 from psclient.config import (
     LaunchConfig,
     ServerOptions,
+    job_from,
+    refused_from,
     security_from,
     security_options,
     set_lane,
@@ -194,7 +196,7 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     if invocation.parent:
         # The launcher sees by itself whether its workers run, and a script may do without a strategy.
         timeouts = dataclasses.replace(timeouts, first=math.inf)
-    drive(config, timeouts, security_from(task_name(config.task)))
+    drive(config, timeouts, security_from(task_name(config.task)), job_from(), refused_from())
     return 0
 
 

@@ -6,6 +6,7 @@ The only module of this package that reads the environment for configuration.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -14,7 +15,7 @@ from pswire import logs
 from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.lanes import LANES, LaneName
-from pswire.limits import Timeouts, refuse_unknown
+from pswire.limits import REFUSALS, Refused, Timeouts, refuse_unknown
 from pswire.security import Security, SecurityOptions
 
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
@@ -31,6 +32,14 @@ METRICS_HOST, METRICS_PORT = "PS_METRICS_HOST", "PS_METRICS_PORT"
 
 LANE = "PS_LANE"
 """The environment variable that says which lane to begin with."""
+
+JOB = "PS_JOB"
+"""The environment variable that names the job."""
+
+REFUSED = "PS_REFUSED"
+"""The environment variable that says what it means that nothing listens at a server's address any more."""
+
+JOB_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
 
 CHIEFS = ("driver", "script", "none")
 """Ways to have a chief: a process that only drives, one that runs the script too, or worker 0."""
@@ -164,6 +173,21 @@ def check_lane(name: str) -> LaneName:
     """The lane of a name; raises `ConfigError` where there is none."""
     refuse_unknown([name], LANES, "lane")
     return LANES[LANES.index(cast(LaneName, name))]
+
+
+def job_from(environ: Mapping[str, str] = os.environ) -> str:
+    """The identity of the job that this process belongs to, which `PS_JOB` says, else ""; raises `ConfigError`."""
+    name = environ.get(JOB, "")
+    if not JOB_NAME.fullmatch(name):
+        raise ConfigError(f"{JOB}={name!r} is no name of a job; write up to 128 letters, digits and . _ : / -")
+    return name
+
+
+def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
+    """What `PS_REFUSED` says: "lost", the default, or "silence" where a proxy refuses for servers that may be alive."""
+    said = environ.get(REFUSED) or REFUSALS[0]
+    refuse_unknown([said], REFUSALS, REFUSED)
+    return REFUSALS[REFUSALS.index(cast(Refused, said))]
 
 
 def set_lane(name: str, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -208,12 +208,14 @@ class Exchange:
         after = -1 if self.group.alone else self._touched[server]
         began = time.monotonic()
         future = self.session.servers[server].pull(self.session.number, [variable.id], after)
-        late = RoundTimeout(f"reading {variable.spec.name!r} took longer than {self.session.timeouts.round:g} s")
+        name = repr(variable.spec.name)
         reply = self.session.wait(
             future,
-            time.monotonic() + self.session.timeouts.round,
-            late,
-            lambda: f"waits for variable {variable.spec.name!r} of server {server}",
+            time.monotonic() + self._limit,
+            lambda: RoundTimeout(
+                f"reading {name} took longer than {self._limit:g} s: its server waits for {self._named(server)}"
+            ),
+            lambda: f"waits for variable {name}, whose server waits for {', '.join(self._awaited(server))}",
             lambda: False,
         )
         self.measures.read(time.monotonic() - began)
@@ -330,12 +332,13 @@ class Exchange:
             self.group.positions,
             want,
             observes,
+            self.group.start,
         )
         return self.session.servers[server].push(said, payload)
 
     def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> tuple[dict[int, RoundReply], PSError | None]:
         """The answers, and why the round failed on some server: then it did for every process."""
-        deadline = time.monotonic() + self.session.timeouts.round
+        deadline = time.monotonic() + self._limit
         failure: PSError | None = None
         replies: dict[int, RoundReply] = {}
         for server, future in futures.items():
@@ -354,14 +357,27 @@ class Exchange:
 
     def _await(self, server: int, future: Future[RoundReply], deadline: float) -> RoundReply:
         session, round = self.session, self.group.round
-        late = RoundTimeout(f"round {round} did not complete within {session.timeouts.round:g} s")
         return session.wait(
             future,
             deadline,
-            late,
+            lambda: RoundTimeout(
+                f"round {round} did not complete within {self._limit:g} s: it waits for {self._named(server)}"
+            ),
             lambda: f"waits in round {round} for {', '.join(self._awaited(server))}",
             lambda: "the chief" in self._awaited(server),
         )
+
+    @property
+    def _limit(self) -> float:
+        """How long this process waits for a round: longer than the chief, who drops those that hold it up."""
+        return self.session.timeouts.round + 2 * self.session.timeouts.lease
+
+    def _named(self, server: int) -> str:
+        """Whom a round of a server waits for, in words, as far as it still answers."""
+        try:
+            return ", ".join(self._awaited(server))
+        except (PSError, TimeoutError) as error:
+            return f"what it could not say ({error})"
 
     def _awaited(self, server: int) -> list[str]:
         """Whom a round waits for: members, or the chief to approve it or to drop members that are gone."""

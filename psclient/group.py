@@ -41,6 +41,8 @@ class Group(Progress):
         """Whether each worker makes rounds of its own."""
         self.round = 0
         """The next round of this process."""
+        self.start = 0
+        """The round from which it takes part, as the log says it."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
         self._expected = tuple(expected)
@@ -211,7 +213,7 @@ class Group(Progress):
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = time.monotonic() + self.session.timeouts.round
-        late, word = (self._late(), self._word) if self.alone else self._behind(entry)
+        late, word = (self._late, self._word) if self.alone else self._behind(entry)
         while self.epoch is None and not self._begin():
             self._follow(deadline, late, word)
 
@@ -219,7 +221,7 @@ class Group(Progress):
         """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
         deadline = time.monotonic() + self.session.timeouts.start
         while not self._epochs:
-            self._follow(deadline, self._late(), self._word)
+            self._follow(deadline, self._late, self._word)
         if self.epoch is None:
             self._begin()
 
@@ -230,6 +232,7 @@ class Group(Progress):
             if start is not None and epoch.session(self.session.number):
                 # Who begins with all others may have left out sections already.
                 self.epoch, self.round = epoch, start.round + (self.round if epoch.start else 0)
+                self.start = start.round
                 self._taken_in = epoch.entry
                 if start.positions:
                     self.begin_at(start.positions)
@@ -242,7 +245,7 @@ class Group(Progress):
     def snapshotted(self, plan_id: bytes, deadline: float) -> Snapshotted:
         """Waits until the checkpoint that a plan ordered is complete, or failed."""
         while plan_id not in self._snapshots:
-            self._follow(deadline, _incomplete(), lambda: "waits for a checkpoint to be complete")
+            self._follow(deadline, _incomplete, lambda: "waits for a checkpoint to be complete")
         return self._snapshots.pop(plan_id)
 
     def is_snapshotted(self, plan_id: bytes) -> bool:
@@ -255,9 +258,9 @@ class Group(Progress):
         deadline = time.monotonic() + self.session.timeouts.round
         known = self.session.keeper.status().log
         while self._followed < known or self._saves:
-            self._follow(deadline, _incomplete(), lambda: "waits for a checkpoint to be complete")
+            self._follow(deadline, _incomplete, lambda: "waits for a checkpoint to be complete")
 
-    def _follow(self, deadline: float, late: RoundTimeout, word: Callable[[], str]) -> None:
+    def _follow(self, deadline: float, late: Callable[[], RoundTimeout], word: Callable[[], str]) -> None:
         """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
         session = self.session
         self._take(session.wait(session.keeper.watch(session.number, self._followed, -1), deadline, late, word))
@@ -291,17 +294,20 @@ class Group(Progress):
         missing = [str(task) for task in self._expected if task not in here]
         return f"waits for {', '.join(missing)} to start" if missing else "waits to be taken into the group"
 
-    def _behind(self, entry: str) -> tuple[RoundTimeout, Callable[[], str]]:
+    def _behind(self, entry: str) -> tuple[Callable[[], RoundTimeout], Callable[[], str]]:
         """For who came late: that the others did not come to its entry, and, as long as it waits, that they shall."""
         kind, _, which = entry.partition(":")
         places = {"dataset": f"a batch of its dataset {which}", "save": "a save"}
         place = places.get(kind, "the section that it begins with")
-        error = RoundTimeout(
-            f"{self.session.task} came late and waited too long: the others did not come to {place} again. Who comes "
-            "late is taken in where its script begins: make no section before the loop, and distribute each dataset "
-            "once, not anew for every pass"
-        )
-        return error, lambda: f"waits to be taken in when the others come to {place}"
+
+        def late() -> RoundTimeout:
+            return RoundTimeout(
+                f"{self.session.task} came late and waited too long: the others did not come to {place} again. Who "
+                "comes late is taken in where its script begins: make no section before the loop, and distribute each "
+                "dataset once, not anew for every pass"
+            )
+
+        return late, lambda: f"waits to be taken in when the others come to {place}"
 
 
 def _incomplete() -> RoundTimeout:

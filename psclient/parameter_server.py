@@ -12,7 +12,7 @@ from psclient import endings
 from psclient.arrays import local_devices
 from psclient.chief import Chief
 from psclient.cluster_resolver import ClusterResolver, TFConfigClusterResolver, task_of
-from psclient.config import check_lane, lane_from, security_from, timeouts_from
+from psclient.config import check_lane, job_from, lane_from, refused_from, security_from, timeouts_from
 from psclient.consistency import Async, Sync
 from psclient.embedded import EmbeddedServer
 from psclient.exchange import Exchange
@@ -79,6 +79,7 @@ class ParameterServerStrategy(Strategy):
         self._ps_strategy = ps_strategy
         self.consistency = consistency or Sync()
         self._timeouts = timeouts or timeouts_from()
+        self._timeouts.check()
         resolver = cluster_resolver or TFConfigClusterResolver()
         config = task_of(resolver)
         self._devices = local_devices(devices)  # after the resolver, which may say which GPUs are this task's
@@ -105,14 +106,21 @@ class ParameterServerStrategy(Strategy):
         cluster, task = self._config.cluster, self._config.task
         security = self._embedded.security if self._embedded else security_from(task_name(task))
         self._exporter = Exporter(task, security)
-        self._servers = connect(cluster, self._timeouts, self._lane, security)
+        job, refused = job_from(), refused_from()
+        self._servers = connect(cluster, self._timeouts, self._lane, security, refused=refused)
         self._session = Session(
-            task, self._servers, len(self._devices), timeouts=self._timeouts, consistency=self.consistency.mode
+            task,
+            self._servers,
+            len(self._devices),
+            timeouts=self._timeouts,
+            consistency=self.consistency.mode,
+            job=job,
+            broken=self._break_calls,
         )
         runs_script = task.job == "chief"
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
-            servers = connect(cluster, self._timeouts, security=security)
-            self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end)
+            servers = connect(cluster, self._timeouts, security=security, drives=True, refused=refused)
+            self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end, job)
             self._exporter.add_chief(self._chief)
             self._chief.start()
         self._session.open()
@@ -123,6 +131,11 @@ class ParameterServerStrategy(Strategy):
         limits = [server.status().memory_limit for server in self._servers]
         self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits))
         super().__init__(self._remote)
+
+    def _break_calls(self, error: PSError) -> None:
+        """The session is over: no call waits any longer for a server that may be lost. Server 0 hears a farewell."""
+        for server in self._servers[1:]:
+            server.fail(error)
 
     # ---- What it is ----
 

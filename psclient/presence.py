@@ -13,6 +13,15 @@ STEP = 2.0
 """Seconds between two looks that count at most: while the chief itself stood still it saw nobody."""
 
 
+SILENT = {"open": "is silent"}
+"""What is told of a session that has not ended, and whose process nobody hears."""
+
+
+def is_here(session: SessionState, lease: float) -> bool:
+    """Whether a session's process is heard. While server 0 hears nobody it ends nobody's session."""
+    return session.state == "open" and session.silent <= lease
+
+
 class Presence:
     """A chief's view of who is there. A plain state machine, without a clock.
 
@@ -37,14 +46,14 @@ class Presence:
         self._silent += min(now - self._looked, STEP) if self._looked is not None else 0.0
         self._looked = now
         ends = {session.member.task: session.state for session in sessions}
-        if "open" in ends.values():
+        if any(is_here(session, self._timeouts.lease) for session in sessions):
             self._silent = 0.0
         limit, name = self._timeouts.alone, "ALONE"
         if not self._expected <= ends.keys() and self._timeouts.first > limit:
             limit, name = self._timeouts.first, "FIRST"
         if self._silent < limit:
             return None
-        ends = dict.fromkeys(self._expected, "never came") | ends
+        ends = dict.fromkeys(self._expected, "never came") | {t: SILENT.get(state, state) for t, state in ends.items()}
         told = ", ".join(f"{task} {ends[task]}" for task in sorted(ends))
         return Abandoned(
             f"no worker has been here for {self._silent:.0f} s (PS_TIMEOUT_{name}): {told}. The job is given up: "

@@ -90,9 +90,14 @@ class Restoring:
 
     def _answer(self, path: str, future: Future[RestoreReply]) -> RestoreReply:
         session = self._session
-        late = RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s")
         deadline = time.monotonic() + session.timeouts.round
-        return session.wait(future, deadline, late, lambda: f"waits for {path!r} to be read", lambda: False)
+        return session.wait(
+            future,
+            deadline,
+            lambda: RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s"),
+            lambda: f"waits for {path!r} to be read",
+            lambda: False,
+        )
 
 
 def _digest(order: RestoreOrder) -> str:

@@ -44,7 +44,7 @@ from pswire.errors import InvalidRequest, PSError
 from pswire.lanes import LaneName
 from pswire.lanes.frames import Frame, frames
 from pswire.lanes.traffic import traffic
-from pswire.limits import PART_BYTES, Timeouts
+from pswire.limits import PART_BYTES, Refused, Timeouts
 from pswire.log import Done, Entry, Mode, Start
 from pswire.payload import Assembly, Part, Payload
 from pswire.pb import parameter_server_pb2 as pb
@@ -82,6 +82,7 @@ class RemoteServer:
         interceptors: of gRPC, the first outermost; tests inject faults with them.
         lane: the fastest lane that may be used.
         security: what this process shows to the server, and asks it for.
+        decides: as in `Attempts`.
 
     Attributes:
         traffic: payload bytes of each lane.
@@ -95,6 +96,7 @@ class RemoteServer:
         interceptors: Sequence[Interceptor] = (),
         lane: LaneName = "grpc",
         security: Security | None = None,
+        decides: bool = True,
     ) -> None:
         self.address = address
         self.task = task
@@ -115,14 +117,25 @@ class RemoteServer:
         self._metadata: Metadata = self._token  # of every call; `open` adds to it
         self._failed = threading.Event()  # wakes who pauses
         mismatch = partial(probe.mismatch, address, shown, self._name)
-        self._attempts = Attempts(address, task, self._timeouts, self._failed, self._check, self._missing, mismatch)
+        self._attempts = Attempts(
+            address, task, self._timeouts, self._failed, self._check, self._missing, mismatch, decides
+        )
         self._lock = threading.Lock()  # guards the two below
         self._calls: set[Any] = set()
         self._failure: PSError | None = None
 
     # ---- The verbs ----
 
-    def open(self, task: Task, replicas: int, session: int, drives: bool, mode: Mode = "sync") -> Opened:
+    def open(
+        self,
+        task: Task,
+        replicas: int,
+        session: int,
+        drives: bool,
+        mode: Mode = "sync",
+        job: str = "",
+        term: int = 0,
+    ) -> Opened:
         """As `ParameterServer.open`; binds later calls to the incarnation that answered."""
         request = pb.OpenRequest(
             task=codec.task_to_pb(task),
@@ -130,6 +143,8 @@ class RemoteServer:
             session=session,
             drives=drives,
             mode=codec.mode_to_pb(mode),
+            job=job,
+            term=term,
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
         self._metadata = (*self._token, (INCARNATION_KEY, str(m.incarnation)))
@@ -142,7 +157,7 @@ class RemoteServer:
             self._lanes[m.session] = lanes
             if old is not None:
                 old.close("the session was opened again")
-        return Opened(m.session, m.incarnation, m.token, m.server, m.device)
+        return Opened(m.session, m.incarnation, m.token, m.server, m.device, m.term)
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         """As `ParameterServer.beat`."""
@@ -367,8 +382,33 @@ class RemoteServer:
 
 
 def connect(
-    cluster: ClusterSpec, timeouts: Timeouts, lane: LaneName = "grpc", security: Security | None = None
+    cluster: ClusterSpec,
+    timeouts: Timeouts,
+    lane: LaneName = "grpc",
+    security: Security | None = None,
+    drives: bool = False,
+    refused: Refused = "lost",
 ) -> list[RemoteServer]:
-    """A connection to each parameter server of a cluster, in order; `lane` is the fastest one that may be used."""
+    """A connection to each parameter server of a cluster, in order.
+
+    Args:
+        cluster: where they are.
+        timeouts: of the cluster.
+        lane: the fastest one that may be used.
+        security: what this process shows.
+        drives: whether it is the chief's: it decides for all which server is lost. What concerns server 0, which would
+            have to tell of it, each process decides.
+        refused: what it means that nothing listens at a server's address any more.
+    """
     tasks = cluster.tasks("ps")
-    return [RemoteServer(cluster.address(task), task, timeouts, lane=lane, security=security) for task in tasks]
+    return [
+        RemoteServer(
+            cluster.address(task),
+            task,
+            timeouts,
+            lane=lane,
+            security=security,
+            decides=refused == "lost" and (drives or task.index == 0),
+        )
+        for task in tasks
+    ]

@@ -1,6 +1,7 @@
 """This process's life with the servers: its sessions, its lease, and how it waits.
 
-One thread per server beats; any thread may wait. Whatever ends the session ends every wait at once.
+One thread per server beats, and one call is held at server 0, which tells at once how the session ends; any thread may
+wait. Whatever ends the session ends every wait at once.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from psclient.arrays import Device
+from psclient.patience import Patience
 from psclient.threads import Threads
 from pswire import logs
-from pswire.api import Opened, ParameterServer, Watched
+from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, Unreachable
+from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
-from pswire.log import Done, Entry, JobStarted, Mode
+from pswire.log import Done, Entry, JobStarted, Lost, Mode
 
 log = logging.getLogger("psclient")
 
@@ -40,6 +43,8 @@ class Session:
         drives: whether it is a chief's session, which gets a fencing token.
         timeouts: how long everything may take.
         consistency: how this process makes its rounds; of no meaning where it drives.
+        job: the identity of the job that it belongs to.
+        broken: called once with the error that ends the session.
     """
 
     def __init__(
@@ -50,12 +55,15 @@ class Session:
         drives: bool = False,
         timeouts: Timeouts | None = None,
         consistency: Mode = "sync",
+        job: str = "",
+        broken: Callable[[PSError], object] = lambda error: None,
     ) -> None:
         self.task = task
         self.servers = tuple(servers)
         self.replicas = replicas
         self.timeouts = timeouts or Timeouts()
         self.consistency = consistency
+        self.job = job
         self.number = 0
         self.token = 0
         self.incarnations: tuple[int, ...] = ()
@@ -64,6 +72,8 @@ class Session:
         self.waits = (-1, b"")
         """The round and the plan that this process waits for, for the beats."""
         self._drives = drives
+        self._patience = Patience(self.timeouts.lease, self.timeouts.beat)
+        self._tell = broken
         self._broken: Future[None] = Future()
         self._ended = threading.Event()
         self._beats: list[threading.Thread] = []
@@ -75,40 +85,89 @@ class Session:
         """Server 0, which keeps the log and the sessions."""
         return self.servers[0]
 
-    def open(self) -> None:
+    def open(self, waits: bool = True) -> None:
         """Opens the session on every server and begins to beat.
+
+        Args:
+            waits: whether to wait until another process that has the task is gone, if it goes within its lease.
 
         Raises:
             Unreachable: a server does not answer.
-            ConfigError: the job's other processes have another consistency.
+            TaskTaken: another process is this task, and does not end.
+            ConfigError: the servers hold another job; the job's other processes have another consistency.
+            ServerLost: a server of the running job was lost meanwhile.
         """
-        opened: list[Opened] = []
         key = secrets.randbits(62) | 1
-        for index, server in enumerate(self.servers):
-            answer = server.open(self.task, self.replicas, self.number or key, self._drives, self.consistency)
-            if index == 0:
-                self.number, self.token = answer.session, answer.token
-                logs.follow(lambda: (-1, self.number))
-            opened.append(answer)
+        opened = [self._open_first(key) if waits else self._open_at(self.keeper, key)]
+        self.number = opened[0].session
+        logs.follow(lambda: (-1, self.number))
+        self._hold()
+        self._start_beating(0)
+        for index, server in enumerate(self.servers[1:], 1):
+            opened.append(self._unless_broken(partial(self._open_at, server, self.number)))
             # A server that is not there yet, or hangs, must not cost the lease that server 0 keeps.
-            thread = threading.Thread(target=self._beat, args=(server,), daemon=True, name=f"beat-{index}")
-            self._beats.append(thread)
-            thread.start()
+            self._start_beating(index)
+        term = max(answer.term for answer in opened)
+        if self._drives and term > opened[0].term:
+            # Another server remembers a later chief: this one's token has to be above that.
+            opened[0] = self._open_at(self.keeper, key, term)
+        self.token = opened[0].token
         self.incarnations = tuple(answer.incarnation for answer in opened)
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
+
+    def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
+        return server.open(self.task, self.replicas, session, self._drives, self.consistency, self.job, term)
+
+    def _open_first(self, key: int) -> Opened:
+        """Opens the session at server 0; where another process has the task, waits until its lease is over."""
+        until, told = time.monotonic() + self.timeouts.lease + 2 * self.timeouts.beat, False
+        while True:
+            try:
+                return self._open_at(self.keeper, key)
+            except TaskTaken as error:
+                if time.monotonic() > until:
+                    raise
+                if not told:
+                    told = True
+                    log.warning("waits for it to end, for at most its lease of %g s: %s", self.timeouts.lease, error)
+            self._ended.wait(self.timeouts.beat / 2)
+
+    def _unless_broken(self, work: Callable[[], T]) -> T:
+        """What a call gives that may wait for long, or what ends the session meanwhile."""
+        future = self._threads.submit(work)
+        both: tuple[Future[Any], ...] = (future, self._broken)
+        wait(both, return_when=FIRST_COMPLETED)
+        if not future.done():
+            self.check()
+        return future.result()
+
+    def _start_beating(self, index: int) -> None:
+        self._patience.heard(index)
+        thread = threading.Thread(target=self._beat, args=(index,), daemon=True, name=f"beat-{index}")
+        self._beats.append(thread)
+        thread.start()
+
+    def _hold(self) -> None:
+        """Holds a call at server 0 that is answered when the session ends, and ends when this process does."""
+
+        def answered(told: Future[Watched]) -> None:
+            error = told.exception()
+            if not self._ended.is_set() and isinstance(error, PSError):
+                self.end(error)
+
+        self.keeper.watch(self.number, 0, UNTIL_ENDED).add_done_callback(answered)
 
     def await_job(self) -> None:
         """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
         deadline, after = time.monotonic() + self.timeouts.start, 0
         while True:
-            late = ChiefLost(
-                f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
-                "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
-            )
             watched = self.wait(
                 self.keeper.watch(self.number, after, -1),
                 deadline,
-                late,
+                lambda: ChiefLost(
+                    f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
+                    "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
+                ),
                 lambda: "waits for a chief to begin the job",
             )
             if self._is_mine(watched.entries):
@@ -116,8 +175,9 @@ class Session:
             after = watched.start + len(watched.entries)
 
     def _is_mine(self, entries: Sequence[Entry]) -> bool:
-        jobs = [entry.incarnations for entry in entries if isinstance(entry, JobStarted)]
-        return jobs == [self.incarnations] and not any(isinstance(entry, Done) for entry in entries)
+        jobs = [(entry.incarnations, entry.name) for entry in entries if isinstance(entry, JobStarted)]
+        over = any(isinstance(entry, Done | Lost) for entry in entries)
+        return jobs == [(self.incarnations, self.job)] and not over
 
     def look(self, after: int = -1) -> Watched:
         """The sessions and proposals as they are now.
@@ -126,9 +186,15 @@ class Session:
             after: how many entries of the log not to send; by default all that there are.
         """
         known = self.keeper.status().log if after < 0 else after
-        late = Unreachable(f"no news for {self.timeouts.call:g} s", str(Task("ps", 0)))
         news = self.keeper.watch(self.number, known, 0)
-        return self.wait(news, time.monotonic() + self.timeouts.call, late, lambda: "waits for news", lambda: False)
+        keeper = Task("ps", 0)
+        return self.wait(
+            news,
+            time.monotonic() + self.timeouts.call,
+            lambda: Unreachable(f"no news for {self.timeouts.call:g} s", str(keeper)),
+            lambda: f"waits for news of {keeper}",
+            lambda: False,
+        )
 
     def leave(self, error: str = "") -> str:
         """Ends the session; a clean end tells the chief that this process has done its part.
@@ -143,7 +209,7 @@ class Session:
             return error or str(self._error() or "")
         self._ended.set()
         self._threads.close()
-        if self.number and not isinstance(self._error(), ServerLost):
+        if self.number and not self._keeper_lost():
             try:
                 self.keeper.leave(self.number, error)
             except (ServerLost, Unreachable) as failure:
@@ -159,10 +225,15 @@ class Session:
         for thread in self._beats:
             thread.join(self.timeouts.beat + self.timeouts.call)
 
-    def _beat(self, server: ParameterServer) -> None:
+    def _keeper_lost(self) -> bool:
+        error = self._error()
+        return isinstance(error, ServerLost) and error.task == str(Task("ps", 0))
+
+    def _beat(self, index: int) -> None:
         while not self._ended.wait(self.timeouts.beat):
             try:
-                server.beat(self.number, *self.waits)
+                self.servers[index].beat(self.number, *self.waits)
+                self._patience.heard(index)
             except PSError as error:
                 if not self._ended.is_set():
                     self.end(error)
@@ -176,6 +247,7 @@ class Session:
             if self._broken.done():
                 return
             self._broken.set_exception(error)
+        self._tell(error)
         if isinstance(error, Diverged):
             # The others may wait on servers that cannot know.
             self.leave(f"{type(error).__name__}: {error.message}")
@@ -200,7 +272,7 @@ class Session:
         self,
         future: Future[T],
         deadline: float,
-        late: PSError,
+        late: Callable[[], PSError],
         word: Callable[[], str],
         needs_chief: Callable[[], bool] = lambda: True,
     ) -> T:
@@ -208,8 +280,8 @@ class Session:
 
         Args:
             future: the answer.
-            deadline: monotonic seconds.
-            late: what is raised then.
+            deadline: monotonic seconds; the time in which a server was silent does not count.
+            late: gives what is raised then.
             word: what to log every `timeouts.word` seconds.
             needs_chief: whether the answer cannot come without a chief.
 
@@ -217,15 +289,17 @@ class Session:
             PSError: the answer's error, `late`, what ended the session, or `ChiefLost`.
         """
         spoken: Future[None] | None = None
+        stood = self._patience.stood()
         while True:
-            pause = min(deadline - time.monotonic(), self.timeouts.word)
+            until = deadline + self._patience.stood() - stood
+            pause = min(until - time.monotonic(), self.timeouts.word)
             both: tuple[Future[Any], ...] = (future, self._broken)
             wait(both, max(pause, 0), FIRST_COMPLETED)
             if future.done():
                 return self._take(future)
             self.check()
-            if time.monotonic() >= deadline:
-                raise late
+            if time.monotonic() >= deadline + self._patience.stood() - stood:
+                raise late()
             if spoken is None or spoken.done():
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))

@@ -13,6 +13,7 @@ import ctypes
 import logging
 import math
 import os
+import secrets
 import signal
 import sys
 import time
@@ -146,7 +147,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
     with ThreadPoolExecutor(1, "arrays") as pool, ThreadPoolExecutor(1, "files") as files:
         core = Core(
             server=config.task.index,
-            incarnation=time.time_ns(),
+            incarnation=secrets.randbits(64),
             device=config.device,
             memory_limit=config.memory_limit,
             checkpoint_root=config.checkpoint_root,

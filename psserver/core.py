@@ -20,7 +20,7 @@ from psserver.footprint import prepare
 from psserver.guests import Guests
 from psserver.kernels.kernels import Kernels
 from psserver.log import Log
-from psserver.membership import MAX_SESSIONS, STILL_SECONDS, Membership
+from psserver.membership import DRAWN, MAX_SESSIONS, STILL_SECONDS, Membership
 from psserver.report import Report
 from psserver.restores import Restores
 from psserver.rounds import Rounds
@@ -44,7 +44,7 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
+from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import MAX_VARIABLES, Timeouts
 from pswire.log import Approved, Entry, Mode, Start
 from pswire.payload import Payload
@@ -55,7 +55,7 @@ from pswire.status import ServerStatus
 log = logging.getLogger("psserver")
 
 NUMBERS = 20
-"""Bits of a session's number that count within one life of server 0; those above tell its start, in milliseconds."""
+"""Bits of a session's number that count within one life of server 0; those above are of its incarnation."""
 
 
 class Core:
@@ -63,7 +63,7 @@ class Core:
 
     Args:
         server: the number of this server; server 0 also keeps the log and the sessions.
-        incarnation: this process's life; later ones are larger: nanoseconds since 1970.
+        incarnation: this process's life, 64 bits drawn by lot: no clock can give one twice.
         device: where variables live, "cpu" or "gpu:0".
         memory_limit: bytes of variables, 0 for no limit.
         checkpoint_root: the directory or URL below which checkpoints are written and read.
@@ -108,9 +108,11 @@ class Core:
         self._store = Store(server, self.device, memory_limit)
         self._rounds = Rounds(server, lambda plan_id: self._log.describe(plan_id))
         self.tally = Tally(clock, self._lock, self._rounds)
-        # Numbers of this life are above those of all before it, which other servers may remember.
+        # Other servers may remember the numbers of an earlier life.
         first = incarnation >> NUMBERS << NUMBERS
-        self._members = Membership(timeouts.lease, first, max_sessions, lambda: self._rounds.epoch)
+        self._members = Membership(
+            timeouts.lease, timeouts.beat, first, max_sessions, lambda: self._rounds.epoch, self._holds_job
+        )
         root, files = place(checkpoint_root), files or submit
         self._restores = Restores(self.task, self._lock, self._store, root, files, self.tally)
         self._snapshots = Snapshots(
@@ -151,17 +153,31 @@ class Core:
 
     # ---- Sessions ----
 
-    def open(self, task: Task, replicas: int, session: int, drives: bool, mode: Mode = "sync") -> Opened:
+    def open(
+        self,
+        task: Task,
+        replicas: int,
+        session: int,
+        drives: bool,
+        mode: Mode = "sync",
+        job: str = "",
+        term: int = 0,
+    ) -> Opened:
         with self._lock:
             token = 0
             if self.server == 0:
-                session, token = self._members.open(task, replicas, drives, session, self._clock(), mode)
+                session, token = self._members.open(task, replicas, drives, session, self._clock(), mode, job, term)
             else:
                 self._guests.open(session, task)
+            seen = max(self._members.term, self._token >> DRAWN)
             self.tally.signs += 1
             answers = self._progress()
         do(answers)
-        return Opened(session, self.incarnation, token, self.server, str(self.device))
+        return Opened(session, self.incarnation, token, self.server, str(self.device), seen)
+
+    def _holds_job(self) -> bool:
+        """Whether there is a job, with variables, that is not over."""
+        return bool(self._log.entries and self._store.variables) and not self._log.over
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         with self._lock:
@@ -299,6 +315,7 @@ class Core:
             try:
                 if start is not None:
                     self._log.start(start)
+                    self._members.join(self._rounds.members(start.epoch), start.round)
             except Diverged as error:
                 self._members.fail_all(error)
             answers = self._progress()
@@ -314,7 +331,14 @@ class Core:
             self._watchers.add(session, after, version, future)
             answers = self._progress()
         do(answers)
+        future.add_done_callback(partial(self._part, session))
         return future
+
+    def _part(self, session: int, watch: Future[Watched]) -> None:
+        """Who waited for news has gone away: maybe its process has ended."""
+        if watch.cancelled():
+            with self._lock:
+                self._members.part(session, self._clock())
 
     def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
         with self._lock:
@@ -326,6 +350,11 @@ class Core:
             answers = self._restart() if self._log.begins_anew(entries) else []
             self._check_unbroken()
             agreed = self._log.append(index, entries)
+            if (epoch := self._rounds.epoch) is not None and epoch.start is not None:
+                self._members.join(epoch.members, -1)
+            self._members.exclude(self._rounds.fenced)
+            if self._log.lost is not None:
+                self._members.fail_all(self._log.lost)
             answers += self._progress()
         do(answers)
         return agreed
@@ -436,14 +465,14 @@ class Core:
                 self._rounds.fail_session(session, error)
         for future, error in self._rounds.take_failed():
             answers.append(failing(future, error))
-            if isinstance(error, Diverged):
+            if isinstance(error, Diverged) and not isinstance(error, NewcomerDiverged):
                 self._members.fail_all(error)
         answers += [partial(kept.follow, again) for kept, again in self._rounds.take_followed()]
         answers += self._runner.next()
         for record, said, future in self._resends.take():
             answers += self._runner.replies(record, [(said, future)])
         answers += self._readers.answers(self._ended)
-        answers += self._watchers.answers(self._clock())
+        answers += self._watchers.answers(self._clock(), self._ended)
         answers += self._snapshots.answers()
         if self._log.over and (self.server != 0 or self._members.chief_left()):
             answers.append(answering(self.done, None))

@@ -15,7 +15,7 @@ from psserver.store import Store
 from psserver.units import human
 from psserver.words import Section
 from pswire.cluster import Task
-from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, VariableMismatch
+from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, ServerLost, VariableMismatch
 from pswire.limits import MAX_PLANS, MAX_SAVES, MAX_VARIABLES
 from pswire.log import (
     Approved,
@@ -24,6 +24,7 @@ from pswire.log import (
     Entry,
     EpochClosed,
     JobStarted,
+    Lost,
     Snapshotted,
     Start,
     Started,
@@ -56,6 +57,8 @@ class Log:
         self._ordered = 0
         self.over = False
         """Whether the job is done."""
+        self.lost: ServerLost | None = None
+        """Why nobody goes on: a server of the job is lost."""
 
     def begins_anew(self, entries: Sequence[Entry]) -> bool:
         """Whether these entries are of another job than the one that the log is about."""
@@ -65,7 +68,7 @@ class Log:
         """Forgets a job: its entries, its names, its proposals."""
         for table in (self.entries, self.proposed, self._names, self._creators):
             table.clear()
-        self._ordered, self.over = 0, False
+        self._ordered, self.over, self.lost = 0, False, None
 
     @property
     def incarnations(self) -> tuple[int, ...]:
@@ -108,6 +111,8 @@ class Log:
                 self._settle(entry)
             case Done():
                 self.over = True  # whatever somebody who came too late creates
+            case Lost():
+                self.lost = ServerLost(entry.reason, str(Task("ps", entry.server)))
         self.entries.append(entry)
 
     # What was decided stays decided: a server that cannot do it tells those who need it, and not the chief.

@@ -10,6 +10,9 @@ from psserver.lanes import Lanes
 from pswire.status import ProcessStatus
 from pswire.versions import versions
 
+STARTED = time.monotonic()
+"""When this process began, as far as it matters."""
+
 STATM = Path("/proc/self/statm")
 """Where Linux tells a process how much memory it has, in pages."""
 
@@ -19,7 +22,9 @@ def process_status(lanes: Lanes) -> ProcessStatus:
     used = {c.session: c.lane for c in lanes.connections if c.session is not None}
     moved = {f"{name} received": each.received for name, each in lanes.traffic.items()}
     moved |= {f"{name} sent": each.sent for name, each in lanes.traffic.items()}
-    return ProcessStatus(time.time(), resident_bytes(), versions(), lanes.port, lanes.path, used, moved)
+    return ProcessStatus(
+        time.time(), resident_bytes(), versions(), lanes.port, lanes.path, used, moved, time.monotonic() - STARTED
+    )
 
 
 def resident_bytes() -> int:

@@ -53,4 +53,5 @@ class Report:
             over=self.log.over,
             broken=self.runner.broken.message if self.runner.broken else "",
             device=str(self.store.device),
+            job=self.members.job,
         )

@@ -167,12 +167,21 @@ class Guarded:
         self._roles = roles
         self._names = names
 
-    def open(self, task: Task, replicas: int, session: int, drives: bool, mode: Mode = "sync") -> Opened:
+    def open(
+        self,
+        task: Task,
+        replicas: int,
+        session: int,
+        drives: bool,
+        mode: Mode = "sync",
+        job: str = "",
+        term: int = 0,
+    ) -> Opened:
         """For the task that the certificate names."""
         self._roles.check_task(self._names, task)
         if drives:
             self._roles.check_chief(frozenset((task_name(task),)))
-        opened = self._core.open(task, replicas, session, drives, mode)
+        opened = self._core.open(task, replicas, session, drives, mode, job, term)
         self._roles.own(opened.session, task)
         return opened
 

@@ -14,7 +14,7 @@ from functools import partial
 from math import isfinite
 
 from psserver.job import Job, Key, Part, places
-from psserver.membership import diverged
+from psserver.membership import diverged, newcomer_diverged
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
@@ -44,6 +44,7 @@ class _Open:
     parts: dict[int, Part] = field(default_factory=dict)
     waiters: list[Waiter] = field(default_factory=list)
     error: PSError | None = None
+    doubtful: list[_Push] = field(default_factory=list)  # newcomers' that differ, before an older member has pushed
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -213,7 +214,18 @@ class Rounds:
         self._check_order(strand, said, member)
         members = (member,) if _key(member) else epoch.members
         waiting = strand.open.setdefault(said.round, _Open(said.plan_id, said.epoch, members, now))
+        if self._differs(waiting, said) and self._joins(said) and self._only_newcomers(waiting):
+            waiting.doubtful.append((said, payload, now, future))
+            return
         self._check_plan(waiting, said, member)
+        self._take(waiting, said, member, payload, future)
+        if waiting.doubtful and not self._joins(said):
+            self._settle(waiting)
+
+    def _take(
+        self, waiting: _Open, said: Contribution, member: Member, payload: Payload, future: Future[RoundReply]
+    ) -> None:
+        """Adds a push to its round."""
         found = waiting.parts.get(said.session)
         if waiting.error is not None:
             waiting.waiters.append((said, future))
@@ -233,12 +245,61 @@ class Rounds:
                 self._admit(waiting, part, plan)
 
     def _check_plan(self, waiting: _Open, said: Contribution, member: Member) -> None:
-        """All who make a round have one plan for it; one that is alone in it does not disagree with others."""
-        if waiting.error is not None or (waiting.plan_id, waiting.epoch) == (said.plan_id, said.epoch):
+        """All who make a round have one plan for it; one that is alone in it does not disagree with others.
+
+        Of a newcomer in its first round, and those who were there before, the newcomer is wrong, whoever came first.
+        """
+        if not self._differs(waiting, said):
             return
         if waiting.members == (member,):
             raise InvalidRequest(f"round {said.round} of this session has another plan, or another epoch")
+        if self._joins(said):
+            other = next(iter(waiting.parts.values()))
+            raise self._refusal(said.round, member, said.plan_id, other.member, waiting.plan_id)
+        if self._only_newcomers(waiting):
+            self._evict(waiting, said, member)
+            return
         waiting.error = self._diverged(said.round, waiting, member, self._describe(said.plan_id))
+
+    @staticmethod
+    def _differs(waiting: _Open, said: Contribution) -> bool:
+        """Whether a push is for something else than its round, which has not failed yet."""
+        return waiting.error is None and (waiting.plan_id, waiting.epoch) != (said.plan_id, said.epoch)
+
+    def _joins(self, said: Contribution) -> bool:
+        """Whether it is the first round of a process that came to others, and did not begin together with all."""
+        start = self._epochs[said.epoch].start
+        return said.start == said.round and (start is None or start.round != said.round)
+
+    def _only_newcomers(self, waiting: _Open) -> bool:
+        """Whether none has pushed yet who was there before."""
+        return bool(waiting.parts) and all(self._joins(part.said) for part in waiting.parts.values())
+
+    def _refusal(self, round: int, member: Member, plan_id: bytes, other: Member, others: bytes) -> PSError:
+        positions = [(other.task, self._describe(others)), (member.task, self._describe(plan_id))]
+        return newcomer_diverged(member.task, round, positions)
+
+    def _evict(self, waiting: _Open, said: Contribution, member: Member) -> None:
+        """Newcomers came first, with another plan than a member who was there before them."""
+        for one, future in waiting.waiters:
+            newcomer = waiting.parts[one.session].member
+            self._failed.append((future, self._refusal(said.round, newcomer, waiting.plan_id, member, said.plan_id)))
+        waiting.parts.clear()
+        waiting.waiters.clear()
+        waiting.plan_id, waiting.epoch = said.plan_id, said.epoch
+
+    def _settle(self, waiting: _Open) -> None:
+        """A member who was there before has pushed: newcomers who differed from each other are right, or wrong."""
+        doubtful, waiting.doubtful = waiting.doubtful, []
+        for said, payload, since, future in doubtful:
+            try:
+                self.push(said, payload, future, since)
+            except PSError as error:
+                self._failed.append((future, error))
+
+    def members(self, number: int) -> tuple[Member, ...]:
+        """The members of an epoch that is known here."""
+        return self._epochs[number].members
 
     def _diverged(self, round: int, waiting: _Open, member: Member, section: str) -> Diverged:
         other = next(iter(waiting.parts.values()), None)
@@ -401,13 +462,17 @@ class Rounds:
     def fail_session(self, session: int, error: PSError) -> None:
         """Ends what a session waits for."""
         for _, waiting in self._open():
+            self._failed += [(push[-1], error) for push in waiting.doubtful if push[0].session == session]
+            waiting.doubtful = [push for push in waiting.doubtful if push[0].session != session]
             self._failed += [(future, error) for said, future in waiting.waiters if said.session == session]
             waiting.waiters = [w for w in waiting.waiters if w[0].session != session]
         self._failed += [(future, error) for *_, future in self._parked.pop(session, [])]
 
     def sessions(self) -> set[int]:
         """Who waits."""
-        return {said.session for _, waiting in self._open() for said, _ in waiting.waiters} | set(self._parked)
+        waiting = [waiting for _, waiting in self._open()]
+        found = {said.session for one in waiting for said, _ in one.waiters}
+        return found | {push[0].session for one in waiting for push in one.doubtful} | set(self._parked)
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """The open rounds, for people and for the chief."""
@@ -443,7 +508,9 @@ class Rounds:
 
     def _fail(self, waiting: _Open, error: PSError) -> None:
         self._failed += [(future, error) for _, future in waiting.waiters]
+        self._failed += [(push[-1], error) for push in waiting.doubtful]
         waiting.waiters.clear()
+        waiting.doubtful.clear()
 
 
 def _key(member: Member | None) -> Key:

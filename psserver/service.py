@@ -49,13 +49,15 @@ Answer = Callable[[ParameterServer, bytes], Message]
 
 def _open(core: ParameterServer, data: bytes) -> pb.OpenReply:
     m = parse(pb.OpenRequest, data)
-    opened = core.open(codec.task_from_pb(m.task), m.replicas, m.session, m.drives, codec.mode_from_pb(m.mode))
+    mode = codec.mode_from_pb(m.mode)
+    opened = core.open(codec.task_from_pb(m.task), m.replicas, m.session, m.drives, mode, m.job, m.term)
     return pb.OpenReply(
         session=opened.session,
         incarnation=opened.incarnation,
         token=opened.token,
         server=opened.server,
         device=opened.device,
+        term=opened.term,
     )
 
 
@@ -274,7 +276,12 @@ class Service(grpc.GenericRpcHandler):
     def _waiting(self, ask: Ask) -> Handler:
         async def handler(core: ParameterServer, data: bytes, context: Context) -> bytes:
             future, encode = ask(core, data)
-            return encode(await self._wait(future)).SerializeToString()
+            try:
+                return encode(await self._wait(future)).SerializeToString()
+            except asyncio.CancelledError:
+                if ask is _watch:
+                    future.cancel()  # it changes nothing, and that its caller went away says that a process may be gone
+                raise
 
         return handler
 

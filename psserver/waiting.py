@@ -11,7 +11,7 @@ from psserver.log import Log
 from psserver.membership import Membership
 from psserver.rounds import Record, Rounds
 from psserver.store import Store
-from pswire.api import Contribution, PullReply, RoundReply, Watched
+from pswire.api import UNTIL_ENDED, Contribution, PullReply, RoundReply, Watched
 from pswire.errors import InvalidRequest, PSError
 from pswire.payload import Payload
 
@@ -46,17 +46,19 @@ class Watchers:
         self._members = members
         self._waiting: list[tuple[int, int, int, Future[Watched]]] = []
         self._superseded: list[Future[Watched]] = []
+        self._looked: tuple[int, int] | None = None  # what all who wait were compared with
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, session: int, after: int, version: int, future: Future[Watched]) -> None:
-        """Somebody waits who knows the log up to `after`; a version of -1 follows the log alone.
+        """Somebody waits who knows the log up to `after`; a version of -1 follows the log alone, `UNTIL_ENDED` nothing.
 
         Who has no session, 0, is told at once: nobody would know that it is gone.
         """
         self._superseded += [waiter[-1] for waiter in _make_room(self._waiting, session)]
         self._waiting.append((session, after, version, future))
+        self._looked = None
 
     def drop(self, gone: Callable[[int], bool]) -> list[Future[Watched]]:
         """Forgets those for whose session `gone` holds; returns their futures."""
@@ -64,19 +66,28 @@ class Watchers:
         self._waiting = [waiter for waiter in self._waiting if not gone(waiter[0])]
         return [future for *_, future in dropped]
 
-    def answers(self, now: float) -> list[Answer]:
-        """News for those who do not know it."""
+    def answers(self, now: float, ended: Callable[[int], PSError | None]) -> list[Answer]:
+        """News for those who do not know it, and the reason for those whose session has ended."""
         version, length = self._members.version, len(self._log.entries)
+        if self._looked == (version, length):
+            return []  # a session ends by either; each process waits here as long as it lives
+        self._looked = version, length
         # A log that is shorter than what the caller knows is another job's.
         superseded, self._superseded = self._superseded, []
         answers: list[Answer] = [failing(future, _superseded()) for future in superseded]
         ready: list[tuple[int, int, int, Future[Watched]]] = []
         waiting: list[tuple[int, int, int, Future[Watched]]] = []
         for waiter in self._waiting:
-            session, after, known, _ = waiter
-            news = length != after or (known >= 0 and known != version)
-            (ready if news or not session else waiting).append(waiter)
+            session, after, known, future = waiter
+            error = ended(session) if session else None
+            if error is not None:
+                answers.append(failing(future, error))
+                continue
+            news = known != UNTIL_ENDED and (length != after or (known >= 0 and known != version))
+            if not future.cancelled():
+                (ready if news or not session else waiting).append(waiter)
         if not ready:
+            self._waiting = waiting
             return answers
         self._waiting = waiting
         plans, sessions = tuple(self._log.proposed.values()), self._members.states(now)

@@ -31,6 +31,7 @@ class Opened:
         token: the fencing token of a chief, larger than all before; 0 for others.
         server: which server answered.
         device: where the server holds its variables, "cpu" or "gpu:0".
+        term: the greatest term of a chief that this server has seen; a token's high bits.
     """
 
     session: int
@@ -38,6 +39,7 @@ class Opened:
     token: int
     server: int
     device: str
+    term: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Contribution:
         want: ids of the variables whose values the worker wants back.
         observes: takes part without contributing, operands included: this worker computed its section before it
             was taken in.
+        start: the first round of this session: a difference in that round is the newcomer's alone; -1 does not say.
     """
 
     session: int
@@ -84,6 +87,7 @@ class Contribution:
     positions: tuple[Position, ...] = ()
     want: tuple[int, ...] = ()
     observes: bool = False
+    start: int = -1
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,9 @@ class Shard:
     nbytes: int = 0
 
 
+UNTIL_ENDED = -2
+"""The version of a `watch` that waits for the end of its session."""
+
 Begun = Callable[[Payload], object]
 """Told, once, of the payload of an answer that begins to grow."""
 
@@ -206,19 +213,31 @@ Begun = Callable[[Payload], object]
 class ParameterServer(Protocol):
     """One server, as its clients see it. All methods may be called from any thread."""
 
-    def open(self, task: Task, replicas: int, session: int, drives: bool, mode: Mode = "sync") -> Opened:
+    def open(
+        self,
+        task: Task,
+        replicas: int,
+        session: int,
+        drives: bool,
+        mode: Mode = "sync",
+        job: str = "",
+        term: int = 0,
+    ) -> Opened:
         """Begins a session. Key: at server 0 what `session` is there.
 
         Args:
-            task: who opens it; a session that the task had before ends.
+            task: who opens it; a session that the task had before ends, if its process is gone.
             replicas: local replicas, 0 for a process that runs no script.
             session: at server 0, which gives the number, what this process has drawn by lot for its resends
                 to be known by, or 0; at the others the number.
             drives: whether this session is a chief's, which gets a new fencing token.
             mode: how it makes its rounds; of no meaning where it drives.
+            job: the identity of the job that it belongs to.
+            term: the greatest term of a chief that it has heard of, where it drives.
 
         Raises:
-            ConfigError: another process of the job makes them otherwise.
+            TaskTaken: another process is this task, and is alive.
+            ConfigError: the servers hold another job; another process of this one makes its rounds otherwise.
         """
         ...
 
@@ -290,7 +309,9 @@ class ParameterServer(Protocol):
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         """Waits until server 0's log is longer than `after` or its version is not `version`.
 
-        Who only looks says 0 for the session, and is answered at once.
+        With version `UNTIL_ENDED` it is answered by nothing but the error that ends the session. A caller that goes
+        away cancels the future: its process may be gone. Who only looks says 0 for the session, and is answered at
+        once.
         """
         ...
 

@@ -20,6 +20,7 @@ from pswire.log import (
     Epoch,
     EpochClosed,
     JobStarted,
+    Lost,
     Member,
     Mode,
     Position,
@@ -328,7 +329,7 @@ def turn_from_pb(message: pb.Turn) -> Turn:
 def entry_to_pb(entry: Entry) -> pb.Entry:
     match entry:
         case JobStarted():
-            return pb.Entry(job_started=pb.JobStarted(job=entry.job, incarnations=entry.incarnations))
+            return pb.Entry(job_started=pb.JobStarted(job=entry.job, incarnations=entry.incarnations, name=entry.name))
         case Created():
             return pb.Entry(created=variable_to_pb(entry.variable))
         case Approved():
@@ -343,10 +344,12 @@ def entry_to_pb(entry: Entry) -> pb.Entry:
             )
         case Done():
             return pb.Entry(done=pb.Empty())
+        case Lost():
+            return pb.Entry(lost=pb.Lost(server=entry.server, reason=entry.reason))
 
 
 _ENTRY_FROM_PB: dict[str, Callable[[pb.Entry], Entry]] = {
-    "job_started": lambda m: JobStarted(m.job_started.job, tuple(m.job_started.incarnations)),
+    "job_started": lambda m: JobStarted(m.job_started.job, tuple(m.job_started.incarnations), m.job_started.name),
     "created": lambda m: Created(variable_from_pb(m.created)),
     "approved": lambda m: Approved(plan_from_pb(m.approved)),
     "epoch_closed": lambda m: EpochClosed(epoch_from_pb(m.epoch_closed)),
@@ -355,6 +358,7 @@ _ENTRY_FROM_PB: dict[str, Callable[[pb.Entry], Entry]] = {
         m.snapshotted.plan_id, m.snapshotted.round, m.snapshotted.path, m.snapshotted.error
     ),
     "done": lambda m: Done(),
+    "lost": lambda m: Lost(m.lost.server, m.lost.reason),
 }
 
 

@@ -2,6 +2,7 @@
 
     PSError
     ├── ConfigError          TF_CONFIG, flags or a cluster file say something impossible
+    │   └── TaskTaken        another process is this task, and is alive
     ├── Unreachable          a server does not answer: not started, wrong address, network
     ├── ServerLost           a server died or was replaced: its variables are gone
     ├── ChiefLost            no chief answered in time, and what was asked needs one
@@ -10,6 +11,7 @@
     ├── Forbidden            the caller's certificate does not allow what it asks for
     │   └── Unauthenticated  the caller lacks the token of the job
     ├── Diverged             two processes of one job do not run the same program
+    │   └── NewcomerDiverged a process that joined a running job runs another program; it alone ends
     ├── VariableMismatch     two processes, or a checkpoint, disagree on a variable
     ├── LocalityError        values that live on different servers meet in one update
     ├── ProgramError         an update function cannot be traced, or a program is refused
@@ -47,6 +49,10 @@ class ConfigError(PSError, ValueError):
     """TF_CONFIG, a flag or a cluster file says something impossible."""
 
 
+class TaskTaken(ConfigError):
+    """Another process is this task of the job, and is alive."""
+
+
 class Unreachable(PSError, ConnectionError):
     """A server does not answer at its address."""
 
@@ -77,6 +83,10 @@ class Unauthenticated(Forbidden):
 
 class Diverged(PSError):
     """Two processes of one job do not make the same sequence of sections."""
+
+
+class NewcomerDiverged(Diverged):
+    """A process that joined a running job makes another sequence of sections than its members; it alone ends."""
 
 
 class VariableMismatch(PSError, ValueError):
@@ -116,6 +126,7 @@ BY_NAME: dict[str, type[PSError]] = {
     for error in (
         PSError,
         ConfigError,
+        TaskTaken,
         Unreachable,
         ServerLost,
         ChiefLost,
@@ -124,6 +135,7 @@ BY_NAME: dict[str, type[PSError]] = {
         Forbidden,
         Unauthenticated,
         Diverged,
+        NewcomerDiverged,
         VariableMismatch,
         LocalityError,
         ProgramError,

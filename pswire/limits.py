@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pswire.errors import ConfigError
 
@@ -48,6 +48,15 @@ MAX_TENSOR_BYTES = 1 << 44
 """Size of one tensor that a message may announce; what may be held is the server's memory limit."""
 
 
+ROUND_LEASES = 3
+"""How many leases a round may take at least before a member that beats is left out of it."""
+
+Refused = Literal["lost", "silence"]
+"""What it means that nothing listens at a server's address any more: its process is lost; or nothing is known, since
+something else than its host may have refused."""
+
+REFUSALS: tuple[Refused, ...] = ("lost", "silence")
+
 TIMEOUT_PREFIX = "PS_TIMEOUT_"
 """`PS_TIMEOUT_LEASE=5` sets `Timeouts.lease` to five seconds; each of its fields has such a name."""
 
@@ -60,7 +69,9 @@ class Timeouts:
         lease: a session that does not beat for this long is ended.
         beat: pause between two beats; several must fit into a lease.
         call: an ordinary call, retries included.
-        round: a synchronous round, from the push to its completion.
+        round: how long a member that beats may hold up a synchronous round, from its first push on; then it is left
+            out. At least three leases.
+        server: how long a server may be silent: it is waited for, and then counts as lost.
         word: pause between two log lines that say whom a waiting call waits for.
         chief: how long what needs a chief waits for one.
         alone: how long a chief whose workers are all gone, and a server that ends with its job and without anybody,
@@ -73,6 +84,7 @@ class Timeouts:
     beat: float = 2.0
     call: float = 30.0
     round: float = 600.0
+    server: float = 60.0
     word: float = 10.0
     chief: float = 300.0
     alone: float = 300.0
@@ -89,7 +101,17 @@ class Timeouts:
         names = {TIMEOUT_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(cls)}
         found = {key: environ[key] for key in sorted(environ) if key.startswith(TIMEOUT_PREFIX)}
         refuse_unknown(found, names, "environment variable")
-        return dataclasses.replace(cls(), **{names[key]: parse_seconds(key, found[key]) for key in found})
+        timeouts = dataclasses.replace(cls(), **{names[key]: parse_seconds(key, found[key]) for key in found})
+        timeouts.check()
+        return timeouts
+
+    def check(self) -> None:
+        """Raises `ConfigError` for times that contradict each other."""
+        if self.round < ROUND_LEASES * self.lease:
+            raise ConfigError(
+                f"{TIMEOUT_PREFIX}ROUND={self.round:g} is below {ROUND_LEASES} leases of {self.lease:g} s "
+                f"({TIMEOUT_PREFIX}LEASE): a worker that is only slow would be left out; make it longer"
+            )
 
     def environ(self) -> dict[str, str]:
         """The variables that `from_environ` reads back."""

@@ -96,10 +96,12 @@ class JobStarted:
     Attributes:
         job: the session of the chief that began it: no two jobs of a server 0 have the same.
         incarnations: the lives of all servers.
+        name: the job's identity, "" for the one without a name.
     """
 
     job: int
     incarnations: tuple[int, ...]
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,23 @@ class Snapshotted:
 
 @dataclass(frozen=True)
 class Done:
-    """All members have left cleanly."""
+    """The job is over: all members have left cleanly, it was given up, or discarded."""
 
 
-Entry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done
+@dataclass(frozen=True)
+class Lost:
+    """A server is lost, its variables with it: nobody goes on.
+
+    Attributes:
+        server: which.
+        reason: how the chief knows, as `ServerLost` says it.
+    """
+
+    server: int
+    reason: str
+
+
+Entry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done | Lost
 
 
 def forget_state(entries: list[Entry], plan_id: bytes) -> Plan | None:

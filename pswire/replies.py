@@ -51,6 +51,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         positions=[position_to_pb(p) for p in contribution.positions],
         want=contribution.want,
         observes=contribution.observes,
+        start=contribution.start,
         size=size,
     )
 
@@ -66,6 +67,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         positions_from_pb(message.positions),
         tuple(message.want),
         message.observes,
+        message.start,
     )
 
 
@@ -217,6 +219,7 @@ def status_to_pb(status: ServerStatus) -> pb.StatusReply:
         broken=status.broken,
         device=status.device,
         process=process_to_pb(status.process) if status.process else None,
+        job=status.job,
     )
 
 
@@ -229,6 +232,7 @@ def process_to_pb(process: ProcessStatus) -> pb.ProcessStatus:
         data_path=process.data_path,
         lanes=process.lanes,
         traffic=process.traffic,
+        uptime=process.uptime,
     )
 
 
@@ -241,6 +245,7 @@ def process_from_pb(message: pb.ProcessStatus) -> ProcessStatus:
         message.data_path,
         dict(message.lanes),
         dict(message.traffic),
+        message.uptime,
     )
 
 
@@ -271,4 +276,5 @@ def status_from_pb(message: pb.StatusReply) -> ServerStatus:
         broken=message.broken,
         device=message.device,
         process=process_from_pb(message.process) if message.HasField("process") else None,
+        job=message.job,
     )

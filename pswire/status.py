@@ -88,6 +88,7 @@ class ProcessStatus:
         data_path: the Unix socket of the shm lane; "" where there is none.
         lanes: for each session with a lane other than grpc which one it is.
         traffic: payload bytes so far by lane and direction, "shm received" and its like.
+        uptime: seconds since it began.
     """
 
     clock: float
@@ -97,6 +98,7 @@ class ProcessStatus:
     data_path: str
     lanes: Mapping[int, str]
     traffic: Mapping[str, int]
+    uptime: float
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class ServerStatus:
         broken: why its variables are of no use any more, "" if they are.
         device: where it holds its variables, "cpu" or "gpu:0".
         process: of its process; None where there is no network in between.
+        job: the identity of the job that server 0 holds, "" for the one without a name.
     """
 
     server: int
@@ -151,3 +154,4 @@ class ServerStatus:
     broken: str = ""
     device: str = ""
     process: ProcessStatus | None = None
+    job: str = ""

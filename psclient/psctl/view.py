@@ -43,7 +43,8 @@ class ServerView:
         task, address: which one, and where it was asked.
         state: "up", "broken" (a round failed halfway), "unreachable", or "refused": it does not answer us. Of these two
             what follows is 0, or empty.
-        incarnation: its life; `started_at` is its beginning, in seconds since 1970.
+        incarnation: its life, 64 bits drawn by lot.
+        started_at: when it began, by its own clock, in seconds since 1970.
         epoch: the newest that it knows, 0 for none.
         round: its last complete round, -1 before the first; `lag`: how many that is behind the newest of any server.
         waiting: its open rounds: number, section in words, whether it is approved, tasks that are missing.
@@ -197,7 +198,7 @@ def _server(found: Looked, newest: int) -> ServerView:
         address=found.address,
         state="broken" if status.broken else "up",
         incarnation=status.incarnation,
-        started_at=status.incarnation / 1e9,
+        started_at=process.clock - process.uptime if process else 0.0,
         epoch=status.epoch.number if status.epoch else 0,
         round=status.round,
         lag=newest - status.round,

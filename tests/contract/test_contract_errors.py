@@ -18,7 +18,19 @@ from pswire.limits import Timeouts
 from pswire.payload import EMPTY, Payload
 from pswire.spec import Turn, VariableSpec
 from pswire.tensor import TensorSpec
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, core, given, reduce_only, remote, sum_into, together
+from tests.support.rig import (
+    SOON,
+    WORKERS,
+    Clock,
+    Job,
+    Servers,
+    checkpoint,
+    core,
+    given,
+    remote,
+    sum_into,
+    together,
+)
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
@@ -151,19 +163,20 @@ def test_a_cut_connection_leaves_the_contribution(tmp_path):
         assert int(job.value(here, variable)) == 7
 
 
-def test_a_round_that_takes_too_long_says_whom_it_waits_for(tmp_path):
-    """The client's deadline names the missing member."""
+def test_a_wait_for_a_round_that_takes_too_long_says_whom_it_waits_for(tmp_path):
+    """The client's deadline names the missing member: here of the round that a checkpoint is of."""
     with ExitStack() as stack:
         one = core(0)
         patient = stack.enter_context(remote(one))
         job = Job(Servers([patient], [one], Clock(), tmp_path, True))
         here, _ = job.join(A, B)
-        plan = job.approve(reduce_only(NUMBER), here)
+        plan = job.approve(checkpoint("run", (0,)), here)
+        pushed = here.push(plan)
         hasty = RemoteServer(patient.address, one.task, Timeouts(round=0.2))
         stack.callback(hasty.close)
-        job.verbs[0] = hasty
         with pytest.raises(RoundTimeout, match=str(B)):
-            here.push(plan, [1]).result(SOON)
+            hasty.snapshot(job.token, plan.id, "").result(SOON)
+        assert not pushed.done()
 
 
 def test_nonsense_is_refused(connect):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
+from pswire.api import UNTIL_ENDED
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced
-from pswire.log import Epoch, EpochClosed
+from pswire.errors import ConfigError, Diverged, Fenced, ServerLost, TaskTaken
+from pswire.log import Done, Epoch, EpochClosed, Lost
 from pswire.spec import Turn
 from pswire.tensor import TensorSpec
-from tests.support.rig import CHIEF, SOON, WORKERS, reduce_only, together
+from tests.support.rig import BEAT, CHIEF, SOON, WORKERS, eventually, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())
 A, B, C = WORKERS[:3]
@@ -19,6 +22,11 @@ def states(job):
     """The state of each session that takes part in rounds, by its number."""
     watched = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON)
     return {state.member.session: state.state for state in watched.sessions}
+
+
+def entries(job):
+    """Server 0's log."""
+    return job.verbs[0].watch(job.opened.session, 0, 0).result(SOON).entries
 
 
 def test_every_open_is_a_new_session(job):
@@ -32,7 +40,7 @@ def test_every_open_is_a_new_session(job):
 
 def test_tokens_grow(job):
     """Each chief's is larger than all before; no other session has one."""
-    tokens = [job.verbs[0].open(CHIEF, 0, 0, True).token for _ in range(3)]
+    tokens = [job.open(CHIEF, 0, True).token for _ in range(3)]
     assert [job.token, *tokens] == sorted({job.token, *tokens})
 
 
@@ -45,6 +53,96 @@ def test_a_task_that_opens_again_ends_its_last_session(job):
     assert told.value.task == str(A)
     job.verbs[0].beat(new, -1, b"")
     assert states(job) == {old: "failed", new: "open"}
+
+
+def test_a_task_that_is_alive_is_not_taken(job):
+    """A second process of it is refused, with its name; the first does not notice. When that is gone it is let in."""
+    first = job.verbs[0].open(A, 1, 0, False).session
+    waits = job.verbs[0].watch(first, 0, UNTIL_ENDED)
+    eventually(lambda: len(job.servers.cores[0]._watchers) == 1)
+    with pytest.raises(TaskTaken, match="another process is /job:worker/task:0") as told:
+        job.verbs[0].open(A, 1, 0, False)
+    assert told.value.task == str(A)
+    job.verbs[0].beat(first, -1, b"")
+    assert not waits.done()
+    job.end(A)
+    second = job.verbs[0].open(A, 1, 0, False).session
+    with pytest.raises(Fenced, match="started again"):
+        waits.result(SOON)
+    assert states(job) == {first: "failed", second: "open"}
+
+
+def test_a_process_that_goes_away_is_noticed(serve):
+    """By the call that it held, which ends with its connection: its task may be taken a beat later, and not before."""
+    servers = serve(1)
+    verb, clock = servers.verbs[0], servers.clock
+    session = verb.open(A, 1, 0, False).session
+    held = verb.watch(session, 0, UNTIL_ENDED)
+    eventually(lambda: len(servers.cores[0]._watchers) == 1)
+    if servers.remote:
+        verb.close()  # type: ignore[attr-defined]
+    else:
+        held.cancel()
+    core = servers.cores[0]
+    eventually(lambda: core._members._sessions[session].parted is not None)
+    clock.now += BEAT - 0.1
+    with pytest.raises(TaskTaken):
+        core.open(A, 1, 0, False)
+    clock.now += 0.2
+    assert core.open(A, 1, 0, False).session > session
+
+
+def test_a_second_job_is_refused(job):
+    """While the first is there, or what it has left; the sentence says what to do. It goes on as if nothing was."""
+    (worker,) = job.join(A)
+    job.variable(worker, 1)
+    blue = partial(job.verbs[0].open, B, 1, 0, False, "sync", "blue")
+    with pytest.raises(ConfigError, match=r"is of the job 'blue', and these servers hold a job without a name"):
+        blue()
+    job.verbs[0].beat(worker.session, -1, b"")
+    job.verbs[0].leave(worker.session, "it failed")
+    job.verbs[0].leave(job.opened.session, "it failed")
+    with pytest.raises(ConfigError, match=r"was not left cleanly.*psctl job end"):
+        blue()
+    job.opened = job.open(CHIEF, 0, True)
+    job.token = job.opened.token
+    job.append(Done())
+    job.verbs[0].leave(job.opened.session, "")
+    assert blue().session > worker.session
+    assert job.verbs[0].status().job == "blue"
+
+
+def test_a_chief_learns_the_greatest_term_that_a_server_knows(job):
+    """A server remembers the chiefs of an earlier life of server 0; a token is above all that its chief was told."""
+    assert job.verbs[1].open(CHIEF, 0, job.opened.session, True).term == 1
+    job.end(CHIEF, True)
+    newer = job.verbs[0].open(CHIEF, 0, 77, True, term=40)
+    assert newer.term == 41
+    assert job.verbs[0].open(CHIEF, 0, 77, True, term=50).token > newer.token
+
+
+def test_a_lost_server_is_told_to_everyone(job):
+    """By the chief, in server 0's log: whoever is there learns it at once. Who comes for the next job is let in."""
+    one, two = job.join(A, B)
+    held = [job.verbs[0].watch(worker.session, 0, UNTIL_ENDED) for worker in (one, two)]
+    job.verbs[0].approve(job.token, len(entries(job)), [Lost(1, "was lost; restart")])
+    for future in held:
+        with pytest.raises(ServerLost, match="was lost; restart") as told:
+            future.result(SOON)
+        assert told.value.task == "/job:ps/task:1"
+    with pytest.raises(ServerLost):
+        job.verbs[0].beat(one.session, -1, b"")
+    job.verbs[0].beat(job.open(A).session, -1, b"")
+
+
+def test_who_is_excluded_while_it_beats_is_told_why(job):
+    """The chief has closed an epoch without it: on server 0 it learns that it held a round up."""
+    hung, other = job.join(A, B)
+    held = job.verbs[0].watch(hung.session, 0, UNTIL_ENDED)
+    job.close([other.member])
+    with pytest.raises(Fenced, match="PS_TIMEOUT_ROUND"):
+        held.result(SOON)
+    assert states(job) == {hung.session: "hung", other.session: "open"}
 
 
 def test_a_process_may_be_worker_and_chief(job):
@@ -113,11 +211,11 @@ def test_a_silent_session_is_lost(job):
 
 def test_any_call_is_a_sign_of_life(job):
     """Not only beats renew a lease."""
-    session = job.open(A).session
+    session, other = job.open(A).session, job.open(B).session
     for _ in range(3):
-        job.servers.spend(6, job.opened.session)
+        job.servers.spend(6, job.opened.session, other)
         job.verbs[0].propose(session, None, "dataset:0", None)
-    assert states(job) == {session: "open"}
+    assert states(job) == {session: "open", other: "open"}
 
 
 def test_who_waits_does_not_live_by_that(job):
@@ -134,22 +232,23 @@ def test_who_waits_does_not_live_by_that(job):
 
 def test_a_late_goodbye_counts(job):
     """Who was thought dead and then leaves cleanly has done its part."""
-    session = job.open(A).session
-    job.servers.spend(12, job.opened.session)
-    assert states(job) == {session: "lost"}
+    session, other = job.open(A).session, job.open(B).session
+    job.servers.spend(12, job.opened.session, other)
+    assert states(job) == {session: "lost", other: "open"}
     job.verbs[0].leave(session, "")
-    assert states(job) == {session: "left"}
+    assert states(job) == {session: "left", other: "open"}
 
 
 def test_time_in_which_a_server_stood_still_counts_for_no_lease(job):
     """It could hear nobody."""
-    session = job.open(A).session
-    job.servers.spend(8, job.opened.session)
+    session, other = job.open(A).session, job.open(B).session
+    job.servers.spend(8, job.opened.session, other)
     job.servers.clock.now += 1000.0
-    job.servers.spend(1, job.opened.session)
-    assert states(job) == {session: "open"}
-    job.servers.spend(3, job.opened.session)
-    assert states(job) == {session: "lost"}
+    job.servers.tick()
+    job.servers.spend(1, job.opened.session, other)
+    assert states(job) == {session: "open", other: "open"}
+    job.servers.spend(3, job.opened.session, other)
+    assert states(job) == {session: "lost", other: "open"}
 
 
 def test_an_epoch_fences_whom_it_leaves_out(job):
@@ -159,8 +258,8 @@ def test_an_epoch_fences_whom_it_leaves_out(job):
     waiting = out.push(plan, [5], server=1)
     job.arrived(out, server=1)
     job.close([stays.member])
-    for server in job.verbs:
-        with pytest.raises(Fenced, match="new epoch"):
+    for server, why in zip(job.verbs, ("held up a round", "new epoch"), strict=True):
+        with pytest.raises(Fenced, match=why):
             server.beat(out.session, -1, b"")
     with pytest.raises(Fenced, match="new epoch"):
         waiting.result(SOON)

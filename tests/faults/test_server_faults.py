@@ -1,7 +1,11 @@
-"""A server that dies, stops or is replaced: every process gets `ServerLost` that names it, and nobody mixes states."""
+"""A server that dies or is replaced: every process gets `ServerLost` that names it, and nobody mixes states.
+
+One that is only silent is waited for.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
 
@@ -49,23 +53,15 @@ def serve(rounds, stops):
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
 
 
-@pytest.mark.parametrize(
-    ("server", "number"),
-    [
-        pytest.param(PS0, signal.SIGKILL, id="the first, killed"),
-        pytest.param(PS1, signal.SIGSTOP, id="another, stopped"),
-        pytest.param(PS1, signal.SIGKILL, id="another, killed", marks=pytest.mark.soak),
-        pytest.param(PS0, signal.SIGSTOP, id="the first, stopped", marks=pytest.mark.soak),
-    ],
-)
-def test_a_server_that_is_lost(tmp_path, server, number):
-    """Killed or stopped: within a lease every process knows which one, whatever it does, and ends."""
+@pytest.mark.parametrize("server", [PS0, PS1])
+def test_a_server_that_is_lost(tmp_path, server):
+    """Killed: within a lease every process knows which one, whatever it does, and ends."""
     with Job(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
         job.hear(W1, "at", 5)
-        job.kill(server, number)
+        job.kill(server)
         began = time.monotonic()
         for task in (W0, CHIEF):  # one waits in a round, one for news
-            text = job.hear_error(task, f"error: {server}: was lost")
+            text = job.hear_error(task, f"error: {server}: was lost (nothing listens there any more")
             assert "restart from a checkpoint" in text
             assert time.monotonic() - began < QUICK.lease + MARGIN
         job.open("go")
@@ -73,8 +69,75 @@ def test_a_server_that_is_lost(tmp_path, server, number):
             assert job.hear(task, "lost")[0] == str(server)
             assert job.exited(task) == 1
         assert job.exited(CHIEF) == 1
-        job.kill(server)
         assert not job.said(W0, "sums")
+
+
+@pytest.mark.parametrize("server", [PS0, PS1])
+def test_a_server_that_pauses_is_waited_for(tmp_path, server):
+    """For two leases: everybody says that it is silent, nobody ends, and all goes on where it was."""
+    with Job(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
+        job.hear(W1, "at", 5)
+        job.kill(server, signal.SIGSTOP)
+        time.sleep(2 * QUICK.lease)
+        for task in (W0, W1, CHIEF):
+            job.hear_error(task, f"no answer from {server}")
+        job.open("go")
+        job.kill(server, signal.SIGCONT)
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == [2020.0, 2020.0]
+        job.finish()
+        assert not job.said(W0, "lost")
+        assert "is complete without" not in job.errors(W0)
+
+
+@pytest.mark.parametrize("server", [pytest.param(PS0, marks=pytest.mark.soak), PS1])
+def test_a_server_that_is_silent_for_too_long_is_lost(tmp_path, server):
+    """After `PS_TIMEOUT_SERVER` every process ends, and says which server, for how long, and by which setting."""
+    timeouts = dataclasses.replace(QUICK, server=3.0)
+    with Job(serve, tmp_path, (20, [[1, 5]]), **{**KEYS, "timeouts": timeouts}) as job:
+        job.hear(W1, "at", 5)
+        job.kill(server, signal.SIGSTOP)
+        for task in (W0, CHIEF):
+            assert "PS_TIMEOUT_SERVER" in job.hear_error(task, f"error: {server}: was lost: no answer")
+        job.open("go")
+        for task in (W0, W1):
+            assert job.hear(task, "lost")[0] == str(server)
+            assert job.exited(task) == 1
+        job.kill(server)
+
+
+def join(rounds):
+    """Counts rounds on both servers; says when it is about to open its sessions."""
+    say("begins")
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(4), name="v")
+        u = ps.Variable(np.zeros(4), name="u")
+    while strategy.round < rounds:
+        say("at", strategy.round)
+        gate("go")
+        strategy.run(lambda: add_all([(v, np.ones(4)), (u, np.ones(4))]))
+
+
+def test_who_opens_its_sessions_learns_that_a_server_is_lost(tmp_path):
+    """As all others do, and not only when `PS_TIMEOUT_START` is over."""
+    with Job(join, tmp_path, (5,), **KEYS) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", 0)
+        job.kill(PS1, signal.SIGSTOP)  # it lets in nobody, and is not lost yet
+        job.kill(W1)
+        job.start(W1)
+        job.hear(W1, "begins")
+        with job.server(PS0) as keeper:
+            job.until(lambda: any(s.member.task == W1 and s.state == "open" for s in keeper.status().sessions))
+            job.kill(PS1)
+            began = time.monotonic()
+            job.hear_error(W1, f"error: {PS1}: was lost")
+            assert time.monotonic() - began < QUICK.lease + MARGIN
+            assert job.exited(W1) == 1
+            # It has said goodbye, to the server that is there.
+            sessions = [s.state for s in keeper.status().sessions if s.member.task == W1]
+            assert sessions[-1] == "failed"
 
 
 @pytest.mark.parametrize("server", [pytest.param(PS0, marks=pytest.mark.soak), PS1])

@@ -157,20 +157,20 @@ def test_a_variable_that_one_server_cannot_hold_does_not_end_the_chief(tmp_path)
 
 def test_leases_end_by_ticks_alone(job):
     """A clock that nobody looks at ends nothing; one that was not looked at for long forgives."""
-    (one,) = job.join(A)
+    one, other = job.join(A, B)
     job.servers.clock.now += 9_999.0
     job.verbs[0].beat(job.opened.session, -1, b"")
     job.servers.tick()
     job.verbs[0].beat(one.session, -1, b"")
-    job.servers.spend(11, job.opened.session)
+    job.servers.spend(11, job.opened.session, other.session)
     with pytest.raises(Fenced, match="lease"):
         job.verbs[0].beat(one.session, -1, b"")
 
 
 def test_only_server_0_ends_sessions(job):
     """The others have no leases; they learn of it by an epoch."""
-    (one,) = job.join(A)
-    job.servers.spend(30, job.opened.session)
+    one, other = job.join(A, B)
+    job.servers.spend(30, job.opened.session, other.session)
     job.verbs[1].beat(one.session, -1, b"")
     job.close([])
     with pytest.raises(Fenced, match="epoch"):

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from psserver.membership import COARSE, DRAWN, REMEMBERED, Membership
-from pswire.errors import ConfigError, Diverged, Fenced
+from psserver.membership import DRAWN, MAX_TERM, REMEMBERED, Membership
+from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, TaskTaken
+from pswire.log import Member
 from tests.support.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]
 LEASE = 10.0
+BEAT = 2.0
 
 
 @pytest.fixture
 def members():
     """Nobody yet."""
-    return Membership(LEASE)
+    return Membership(LEASE, BEAT)
+
+
+def again(members, number, task, now=0.0, drives=False):
+    """The number of the session of a task's next process; the one before has ended."""
+    members.leave(number, "it ended")
+    return opened(members, task, now, drives)
 
 
 def opened(members, task, now=0.0, drives=False, key=0):
@@ -37,14 +45,51 @@ def beat(members, number, now, waits=(-1, b"")):
 
 
 def test_a_lease_ends_after_its_time_and_not_before(members):
-    """At the very end it holds; each sign of life begins it anew."""
-    number = opened(members, A, 100.0)
-    assert members.expire(100.0 + LEASE) == []
+    """At the very end it holds; each sign of life begins it anew. Somebody else is heard all the time."""
+    number, other = opened(members, A, 100.0), opened(members, B, 100.0)
+
+    def expired(now):
+        members.touch(other, now)
+        return members.expire(now)
+
+    assert expired(100.0 + LEASE / 2) == expired(100.0 + LEASE) == []
     beat(members, number, 100.0 + LEASE)
-    assert members.expire(100.0 + 2 * LEASE) == []
-    assert members.expire(100.1 + 2 * LEASE) == [A]
-    assert members.expire(500.0) == []
-    assert states(members) == {number: "lost"}
+    assert expired(100.0 + 1.5 * LEASE) == expired(100.0 + 2 * LEASE) == []
+    assert expired(100.1 + 2 * LEASE) == [A]
+    assert expired(104.0 + 2 * LEASE) == []
+    assert states(members) == {number: "lost", other: "open"}
+
+
+def test_while_nobody_is_heard_no_lease_runs(members):
+    """It is the server that is cut off: when the first is heard again, each has a whole lease to be."""
+    one, two = opened(members, A), opened(members, B)
+    for now in (LEASE / 2, LEASE, 3 * LEASE, 60.0):
+        assert members.expire(now) == []
+    beat(members, one, 61.0)
+    assert members.expire(61.0 + LEASE) == []
+    for now in (65.0, 69.0, 72.0):
+        beat(members, one, now)
+    assert members.expire(72.0) == [B]
+    assert states(members) == {one: "open", two: "lost"}
+
+
+def test_whose_connection_ends_as_a_process_does_is_lost_all_the_same(members):
+    """A killed process says so by its connection, at once; one that ends long after a silence is a cut network."""
+    opened(members, A)
+    members.part(opened(members, B), BEAT)
+    members.part(opened(members, C), 2 * BEAT + 0.1)
+    assert members.expire(LEASE) == []
+    assert members.expire(LEASE + 0.1) == [B]
+
+
+def test_who_is_heard_again_has_not_vanished(members):
+    """A connection that ended was only that."""
+    number = opened(members, A)
+    members.part(number, 1.0)
+    beat(members, number, 2.0)
+    assert members.expire(3 * LEASE) == []
+    with pytest.raises(TaskTaken):
+        opened(members, A, 2.0 + BEAT)
 
 
 def test_any_call_renews_a_lease(members):
@@ -56,30 +101,82 @@ def test_any_call_renews_a_lease(members):
 
 def test_a_clock_that_jumps_ends_no_lease_that_is_forgiven(members):
     """A server that stood still could hear nobody; it says for how long."""
-    one, chief = opened(members, A), opened(members, CHIEF, drives=True)
+    one, chief, other = opened(members, A), opened(members, CHIEF, drives=True), opened(members, B)
     members.forgive(1000.0)
     assert members.expire(1005.0) == []
     assert members.chief_silent(1005.0) == 5.0
+    members.touch(other, 1005.0)
+    members.touch(other, 1009.0)
     assert members.expire(1011.0) == [A, CHIEF]
-    assert states(members) == {one: "lost"}
+    assert states(members) == {one: "lost", other: "open"}
     assert chief > one
 
 
 def test_a_chief_has_a_lease_too(members):
-    """It is no member, and is lost like one."""
+    """It is no member, and is lost like one; that nobody else is heard is no excuse for it."""
     opened(members, CHIEF, drives=True)
     assert members.states(0.0) == ()
     assert members.expire(LEASE + 1) == [CHIEF]
 
 
-def test_who_opens_again_replaces_itself_alone(members):
-    """By task and role: a worker that is chief as well has two sessions."""
+def test_a_task_that_is_alive_is_not_taken(members):
+    """A second process of it is refused, whatever it is started for; the first does not notice."""
+    first, other = opened(members, A), opened(members, B)
+    with pytest.raises(TaskTaken, match=r"another process is /job:worker/task:0 of this job.*1\.5 s ago.*TF_CONFIG"):
+        opened(members, A, 1.5)
+    assert states(members) == {first: "open", other: "open"}
+
+
+def test_a_task_whose_process_is_gone_is_taken(members):
+    """Its connection has ended and no beat has followed, its lease is over, or it left. A chief beside it goes on."""
     first, chief, other = opened(members, A), opened(members, A, drives=True), opened(members, B)
-    second = opened(members, A)
+    members.part(first, 1.0)
+    with pytest.raises(TaskTaken):
+        opened(members, A, 0.9 + BEAT)
+    second = opened(members, A, 1.0 + BEAT)
     assert states(members) == {first: "failed", other: "open", second: "open"}
     members.check(chief)
     with pytest.raises(Fenced, match="started again"):
         members.check(first)
+    for now in (LEASE / 2, LEASE, 1.5 * LEASE):
+        members.touch(other, now)  # while nobody is heard no lease is over
+    third = opened(members, A, 1.5 * LEASE)
+    fourth = again(members, third, A, 1.5 * LEASE)
+    assert states(members)[fourth] == "open"
+
+
+def test_only_one_process_is_chief(members):
+    """Also where another task would drive; once its lease is over, the next one may, with a greater token."""
+    number, token = members.open(CHIEF, 0, True, 1, 0.0)
+    with pytest.raises(TaskTaken, match=r"another process is chief of this job, as /job:chief/task:0"):
+        members.open(A, 0, True, 2, 1.0)
+    assert members.token == token
+    assert members.open(A, 0, True, 2, LEASE + 1)[1] > token
+    with pytest.raises(Fenced):
+        members.check(number)
+
+
+def test_another_job_is_refused_until_this_one_is_over():
+    """The sentence says how to join it, and how to discard it. A process of the same job comes as always."""
+    held = [True]
+    members = Membership(LEASE, BEAT, held=lambda: held[0])
+    held[0] = False
+    one = members.open(A, 1, False, 0, 0.0, job="red")[0]
+    refused = r"is of the job 'blue', and these servers hold the job 'red': .*set PS_JOB=red.*psctl job end"
+    with pytest.raises(ConfigError, match=refused + "|.*task:0 of it are here"):
+        members.open(B, 1, False, 0, 0.0, job="blue")
+    with pytest.raises(ConfigError, match="without a name"):
+        members.open(B, 1, False, 0, 0.0)
+    held[0] = True
+    members.leave(one, "")
+    with pytest.raises(ConfigError, match="its variables are, and it was not left cleanly"):
+        members.open(B, 1, False, 0, 0.0, job="blue")
+    assert members.job == "red"
+    members.open(B, 1, False, 0, 0.0, job="red")
+    held[0] = False
+    members.leave(2, "")
+    members.open(B, 1, False, 0, 0.0, job="blue")
+    assert members.job == "blue"
 
 
 def test_one_mode_for_all_who_run_the_script(members):
@@ -92,26 +189,38 @@ def test_one_mode_for_all_who_run_the_script(members):
     members.check(one)
     members.check(chief)
     assert states(members) == {one: "open"}
-    again = members.open(A, 1, False, 0, 0.0, "sync")[0]
+    next_one = again(members, one, A)
     other = opened(members, B)
-    assert states(members) == {one: "failed", again: "open", other: "open"}
+    assert states(members) == {one: "failed", next_one: "open", other: "open"}
 
 
 def test_a_refused_session_ends_nobody(members):
     """What a task had goes on if its new process may not begin."""
     first, other = opened(members, A), opened(members, B)
     with pytest.raises(ConfigError):
-        members.open(A, 1, False, 0, 0.0, "async")
+        members.open(A, 1, False, 0, 2 * LEASE, "async")
     assert states(members) == {first: "open", other: "open"}
 
 
 def test_numbers_and_tokens_are_never_given_twice(members):
-    """Nor those of an earlier life of the server, which are smaller."""
-    later = Membership(LEASE, first=1 << 40)
-    numbers = [opened(later, A), opened(later, A), opened(later, CHIEF, drives=True)]
+    """Nor those of an earlier life of the server, from which they are far by chance."""
+    later = Membership(LEASE, BEAT, first=1 << 40)
+    one = opened(later, A)
+    numbers = [one, again(later, one, A), opened(later, CHIEF, drives=True)]
     assert numbers == sorted(set(numbers))
     assert min(numbers) > 1 << 40
-    assert later.token >> DRAWN == (1 << 40 >> COARSE) + 1
+    assert later.term == 1
+
+
+def test_a_chief_is_above_all_that_anybody_has_heard_of(members):
+    """Other servers may remember chiefs of an earlier life of this one; what no chief can have reached is refused."""
+    number, token = members.open(CHIEF, 0, True, 5, 0.0, term=41)
+    assert (members.term, token >> DRAWN) == (42, 42)
+    assert members.open(CHIEF, 0, True, 5, 0.0, term=42) == (number, token)
+    assert members.open(CHIEF, 0, True, 5, 0.0, term=50) == (number, members.token)
+    assert members.term == 51
+    with pytest.raises(InvalidRequest):
+        members.open(CHIEF, 0, True, 5, 0.0, term=MAX_TERM + 1)
 
 
 def test_a_token_cannot_be_guessed(members):
@@ -124,12 +233,11 @@ def test_a_token_cannot_be_guessed(members):
 def test_only_so_many_sessions_may_be_open():
     """One more is refused with what to do; a task that is started again takes its own place."""
     few = Membership(LEASE, limit=2)
-    opened(few, A)
+    first = opened(few, A)
     opened(few, CHIEF, drives=True)
     with pytest.raises(ConfigError, match=r"worker/task:1.*2 sessions.*--max-sessions"):
         opened(few, B)
-    again = opened(few, A)
-    few.leave(again, "")
+    few.leave(again(few, first, A), "")
     opened(few, B)
 
 
@@ -137,7 +245,7 @@ def test_what_has_ended_is_not_remembered_for_ever():
     """Who opens again and again is refused one day: each time is told to the chief, and takes memory."""
     few = Membership(LEASE, limit=1)
     for _ in range(REMEMBERED):
-        opened(few, A)
+        few.leave(opened(few, A), "it ended")
     with pytest.raises(ConfigError, match="started 64 times already"):
         opened(few, A)
 
@@ -146,7 +254,7 @@ def test_a_resent_open_is_the_same_session(members):
     """By its key; another key is another process."""
     first = members.open(CHIEF, 0, True, 77, 0.0)
     assert members.open(CHIEF, 0, True, 77, 1.0) == first
-    second = members.open(CHIEF, 0, True, 78, 2.0)
+    second = members.open(CHIEF, 0, True, 78, 2.0 + LEASE)
     assert second[0] > first[0]
     assert second[1] > first[1]
 
@@ -166,6 +274,7 @@ def test_what_a_chief_acts_on_changes_the_version(members):
     members.enter(number, "dataset:0")
     beat(members, number, 1.0, (3, b"x"))
     members.touch(number, 2.0)
+    members.part(number, 3.0)
     assert not changed()
     members.expire(100.0)
     assert changed()
@@ -212,6 +321,8 @@ def test_a_divergence_that_is_reported_ends_everyone(members):
 def test_a_clean_end_is_none_after_a_failure(members):
     """Who was thought dead may still say that it is done; who failed may not take it back."""
     lost, failed, replaced = opened(members, A), opened(members, B), opened(members, C)
+    for number in (lost, failed, replaced):
+        members.part(number, 0.0)
     members.expire(LEASE + 1)
     members.leave(lost, "")
     beat_again = opened(members, C)
@@ -239,11 +350,11 @@ def test_the_end_of_a_chief(members):
     """The newest one's own farewell is what counts."""
     assert not members.chief_left()
     assert members.chief_silent(5.0) == float("inf")
-    old, new = opened(members, CHIEF, drives=True), opened(members, CHIEF, 3.0, drives=True)
+    old, new = opened(members, CHIEF, drives=True), opened(members, CHIEF, 3.0 + LEASE, drives=True)
     with pytest.raises(Fenced, match="started again"):
         members.leave(old, "")
     assert not members.chief_left()
-    assert members.chief_silent(5.0) == 2.0
+    assert members.chief_silent(5.0 + LEASE) == 2.0
     members.leave(new, "")
     assert members.chief_left()
 
@@ -254,3 +365,33 @@ def test_states_tell_how_long_it_is_silent(members):
     members.enter(number, "dataset:0")
     (state,) = members.states(6.5)
     assert (state.member.task, state.member.session, state.entry, state.silent) == (A, number, "dataset:0", 2.5)
+
+
+def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):
+    """In the first round that it makes in a group; after that, and where all begin together, it is everyone's end."""
+    one, two, new = (opened(members, task) for task in (A, B, C))
+    members.join([Member(A, one, 1), Member(B, two, 1)], -1)
+    members.join([Member(A, one, 1), Member(B, two, 1), Member(C, new, 1)], 4)
+    beat(members, new, 0.0, (4, b"y"))
+    beat(members, one, 0.0, (4, b"x"))
+    with pytest.raises(
+        NewcomerDiverged, match=r"in its first round, 4.*worker/task:0 is at: section x.*go on without it"
+    ):
+        members.check(new)
+    members.check(one)
+    beat(members, one, 0.0, (5, b"x"))
+    beat(members, two, 0.0, (5, b"y"))
+    with pytest.raises(Diverged, match="round 5"):
+        members.check(one)
+
+
+def test_who_is_excluded_while_it_beats_is_told_why(members):
+    """It held a round up; who had ended is told of that end."""
+    hung, left, other = opened(members, A), opened(members, B), opened(members, C)
+    members.leave(left, "")
+    members.exclude({hung, left, 999})
+    with pytest.raises(Fenced, match="PS_TIMEOUT_ROUND"):
+        members.check(hung)
+    assert states(members) == {hung: "hung", left: "left", other: "open"}
+    with pytest.raises(Fenced, match="PS_TIMEOUT_ROUND"):
+        members.leave(hung, "")

@@ -30,9 +30,9 @@ from psclient.group import Group
 from psclient.session import Session
 from psserver.core import Core
 from psserver.rounds import Record
-from pswire.api import Contribution, RoundReply
+from pswire.api import Contribution, Opened, RoundReply
 from pswire.cluster import ClusterSpec, Task
-from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError
+from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, TaskTaken
 from pswire.limits import Timeouts
 from pswire.log import Epoch, EpochClosed, Mode, Started
 from pswire.payload import Chunk, Payload
@@ -53,9 +53,27 @@ class Stepped(Session):
     """A session whose process stands still where it waits, and beats when the model says so."""
 
     pause: Callable[[], None]
+    opens: list[int]
 
-    def _beat(self, server: Any) -> None:
-        pass
+    def open(self, waits: bool = True) -> None:
+        self.opens = []
+        super().open(waits)
+
+    def _start_beating(self, index: int) -> None:
+        self.opens.append(index)
+
+    def _hold(self) -> None:
+        pass  # the model says when a process that has ended is seen to have
+
+    def _open_first(self, key: int) -> Opened:
+        while True:
+            try:
+                return self._open_at(self.keeper, key)
+            except TaskTaken:
+                self.pause()
+
+    def _unless_broken(self, work: Callable[[], Any]) -> Any:
+        return work()
 
     def wait(self, future: Future[Any], *_: Any) -> Any:
         while not future.done():
@@ -198,7 +216,7 @@ class Worker:
         """Says that it lives, and what it waits for, to the servers on which its session is open."""
         if self.state != "runs":
             return
-        for server in self.model.cores[: len(self.session._beats)]:
+        for server in self.model.cores[: len(self.session.opens)]:
             try:
                 server.beat(self.session.number, *self.session.waits)
             except PSError as error:
@@ -209,9 +227,24 @@ class Worker:
         if self.state == "runs":
             self.state = state
             self.strand.kill()
+            self.model.part(self.session)
             for message in self.model.messages:
                 if message.said.session == self.session.number and message.answers:
                     message.travels = False
+
+
+class Stepping(Chief):
+    """A chief that stands still where it waits; it looks for no hung member, as the model has none."""
+
+    pause: Callable[[], None] = staticmethod(lambda: None)
+
+    def _new_session(self) -> Stepped:
+        session = Stepped(self._task, self._servers, 0, True, TIMEOUTS)
+        session.pause = lambda: self.pause()
+        return session
+
+    def _stalled(self) -> bool:
+        return False
 
 
 class Driver:
@@ -222,10 +255,19 @@ class Driver:
     def __init__(self, model: Model) -> None:
         self.model = model
         lines: list[Any] = [Line(model, self, server) for server in range(len(model.cores))]
-        self.chief = Chief(CHIEF, lines, model.cluster, TIMEOUTS)
-        self.session = self.chief._session = Stepped(CHIEF, lines, 0, True, TIMEOUTS)
+        self.chief = Stepping(CHIEF, lines, model.cluster, TIMEOUTS)
         self.strand = Thread(self._run)
-        self.session.pause = self.strand.pause
+        self.chief.pause = self.strand.pause
+
+    @property
+    def session(self) -> Session:
+        """The one that it has now: it may have opened again."""
+        return self.chief._session
+
+    def kill(self) -> None:
+        """Dies."""
+        self.strand.kill()
+        self.model.part(self.session)
 
     def _run(self) -> None:
         try:
@@ -237,9 +279,11 @@ class Driver:
         """Goes on for some calls; if there is a newer chief, it decides nothing."""
         for _ in range(times):
             log = self.model.cores[0]._log.entries
-            before, replaced = len(log), 0 < self.session.token < self.model.cores[0]._members.token
+            before, token = len(log), self.session.token
+            replaced = 0 < token < self.model.cores[0]._members.token
             ended = self.model.over
             self.strand.resume()
+            replaced = replaced and self.session.token == token  # else it is chief again
             assert not replaced or len(log) == before, "a chief that was replaced still decides"
             if self.model.over and not ended:
                 # Whoever comes now begins another job, which is none of this model's.
@@ -439,13 +483,18 @@ class Model(RuleBasedStateMachine):
     def kill_chief(self) -> None:
         """The newest chief is killed, between two calls."""
         if self.drivers and not self.over:
-            self.drivers[-1].strand.kill()
+            self.drivers[-1].kill()
 
     def end_chiefs(self, but: Driver) -> None:
         """Ends all chiefs but one."""
         for driver in self.drivers:
             if driver is not but:
-                driver.strand.kill()
+                driver.kill()
+
+    def part(self, session: Session) -> None:
+        """The connection of a process that has ended ends."""
+        if session.number:
+            self.cores[0]._members.part(session.number, self.clock())
 
     @rule(who=st.integers(0, 5))
     def kill(self, who: int) -> None:

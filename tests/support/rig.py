@@ -43,6 +43,7 @@ from pswire.tensor import Array, TensorSpec, portable, spec_of
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))
+BEAT = Timeouts.beat
 SOON = 20.0
 """Seconds within which whatever can be answered is."""
 
@@ -175,11 +176,20 @@ class Job:
         return entry
 
     def open(self, task: Task, replicas: int = 1, drives: bool = False, mode: Mode = "sync") -> Opened:
-        """Opens a session on every server."""
+        """Opens a session on every server; the process that was this task, or chief, before it has ended."""
+        self.end(task, drives)
         opened = self.verbs[0].open(task, replicas, 0, drives, mode)
         for server in self.verbs[1:]:
             server.open(task, replicas, opened.session, drives, mode)
         return opened
+
+    def end(self, task: Task, drives: bool = False) -> None:
+        """The processes that are a task, or any chief, end: their connections have, for a beat nobody has beaten."""
+        first = self.servers.cores[0]
+        with first._lock:
+            for state in first._members.states(self.servers.clock(), drivers=True):
+                if state.drives == drives and (drives or state.member.task == task):
+                    first._members.part(state.member.session, self.servers.clock() - BEAT)
 
     def append(self, *entries: Entry) -> None:
         """Appends to server 0's log and copies all of it to the others."""

@@ -1,0 +1,49 @@
+"""How much of the time that passes counts against the deadlines of waits: not that in which a server was silent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Patience:
+    """Watches the beats to all servers. May be used by any thread.
+
+    While a server stands still, or is cut off, no round can complete, and nobody is to blame: that time does not count,
+    nor does the lease after it, in which everyone comes back. The same holds while this process itself stands still.
+
+    Args:
+        lease: of the sessions, in seconds.
+        beat: seconds between two beats.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, lease: float, beat: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lease = lease
+        self._usual = beat + lease / 4
+        self._clock = clock
+        self._lock = threading.Lock()  # guards the two below
+        self._heard: dict[int, float] = {}
+        self._stood: dict[int, float] = {}
+
+    def heard(self, server: int) -> None:
+        """A server has answered a beat."""
+        now = self._clock()
+        with self._lock:
+            gap = now - self._heard.get(server, now)
+            if gap > self._usual:
+                self._stood[server] = self._stood.get(server, 0.0) + gap + self._lease
+            self._heard[server] = now
+
+    def stood(self) -> float:
+        """Seconds so far that count against no deadline; it never becomes less."""
+        now = self._clock()
+        with self._lock:
+            return max(
+                (self._stood.get(server, 0.0) + self._gap(now - last) for server, last in self._heard.items()),
+                default=0.0,
+            )
+
+    def _gap(self, gap: float) -> float:
+        return gap + self._lease if gap > self._usual else 0.0
