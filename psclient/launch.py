@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from psclient.config import LANE, LaunchConfig, child_environ
+from psclient.config import JOB, LANE, LaunchConfig, child_environ, job_from
 from psclient.processes import (
     address_in,
     await_listening,
@@ -108,6 +108,8 @@ class Cluster:
         if not (self._options.token or self._options.token_file):
             # Others on this machine are not let in.
             self._options = dataclasses.replace(self._options, token=secrets.token_hex(TOKEN_BYTES))
+        self.job = job_from() or secrets.token_hex(4)
+        """The identity of the job."""
         self._sink = sink
         self._more = dict(more or {})
         self._relay: Relay | None = None
@@ -245,7 +247,12 @@ class Cluster:
         command = [sys.executable, "-P", "-m", "psclient.cli", "--die-with-parent", str(os.getpid())]
         command += self._flags(task)
         command += ["--", self.config.script, *self.config.args] if runs else []
-        told = {LANE: self.config.lane} | self._options.variables() | self._more | {"TF_CONFIG": self.tf_config(task)}
+        told = (
+            {LANE: self.config.lane, JOB: self.job}
+            | self._options.variables()
+            | self._more
+            | {"TF_CONFIG": self.tf_config(task)}
+        )
         environ = child_environ(self._tasks(), self.config.timeouts, told)
         return spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 

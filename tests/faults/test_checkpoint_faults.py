@@ -50,7 +50,7 @@ from tests.support.rig import (
 )
 
 DYING = Path(__file__).parent.parent / "support" / "dying.py"
-CALM = Timeouts(lease=60.0, call=10.0, round=SOON)
+CALM = Timeouts(lease=60.0, call=10.0, round=180.0)
 
 
 # ---- Processes ----

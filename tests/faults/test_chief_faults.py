@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 
 import numpy as np
-import pytest
 
 import psclient as ps
 from tests.support.inside import ME, add, gate, say
@@ -85,18 +84,38 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
         job.finish()
 
 
-@pytest.mark.soak
-def test_of_two_chiefs_that_both_speak_the_older_is_refused(tmp_path):
-    """Neither is silent: the one with the smaller token is fenced out, and every sum is exact."""
+def test_a_second_chief_is_refused_while_the_first_is_there(tmp_path):
+    """It waits for a lease, says for whom, and ends; the first does not notice, and every sum is exact."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
     with Job(drive, tmp_path, (20, 5), **keys) as job:
         for task in (W0, W1):
             job.hear(task, "at", 10)
         older = job.cluster.processes[CHIEF]
         job.start(CHIEF)
-        assert older.wait(20) == 1
+        job.hear_error(CHIEF, "another process is chief of this job")
+        assert job.cluster.processes[CHIEF].wait(20) == 2
+        assert older.poll() is None
         job.open("known")
         for task in (W0, W1):
             assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
+        assert older.wait(20) == 0
+        assert {job.exited(task) for task in (W0, W1, PS0, PS1)} == {0}
+
+
+def test_a_chief_that_was_paused_goes_on(tmp_path):
+    """Its lease has ended, and nobody has taken its place: it opens again, with a new token, and the job goes on."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
+    with Job(drive, tmp_path, (20, 5), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", 10)
+        job.kill(CHIEF, signal.SIGSTOP)
+        with job.server(PS0) as server:
+            job.until(lambda: [s.state for s in server.status().sessions if s.drives] == ["lost"])
+        job.open("known")
+        for task in (W0, W1):
+            job.hear_error(task, "waits in round 20 for the chief")
+        job.kill(CHIEF, signal.SIGCONT)
+        job.hear_error(CHIEF, "nobody has taken its place, and it goes on")
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
         job.finish()
-        assert {job.cluster.processes[task].returncode for task in (PS0, PS1, CHIEF)} == {0}

@@ -18,7 +18,7 @@ STARTING = 20.0
 START = 2.0
 """PS_TIMEOUT_START: how long a process waits for the others. The default is two minutes."""
 
-QUICK = {"PS_TIMEOUT_START": str(START), "PS_TIMEOUT_ROUND": "2", "PS_TIMEOUT_LEASE": "2", "PS_TIMEOUT_BEAT": "0.3"}
+QUICK = {"PS_TIMEOUT_START": str(START), "PS_TIMEOUT_ROUND": "6", "PS_TIMEOUT_LEASE": "2", "PS_TIMEOUT_BEAT": "0.3"}
 
 CLUSTER = {"ps": ["127.0.0.1:1"], "worker": ["127.0.0.1:2", "127.0.0.1:3"]}
 

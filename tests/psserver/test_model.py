@@ -53,11 +53,10 @@ class Stepped(Session):
     """A session whose process stands still where it waits, and beats when the model says so."""
 
     pause: Callable[[], None]
-    opens: list[int]
 
-    def open(self, waits: bool = True) -> None:
-        self.opens = []
-        super().open(waits)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.opens: list[int] = []
 
     def _start_beating(self, index: int) -> None:
         self.opens.append(index)

@@ -32,7 +32,7 @@ from tests.support.rig import core
 
 NAMES = ("ps-0", "ps-1", "worker-0", "worker-1", "chief-0", "admin")
 PS0 = Task("ps", 0)
-HASTY = Timeouts(start=60.0, call=10.0, lease=10.0, round=20.0)
+HASTY = Timeouts(start=60.0, call=10.0, lease=10.0, round=30.0)
 """A refusal has to come long before these."""
 
 

@@ -17,7 +17,7 @@ import grpc
 from psclient.rpc import RemoteServer
 from pswire.cluster import ClusterSpec
 from pswire.lanes import LaneName
-from pswire.limits import Timeouts
+from pswire.limits import Refused, Timeouts
 from pswire.security import Security
 
 Continuation = Callable[[Any, Any], Any]
@@ -181,7 +181,12 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[R
     """
 
     def connected(
-        cluster: ClusterSpec, timeouts: Timeouts, lane: LaneName = "grpc", security: Security | None = None
+        cluster: ClusterSpec,
+        timeouts: Timeouts,
+        lane: LaneName = "grpc",
+        security: Security | None = None,
+        drives: bool = False,
+        refused: Refused = "lost",
     ) -> list[RemoteServer]:
         # Always by the grpc lane, whatever is asked for: interceptors see no other.
         return [
@@ -191,6 +196,7 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[R
                 timeouts,
                 interceptors if only in (None, task.index) else (),
                 security=security,
+                decides=drives or task.index == 0,
             )
             for task in cluster.tasks("ps")
         ]

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import textwrap
 import threading
 import time
@@ -37,7 +38,7 @@ LAST_WORDS = 1.0
 QUICK = Timeouts(lease=2.0, beat=0.25, call=10.0, round=40.0, word=0.5, chief=30.0, start=30.0)
 """For tests that wait until a lease has ended."""
 
-CALM = Timeouts(lease=20.0, beat=0.25, call=20.0, round=40.0, word=0.5, chief=30.0, start=30.0)
+CALM = Timeouts(lease=20.0, beat=0.25, call=20.0, round=60.0, word=0.5, chief=30.0, start=30.0)
 """For tests in which none may end: other tests share the machine."""
 
 CHIEF = Task("chief", 0)
@@ -117,6 +118,14 @@ class Job:
     def start(self, task: Task) -> None:
         """Starts a task again after its end."""
         self.cluster.start_task(task)
+
+    def stray(self, task: Task, **variables: str) -> subprocess.Popen[bytes]:
+        """Starts one more process of a task, with these environment variables, beside the one that there is."""
+        kept, self.cluster._more = self.cluster._more, variables
+        try:
+            return self.cluster._client(task)
+        finally:
+            self.cluster._more = kept
 
     # ---- What its processes say ----
 

@@ -1,0 +1,201 @@
+"""Who is given up, by whom, and on what: hung workers, second processes, second jobs, scripts that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from tests.support.inside import DIRECTORY, ME, add, add_all, gate, say
+from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, W2, Job
+
+HASTY = dataclasses.replace(QUICK, round=3 * QUICK.lease)
+"""The shortest time for a round that may be set."""
+
+KEYS = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": HASTY}
+
+
+def count(rounds, stops):
+    """Each contribution is a power of 100, so that the sums' digits count contributions by worker.
+
+    A worker stops in its replica function, at the gates that `stops` names for it and its round, while its beats go on.
+    A life that finds something there begins in the round that the others are in.
+    """
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(4), name="v")
+        u = ps.Variable(np.zeros(4), name="u")
+    first = not (DIRECTORY / f"life {ME}").exists()
+    (DIRECTORY / f"life {ME}").touch()
+    say("open", first)
+
+    def step():
+        if first and [ME, strategy.round] in stops:
+            say("at", strategy.round)
+            gate(f"{ME} at {strategy.round}")
+        add_all([(v, np.full(4, 100.0**ME)), (u, np.full(4, 100.0**ME))])
+
+    for _ in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.zeros(3 * rounds)).batch(3)):
+        strategy.run(step)
+        say("did", strategy.round - 1)
+    say("sums", [float(v[0]), float(u[0])])
+
+
+def digits(total, workers=3):
+    """How many contributions of each worker are in a sum."""
+    return [int(total) // 100**worker % 100 for worker in range(workers)]
+
+
+def test_a_hung_worker_is_left_out(tmp_path):
+    """Its beats go on, and it does not come to its push: it is named, then fenced; the others go on, and so does its
+    next process. When it wakes it ends, and is told why. A worker that is only slow harms nobody.
+    """
+    stops = [[1, 5], [2, 2], [0, 7]]
+    gates = [f"{worker} at {round}" for worker, round in stops]
+    with Job(count, tmp_path, (20, stops), **KEYS, gates=gates) as job, job.server(PS0) as keeper:
+        job.hear(W2, "at", 2)
+        job.hear_error(CHIEF, f"round 2 has waited for {W2}")
+        job.open("2 at 2")
+        job.hear(W1, "at", 5)
+        hung = job.cluster.processes[W1]
+        job.hear_error(CHIEF, f"round 5 has waited for {W1}")
+        for task in (W0, W2):
+            job.hear(task, "did", 5)
+            assert f"is complete without {W1}" in job.errors(task)
+        job.hear(W0, "at", 7)
+        job.start(W1)
+        assert job.hear(W1, "open", False) is False
+        job.until(lambda: len(keeper.status().epoch.members) == 3)
+        job.open("0 at 7")
+        found = [job.hear(task, "sums") for task in (W0, W1, W2)]
+        assert found[0] == found[1] == found[2]
+        assert found[0][0] == found[0][1]
+        there, dead, slow = digits(found[0][0])
+        assert (there, slow) == (20, 20)
+        assert dead == 5 + len([round for round in job.said(W1, "did") if round >= 5])
+        job.open("1 at 5")
+        assert hung.wait(20) == 1
+        assert "PS_TIMEOUT_ROUND" in job.errors(W1)
+        for task in (W0, W1, W2, CHIEF, PS0, PS1):
+            assert job.exited(task) == 0
+
+
+@pytest.mark.parametrize("lane", ["shm", pytest.param("tcp", marks=pytest.mark.soak), "grpc"])
+def test_who_waits_for_a_hung_worker_without_a_chief_is_told_for_whom(tmp_path, lane):
+    """Two leases after the chief would have dropped it, the wait of the others ends with an error that names it."""
+    keys = {**KEYS, "workers": 2, "lane": lane}
+    with Job(count, tmp_path, (20, [[1, 5]]), **keys, gates=["1 at 5"]) as job:
+        job.hear(W1, "at", 5)
+        job.kill(CHIEF)
+        job.hear_error(W0, f"waits in round 5 for {W1}")
+        job.hear_error(W0, f"error: round 5 did not complete within 10 s: it waits for {W1}")
+        assert job.exited(W0) == 1
+
+
+def outcome(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """The code of a process that ends by itself, and what it printed on stderr."""
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors.decode()
+
+
+def test_a_second_process_and_a_second_job_are_refused(tmp_path):
+    """With a sentence that says what to do; the job that runs does not notice."""
+    with Job(count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2}, gates=["0 at 5"]) as job:
+        job.hear(W0, "at", 5)
+        strays = [job.stray(W1), job.stray(W0, PS_JOB="blue"), job.stray(CHIEF)]
+        (second, said), (other, refused), (chief, rival) = map(outcome, strays)
+        assert (second, other, chief) == (2, 2, 2)
+        assert f"error: {W1}: another process is {W1} of this job" in said
+        assert f"{W0} is of the job 'blue', and these servers hold the job '{job.cluster.job}'" in refused
+        assert f"set PS_JOB={job.cluster.job}" in refused
+        assert "psctl job end" in refused
+        assert "another process is chief of this job" in rival
+        job.open("0 at 5")
+        for task in (W0, W1):
+            assert [digits(total, 2) for total in job.hear(task, "sums")] == [[20, 20]] * 2
+        job.finish()
+
+
+def differ(rounds, stops):
+    """Counts in rounds; the second life of a worker runs another program than all others, the third the same."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(4), name="v")
+        u = ps.Variable(np.zeros(4), name="u")
+    marker = DIRECTORY / f"life {ME}"
+    life = len(marker.read_text()) + 1 if marker.exists() else 1
+    marker.write_text("." * life)
+    say("open", life)
+    for _ in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.zeros(2 * rounds)).batch(2)):
+        if [ME, life, strategy.round] in stops:
+            say("at", strategy.round)
+            gate(f"{ME} at {strategy.round}")
+        if life == 2:
+            strategy.run(lambda: add(u, np.full(4, 100.0**ME)))
+        else:
+            strategy.run(lambda: add_all([(v, np.full(4, 100.0**ME)), (u, np.ones(4))]))
+        say("did", strategy.round - 1)
+    say("sums", float(v[0]))
+
+
+@pytest.mark.parametrize("first", ["newcomer", "member"])
+def test_a_newcomer_that_differs_ends_alone(tmp_path, first):
+    """Whoever of both pushes first: the newcomer is told with both positions, the others go on without it.
+
+    Its next process, with the right script, takes part.
+    """
+    stops = [[1, 1, 2], [0, 1, 4], [0, 1, 5], [1, 2, 5], [0, 1, 8]]
+    gates = [f"{worker} at {round}" for worker, _, round in stops]
+    with (
+        Job(differ, tmp_path, (40, stops), ps=2, workers=2, chief="driver", timeouts=QUICK, gates=gates) as job,
+        job.server(PS0) as keeper,
+        job.server(PS1) as holder,
+    ):
+
+        def join(life):
+            job.start(W1)
+            job.hear(W1, "open", life)
+            job.until(lambda: len(keeper.status().epoch.members) == 2)
+
+        job.hear(W1, "at", 2)
+        job.kill(W1)
+        job.hear(W0, "at", 4)
+        join(2)
+        job.open("0 at 4")
+        for task in (W0, W1):
+            job.hear(task, "at", 5)
+        for gate in ("1 at 5", "0 at 5") if first == "newcomer" else ("0 at 5", "1 at 5"):
+            job.open(gate)
+            job.until(lambda: [waiting.round for waiting in holder.status().waiting] == [5] or W1 in ended(job))
+        told = job.hear_error(W1, "it joined a running job, and does not run the job's program: in its first round, 5")
+        assert f"{W0} is at" in told
+        assert f"{W1} is at" in told
+        assert job.exited(W1) == 1
+        job.hear(W0, "at", 8)
+        join(3)
+        job.open("0 at 8")
+        total = job.hear(W0, "sums")
+        assert job.hear(W1, "sums") == total
+        there, newcomer = digits(total, 2)
+        assert there == 40
+        assert newcomer == 2 + len([round for round in job.said(W1, "did") if round >= 5])
+        job.finish()
+
+
+def ended(job):
+    """The tasks whose processes have ended."""
+    return [task for task, process in job.cluster.processes.items() if process.poll() is not None]
+
+
+def test_a_refused_connection_may_be_silence(tmp_path):
+    """Behind a proxy nobody knows who refuses: with PS_REFUSED=silence it takes as long as silence does."""
+    timeouts = dataclasses.replace(QUICK, server=4.0)
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts, "more": {"PS_REFUSED": "silence"}}
+    with Job(count, tmp_path, (20, [[1, 5]]), **keys, gates=["1 at 5"]) as job:
+        job.hear(W1, "at", 5)
+        job.kill(PS1)
+        assert "PS_TIMEOUT_SERVER" in job.hear_error(W0, f"error: {PS1}: was lost")
+        assert "PS_TIMEOUT_SERVER" in job.hear_error(CHIEF, f"error: {PS1}: was lost")
