@@ -67,8 +67,11 @@ class Site:
         lanes: the server's.
         server: the members' connection.
         workers: the members.
+        lease: of the members, in seconds.
         sums: what every element of the first variable is; of the n-th it is n times that.
     """
+
+    lease = 4.0
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Site:
         variables: int = 3,
         between: Callable[[Lanes], object] = lambda lanes: None,
         shown: tuple[Security, Security] = (Security(), Security()),
-        lease: float = 4.0,
+        lease: float = lease,
         **more: Any,
     ) -> None:
         self.lease = lease
