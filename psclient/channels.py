@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 from grpc.experimental import ChannelOptions
 
+from pswire.limits import Timeouts
 from pswire.security import Security
 
 OPTIONS = (
@@ -18,11 +19,12 @@ OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # An answer is read by the thread that waits for it: a push or pull of one message makes no thread of gRPC's.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 """Of every channel."""
+
+KEEPALIVE = 5.0
+"""Seconds at most that nothing may come on a connection until a sign of life is asked for, and until it is missed."""
 
 NOBODY = "nothing listens there"
 
@@ -44,18 +46,22 @@ Interceptor = (
 )
 
 
-def open_channel(address: str, security: Security, name: str) -> grpc.Channel:
+def open_channel(address: str, security: Security, name: str, lease: float = Timeouts().lease) -> grpc.Channel:
     """A channel to a server.
 
     Args:
         address: `host:port`.
         security: what this process shows and asks for.
         name: on the server's certificate, whatever its address is.
+        lease: seconds; a connection whose packets vanish is given up after half of it, so that a beat gets through on
+            another one.
     """
+    pause = int(1000 * min(lease / 4, KEEPALIVE))
+    options = (*OPTIONS, ("grpc.keepalive_time_ms", pause), ("grpc.keepalive_timeout_ms", pause))
     if not security.tls:
-        return grpc.insecure_channel(address, options=OPTIONS)
+        return grpc.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.certificate)
-    return grpc.secure_channel(address, credentials, options=(*OPTIONS, ("grpc.ssl_target_name_override", name)))
+    return grpc.secure_channel(address, credentials, options=(*options, ("grpc.ssl_target_name_override", name)))
 
 
 def stub(channel: grpc.Channel, path: str, streams: tuple[bool, bool]) -> Any:

@@ -11,6 +11,7 @@ import selectors
 import socket
 import ssl
 import threading
+import time
 import weakref
 from collections import deque
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from psclient import forks
+from psclient.silence import Silence
 from pswire.errors import InvalidRequest, PSError
 from pswire.lanes import LaneName
 from pswire.lanes.rings import CLIENT_BYTES, Hold, Mirror, Ring, Segment
@@ -92,8 +94,9 @@ class Lane:
     Args:
         name: which one, "tcp" or "shm".
         offer: the server's.
-        silence: seconds after which a host that does not acknowledge is lost.
+        lease: seconds of silence after which it is broken.
         traffic: counts what travels.
+        replaces: whether it takes the place of all that the server has of this session.
 
     Attributes:
         answered: how many calls were.
@@ -102,8 +105,9 @@ class Lane:
         LaneLost: it cannot be opened; the message says why.
     """
 
-    def __init__(self, name: LaneName, offer: Offer, silence: float, traffic: Traffic) -> None:
+    def __init__(self, name: LaneName, offer: Offer, lease: float, traffic: Traffic, replaces: bool = False) -> None:
         self.name = name
+        self._silence = Silence(lease)
         self._traffic = traffic
         self.answered = 0
         self._calls: dict[int, _Call] = {}
@@ -118,11 +122,12 @@ class Lane:
         self._bell, self._rope = socket.socketpair()
         self._rope.setblocking(False)
         self._sockets: list[Stream] = [self._bell, self._rope]
-        hello = pb.LaneHello(session=offer.session, token=offer.token).SerializeToString()
+        said = pb.LaneHello(session=offer.session, token=offer.token, lease=lease, replaces=replaces)
+        hello = Message(Kind.HELLO, header=said.SerializeToString()).head()
         try:
-            self._sock = _connect(name, offer, silence)
+            self._sock = _connect(name, offer, lease)
             self._sockets.append(self._sock)
-            ring = self._introduce(Message(Kind.HELLO, header=hello).head(), offer.in_flight if name == "shm" else 0)
+            ring = self._introduce(hello, offer.in_flight if name == "shm" else 0)
             self._link = Link(self._sock)
             self._link.trust()
             self._channel = Channel(self._link, ring, True, self._ring_bell, traffic)
@@ -206,6 +211,14 @@ class Lane:
         for call in calls:
             call.future.set_exception(LaneLost(why))
 
+    def silent(self) -> str:
+        """The server has answered a beat, elsewhere: why this lane is broken, "" if it is not."""
+        # Of a call that has not left the server knows nothing.
+        with self._lock:
+            calls = set(self._calls)
+        waiting = bool(calls and calls - self._channel.unsent())
+        return self._silence.beat(waiting, time.monotonic())
+
     def _drop(self) -> None:
         for sock in self._sockets:
             sock.close()
@@ -253,6 +266,7 @@ class Lane:
             elif events & selectors.EVENT_WRITE and not self._channel.flush():
                 selector.modify(self._sock, selectors.EVENT_READ)
             if key.fileobj is self._sock and events & selectors.EVENT_READ:
+                self._silence.heard = True
                 for message in self._link.receive():
                     self._handle(message)
 
@@ -262,6 +276,9 @@ class Lane:
             self._welcome.set()
         elif message.kind is Kind.FREED:
             self._channel.freed(message.place)
+        elif message.kind is Kind.ALIVE:
+            said = parse(pb.LaneAlive, message.header)
+            self._silence.word(said.received, said.paused, self._link.sent, time.monotonic())
         else:
             self._answer(message)
 
@@ -324,14 +341,14 @@ def _forget() -> None:
 forks.watch(_keep, _forget)
 
 
-def _connect(name: LaneName, offer: Offer, silence: float) -> Stream:
+def _connect(name: LaneName, offer: Offer, lease: float) -> Stream:
     if name == "shm":
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(CONNECT_SECONDS)
         sock.connect(offer.path)
         return sock
     sock = socket.create_connection((offer.host, offer.port), CONNECT_SECONDS)
-    tune(sock, silence)
+    tune(sock, lease, breaks=False)
     if offer.tls is None:
         return sock
     sealed = Sealed(sock, offer.tls, offer.name)

@@ -36,7 +36,7 @@ class Lanes:
     Args:
         server: the server, for messages.
         offer: which lanes it has.
-        silence: seconds after which a host that does not acknowledge is lost.
+        lease: seconds of silence after which a lane is broken, while the server answers beats.
         threads: run what may take a while.
         traffic: counts what travels on each of them.
         wanted: which lane to begin with; the ones after it are fallen back to.
@@ -46,7 +46,7 @@ class Lanes:
         self,
         server: str,
         offer: Offer,
-        silence: float,
+        lease: float,
         threads: Threads,
         traffic: Mapping[LaneName, Traffic],
         wanted: LaneName = "shm",
@@ -54,7 +54,7 @@ class Lanes:
         self._server = server
         self._threads = threads
         self._traffic = traffic
-        self._silence = silence
+        self._lease = lease
         self._offer: Offer | None = offer
         self._lock = threading.Lock()  # guards all below, but what counts calls
         self._names = [name for name in LANES[LANES.index(wanted) :] if self._has(name, offer)]
@@ -117,14 +117,25 @@ class Lanes:
                 self._losses = 1 if lost.answered >= FORGIVEN else self._losses + 1
                 if self._losses > LOSSES:
                     self._skip("it breaks again and again")
-                self._lane = self._open(offer)
+                self._lane = self._open(offer, replaces=True)
         self._check_open()
         return self._lane
 
-    def _open(self, offer: Offer) -> Lane | None:
+    def beat_answered(self) -> None:
+        """The server has answered a beat: the lane is broken if it has been silent there for too long."""
+        lane = self._lane
+        if lane is not None and (why := lane.silent()):
+            log.warning(
+                "the %s lane to %s is broken: %s, while it answers beats; what waits there is sent again. "
+                "Does a firewall or NAT in between drop connections?",
+                *(lane.name, self._server, why),
+            )
+            lane.close(why)
+
+    def _open(self, offer: Offer, replaces: bool = False) -> Lane | None:
         while (name := self._names[self._at]) != "grpc":
             try:
-                lane = Lane(name, offer, self._silence, self._traffic[name])
+                lane = Lane(name, offer, self._lease, self._traffic[name], replaces)
             except LaneLost as error:
                 self._skip(str(error))
             else:
@@ -146,7 +157,7 @@ class Lanes:
         for at, name in enumerate(self._names[: self._at]):
             if offer is not None:
                 with suppress(LaneLost):
-                    self._replace(at, Lane(name, offer, self._silence, self._traffic[name]))
+                    self._replace(at, Lane(name, offer, self._lease, self._traffic[name]))
                     return
         self._pause *= 2
 

@@ -108,7 +108,7 @@ class RemoteServer:
         shown = security or Security()
         self._tls = shown.client_context() if shown.tls else None
         self._name = certificate_name(task_name(task))
-        self._channel = open_channel(address, shown, self._name)
+        self._channel = open_channel(address, shown, self._name, self._timeouts.lease)
         channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
         # On the network there is no difference between one message and a stream of one, for which gRPC needs no thread.
         self._stubs = {n: stub(channel, v.path, v.streams if v.streams[0] else (False, True)) for n, v in VERBS.items()}
@@ -162,6 +162,8 @@ class RemoteServer:
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         """As `ParameterServer.beat`."""
         self._ask("Beat", pb.BeatRequest(session=session, round=round, plan_id=plan_id))
+        if lanes := self._lanes.get(session):
+            lanes.beat_answered()
 
     def leave(self, session: int, error: str) -> None:
         """As `ParameterServer.leave`."""

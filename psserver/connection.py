@@ -47,6 +47,12 @@ MAX_CALLS = 256
 ENOUGH = 8
 """A client is told at once of memory that is free again when it is this part of its segment."""
 
+WORDS = 4
+"""How often a client is told in its lease that the server is there."""
+
+LEAST_WORD_SECONDS = 0.05
+"""How often at most, whatever lease a client says that it has."""
+
 TELL_SECONDS = 0.05
 """After how long a client is told of memory that is free again, though it is little."""
 
@@ -79,6 +85,8 @@ class Connection:
         self._telling = self._watching = False
         self._assemblies: dict[int, Assembly] = {}
         self._under_way: dict[Future[Any], int] = {}
+        self._word_seconds = 0.0  # pause between two words to a client that waits; 0: it wants none
+        self._word: asyncio.TimerHandle | None = None  # the next
         self._closed = self._armed = self._paused = False
         self._late = self._loop.call_later(HELLO_SECONDS, self._check_hello)
         self._loop.add_reader(sock, self._readable)
@@ -101,6 +109,8 @@ class Connection:
             return
         self._closed = True
         self._late.cancel()
+        if self._word is not None:
+            self._word.cancel()
         if not self._paused:
             self._loop.remove_reader(self.sock)
         if self._armed:
@@ -294,6 +304,10 @@ class Connection:
         self.session = hello.session
         self._late.cancel()
         self._link.trust()
+        if hello.lease > 0:
+            self._word_seconds = max(hello.lease / WORDS, LEAST_WORD_SECONDS)
+        if hello.replaces:
+            self._lanes.replace(self)
         self._channel.tell(Kind.WELCOME)
 
     def _call(self, message: Message, call: Callable[[Message], None]) -> None:
@@ -351,8 +365,20 @@ class Connection:
     def _wait(self, future: Future[T], call: int, answer: Callable[[Future[T]], object]) -> None:
         """Answers a call when its future is done."""
         self._under_way[future] = call
+        if self._word_seconds and self._word is None:
+            self._word = self._loop.call_later(self._word_seconds, self._speak)
         future.add_done_callback(self._under_way.pop)
         future.add_done_callback(answer)
+
+    def _speak(self) -> None:
+        """Says that the server is there, as long as a call is under way."""
+        self._word = None
+        if self._closed or not (self._under_way or self._channel.sending):
+            return
+        if not self._link.waiting:  # else what waits to be sent says as much
+            alive = pb.LaneAlive(received=self._link.received, paused=self._paused)
+            self._channel.tell(Kind.ALIVE, header=alive.SerializeToString())
+        self._word = self._loop.call_later(self._word_seconds, self._speak)
 
     def end(self, error: PSError) -> None:
         """Answers all calls that wait with an error."""

@@ -107,6 +107,12 @@ class Lanes:
         if len(others) >= MAX_CONNECTIONS:
             others[0].close("its client has opened too many others")
 
+    def replace(self, connection: Connection) -> None:
+        """Ends all others of its session: its client has given them up, and may not have been able to say so."""
+        for other in [other for other in self.connections if other.session == connection.session]:
+            if other is not connection:
+                other.close("its client has opened another")
+
     def outbox(self) -> tuple[Ring, int]:
         """Where answers are written for all clients that share memory, and its file; raises `OSError` if it fails."""
         if self._outbox is None:
@@ -150,7 +156,7 @@ class Lanes:
         try:
             sock, _ = listener.accept()
             if not shared:
-                tune(sock, SILENCE_SECONDS)
+                tune(sock, SILENCE_SECONDS, breaks=True)
         except OSError as error:
             if error.errno in FULL:
                 self._rest(listener, shared, error)

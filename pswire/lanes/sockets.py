@@ -8,6 +8,11 @@ message says where. The receiver of such data says when it needs them no more.
 
 Sizes are in bytes, and all numbers are little-endian. `call` is a number that the client gave; `offset` is where the
 data belong in their payload, as in `Part`.
+
+A connection whose packets vanish, in a firewall or a NAT, looks like one on which nobody has anything to say. So a
+server says several times in a client's lease that it is there (`ALIVE`), while a call of that client is under way, and
+how many bytes it has received. The system's own means are not enough: TCP takes a quarter of an hour, and knows nothing
+of what happens behind a proxy.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from socket import (
     TCP_KEEPIDLE,
     TCP_KEEPINTVL,
     TCP_NODELAY,
+    TCP_USER_TIMEOUT,
     socket,
 )
 
@@ -69,17 +75,29 @@ BUFFERS = 256
 BLOCKED = (BlockingIOError, InterruptedError)
 
 
-def tune(sock: socket, silence: float) -> None:
-    """Has a TCP socket send at once, and break when the host of its other end is silent for so many seconds.
+PROBES = 127
+"""Signs of life that are asked for at most; the system allows no more."""
 
-    It does not break while that end only reads nothing, which it may do for as long as a round takes: so there is no
-    TCP_USER_TIMEOUT, which counts that as silence.
+
+def tune(sock: socket, silence: float, breaks: bool) -> None:
+    """Has a TCP socket send at once, and ask the host of its other end for signs of life.
+
+    Args:
+        sock: the socket.
+        silence: seconds after which that host is silent.
+        breaks: whether the connection breaks then. On a client it does not: its lane breaks only where the server
+            answers beats meanwhile. And a server may read nothing for as long as a round takes, which
+            TCP_USER_TIMEOUT would count as silence.
     """
     sock.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
     # A host that loses its power says nothing.
     sock.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)
-    for option, value in ((TCP_KEEPIDLE, silence / 2), (TCP_KEEPINTVL, silence / 4), (TCP_KEEPCNT, 2)):
+    count = 2 if breaks else PROBES
+    for option, value in ((TCP_KEEPIDLE, silence / 2), (TCP_KEEPINTVL, silence / 4), (TCP_KEEPCNT, count)):
         sock.setsockopt(IPPROTO_TCP, option, max(int(value), 1))
+    if breaks:
+        # The system asks for nothing while something is not acknowledged.
+        sock.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, int(1000 * silence))
 
 
 class Kind(IntEnum):
@@ -101,6 +119,8 @@ class Kind(IntEnum):
     """The last message of a call that failed: a Refusal."""
     FREED = 8
     """Data in shared memory are needed no more: `place` says which."""
+    ALIVE = 9
+    """A LaneAlive of a server, while a call is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +156,15 @@ class Link:
 
     Args:
         sock: connected; encrypted or not.
+
+    Attributes:
+        sent, received: bytes that the system has taken, and given, since the other end has said who it is.
     """
 
     def __init__(self, sock: Stream) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self.sent = self.received = 0
         self._out: deque[memoryview] = deque()
         self._lock = threading.Lock()  # guards what is to be sent
         self.max_header, self.max_data = MAX_HELLO_BYTES, 0
@@ -155,7 +179,8 @@ class Link:
         return len(self._out)
 
     def trust(self) -> None:
-        """The other end has said who it is: its messages may be large."""
+        """The other end has said who it is: its messages may be large, and bytes are counted from here."""
+        self.sent = self.received = 0
         self.max_header, self.max_data = MAX_HEADER_BYTES, MAX_PART_BYTES
 
     def send(self, buffers: Iterable[bytes | memoryview]) -> bool:
@@ -181,6 +206,7 @@ class Link:
                 sent = self.sock.sendmsg(list(islice(self._out, BUFFERS)))
             except BLOCKED:
                 return
+            self.sent += sent
             while sent:
                 first = self._out[0]
                 if len(first) > sent:
@@ -236,6 +262,7 @@ class Link:
                 continue
             if not count:
                 raise ConnectionResetError("the other end has closed the connection")
+            self.received += count
             if direct:
                 at += count
             else:
@@ -360,6 +387,16 @@ class Channel:
     def flush(self) -> bool:
         """Goes on with what the system did not take; says whether something is left."""
         return self.link.flush()
+
+    @property
+    def sending(self) -> bool:
+        """Whether payloads are on their way."""
+        return bool(self._streams)
+
+    def unsent(self) -> set[int]:
+        """The calls of whose payloads nothing has left, since nothing is there yet, or there is no room."""
+        with self._lock:
+            return {stream.call for stream in self._streams if stream.first[0] is not Kind.PART}
 
     def pump(self) -> None:
         """Sends what can be sent of all payloads on their way."""

@@ -132,12 +132,24 @@ class OpenReply(_message.Message):
     def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
 
 class LaneHello(_message.Message):
-    __slots__ = ("session", "token")
+    __slots__ = ("session", "token", "lease", "replaces")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
     session: int
     token: bytes
-    def __init__(self, session: _Optional[int] = ..., token: _Optional[bytes] = ...) -> None: ...
+    lease: float
+    replaces: bool
+    def __init__(self, session: _Optional[int] = ..., token: _Optional[bytes] = ..., lease: _Optional[float] = ..., replaces: _Optional[bool] = ...) -> None: ...
+
+class LaneAlive(_message.Message):
+    __slots__ = ("received", "paused")
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    received: int
+    paused: bool
+    def __init__(self, received: _Optional[int] = ..., paused: _Optional[bool] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("error", "message", "task")

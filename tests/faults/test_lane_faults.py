@@ -23,7 +23,7 @@ from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, W2, Job
 from tests.support.lane_rig import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
 from tests.support.rig import SOON, WORKERS
 
-HELLO = 1 + HEAD.size + 32
+HELLO = 1 + HEAD.size + 48
 """Bytes of a client's hello at most: who breaks off before has no lane that could break."""
 
 WELCOME = {"tcp": HEAD.size, "shm": 1 + HEAD.size}

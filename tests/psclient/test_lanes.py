@@ -349,7 +349,7 @@ def test_a_round_may_take_longer_than_a_host_may_be_silent(
     stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that reads no more of a push until others have sent theirs has not lost its power."""
-    monkeypatch.setattr(client_lane, "tune", lambda sock, silence: tune(sock, 1.0))
+    monkeypatch.setattr(client_lane, "tune", lambda sock, silence, breaks: tune(sock, 1.0, breaks))
     site = Site(stack, name, variables=24, between=lambda lanes: setattr(lanes, "in_flight", 4 << 20))
     here, other = site.workers
     lane = site.lane(here)

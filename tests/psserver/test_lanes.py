@@ -26,9 +26,10 @@ from psserver import lanes as server_lanes
 from psserver import names
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
 from pswire.lanes.rings import CLIENT_BYTES, SEALS
-from pswire.lanes.sockets import INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
+from pswire.lanes.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.wire import parse, refusal_from_pb
+from tests.support import packets
 from tests.support.lane_rig import Hand, Site, eventually, mappings
 from tests.support.rig import SOON
 
@@ -546,6 +547,60 @@ def test_a_host_that_loses_its_power_is_forgotten(stack: ExitStack) -> None:
         pause = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
         count = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + pause * count <= 60
+
+
+def waiting(site: Site) -> bytes:
+    """The header of a pull that waits for the last member's next round."""
+    worker = site.workers[-1]
+    ids = [variable.id for variable in site.variables]
+    return pb.PullRequest(session=worker.session, variables=ids, after=worker.round).SerializeToString()
+
+
+def test_a_host_that_is_cut_off_while_it_waits_is_forgotten(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words that it is told are not acknowledged: for as long as is said, and no longer."""
+    monkeypatch.setattr(server_lanes, "SILENCE_SECONDS", 0.5)
+    site = Site(stack, "tcp", elements=SMALL)
+    before = len(site.lanes.connections)
+    guest = hand(stack, site, "tcp").welcomed(site.workers[-1].session, site.lanes, lease=0.4)
+    guest.say(Kind.PULL, 1, waiting(site))
+    assert guest.hear().kind is Kind.ALIVE
+    packets.drop(guest.sock)
+    eventually(lambda: len(site.lanes.connections) == before)
+    site.round()
+
+
+def test_who_waits_is_told_that_the_server_is_there(stack: ExitStack, site: Site, name: str) -> None:
+    """While a call is under way, with what was received by then; before and after nothing is said."""
+    guest = hand(stack, site, name).welcomed(site.workers[-1].session, site.lanes, lease=0.4)
+    (connection,) = [one for one in site.open([site.workers[-1].session]) if one._word_seconds == 0.1]
+    assert connection._word is None
+    header = waiting(site)
+    guest.say(Kind.PULL, 1, header)
+    for _ in range(3):
+        word = guest.hear()
+        assert word.kind is Kind.ALIVE
+        said = parse(pb.LaneAlive, word.header)
+        assert (said.received, said.paused) == (HEAD.size + len(header), False)
+    site.round()
+    while (answer := guest.hear()).kind is Kind.ALIVE:
+        pass
+    assert (answer.kind, answer.call) == (Kind.ANSWER, 1)
+    eventually(lambda: connection._word is None)
+
+
+@pytest.mark.parametrize("lease", [float("nan"), float("inf"), -1.0, 1e-300, 1e300])
+def test_no_lease_makes_a_server_talk_without_end(stack: ExitStack, site: Site, name: str, lease: float) -> None:
+    """Whatever a client says: words are few, others are served, and nothing stays of who goes."""
+    before = site.open([site.workers[-1].session])
+    guest = hand(stack, site, name).welcomed(site.workers[-1].session, site.lanes, lease=lease)
+    (connection,) = [one for one in site.open([site.workers[-1].session]) if one not in before]
+    guest.say(Kind.PULL, 1, waiting(site))
+    eventually(lambda: connection._under_way)
+    assert connection._word_seconds == 0 or connection._word_seconds >= connection_of.LEAST_WORD_SECONDS
+    word = connection._word
+    guest.sock.close()
+    eventually(lambda: connection._closed)
+    assert word is None or word.cancelled() or lease == 1e-300
 
 
 # ---- Memory that is free again ----

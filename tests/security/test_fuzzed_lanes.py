@@ -97,7 +97,7 @@ def front(request: pytest.FixtureRequest, certificates: Certificates) -> Iterato
 
 
 PLACES = (INLINE, 0, 64, 4096, CLIENT_BYTES - 64, CLIENT_BYTES, 1, 1 << 63)
-KINDS = (*Kind, 0, 9, 255)
+KINDS = (*Kind, 0, max(Kind) + 1, 255)
 
 
 @st.composite

@@ -12,10 +12,11 @@ import socket
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -32,11 +33,13 @@ from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.lanes import LaneName
 from pswire.lanes.rings import CLIENT_BYTES, Segment
+from pswire.lanes.sealed import Stream
 from pswire.lanes.sockets import HEAD, INLINE, Kind, Message
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security import Security
+from tests.support import packets
 from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 SIZE = PART_BYTES // 4
@@ -57,14 +60,18 @@ class Site:
         variables: how many.
         between: called with the server's lanes before anybody connects.
         shown: what the server shows and asks for, and what the members show.
+        lease: of the members.
         more: said to the core.
 
     Attributes:
         lanes: the server's.
         server: the members' connection.
         workers: the members.
+        lease: of the members, in seconds.
         sums: what every element of the first variable is; of the n-th it is n times that.
     """
+
+    lease = 4.0
 
     def __init__(
         self,
@@ -75,8 +82,10 @@ class Site:
         variables: int = 3,
         between: Callable[[Lanes], object] = lambda lanes: None,
         shown: tuple[Security, Security] = (Security(), Security()),
+        lease: float = lease,
         **more: Any,
     ) -> None:
+        self.lease = lease
         pool = stack.enter_context(ThreadPoolExecutor(1))
         self.core = core(0, submit=pool.submit, **more)
         stack.callback(self.core.close)
@@ -110,7 +119,7 @@ class Site:
 
     def connect(self, lane: LaneName, security: Security | None = None) -> RemoteServer:
         """One more connection."""
-        timeouts = Timeouts(lease=4.0, call=10.0, round=SOON)
+        timeouts = Timeouts(lease=self.lease, call=10.0, round=SOON)
         server = RemoteServer(self._address, Task("ps", 0), timeouts, lane=lane, security=security or self._security)
         self._stack.callback(server.close)
         return server
@@ -151,6 +160,24 @@ class Site:
     def lane(self, worker: Worker) -> Any:
         """The lane that a member uses; None for gRPC."""
         return self.server._lanes[worker.session]._lane
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """All members beat meanwhile."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(self.lease / 20):
+                for worker in self.workers:
+                    self.server.beat(worker.session, -1, b"")
+
+        thread = threading.Thread(target=beat)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def open(self, sessions: Iterable[int | None]) -> list[Any]:
         """The server's ends of these sessions' lanes."""
@@ -212,14 +239,14 @@ class Hand:
         head = HEAD.pack(kind, len(header), call, offset, size or len(data), place)
         self.sock.sendall(head + header + data)
 
-    def hello(self, session: int, token: bytes) -> Hand:
+    def hello(self, session: int, token: bytes, lease: float = 0.0) -> Hand:
         """Says who it is."""
-        self.say(Kind.HELLO, header=pb.LaneHello(session=session, token=token).SerializeToString())
+        self.say(Kind.HELLO, header=pb.LaneHello(session=session, token=token, lease=lease).SerializeToString())
         return self
 
-    def welcomed(self, session: int, lanes: Lanes) -> Hand:
+    def welcomed(self, session: int, lanes: Lanes, lease: float = 0.0) -> Hand:
         """Says who it is, and is believed."""
-        assert self.hello(session, lanes.token(session)).hear().kind is Kind.WELCOME
+        assert self.hello(session, lanes.token(session), lease).hear().kind is Kind.WELCOME
         return self
 
     def push(self, site: Site, worker: Worker, number: float, call: int = 1) -> tuple[bytes, list[tuple[int, bytes]]]:
@@ -300,8 +327,9 @@ class Proxy:
     def __init__(self, stack: ExitStack, lanes: Lanes, name: str) -> None:
         self.cuts: deque[Cut] = deque()
         self.count = 0
-        self._lock = threading.Lock()  # guards the sockets
+        self._lock = threading.Lock()  # guards the sockets, and their flows
         self._open: list[socket.socket] = []
+        self._flows: dict[str, list[threading.Event]] = {"up": [], "down": []}
         self._threads: list[threading.Thread] = []
         self._to: Any = ("127.0.0.1", lanes.port) if name == "tcp" else lanes.path
         self._family = socket.AF_INET if name == "tcp" else socket.AF_UNIX
@@ -322,6 +350,19 @@ class Proxy:
         with self._lock:
             for sock in self._open:
                 _shut(sock)
+        self.go_on()
+
+    def stop(self, number: int, *ways: str) -> None:
+        """Hands nothing more on, "up" or "down", of a connection, counted from 0: it stays open, and is silent."""
+        with self._lock:
+            for way in ways:
+                self._flows[way][number].clear()
+
+    def go_on(self) -> None:
+        """Hands on what came meanwhile, and all that comes."""
+        with self._lock:
+            for flow in (*self._flows["up"], *self._flows["down"]):
+                flow.set()
 
     def close(self) -> None:
         """Breaks all, and takes no more."""
@@ -347,15 +388,20 @@ class Proxy:
             far = socket.socket(self._family)
             far.connect(self._to)
             cut = self.cuts.popleft() if self.cuts else Cut()
+            up, down = threading.Event(), threading.Event()
+            up.set()
+            down.set()
             with self._lock:
                 self._open += [near, far]
+                self._flows["up"].append(up)
+                self._flows["down"].append(down)
             self.count += 1
-            self._start(lambda near=near, far=far, cut=cut: _pump(near, far, cut.up))  # type: ignore[misc]
-            self._start(lambda near=near, far=far, cut=cut: _pump(far, near, cut.down))  # type: ignore[misc]
+            self._start(partial(_pump, near, far, cut.up, up))
+            self._start(partial(_pump, far, near, cut.down, down))
 
 
-def _pump(source: socket.socket, sink: socket.socket, budget: int | None) -> None:
-    """Hands on what comes, descriptors too, until so many bytes have gone."""
+def _pump(source: socket.socket, sink: socket.socket, budget: int | None, flow: threading.Event) -> None:
+    """Hands on what comes, descriptors too, until so many bytes have gone; nothing while it shall not flow."""
     left = 1 << 60 if budget is None else budget
     with contextlib.suppress(OSError):
         while left:
@@ -364,6 +410,7 @@ def _pump(source: socket.socket, sink: socket.socket, budget: int | None) -> Non
                 break
             files = array.array("i", b"".join(item for _, _, item in ancillary))
             left -= len(data)
+            flow.wait()
             sent = sink.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)] if files else [])
             sink.sendall(data[sent:])
             for file in files:
@@ -414,7 +461,7 @@ class _Fragile(socket.socket):
             _shut(self)
 
 
-def connecting(change: Callable[[socket.socket], socket.socket]) -> Callable[[], None]:
+def connecting(change: Callable[[Any], Stream]) -> Callable[[], None]:
     """Has the lanes that clients of this process open get other sockets; gives what ends that."""
     from psclient import lane
 
@@ -476,6 +523,35 @@ def stall(when: Callable[[], bool], stop: Callable[[], object]) -> None:
     connecting(change)
 
 
+def losing() -> Callable[[], None]:
+    """Has the lanes of this process lose what arrives, from when what this gives is called; new ones work."""
+    taken: list[Callable[[], object]] = []
+
+    def change(sock: Stream) -> Stream:
+        if isinstance(sock, socket.socket) and sock.family == socket.AF_UNIX:
+            # The system drops nothing on a Unix socket: what is between its ends does.
+            ours, relay = socket.socketpair()
+            ours.settimeout(sock.gettimeout())
+            sock.settimeout(None)
+            up, down = threading.Event(), threading.Event()
+            up.set()
+            down.set()
+            for ends in ((relay, sock, None, up), (sock, relay, None, down)):
+                threading.Thread(target=_pump, args=ends, daemon=True).start()
+            taken.append(down.clear)
+            return ours
+        taken.append(partial(packets.drop, sock))
+        return sock
+
+    def lose() -> None:
+        for each in taken:
+            with contextlib.suppress(OSError):  # it is closed
+                each()
+
+    connecting(change)
+    return lose
+
+
 # ---- What is left ----
 
 
@@ -522,6 +598,7 @@ __all__ = [
     "fragile",
     "gone",
     "held",
+    "losing",
     "mappings",
     "stall",
     "threads",
