@@ -28,7 +28,17 @@ from pswire import logs
 from pswire.api import Shard, Watched
 from pswire.checkpoint import manifest_of
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import Abandoned, CheckpointError, Fenced, PSError, RoundTimeout, ServerLost, TaskTaken, Unreachable
+from pswire.errors import (
+    Abandoned,
+    CheckpointError,
+    ConfigError,
+    Fenced,
+    PSError,
+    RoundTimeout,
+    ServerLost,
+    TaskTaken,
+    Unreachable,
+)
 from pswire.histogram import Histogram
 from pswire.limits import PART_BYTES, Refused, Timeouts
 from pswire.log import (
@@ -260,6 +270,37 @@ class Chief:
                 known += keeper.watch(0, index, 0).result(self._timeouts.call).entries
         except (PSError, TimeoutError) as failure:
             log.warning("the chief cannot say that %s is lost: %s", lost, failure)
+
+    def discard(self) -> str:
+        """Ends the job that the servers hold, in the place of a chief that is gone.
+
+        Returns:
+            Its identity.
+
+        Raises:
+            ConfigError: they hold none, or processes of it are there.
+            PSError: a server does not answer.
+        """
+        status = self._servers[0].status()
+        if not status.incarnations or status.over:
+            raise ConfigError("these servers hold no job: nothing is to be discarded")
+        here = [str(s.member.task) for s in status.sessions if is_here(s, self._timeouts.lease)]
+        if here:
+            raise ConfigError(f"{', '.join(here)} of the job are here; end these processes first, then discard it")
+        self._job = status.job
+        self._begin()
+        self._session.open(waits=False)
+        error = "the job could not be discarded"
+        try:
+            self._attach()
+            while not self._append([Done()]):
+                known = len(self._state.log)
+                self._state.take(self._servers[0].watch(self._session.number, known, 0).result().entries)
+            self._copy()
+            error = ""
+        finally:
+            self._session.leave(error)
+        return self._job
 
     # ---- Looking and appending ----
 

@@ -128,6 +128,28 @@ def environment_lines(module: str) -> list[int]:
     ]
 
 
+WALL_CLOCK_IN = {
+    "pswire.checkpoint",  # when a checkpoint was saved, for people
+    "pswire.security",  # certificates
+    "psserver.process",  # what its clock says, for psctl doctor
+    "psclient.psctl.servers",  # the same
+    "psclient.psctl.status",  # since when a server is up
+    "psclient.train.manager",  # keep_checkpoint_every_n_hours
+    "psclient.summary",  # TensorBoard
+}
+
+
+def test_no_verdict_rests_on_the_wall_clock():
+    """It may be wrong, or be set back: names of sessions, tokens and lives come from chance, times are monotonic."""
+    found = {
+        module
+        for module in MODULES
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Attribute) and node.attr in ("time", "time_ns") and ast.unparse(node.value) == "time"
+    }
+    assert found <= WALL_CLOCK_IN
+
+
 def test_the_environment_is_read_where_configuration_is():
     """No module deep inside changes what it does because of an environment variable."""
     deep = sorted({*MODULES} - ENVIRON_IN)

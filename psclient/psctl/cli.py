@@ -11,6 +11,7 @@ from psclient.psctl.certs import certs
 from psclient.psctl.checkpoint import checkpoint
 from psclient.psctl.doctor import doctor
 from psclient.psctl.health import health
+from psclient.psctl.job import job
 from psclient.psctl.output import say
 from psclient.psctl.settings import Settings, options
 from psclient.psctl.status import status
@@ -22,13 +23,13 @@ from pswire.errors import PSError
 @click.group(name="psctl", no_args_is_help=False)
 @options
 def command() -> None:
-    """Looks at jobs, and at checkpoints. It takes no part: no round waits for it.
+    """Looks at jobs, and at checkpoints, without a part in them: no round waits for it.
 
     Exits with 0, with 1 where something is wrong, and with 2 after an error.
     """
 
 
-for each in (status, top, variables, read, health, doctor, certs, checkpoint):
+for each in (status, top, variables, read, health, doctor, certs, checkpoint, job):
     command.add_command(each)
 
 

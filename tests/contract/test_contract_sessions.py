@@ -6,13 +6,15 @@ from functools import partial
 
 import pytest
 
+from psclient.session import Session
 from pswire.api import UNTIL_ENDED
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, ServerLost, TaskTaken
-from pswire.log import Done, Epoch, EpochClosed, Lost
+from pswire.limits import Timeouts
+from pswire.log import Done, Epoch, EpochClosed, JobStarted, Lost
 from pswire.spec import Turn
 from pswire.tensor import TensorSpec
-from tests.support.rig import BEAT, CHIEF, SOON, WORKERS, eventually, reduce_only, together
+from tests.support.rig import BEAT, CHIEF, SOON, WORKERS, Job, core, eventually, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())
 A, B, C = WORKERS[:3]
@@ -119,6 +121,22 @@ def test_a_chief_learns_the_greatest_term_that_a_server_knows(job):
     newer = job.verbs[0].open(CHIEF, 0, 77, True, term=40)
     assert newer.term == 41
     assert job.verbs[0].open(CHIEF, 0, 77, True, term=50).token > newer.token
+
+
+def test_a_new_first_server_is_no_obstacle(serve):
+    """It knows nothing of the chiefs that others remember, and no clock says which life came later."""
+    servers = serve(2)
+    job = Job(servers)
+    for _ in range(3):
+        job.begin()
+    fresh = core(0, 50, root=servers.root, clock=servers.clock)
+    session = Session(CHIEF, [fresh, servers.verbs[1]], 0, True, Timeouts(beat=60.0))
+    session.open()
+    begun = JobStarted(session.number, session.incarnations)
+    for server in session.servers:
+        assert server.approve(session.token, 0, [begun]) == 1
+    session.leave()
+    fresh.close()
 
 
 def test_a_lost_server_is_told_to_everyone(job):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -117,6 +119,35 @@ def test_a_second_process_and_a_second_job_are_refused(tmp_path):
         for task in (W0, W1):
             assert [digits(total, 2) for total in job.hear(task, "sums")] == [[20, 20]] * 2
         job.finish()
+
+
+def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
+    """Its processes are dead, and its variables are held for them: another job is refused until `psctl job end`.
+
+    While one of its processes is there, that is refused, too.
+    """
+    with Job(count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2}, gates=["0 at 5"]) as job:
+        servers = ",".join(job.cluster.addresses[task] for task in (PS0, PS1))
+        psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "end"]
+        environ = os.environ | job.cluster._options.variables()
+
+        def end():
+            return subprocess.run(psctl, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+        job.hear(W0, "at", 5)
+        refused = end()
+        assert refused.returncode == 2
+        assert f"{W0}, {W1} of the job are here" in refused.stderr
+        for task in (CHIEF, W0, W1):
+            job.kill(task)
+        with job.server(PS0) as server:
+            job.until(lambda: not [s for s in server.status().sessions if s.state == "open"])
+        code, said = outcome(job.stray(W0, PS_JOB="blue"))
+        assert code == 2
+        assert "its variables are, and it was not left cleanly" in said
+        done = end()
+        assert (done.returncode, done.stdout) == (0, f"the job {job.cluster.job!r} is over\n"), done.stderr
+        assert {job.exited(task) for task in (PS0, PS1)} == {0}
 
 
 def differ(rounds, stops):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from psserver.job import MAX_PLACES
 from psserver.rounds import RECORDS, RESENDS, Rounds
 from pswire.api import Contribution
-from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, PSError
-from pswire.log import Epoch, Member, Position
+from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
+from pswire.log import Epoch, Member, Position, Start
 from pswire.payload import EMPTY, Payload
 from pswire.spec import Plan, Reduction
 from pswire.status import Place
@@ -37,10 +37,10 @@ def rounds():
     return found
 
 
-def push(rounds, session, round=0, plan=PLAN, epoch=1, value=None, positions=()):
+def push(rounds, session, round=0, plan=PLAN, epoch=1, value=None, positions=(), start=-1):
     """Pushes its own number; returns the future."""
     future = Future()
-    said = Contribution(session, epoch, round, plan.id, (1.0,), positions=positions)
+    said = Contribution(session, epoch, round, plan.id, (1.0,), positions=positions, start=start)
     rounds.push(said, payload(plan, 0, [value or session], (1.0,), ()), future, 0.0)
     return future
 
@@ -456,3 +456,86 @@ def test_every_push_is_counted_once(steps):
         run()
     assert sorted(ran) == sorted(pushed)
     assert found.last == len(pushed) - 1
+
+
+# ---- Newcomers that differ ----
+
+
+@pytest.fixture
+def joined(rounds):
+    """Sessions 1 and 2 have made three rounds; 3 takes part from round 3 on."""
+    for number in range(3):
+        for session in (1, 2):
+            push(rounds, session, number, start=0)
+        finish(rounds, rounds.next_job())
+    rounds.close_epoch(Epoch(2, MEMBERS, "dataset:0"))
+    return rounds
+
+
+def test_a_newcomer_that_comes_later_is_refused_alone(joined):
+    """With both positions; the others make the round once it is fenced."""
+    old = push(joined, 1, 3, epoch=2, start=0)
+    told = r"in its first round, 3, .*worker/task:0 is at: this.*worker/task:2 is at: that"
+    with pytest.raises(NewcomerDiverged, match=told) as error:
+        push(joined, 3, 3, OTHER, epoch=2, start=3)
+    assert error.value.task == str(WORKERS[2])
+    push(joined, 2, 3, epoch=2, start=0)
+    assert joined.next_job() is None
+    joined.close_epoch(Epoch(3, MEMBERS[:2]))
+    job = joined.next_job()
+    assert (sessions(job), job.left_out) == ([1, 2], (WORKERS[2],))
+    assert failed(joined) == {}
+    assert not old.done()
+
+
+def test_a_newcomer_that_comes_first_is_refused_alone(joined):
+    """As soon as somebody comes who was there before: the round is theirs."""
+    new = push(joined, 3, 3, OTHER, epoch=2, start=3)
+    assert failed(joined) == {}
+    for session in (1, 2):
+        push(joined, session, 3, epoch=2, start=0)
+    assert [(future, type(error)) for future, error in failed(joined).items()] == [(new, NewcomerDiverged)]
+    joined.close_epoch(Epoch(3, MEMBERS[:2]))
+    assert sessions(joined.next_job()) == [1, 2]
+
+
+@pytest.mark.parametrize("right", [PLAN, OTHER])
+def test_of_newcomers_that_differ_the_members_tell_who_is_wrong(joined, right):
+    """Two of them come first: the one that does what the members do takes part."""
+    fourth = Member(WORKERS[3], 4, 1)
+    joined.close_epoch(Epoch(3, (*MEMBERS, fourth), "dataset:0"))
+    new = {PLAN: push(joined, 3, 3, PLAN, epoch=3, start=3), OTHER: push(joined, 4, 3, OTHER, epoch=3, start=3)}
+    assert joined.sessions() == {3, 4}
+    assert failed(joined) == {}
+    push(joined, 1, 3, right, epoch=3, start=0)
+    wrong = new.pop(PLAN if right is OTHER else OTHER)
+    assert [(future, type(error)) for future, error in failed(joined).items()] == [(wrong, NewcomerDiverged)]
+    push(joined, 2, 3, right, epoch=3, start=0)
+    joined.close_epoch(Epoch(4, tuple(m for m in (*MEMBERS, fourth) if m.session != (4 if right is PLAN else 3))))
+    assert len(sessions(joined.next_job())) == 3
+
+
+def test_an_ended_newcomer_waits_no_more(joined):
+    """Also where it waits for the members to say who is right."""
+    joined.close_epoch(Epoch(3, (*MEMBERS, Member(WORKERS[3], 4, 1)), "dataset:0"))
+    push(joined, 3, 3, PLAN, epoch=3, start=3)
+    doubtful = push(joined, 4, 3, OTHER, epoch=3, start=3)
+    joined.fail_session(4, Fenced("it ended"))
+    assert list(failed(joined)) == [doubtful]
+    assert joined.sessions() == {3}
+
+
+def test_after_its_first_round_a_newcomer_is_a_member(joined):
+    """What differs then differs for all."""
+    for session, start in ((1, 0), (2, 0), (3, 3)):
+        push(joined, session, 3, epoch=2, start=start)
+    finish(joined, joined.next_job())
+    futures = [push(joined, 1, 4, epoch=2, start=0), push(joined, 3, 4, OTHER, epoch=2, start=3)]
+    assert {future: type(error) for future, error in failed(joined).items()} == dict.fromkeys(futures, Diverged)
+
+
+def test_where_all_begin_together_nobody_is_a_newcomer(rounds):
+    """A difference in the first round of a job, or of its next workers, ends it for all."""
+    rounds.close_epoch(Epoch(2, MEMBERS[:2], start=Start(2, 0)))
+    futures = [push(rounds, 1, epoch=2, start=0), push(rounds, 2, plan=OTHER, epoch=2, start=0)]
+    assert {future: type(error) for future, error in failed(rounds).items()} == dict.fromkeys(futures, Diverged)
