@@ -150,13 +150,14 @@ def refused(name: LaneName, offer: Offer) -> str:
     return ""
 
 
-def test_a_wrong_token_is_told(stack: ExitStack, name: LaneName) -> None:
+def test_a_wrong_token_is_told(stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and nothing is left of the attempt."""
+    monkeypatch.setattr(client_lane, "CONNECT_SECONDS", SOON)
     site = Site(stack, "grpc", elements=SMALL)
     before = held()
     began = time.monotonic()
     assert refused(name, Offer(1, b"wrong", "127.0.0.1", site.lanes.port, site.lanes.path))
-    assert time.monotonic() - began < client_lane.CONNECT_SECONDS / 2
+    assert time.monotonic() - began < SOON / 2
     eventually(lambda: gone(before))
 
 
@@ -283,7 +284,7 @@ def test_nobody_waits_for_a_lane_that_is_tried_again(
     for _ in range(20):
         began = time.monotonic()
         site.round()
-        assert time.monotonic() - began < client_lane.CONNECT_SECONDS / 2
+        assert time.monotonic() - began < SOON / 2
     site.server.fail(PSError("it is over"))
     go.set()
     eventually(lambda: threads() <= others)
@@ -421,14 +422,12 @@ def test_an_end_is_not_waited_for(stack: ExitStack, name: LaneName, large: bool)
     site = Site(stack, name, elements=SIZE if large else SMALL)
     waiting: list[Future[object]] = [site.push(site.workers[0], 1)]  # type: ignore[list-item]
     waiting.append(site.server.pull(site.workers[1].session, [site.variables[0].id], 5))  # type: ignore[arg-type]
-    began = time.monotonic()
     site.server.fail(PSError("it is over"))
     for call in waiting:
         with pytest.raises(PSError, match="it is over"):
             call.result(SOON)
     with pytest.raises(PSError, match="it is over"):
         site.push(site.workers[0], 1)
-    assert time.monotonic() - began < SOON / 4
 
 
 def test_an_end_while_a_lane_is_opened(stack: ExitStack, others: set[threading.Thread], name: LaneName) -> None:
@@ -460,12 +459,10 @@ def test_a_server_that_stops_is_told_of(stack: ExitStack, name: LaneName, large:
     pull = site.server.pull(site.workers[1].session, [site.variables[0].id], 5)
     push = site.push(site.workers[0], 1)
     site.job.arrived(site.workers[0])
-    began = time.monotonic()
     site.thread.stop()
     for waiting in (push, pull):
         with pytest.raises(ServerLost, match="was stopped"):
             waiting.result(SOON)
-    assert time.monotonic() - began < 2.0
 
 
 def test_a_session_that_is_opened_again_has_one_lane(
