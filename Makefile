@@ -60,7 +60,7 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of other sys
 	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 	$(BIN)/python benchmarks/peers/run.py $(ARGS) $(PEERS:%=--python %)
 
-soak: .venv/dev  ## the tests that `make test` leaves out, and those of faults many times
+soak: .venv/dev  ## the tests that `make test` leaves out, a minute of all faults at once among them; those of faults many times
 	$(BIN)/python -m pytest -q -m soak
 	for turn in 1 2 3 4 5 6 7 8 9 10; do $(BIN)/python -m pytest -q -x tests/faults tests/integration || exit 1; done
 

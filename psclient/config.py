@@ -16,6 +16,7 @@ from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.lanes import LANES, LaneName
 from pswire.limits import REFUSALS, Refused, Timeouts, refuse_unknown
+from pswire.places import DEFAULT_ROOT
 from pswire.security import Security, SecurityOptions
 
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
@@ -63,7 +64,7 @@ class ServerOptions:
 
     device: str = "cpu"
     memory_limit: str = "0"
-    checkpoint_root: str = "checkpoints"
+    checkpoint_root: str = DEFAULT_ROOT
     threads: str = "1"
     shared_memory: str = "1GiB"
     in_flight: str = "64MiB"

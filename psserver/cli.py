@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import click
@@ -32,6 +33,8 @@ from psserver.units import human
 from pswire import logs
 from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError
+from pswire.manifest import MANIFEST
+from pswire.places import DEFAULT_ROOT
 from pswire.status import ServerStatus
 
 TICK = 0.25
@@ -39,6 +42,9 @@ TICK = 0.25
 
 GRACE = 1.0
 """Seconds that answers under way get when the server ends."""
+
+OLD_ROOT = "checkpoints"
+"""The default root of older versions."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's mallopt."""
@@ -68,7 +74,7 @@ log = logging.getLogger("psserver")
 )
 @click.option(
     "--checkpoint-root",
-    default="checkpoints",
+    default=DEFAULT_ROOT,
     show_default=True,
     help="Directory below which checkpoints are, or a URL: s3://bucket/run.",
 )
@@ -167,6 +173,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             if config.metrics_port is not None:
                 page = serve_metrics(core, server.traffic, config, config.metrics_port)
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")
+            _mention_old_root(config)
             if page:
                 _say(f"psserver {config.task} serves metrics at {page.url}")
             alone = max(config.timeouts.alone, config.timeouts.lease)
@@ -179,6 +186,24 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             await server.stop(GRACE)
             await leave_nothing(GRACE)
     _say(f"psserver {config.task} ended; it held {held}")
+
+
+def _mention_old_root(config: ServerConfig) -> None:
+    """A script that resumes would begin anew, and nobody would know why."""
+    by_default = config.checkpoint_root == os.path.abspath(DEFAULT_ROOT)
+    if config.task.index == 0 and by_default and _has_checkpoints(OLD_ROOT) and not _has_checkpoints(DEFAULT_ROOT):
+        log.warning(
+            "the checkpoints in %s are not looked at: the default root is %s now; move them there, or start with "
+            "--checkpoint-root %s",
+            os.path.abspath(OLD_ROOT),
+            config.checkpoint_root,
+            OLD_ROOT,
+        )
+
+
+def _has_checkpoints(root: str) -> bool:
+    """Whether there are any at the root, or in its directories."""
+    return any(any(Path(root).glob(f"{above}/{MANIFEST}")) for above in ("*", "*/*"))
 
 
 def summary(status: ServerStatus) -> str:

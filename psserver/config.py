@@ -17,6 +17,7 @@ from psserver.units import human, parse_bytes
 from pswire.cluster import Task, TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
+from pswire.places import DEFAULT_ROOT
 from pswire.security import Security, SecurityOptions, task_name
 
 LEAST_IN_FLIGHT = 1 << 20
@@ -61,7 +62,7 @@ class ServerConfig:
     port: int = 0
     device: str = "cpu"
     memory_limit: int = 0
-    checkpoint_root: str = "checkpoints"
+    checkpoint_root: str = DEFAULT_ROOT
     timeouts: Timeouts = field(default_factory=Timeouts)
     threads: int = 1
     data_port: int = 0
@@ -112,7 +113,7 @@ class Flags:
     port: int | None = None
     device: str = "cpu"
     memory_limit: str = "0"
-    checkpoint_root: str = "checkpoints"
+    checkpoint_root: str = DEFAULT_ROOT
     threads: int = 1
     data_port: int = 0
     shared_memory: str = "1GiB"

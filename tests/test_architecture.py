@@ -256,9 +256,10 @@ _MACHINE = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/[\w.]+")
 
 
 def texts() -> Iterator[Path]:
-    """The files that people read; what is hidden, such as an environment, is not walked through."""
+    """The files that people read; what is hidden, such as an environment, and what runs have left is passed over."""
     for directory, below, files in os.walk(ROOT):
-        below[:] = [name for name in below if (not name.startswith(".") or name == ".ci") and "egg-info" not in name]
+        seen = [name for name in below if not name.startswith(".") or name == ".ci"]
+        below[:] = [name for name in seen if name != "runs" and "egg-info" not in name]
         for path in (Path(directory, name) for name in files):
             if path.suffix in READ_SUFFIXES or path.name in READ_NAMES:
                 yield path

@@ -71,4 +71,4 @@ def test_three_shells_are_a_cluster(tmp_path: Path, hosts: str) -> None:
     assert [task.returncode for task in tasks] == [0, 0, 0], said
     assert "test accuracy" in said[0][0]
     assert "psserver /job:ps/task:0 ended; it held" in said[2][0]
-    assert json.loads((tmp_path / "checkpoints" / "digits" / "ckpt-1" / "manifest.json").read_text())
+    assert json.loads((tmp_path / "runs" / "digits" / "ckpt-1" / "manifest.json").read_text())

@@ -81,7 +81,7 @@ def test_one_allocation_is_one_job(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 1
     assert "psserver /job:ps/task:0 ended; it held" in done.stdout
-    assert (tmp_path / "checkpoints" / "digits" / "ckpt-1" / "manifest.json").exists()
+    assert (tmp_path / "runs" / "digits" / "ckpt-1" / "manifest.json").exists()
 
 
 FAILING = """

@@ -8,7 +8,7 @@ import numpy as np
 
 import psclient as ps
 from tests.support.inside import ME, add, gate, say
-from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
+from tests.support.jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, Job
 
 
 def drive(known, after):
@@ -50,7 +50,7 @@ def test_a_chief_that_dies_and_is_replaced(tmp_path):
 
 def test_a_chief_that_does_not_come_back(tmp_path):
     """What needs one fails with `ChiefLost` before its deadline, everywhere, and names what to do."""
-    timeouts = QUICK.__class__(**{**vars(QUICK), "chief": 2.0})
+    timeouts = QUICK.__class__(**{**vars(QUICK), "chief": 5.0})
     with Job(drive, tmp_path, (20, 5), workers=2, chief="driver", timeouts=timeouts, gates=["known"]) as job:
         for task in (W0, W1):
             job.hear(task, "at", 10)
@@ -77,7 +77,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
         for task in (W0, W1):
             job.hear(task, "known")
         older.send_signal(signal.SIGCONT)
-        assert older.wait(20) == 1
+        assert older.wait(SECONDS) == 1
         assert "this session was ended: " in job.errors(CHIEF)
         for task in (W0, W1):
             assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
@@ -93,12 +93,12 @@ def test_a_second_chief_is_refused_while_the_first_is_there(tmp_path):
         older = job.cluster.processes[CHIEF]
         job.start(CHIEF)
         job.hear_error(CHIEF, "another process is chief of this job")
-        assert job.cluster.processes[CHIEF].wait(20) == 2
+        assert job.cluster.processes[CHIEF].wait(SECONDS) == 2
         assert older.poll() is None
         job.open("known")
         for task in (W0, W1):
             assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
-        assert older.wait(20) == 0
+        assert older.wait(SECONDS) == 0
         assert {job.exited(task) for task in (W0, W1, PS0, PS1)} == {0}
 
 

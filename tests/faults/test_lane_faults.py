@@ -19,7 +19,7 @@ from pswire.lanes.sockets import HEAD
 from pswire.limits import PART_BYTES
 from tests.support import lane_rig
 from tests.support.inside import ME, add_all, gate, say
-from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, W2, Job
+from tests.support.jobs import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, Job
 from tests.support.lane_rig import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
 from tests.support.rig import SOON, WORKERS
 
@@ -197,8 +197,7 @@ def endure(rounds, stops, elements, stall):
     say("sums", [float(v[0]), float(u[0])])
 
 
-LEASE, MARGIN = QUICK.lease, 3.0
-"""Seconds; the second for looks at leases, the chief, and a machine that others use."""
+LEASE = QUICK.lease
 
 
 def named(process: int) -> Path:

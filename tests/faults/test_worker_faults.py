@@ -12,11 +12,9 @@ import psclient as ps
 from tests.support import faulty
 from tests.support.faulty import Stall
 from tests.support.inside import ME, add_all, gate, open_gate, say
-from tests.support.jobs import CHIEF, PS0, QUICK, W0, W1, W2, Job
+from tests.support.jobs import CHIEF, MARGIN, PS0, QUICK, SECONDS, W0, W1, W2, Job
 
 LEASE = QUICK.lease
-MARGIN = 3.0
-"""Seconds beside the lease: for looks at leases, the chief, and a machine that others use."""
 
 
 def endure(rounds, stops, elements, stall):
@@ -378,9 +376,7 @@ def test_a_worker_that_fails_ends_all(tmp_path):
             strategy.run(lambda: add_all([(v, np.ones(2))]))
 
     with Job(fail, tmp_path, (20,), ps=2, workers=3, chief="driver") as job:
-        began = time.monotonic()
-        outcome = job.cluster.wait(60)
+        outcome = job.cluster.wait(SECONDS)
         assert (outcome.code, outcome.task) == (1, W1)
         assert outcome.report.endswith("ValueError: an accident")
-        assert time.monotonic() - began < 20
         assert all(process.returncode is not None for process in job.cluster.processes.values())

@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from tests.support.inside import ME, add_all, gate, say
-from tests.support.jobs import CALM, PS0, QUICK, W0, W1, Job
+from tests.support.jobs import CALM, PS0, PS1, QUICK, W0, W1, Job
 
 
 def push_alone(rounds, stops):
@@ -71,11 +71,16 @@ def test_a_killed_worker_holds_nobody_up_and_goes_on_where_it_was(tmp_path):
 def test_a_worker_that_was_thought_dead_is_told(tmp_path):
     """What it sends after its lease has ended does not count; what was answered before does."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"], "timeouts": QUICK}
-    with Job(push_alone, tmp_path, (40, [[1, 7]]), **keys) as job, job.server(PS0) as server:
+    with (
+        Job(push_alone, tmp_path, (40, [[1, 7]]), **keys) as job,
+        job.server(PS0) as first,
+        job.server(PS1) as second,
+    ):
         job.hear(W1, "at", 7)
         job.kill(W1, signal.SIGSTOP)
         job.hear(W0, "done", 40)
-        job.until(lambda: [member.task for member in server.status().epoch.members] == [W0])
+        for server in (first, second):  # the chief tells the second, a moment after the first knows
+            job.until(lambda server=server: [one.task for one in server.status().epoch.members] == [W0])
         job.open("go1")
         job.kill(W1, signal.SIGCONT)
         assert job.exited(W1) == 1

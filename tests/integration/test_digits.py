@@ -56,6 +56,7 @@ def test_a_cluster_learns_digits_and_resumes(tmp_path):
     assert (on.code, list(epochs(on)), result(on)[1]) == (0, [9], 9 * STEPS)
     assert "saved checkpoint digits/ckpt-3" in on.out
     assert result(on)[0] >= 0.96
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"], "a clone ignores nothing else"
 
 
 @pytest.mark.soak

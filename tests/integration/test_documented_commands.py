@@ -39,13 +39,26 @@ def blocks(document: str) -> list[list[str]]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A directory that looks like a checkout after `make demo`."""
+    """A clone as `make demo` leaves it."""
     if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
         pytest.skip("this machine does not let a user have namespaces of its own")
     for name in ("examples", "configs"):
         shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
     (tmp_path / ".venv").symlink_to(Path(sys.prefix))
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
     return tmp_path
+
+
+def git(clone: Path, *words: str) -> str:
+    """What git says of a clone."""
+    return subprocess.run(["git", "-C", clone, *words], capture_output=True, text=True, check=True).stdout
+
+
+def new_files(clone: Path) -> str:
+    """Files of a clone that git neither knows nor ignores."""
+    return git(clone, "ls-files", "--others", "--exclude-standard")
 
 
 def typed(lines: list[str]) -> str:
@@ -86,6 +99,7 @@ def test_three_shells(home, document):
     ((shells, _),) = shells_and_the_rest(document)
     out = run(typed(by_hand(shells)), home)
     assert "test accuracy" in out
+    assert new_files(home) == ""
     assert "ended; it held 20 variables" in out
 
 
@@ -98,11 +112,13 @@ def test_a_fourth_shell_drives(home):
 
 
 def test_the_readme_from_the_top(home):
-    """Each command of the README ends well, in the order in which they stand; resuming goes on."""
+    """Each command of the README ends well, in their order; resuming goes on, the clone stays clean."""
     ((_, rest),) = shells_and_the_rest("README.md")
     for block in rest:
         out = run(typed(block), home)
     assert "epoch 25/25" in out
+    assert new_files(home) == ""
+    assert {path.name for path in (home / "runs").iterdir()} == {"digits", "digits.npz"}
 
 
 def test_the_quickstart_from_the_top(home):

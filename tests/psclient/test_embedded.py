@@ -15,7 +15,7 @@ from psclient.config import ServerOptions
 from psclient.embedded import EmbeddedServer
 from pswire.errors import Unreachable
 
-SECONDS = 60
+SECONDS = 180
 START = (
     "import os, signal, sys, time\nfrom psclient.embedded import EmbeddedServer\n"
     "server = EmbeddedServer()\nprint(server.pid, flush=True)\n"

@@ -19,7 +19,7 @@ from psclient.config import ServerOptions
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 
-SECONDS = 60
+SECONDS = 180
 WORKERS = [Task("worker", index) for index in range(3)]
 
 READY = "print('ready', flush=True)\n"

@@ -14,7 +14,7 @@ import pytest
 
 from psclient.cli import command
 
-SECONDS = 60
+SECONDS = 180
 WORKER = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "worker", "index": 0}}'
 EVALUATOR = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "evaluator", "index": 0}}'
 PS = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "ps", "index": 0}}'

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from psserver.config import server_config
 from pswire.limits import Timeouts
+from pswire.manifest import MANIFEST
 
 SECONDS = 30
 WORKER = '{"cluster": {"ps": ["127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}'
@@ -21,9 +23,10 @@ SECOND = '{"cluster": {"ps": ["h:1", "127.0.0.1:0"], "worker": ["h:1"]}, "task":
 
 
 @contextmanager
-def psserver(*flags: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def psserver(*flags: str, cwd: Path | None = None, **environ: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-m", "psserver", *flags],
+        cwd=cwd,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -145,6 +148,29 @@ def test_a_lifeline_that_cannot_break_is_refused(tmp_path):
         done = subprocess.run(flags, stdin=file, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 2
     assert "needs a pipe" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("there", "flags", "told"),
+    [
+        (["checkpoints/run/ckpt-1"], [], True),
+        (["checkpoints/ckpt-1"], [], True),
+        (["checkpoints/run/ckpt-1", "runs/run/ckpt-1"], [], False),
+        (["checkpoints/run/ckpt-1"], ["--checkpoint-root", "checkpoints"], False),
+        (["checkpoints/run/ckpt-1"], ["--task", "1"], False),
+        ([], [], False),
+    ],
+)
+def test_checkpoints_of_an_older_default_root_are_mentioned(tmp_path, there, flags, told):
+    """Server 0 says in one line how to go on with them, unless a root is named or the new default has some."""
+    for path in there:
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / MANIFEST).touch()
+    with psserver("--lifeline", *flags, cwd=tmp_path) as process:
+        assert "listening" in first_line(process)
+        _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert [line.partition("--checkpoint-root ")[2] for line in err.splitlines()] == ["checkpoints"] * told
 
 
 def test_debug_shows_the_traceback():

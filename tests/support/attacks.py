@@ -33,7 +33,7 @@ from tests.support.rig import sum_into
 STRANGER = Task("worker", 7)
 """Who attacks: a task that no epoch has taken in."""
 
-SOON = 20.0
+SOON = 60.0
 """Seconds within which an attack is answered, where its verb does not wait: far longer than it takes."""
 
 PATIENCE = 0.03

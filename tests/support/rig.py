@@ -44,8 +44,8 @@ from pswire.tensor import Array, TensorSpec, portable, spec_of
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))
 BEAT = Timeouts.beat
-SOON = 20.0
-"""Seconds within which whatever can be answered is."""
+SOON = 60.0
+"""Seconds within which whatever can be answered is, on a machine that others use."""
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ def managed(strategy, max_to_keep=2, **keys):
 
 
 def root_of(kind):
-    return Path("checkpoints" if kind.startswith("embedded") else ".")
+    return Path("runs" if kind.startswith("embedded") else ".")
 
 
 def on_disk(kind):
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_was_not_saved_is_no_part_of_the_list():
         _, manager = managed(strategy, 1)
         manager.save()
         manager.sync()
-        blocker = Path("checkpoints/run/ckpt-2")
+        blocker = Path("runs/run/ckpt-2")
         blocker.write_text("no directory")
         manager.save()
         with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-2' was not saved"):
@@ -167,7 +167,7 @@ def test_one_that_failed_at_the_very_end_is_deleted_with_the_next():
         _, manager = managed(strategy, 1)
         manager.save()
         manager.sync()
-        latest = Path("checkpoints/run/latest")
+        latest = Path("runs/run/latest")
         latest.unlink()
         latest.mkdir()
         manager.save()
@@ -190,7 +190,7 @@ def test_a_failure_that_somebody_else_was_told_of_is_known():
         manager.save()
         manager.sync()
         for number, tell in [(3, manager.checkpoint.sync), (4, lambda: manager.checkpoint.restore("run/ckpt-2"))]:
-            Path(f"checkpoints/run/ckpt-{number}").write_text("no directory")
+            Path(f"runs/run/ckpt-{number}").write_text("no directory")
             manager.save()
             with pytest.raises(ps.errors.CheckpointError, match=f"'run/ckpt-{number}' was not saved"):
                 tell()

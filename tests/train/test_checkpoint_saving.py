@@ -49,7 +49,7 @@ def counted(strategy):
 
 
 def complete(path):
-    return (Path("checkpoints") / path / "manifest.json").exists()
+    return (Path("runs") / path / "manifest.json").exists()
 
 
 def test_training_goes_on_while_a_checkpoint_is_written():
@@ -100,8 +100,8 @@ def test_the_end_waits_for_what_is_written():
 @pytest.mark.parametrize("told", ["at once", "by sync", "by the next save", "by a restore"])
 def test_a_failure_is_told_once(told):
     """By whatever comes first; then saving goes on."""
-    Path("checkpoints").mkdir()
-    blocker = Path("checkpoints/run")
+    Path("runs").mkdir()
+    blocker = Path("runs/run")
     blocker.write_text("no directory")
     with opened("embedded-1") as strategy:
         _, checkpoint = counted(strategy)
@@ -122,8 +122,8 @@ def test_a_failure_is_told_once(told):
 
 def test_a_failure_that_nobody_asks_for_is_logged_at_the_end(caplog):
     """And the process leaves cleanly: what it trained is done."""
-    Path("checkpoints").mkdir()
-    Path("checkpoints/run").write_text("no directory")
+    Path("runs").mkdir()
+    Path("runs/run").write_text("no directory")
     with caplog.at_level(logging.ERROR, "psclient"), opened("embedded-1") as strategy:
         counted(strategy)[1].save("run/ckpt")
     (said,) = [record.getMessage() for record in caplog.records if "run/ckpt-1" in record.getMessage()]

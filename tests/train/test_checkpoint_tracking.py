@@ -64,7 +64,7 @@ PATHS = {
 
 
 def manifest_of(kind, path):
-    root = "checkpoints/" if kind.startswith(("embedded", "servers")) else ""
+    root = "runs/" if kind.startswith(("embedded", "servers")) else ""
     with open(f"{root}{path}/manifest.json") as file:
         return json.load(file)
 
@@ -110,7 +110,7 @@ def test_everything_comes_back_by_its_path(kind):
 )
 def test_a_checkpoint_moves_between_strategies(kind, other, tmp_path):
     """The files are the same, whoever wrote them."""
-    here, there = ("checkpoints" if k.startswith(("embedded", "servers")) else "." for k in (kind, other))
+    here, there = ("runs" if k.startswith(("embedded", "servers")) else "." for k in (kind, other))
     with opened(kind) as strategy:
         with strategy.scope():
             model = Model(3.0)
@@ -198,7 +198,7 @@ def test_the_data_go_on_where_they_stood(kind, other, tmp_path):
             next(iterator)
         v.assign(1.0)
         checkpoint.save("run/ckpt")
-    here, there = ("checkpoints" if k.startswith("embedded") else "." for k in (kind, other))
+    here, there = ("runs" if k.startswith("embedded") else "." for k in (kind, other))
     if here != there:
         (tmp_path / there).mkdir(exist_ok=True)
         (tmp_path / here / "run").rename(tmp_path / there / "run")
@@ -362,7 +362,7 @@ def test_a_checkpoint_of_format_1_is_restored_by_names(kind):
         with strategy.scope():
             a, b = (ps.Variable(1.0, name=name) for name in "ab")
         path = ps.train.Checkpoint(a=a, b=b).save("run/ckpt")
-    root = "checkpoints/" if kind.startswith("embedded") else ""
+    root = "runs/" if kind.startswith("embedded") else ""
     manifest = manifest_of(kind, path)
     for entry in manifest["tensors"].values():
         del entry["checksum"]

@@ -35,14 +35,14 @@ def test_who_waited_too_long_waits_again():
         session.timeouts = timeouts
         go.set()
         checkpoint.sync()
-        assert (Path("checkpoints") / path / "manifest.json").exists()
+        assert (Path("runs") / path / "manifest.json").exists()
         assert not checkpoint.keeper.failed(path)
 
 
 def test_which_save_has_failed_is_known():
     """Until there is a later one at the same path."""
-    Path("checkpoints").mkdir()
-    blocker = Path("checkpoints/best")
+    Path("runs").mkdir()
+    blocker = Path("runs/best")
     blocker.write_text("no directory")
     with opened("embedded-2") as strategy:
         with strategy.scope():
@@ -92,7 +92,7 @@ def test_a_manifest_that_is_too_large_is_told(monkeypatch):
             checkpoint.save("run/ckpt")
             with pytest.raises(ps.errors.CheckpointError, match=r"of 2 variables, takes [0-9]+ bytes, and at most 400"):
                 checkpoint.sync()
-        eventually(lambda: not list(Path("checkpoints").rglob("shard-*")))
+        eventually(lambda: not list(Path("runs").rglob("shard-*")))
         v.assign(1.0)
         path = checkpoint.save("run/ckpt")
         v.assign(2.0)
