@@ -91,7 +91,7 @@ class TaskView:
     Attributes:
         task: which.
         drives: whether it is the chief's, which makes no rounds.
-        state: "open", "left" (cleanly), "failed", "lost" (its lease ended), or "missing": it never came.
+        state: "open", "left" (cleanly), "failed", "lost" (its lease ended), "hung" (it held a round up), or "missing".
         session: its number, 0 for a missing one.
         replicas: how many it has.
         mode: "sync" or "async"; "" where it makes no rounds.
@@ -348,6 +348,7 @@ def _no_chief(drivers: Sequence[TaskView]) -> Problem:
 GONE = {
     "lost": "no sign of life for {silent:.0f} s: its lease ended, and rounds go on without it; start it again",
     "failed": "its process failed {silent:.0f} s ago, and rounds go on without it; see its log, and start it again",
+    "hung": "it beat, and held a round up for PS_TIMEOUT_ROUND; rounds go on without it; end its process, start it again",
     "missing": "it has not come yet; start it with its TF_CONFIG",
 }
 """What is wrong with a task in a state."""
