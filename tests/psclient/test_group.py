@@ -53,6 +53,7 @@ class Process:
         return self.exchange.create(VariableSpec(name, NUMBER), (server,), np.asarray(0))
 
     def add(self, plan: Any, value: int) -> None:
+        self.exchange.enter(plan)
         self.exchange.flush(Outgoing(plan, (1.0,), (np.asarray(value),), ()))
 
 
@@ -147,6 +148,31 @@ def test_a_step_computes_with_one_value(job):
         assert int(one.exchange.read(v)) == 12, "what its push brought back is what its next step begins with"
         one.exchange.begin_step()
         assert int(one.exchange.read(v)) == 13
+
+
+@pytest.mark.parametrize(("asks", "replicas"), [(True, 1), (True, 2), (False, 2)])
+@pytest.mark.parametrize("reads", [None, "before", "now"])
+def test_a_section_is_out_of_date_by_what_it_was_computed_with(job, asks, replicas, reads):
+    """Values that it read before its process took part, if rounds were made since, or another R than that of now."""
+    with began(job, "sync", 1, 1) as (one, _):
+        v = one.create("v")
+        plan = sum_into(v)
+        job.append(Approved(plan))
+        job.close([one.member])
+        one.add(plan, 1)
+        late = Process(job, B, "sync", replicas)
+        late.create("v")
+        assert not asks or late.group.slice() == (1, 2)
+        if reads == "before":
+            assert int(late.exchange.read(v)) == 1
+        one.add(plan, 1)
+        if reads == "now":
+            assert int(late.exchange.read(v)) == 2
+        job.append(EpochClosed(Epoch(3, (one.member, late.member), start=Start(3, 2))))
+        assert late.exchange.enter(plan) == (reads == "before" or (asks and replicas == 2))
+        assert not late.exchange.enter(plan), "it takes part by now"
+        assert int(late.exchange.read(v)) == 2
+        late.session.leave()
 
 
 @pytest.mark.parametrize(
