@@ -232,7 +232,7 @@ class Exchange:
         waiting = self.group.epoch is None
         self.group.enter(f"plan:{plan.id.hex()}")
         stale = self._renew()
-        return waiting and (stale or self.group.guessed not in (None, self.group.slice()))
+        return waiting and (stale or self.group.given not in (None, self.group.slice()))
 
     def flush(self, outgoing: Outgoing, observes: bool = False) -> dict[Ref, Array]:
         """Makes one round of a section, whose place was entered, and waits for it.

@@ -43,8 +43,8 @@ class Group(Progress):
         """The next round of this process."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
-        self.guessed: tuple[int, int] | None = None
-        """What `slice` said before this process took part; None if nobody asked."""
+        self.given: tuple[int, int] | None = None
+        """What `slice` said last; None if nobody has asked."""
         self._expected = tuple(expected)
         logs.follow(lambda: (self.round, session.number))
         self._entered = False
@@ -74,10 +74,8 @@ class Group(Progress):
         """
         if self.alone:
             return 0, len(self.devices)
-        place = self._place_in(self._newest)
-        if self.epoch is None:
-            self.guessed = place
-        return place
+        self.given = self._place_in(self._newest)
+        return self.given
 
     def share(self) -> tuple[int, int]:
         """The number of this process's first replica among those that share the data, and how many share it.

@@ -320,7 +320,7 @@ class RemoteBackend:
 
     def _make_round(self, outgoing: Outgoing) -> dict[Ref, Array]:
         outdated = self._exchange.enter(outgoing.plan)
-        if outdated and self._before is not None and context.in_merge_call():
+        if outdated and self._before is not None:
             raise RunAgain
         if outdated and outgoing.plan.reductions:
             self._warn_of_loss(outgoing.plan)

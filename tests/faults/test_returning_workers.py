@@ -43,7 +43,8 @@ def come_back(job):
 def train(devices, million, enough):
     """Each step counts itself twice, in a variable of all and in copies of each replica's, and trains another by Adam.
 
-    It knows what it saw, of variables and of R; copies of one more it makes itself. Worker 2 leaves after a step.
+    It knows what it saw, of variables and of R; copies of one more it makes itself. After the first step of all, what
+    the copies hold together is saved; then worker 2 leaves.
     """
     strategy = ps.ParameterServerStrategy(devices)
     with strategy.scope():
@@ -52,7 +53,7 @@ def train(devices, million, enough):
         adam = ps.optimizers.Adam(0.25)
         copies = {"synchronization": ps.VariableSynchronization.ON_READ, "aggregation": ps.VariableAggregation.SUM}
         steps = ps.Variable(np.zeros((), "int64"), name="steps", **copies)
-    made = {}
+    made, checkpoint = {}, ps.train.Checkpoint(v=v)
     found = int(v.numpy())
     say("open", found)
     if found:
@@ -77,6 +78,8 @@ def train(devices, million, enough):
         say("did", [strategy.round - 2, *results, v.numpy()])
         n += 1
         say("ran", n)
+        if n == 1 and not found:
+            checkpoint.save("run/ckpt")
     if ME != 2:
         say("sums", [v.numpy(), w.numpy(), steps.numpy(), strategy.extended.value_container(made[0]).numpy(), n])
 
