@@ -154,8 +154,12 @@ class Backend(Protocol):
         """Runs what `merge_call` was given, and ends what it began."""
         ...
 
-    def begin_run(self) -> None:
-        """Before replicas run: ends what the calling thread has begun."""
+    def run(self, replicas: Callable[[], Any]) -> Any:
+        """Ends what the calling thread has begun, then runs replicas; again where they have to (`RunAgain`).
+
+        Args:
+            replicas: runs them, and returns their merged results.
+        """
         ...
 
     def flush(self) -> None:

@@ -225,8 +225,23 @@ class Exchange:
 
     # ---- Rounds ----
 
-    def flush(self, outgoing: Outgoing) -> dict[Ref, Array]:
-        """Makes one round of a section, and waits for it.
+    def enter(self, plan: Plan) -> bool:
+        """Comes to where a section's round is made; a process that does not take part yet waits until it does.
+
+        Returns:
+            Whether the section was computed with what is out of date by now, values or R: rounds were made since.
+        """
+        waiting = self.group.epoch is None
+        self.group.enter(f"plan:{plan.id.hex()}")
+        stale = self._renew()
+        return waiting and (stale or self.group.given not in (None, self.group.slice()))
+
+    def flush(self, outgoing: Outgoing, observes: bool = False) -> dict[Ref, Array]:
+        """Makes one round of a section, whose place was entered, and waits for it.
+
+        Args:
+            outgoing: the section.
+            observes: whether nothing of it shall count.
 
         Returns:
             The plan's returned values.
@@ -235,15 +250,10 @@ class Exchange:
             PSError: why the round did not happen; the same on every process.
         """
         with self.measures:
-            return self._make_round(outgoing)
+            return self._make_round(outgoing, observes)
 
-    def _make_round(self, outgoing: Outgoing) -> dict[Ref, Array]:
+    def _make_round(self, outgoing: Outgoing, observes: bool) -> dict[Ref, Array]:
         plan = outgoing.plan
-        waiting = self.group.epoch is None
-        self.group.enter(f"plan:{plan.id.hex()}")
-        observes = self._renew() and waiting
-        if observes:
-            log.info("%s was taken in after it computed its first section, which does not count", self.session.task)
         self._propose(plan)
         want = {server: self._want(plan, server) for server in plan.servers}
         if not self.group.alone:

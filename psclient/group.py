@@ -45,6 +45,8 @@ class Group(Progress):
         """The round from which it takes part, as the log says it."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
+        self.given: tuple[int, int] | None = None
+        """What `slice` said last; None if nobody has asked."""
         self._expected = tuple(expected)
         logs.follow(lambda: (self.round, session.number))
         self._entered = False
@@ -74,7 +76,8 @@ class Group(Progress):
         """
         if self.alone:
             return 0, len(self.devices)
-        return self._place_in(self._newest)
+        self.given = self._place_in(self._newest)
+        return self.given
 
     def share(self) -> tuple[int, int]:
         """The number of this process's first replica among those that share the data, and how many share it.

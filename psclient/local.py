@@ -141,9 +141,10 @@ class LocalBackend:
         finally:
             self.flush()
 
-    def begin_run(self) -> None:
-        """As `flush`."""
+    def run(self, replicas: Callable[[], Any]) -> Any:
+        """Runs them, once."""
         self.flush()
+        return replicas()
 
     def flush(self) -> None:
         """Whatever was asked for is done; replicas that held something back have given it, if anything was reduced."""

@@ -8,21 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from psclient import context, nest
-from psclient.arrays import Device
+from psclient.arrays import AnyArray, Device
 from psclient.backend import Beside, Place
-from psclient.exchange import Exchange
+from psclient.exchange import Exchange, Outgoing
 from psclient.group import Group
 from psclient.kept import HostValue, Kept
 from psclient.placement import Placement
 from psclient.reduction import LocalValue
+from psclient.replicas import RunAgain
 from psclient.restoring import Restoring
 from psclient.scalars import Number
 from psclient.section import Section
-from psclient.stored import ServerVariable, SyncOnReadVariable
+from psclient.stored import Cell, ServerVariable, SyncOnReadVariable
 from psclient.variables import Variable, VariableAggregation
 from pswire.api import RestoreOrder, RestoreReply
 from pswire.errors import CheckpointError, LocalityError
-from pswire.spec import Plan, VariableSpec
+from pswire.spec import Plan, Ref, VariableSpec
 from pswire.spec import Variable as Handle
 from pswire.tensor import Array
 
@@ -49,6 +50,8 @@ class RemoteBackend:
         self._placement = placement
         self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
+        self._before: list[tuple[Cell, AnyArray]] | None = None
+        """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
         self._closed = False
         self._saving: tuple[bytes, str] | None = None
         self._failed: set[str] = set()
@@ -83,6 +86,8 @@ class RemoteBackend:
         if restored:
             variable.share_out(first)
         self._copies.append(variable)
+        if self._before is not None:
+            self._before += variable.contents()
         return variable
 
     def read(self, handle: Handle) -> Array:
@@ -185,11 +190,27 @@ class RemoteBackend:
             section.give_back(returned)
             self._send(section)
 
-    def begin_run(self) -> None:
-        """Before replicas run: ends what was begun, and lets asynchronous replicas read anew."""
+    def run(self, replicas: Callable[[], Any]) -> Any:
+        """Runs replicas, behind what was begun; asynchronous ones read anew.
+
+        Where this process takes part only from a section of this run on, and what they read until then is out of date,
+        they run again, in the same round: what they wrote into their copies of variables is taken back.
+        """
         if self._mine() is None:
             self._exchange.begin_step()
         self.flush()
+        if self.group.alone or self.group.epoch is not None:
+            return replicas()
+        self._before = [content for variable in self._copies for content in variable.contents()]
+        try:
+            return replicas()
+        except RunAgain:
+            for cell, array in self._before:
+                cell.array = array
+        finally:
+            self._before = None
+        log.info("%s was taken in by its first step, which is computed again with the values of now", self._task)
+        return replicas()
 
     def drop(self) -> None:
         """Forgets the calling thread's open section: what recorded it failed."""
@@ -291,11 +312,31 @@ class RemoteBackend:
             section.give_back_unused()
         try:
             outgoing = section.outgoing()
-            section.arrived(self._exchange.flush(outgoing) if outgoing.plan.servers else {})
+            section.arrived(self._make_round(outgoing) if outgoing.plan.servers else {})
         finally:
             # Only now: a section of another thread would be a second round at the same time.
             self._section = None
         return outgoing.plan
+
+    def _make_round(self, outgoing: Outgoing) -> dict[Ref, Array]:
+        outdated = self._exchange.enter(outgoing.plan)
+        if outdated and self._before is not None:
+            raise RunAgain
+        if outdated and outgoing.plan.reductions:
+            self._warn_of_loss(outgoing.plan)
+        return self._exchange.flush(outgoing, observes=outdated)
+
+    def _warn_of_loss(self, plan: Plan) -> None:
+        names = ", ".join(sorted({reduction.target or f"a {reduction.op}" for reduction in plan.reductions}))
+        log.warning(
+            "%s came to a running job, and what it computed before it was taken in is out of date: its contribution to "
+            "%s in round %d does not count. Nobody can compute it again, since it was not made by a function that "
+            "strategy.run calls: let that function make the first reduction of the script, or loop over a dataset of "
+            "the strategy, in which a process is taken in before it computes",
+            self._task,
+            names,
+            self.group.round,
+        )
 
 
 def _stored(variable: Variable) -> ServerVariable:

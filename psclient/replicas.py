@@ -19,7 +19,14 @@ from psclient.context import ReplicaContext
 from psclient.nest import Nest
 
 CrossReplica = Callable[[Callable[[], Any]], Any]
-"""Runs a section: opens it, calls what it is given, flushes, and returns what the call returned."""
+"""Runs a section: opens it, calls what it is given, flushes, and returns what the call returned; or `RunAgain`."""
+
+
+class RunAgain(BaseException):
+    """Ends a run whose replicas computed with what is out of date, so that they can run once more.
+
+    No `Exception`: what a replica catches and handles are errors, and this is none.
+    """
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class ReplicaRunner:
             ValueError: a distributed argument is of another number of replicas.
             Exception: the first that a replica or a merge function raised, with a note that names the
                 replica.
+            RunAgain: a section did; all replicas have ended.
         """
         context.require_cross_replica(self._strategy, "strategy.run")
         if not self._busy.acquire(blocking=False):
@@ -105,19 +113,24 @@ class ReplicaRunner:
             return fn(*args, **kwargs)
 
     def _run_here(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        failures: list[Exception] = []
+        failures: list[Exception | RunAgain] = []
 
         def merge(*call: Any) -> Any:
             # A failed section ends the run, even if the replica swallows the error: as with more replicas.
             if failures:
-                raise RuntimeError("merge_call after one that failed in the same run") from failures[0]
+                raise _given_up(failures[0]) from failures[0]
             try:
                 return self._merge([_Call(*call)])[0]
-            except Exception as error:
+            except (Exception, RunAgain) as error:
                 failures.append(error)
                 raise
 
-        result = self._call(0, merge, fn, (args, kwargs))
+        try:
+            result = self._call(0, merge, fn, (args, kwargs))
+        except Exception:
+            if failures and isinstance(failures[0], RunAgain):
+                raise failures[0] from None  # What failed on the way out of it is done again as well.
+            raise
         if failures:
             raise failures[0]
         return result
@@ -133,7 +146,7 @@ class ReplicaRunner:
         except BaseException as error:
             meeting.fail(error)
             # After an interrupt the replicas are not waited for: they end at their next merge_call.
-            if isinstance(error, Exception):
+            if isinstance(error, Exception | RunAgain):
                 wait(futures)
             raise
         return [future.result() for future in futures]
@@ -174,6 +187,13 @@ class ReplicaRunner:
         return [values.select(result, replica) for replica in range(len(calls))]
 
 
+def _given_up(failure: BaseException) -> BaseException:
+    """What a replica's `merge_call` raises once something has ended the run."""
+    if isinstance(failure, RunAgain):
+        return RunAgain()
+    return RuntimeError(f"merge_call is given up, since the run failed: {failure!r}")
+
+
 class _Meeting:
     """Where the replicas of one run meet. A replica runs, waits in a merge_call, or has ended.
 
@@ -190,14 +210,14 @@ class _Meeting:
         self._failure: BaseException | None = None
 
     def call(self, replica: int, call: _Call) -> Any:
-        """Waits for the others, and for the answer; raises `RuntimeError` once the run has failed."""
+        """Waits for the others, and for the answer; raises once the run has failed, see `_given_up`."""
         with self._changed:
             if self._failure is None:
                 self._calls[replica] = call
                 self._stop(replica)
                 self._changed.wait_for(lambda: replica in self._answers or self._failure is not None)
             if self._failure is not None:
-                raise RuntimeError(f"merge_call is given up, since the run failed: {self._failure!r}")
+                raise _given_up(self._failure)
             return self._answers.pop(replica)
 
     def end(self, replica: int) -> None:

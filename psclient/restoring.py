@@ -57,9 +57,11 @@ class Restoring:
         if any(reply != found for reply in self._ask(self._session.servers, found.path, turn, order)):
             raise CheckpointError(f"the servers do not read the same checkpoint {found.path!r}; is it on all hosts?")
         commit = RestoreCommit(path, tuple(range(len(self._session.servers))), turn, _digest(order))
+        plan = Plan(restore=commit)
         self._group.begin_at(found.positions)  # first: they are the positions after the round
         with self._group.holding_back():
-            self._exchange.flush(Outgoing(Plan(restore=commit), (), (), ()))
+            self._exchange.enter(plan)
+            self._exchange.flush(Outgoing(plan, (), (), ()))
         return found
 
     def _next_turn(self) -> Turn:

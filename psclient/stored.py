@@ -248,6 +248,10 @@ class CopiedVariable(Variable, DistributedValues):
         names: tuple[str, ...] = self.strategy.extended.worker_devices
         return names
 
+    def contents(self) -> list[tuple[Cell, AnyArray]]:
+        """Where its copies are, each with what is there now, which nothing changes: so it can be put back."""
+        return [(copy.cell, copy.cell.array) for copy in self.values]
+
     def assign_copy(self, copy: Copy, how: str, value: Any) -> Any:
         """An assignment through one copy."""
         raise NotImplementedError

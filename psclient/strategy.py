@@ -85,6 +85,10 @@ class Strategy:
     ) -> Any:
         """Calls a function once on each local replica, in replica context. In cross-replica context.
 
+        In a process that came to a running job, and is taken in at the first section of this run, it is called a
+        second time: what it computed before was of older values. The first time leaves nothing in the strategy's
+        variables; what else the function changed, such as the state of a random generator, it changes twice.
+
         Args:
             fn: gets, for each per-replica value among the arguments, its own component.
             args, kwargs: nests of arrays and distributed values.
@@ -102,8 +106,7 @@ class Strategy:
         with context.within(self):
             context.require_cross_replica(self, "run")
             self.backend.check_open()
-            self.backend.begin_run()
-            return self._runner.run(fn, args, kwargs)
+            return self.backend.run(lambda: self._runner.run(fn, args, kwargs))
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Array:
         """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.

@@ -31,6 +31,9 @@ _Push = tuple[Contribution, Payload, float, Future[RoundReply]]
 RESENDS = 8
 """Attempts at one contribution that are kept while its epoch is not known here."""
 
+LATER = "a later section; it made none here"
+"""What a member is at that has left a round out."""
+
 RECORDS = 2
 """Rounds whose answers are kept for resends: a worker has one round under way, never two."""
 
@@ -318,9 +321,17 @@ class Rounds:
             if number != said.round and said.session in waiting.parts:
                 raise InvalidRequest(f"round {number} of this session is under way; it cannot begin {said.round}")
             if number < said.round and waiting.error is None and member in self._missing(waiting):
-                waiting.error = self._diverged(number, waiting, member, "a later section; it made none here")
+                waiting.error = self._diverged(number, waiting, member, LATER)
                 self._fail(waiting, waiting.error)
                 raise waiting.error
+            if number > said.round and waiting.error is None:
+                here = self._epochs[said.epoch].members
+                ahead = [m.task for m in here if m.session in waiting.parts.keys() - self.fenced]
+                if ahead:
+                    section = self._describe(said.plan_id)
+                    waiting.error = diverged(said.round, [(ahead[0], LATER), (member.task, section)])
+                    self._fail(waiting, waiting.error)
+                    raise waiting.error
 
     def _admit(self, waiting: _Open, part: Part, plan: Plan) -> None:
         """Refuses a contribution that does not fit its plan; its sender alone is told."""

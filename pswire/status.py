@@ -16,7 +16,7 @@ class SessionState:
 
     Attributes:
         member: task, session and replicas.
-        state: "open", "left" (cleanly), "failed", "lost" (its lease ended) or "hung" (it held a round up while it beat).
+        state: "open", "left" (cleanly), "failed", "lost" (its lease ended) or "hung" (it beat, and held a round up).
         entry: where a new member waits to be taken in, as `Epoch.entry`; "" while it is not ready.
         silent: seconds since its last sign of life.
         drives: whether it is a chief's, which takes part in no round.

@@ -265,38 +265,6 @@ def test_what_was_read_before_taking_part_is_read_again(tmp_path):
         job.finish()
 
 
-def count_up(rounds, factor):
-    """Adds 100 ** worker in each round; a life that finds something there waits after it has read it."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(1), name="v")
-    found = float(v.read_value()[0])
-    say("open", found)
-    if found:
-        gate("look")
-    while strategy.round < rounds:
-        if not found and strategy.round in (2, 4):
-            say("at", strategy.round)
-            gate(f"{ME} at {strategy.round}")
-        strategy.run(lambda: add_all([(v, np.full(1, factor**ME))]))
-        say("did", strategy.round - 1)
-    say("sums", float(v[0]))
-
-
-def test_a_section_that_was_computed_before_taking_part_does_not_count(tmp_path):
-    """Rounds were made since its worker read the variable: the first section after that adds nothing of it."""
-    gates = ["look", "0 at 2", "1 at 2", "0 at 4"]
-    with Job(count_up, tmp_path, (400, 1000.0), workers=2, chief="driver", gates=gates, timeouts=QUICK) as job:
-        come_back_behind(job)
-        job.hear(W0, "did", 6)
-        job.open("look")
-        sums = job.hear(W0, "sums")
-        assert job.hear(W1, "sums") == sums
-        mine = len(job.said(W1, "did")) - 2  # two of its first life, and the one that it only watched
-        assert sums == 400 + 1000.0 * (2 + mine - 1)
-        job.finish()
-
-
 def test_a_worker_without_data_of_its_own_comes_back(tmp_path):
     """Its own batches are long used up: it gets empty ones until the others are done, and is in step afterwards."""
 

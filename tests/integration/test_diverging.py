@@ -75,3 +75,46 @@ def test_everyone_is_told_where_the_others_are(tmp_path, kind, servers, words):
             assert seconds < SOON
         for task in (W0, W1, W2):
             assert job.exited(task, SOON) == 0
+
+
+def fail_in_the_third(failing):
+    """Adds 1 in each of six sections, all alike; in the third what these workers run in merge_call fails."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(()), name="v")
+
+    def merge(strategy, fails):
+        total = strategy.extended.reduce_to("sum", 1.0, v)
+        strategy.extended.update(v, lambda v, total: v.assign_add(total), (total,))
+        if fails:
+            raise ValueError("an accident")
+
+    for n in range(6):
+        fails = n == 2 and ME in failing
+        try:
+            strategy.run(lambda fails=fails: ps.get_replica_context().merge_call(merge, (fails,)))
+        except ValueError:
+            say("failed", strategy.round)
+        except ps.errors.Diverged as error:
+            say("diverged", str(error))
+            return
+    say("sums", [v.numpy(), strategy.round])
+
+
+def test_who_leaves_a_section_out_cannot_go_on_with_the_next(tmp_path):
+    """Though all sections are alike: the one after that which failed is not taken for it."""
+    with Job(fail_in_the_third, tmp_path, ([1],), workers=2) as job:
+        assert job.hear(W1, "failed") == 3
+        for task in (W0, W1):
+            text = job.hear(task, "diverged")
+            assert str(W0) in text
+            assert str(W1) in text
+            assert job.exited(task) == 0
+
+
+def test_a_section_that_fails_everywhere_is_left_out_by_all(tmp_path):
+    """They go on together, and nothing of it has counted."""
+    with Job(fail_in_the_third, tmp_path, ([0, 1],), workers=2) as job:
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == [5 * 2.0, 6]
+        job.finish()

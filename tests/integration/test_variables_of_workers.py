@@ -62,6 +62,16 @@ def train(path):
         with extended.colocate_vars_with(extended.non_slot_devices([a, b])):
             both = ps.Variable(np.ones(2), name="both")
     say("places", [list(v.devices) for v in (a, b, beside, both)])
+
+    def create(which):
+        with extended.colocate_vars_with(which):
+            return [ps.Variable(np.ones(8), name=f"{which.name} and its own {n}") for n in range(3)]
+
+    for v in (a, b):
+        made = [strategy.experimental_local_results(each)[0] for each in strategy.run(create, (v,))]
+        say(f"created with {v.name}", [list(extended.value_container(each).devices) for each in made])
+    resolver = strategy.cluster_resolver
+    say("resolver", [resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks("worker")])
     extended.update(a, lambda v, x, y: v.assign_add(x + y), (beside, both))
     say("updated", a.numpy())
     try:
@@ -128,6 +138,18 @@ def test_values_stay_where_they_are(job):
     for said in both(job[1], "copies elsewhere"):
         assert "'both' has copies that this update does not reach" in said
         assert "update_non_slot" in said
+
+
+def test_replicas_create_where_they_say(job):
+    """Beside a variable of either server, whichever has more room."""
+    places = both(job[1], "places")[0]
+    for name, place in zip("ab", places, strict=False):
+        assert both(job[1], f"created with {name}") == ([place] * 3,) * 2
+
+
+def test_a_process_knows_its_cluster(job):
+    """By its strategy's resolver: the one that read TF_CONFIG."""
+    assert both(job[1], "resolver") == (["worker", 0, 2], ["worker", 1, 2])
 
 
 def test_an_optimizer_counts_steps_once(job):

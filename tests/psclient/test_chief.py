@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
 import psclient as ps
@@ -14,7 +15,7 @@ from psserver.server import ServerThread
 from pswire.cluster import ClusterSpec
 from pswire.limits import Timeouts
 from pswire.log import EpochClosed
-from tests.support.rig import SOON, WORKERS, Job, core, serving
+from tests.support.rig import SOON, WORKERS, Job, checkpoint, core, serving, together
 
 A, B = WORKERS[:2]
 SLOW = Timeouts(beat=60.0)
@@ -30,11 +31,15 @@ def job(tmp_path):
 
 def is_done(job):
     """What a chief says that sees all that happened in a job at once."""
-    cluster = ClusterSpec({"ps": ("x:1", "x:2"), "worker": ("x:3", "x:4")})
-    chief = Chief(A, job.verbs, cluster, Timeouts())
+    chief = chief_of(job)
     watched = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON)
     chief._state.take([entry for entry in watched.entries if isinstance(entry, EpochClosed)])
     return chief._is_done(watched.sessions)
+
+
+def chief_of(job):
+    """A chief that looks at the job's servers."""
+    return Chief(A, job.verbs, ClusterSpec({"ps": ("x:1", "x:2"), "worker": ("x:3", "x:4")}), SLOW)
 
 
 def leave(job, *sessions):
@@ -84,6 +89,26 @@ def test_a_process_that_came_after_the_end_of_its_task_undoes_nothing(job):
     assert not is_done(job)
     job.servers.spend(12, job.opened.session)
     assert is_done(job)
+
+
+def test_parts_of_different_rounds_are_no_checkpoint(job, tmp_path):
+    """The chief writes no manifest over them, and says which rounds they are of; those of one round are one."""
+    (one,) = job.join(A)
+    for number in (0, 1):
+        job.variable(one, np.array(float(number)), (number,))
+    chief = chief_of(job)
+    chief._session.token = job.token
+
+    def save(path, *rounds):
+        plan = job.approve(checkpoint(path, (0, 1)), one)
+        for server, one.round in enumerate(rounds):
+            together(one.push(plan, server=server))
+        done = chief._commit(plan)
+        assert (tmp_path / path / "manifest.json").exists() == (not done.error)
+        return done
+
+    assert "the servers' parts are of different rounds (0, 1); save again" in save("run/ckpt-1", 0, 1).error
+    assert save("run/ckpt-2", 2, 2).round == 2
 
 
 def test_an_end_that_is_none_waits_for_nobody():

@@ -22,6 +22,7 @@ from psclient.cluster_resolver import (
 from psclient.config import task_config
 from pswire.cluster import JOBS, ClusterSpec, Task, TaskConfig
 from pswire.errors import ConfigError
+from tests.support.strategies import opened
 
 JOBS_GIVEN = {"worker": ["w0:1", "w1:1"], "ps": ["p:1"]}
 SPEC = ClusterSpec(JOBS_GIVEN)
@@ -341,6 +342,19 @@ def test_a_task_that_does_not_train_is_told(job: str, said: str) -> None:
     """A strategy is for workers and the chief; others are told how to start."""
     with pytest.raises(ConfigError, match=f"^/job:{job}/task:0: {said}"):
         task_of(SimpleClusterResolver(ClusterSpec(JOBS_GIVEN), task_type=job, task_id=0))
+
+
+@pytest.mark.parametrize("kind", ["servers-1", "embedded-1", "mirrored-1"])
+def test_a_strategy_hands_out_the_resolver_that_it_was_given(kind: str) -> None:
+    """It tells the cluster and the task; a strategy without a cluster has none."""
+    with opened(kind) as strategy:
+        resolver = strategy.cluster_resolver
+        if kind != "servers-1":
+            assert resolver is None
+            return
+        assert isinstance(resolver, SimpleClusterResolver)
+        assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+        assert resolver.cluster_spec().jobs == ["ps", "worker"]
 
 
 def test_only_a_resolver_has_a_task() -> None:

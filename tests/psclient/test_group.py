@@ -17,11 +17,11 @@ from psclient.session import Session
 from pswire.cluster import ClusterSpec
 from pswire.errors import ConfigError, RoundTimeout
 from pswire.limits import Timeouts
-from pswire.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Start
+from pswire.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Start, Started
 from pswire.spec import VariableSpec
 from pswire.status import SessionState
 from pswire.tensor import TensorSpec
-from tests.support.rig import WORKERS, Job, serving, sum_into
+from tests.support.rig import SOON, WORKERS, Job, serving, sum_into
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
@@ -53,6 +53,7 @@ class Process:
         return self.exchange.create(VariableSpec(name, NUMBER), (server,), np.asarray(0))
 
     def add(self, plan: Any, value: int) -> None:
+        self.exchange.enter(plan)
         self.exchange.flush(Outgoing(plan, (1.0,), (np.asarray(value),), ()))
 
 
@@ -77,6 +78,91 @@ def test_synchronous_members_count_all_replicas(job):
         assert [one.group.share() for one in processes] == [(0, 6), (2, 6), (3, 6)]
         assert {one.group.replicas for one in processes} == {6}
         assert [one.group.leads for one in processes] == [True, False, False]
+
+
+def test_an_epoch_with_new_members_is_taken_in_at_its_entry(job):
+    """Where the program comes to it, which tells the others the round; nowhere else, and only once."""
+    with began(job, "sync", 1, 1) as (one, _):
+        plan = sum_into(one.create("v"))
+        job.append(Approved(plan))
+        job.close([one.member])
+        one.group.enter("dataset:0")
+        late = Process(job, B, "sync")
+        epoch = Epoch(3, (one.member, late.member), "dataset:0")
+
+        def told() -> list[Start]:
+            entries = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON).entries
+            return [entry.start for entry in entries if isinstance(entry, Started)]
+
+        one.add(plan, 1)
+        job.append(EpochClosed(epoch))
+        one.group.enter("dataset:0")
+        assert one.group.epoch.number == 2, "no answer has announced the epoch yet"
+        one.add(plan, 1)
+        one.group.advance(0, 0, 7, True, frozenset())
+        one.group.enter("dataset:1")
+        assert (one.group.epoch.number, one.group.replicas, told()) == (2, 1, [])
+        for _ in range(2):
+            one.group.enter("dataset:0")
+        assert (one.group.epoch, told()) == (epoch, [Start(3, 2, (Position(0, 0, 7),))])
+        assert one.group.slice() == (0, 2)
+        late.group.enter("dataset:0")
+        assert (late.group.epoch, late.group.round, late.group.position(0)) == (epoch, 2, Position(0, 0, 7))
+        late.session.leave()
+
+
+def test_who_is_taken_in_before_a_batch_knows_that_there_is_one(job):
+    """Of that dataset, until its first round is over: no round has told it yet."""
+    with began(job, "sync", 1) as (one,):
+        plan = sum_into(one.create("v"))
+        job.append(Approved(plan))
+        one.add(plan, 1)
+        late = Process(job, B, "sync")
+        late.create("v")
+        job.close([one.member])
+        entered = Epoch(3, (late.member,), "dataset:2", Start(3, 1))
+        job.append(EpochClosed(entered))
+        late.group.enter("dataset:2")
+        assert (late.group.any_more(2), late.group.any_more(1)) == (True, None)
+        late.group.advance(2, 0, 1, True, frozenset())
+        assert late.group.any_more(2) is None, "it has a batch itself; what the others have it will be told"
+        late.group.finish(2)
+        late.add(plan, 1)
+        assert late.group.any_more(2) is None
+        late.session.leave()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_who_came_late_is_outside(job, mode):
+    """A synchronous one until it was taken in; an asynchronous one is never where the others are."""
+    with began(job, mode, 1) as (one,):
+        late = Process(job, B, mode)
+        assert (one.group.late, late.group.late) == (False, True)
+        assert (one.group.outside, late.group.outside) == (False, True)
+        job.append(EpochClosed(Epoch(2, (one.member, late.member), start=Start(2, 0))))
+        for process in (one, late):
+            process.group.enter("dataset:0")
+        assert (one.group.outside, late.group.outside) == (False, mode == "async")
+        assert (one.group.late, late.group.late) == (False, True)
+        late.session.leave()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_first_of_the_group_leads(job, mode):
+    """Of those that are in it now; where workers are asynchronous the task that was first when the job began."""
+    with began(job, mode, 1, 1) as (one, other):
+        plan = sum_into(one.create("v", 0))
+        job.append(Approved(plan))
+        for process in (one, other):
+            assert process.group.leads == (process is one)
+            process.group.enter("dataset:0")
+        other.create("v", 0)
+        job.close([other.member])
+        other.add(plan, 1)
+        assert other.group.leads == (mode == "sync")
+        back = Process(job, A, mode)
+        assert back.group.leads == (mode == "async"), "it takes no part yet"
+        back.session.leave()
 
 
 def test_asynchronous_members_count_their_own_replicas(job):
@@ -147,6 +233,31 @@ def test_a_step_computes_with_one_value(job):
         assert int(one.exchange.read(v)) == 12, "what its push brought back is what its next step begins with"
         one.exchange.begin_step()
         assert int(one.exchange.read(v)) == 13
+
+
+@pytest.mark.parametrize(("asks", "replicas"), [(True, 1), (True, 2), (False, 2)])
+@pytest.mark.parametrize("reads", [None, "before", "now"])
+def test_a_section_is_out_of_date_by_what_it_was_computed_with(job, asks, replicas, reads):
+    """Values that it read before its process took part, if rounds were made since, or another R than that of now."""
+    with began(job, "sync", 1, 1) as (one, _):
+        v = one.create("v")
+        plan = sum_into(v)
+        job.append(Approved(plan))
+        job.close([one.member])
+        one.add(plan, 1)
+        late = Process(job, B, "sync", replicas)
+        late.create("v")
+        assert not asks or late.group.slice() == (1, 2)
+        if reads == "before":
+            assert int(late.exchange.read(v)) == 1
+        one.add(plan, 1)
+        if reads == "now":
+            assert int(late.exchange.read(v)) == 2
+        job.append(EpochClosed(Epoch(3, (one.member, late.member), start=Start(3, 2))))
+        assert late.exchange.enter(plan) == (reads == "before" or (asks and replicas == 2))
+        assert not late.exchange.enter(plan), "it takes part by now"
+        assert int(late.exchange.read(v)) == 2
+        late.session.leave()
 
 
 @pytest.mark.parametrize(

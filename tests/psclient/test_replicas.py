@@ -15,7 +15,7 @@ from psclient import context, values
 from psclient.arrays import Device
 from psclient.context import ReplicaContext
 from psclient.reduce_op import ReduceOp
-from psclient.replicas import ReplicaRunner
+from psclient.replicas import ReplicaRunner, RunAgain
 from psclient.values import Mirrored, PerReplica
 
 
@@ -386,6 +386,56 @@ def test_an_interrupt_ends_a_run(two: Strategy) -> None:
     assert ended.wait(30)
     release.set()
     assert works(two)
+
+
+@pytest.mark.parametrize("answer", ["pass", "catch", "swallow", "fail"])
+def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy: Strategy, answer: str) -> None:
+    """`RunAgain` leaves their functions past all that handles errors, whatever they do on the way out."""
+    ended, handled = [], []
+
+    def again(s: Strategy) -> None:
+        raise RunAgain
+
+    def fn() -> None:
+        try:
+            here().merge_call(again)
+        except Exception as error:
+            handled.append(error)
+        except BaseException:
+            if answer == "catch":
+                here().merge_call(lambda s: handled.append(s))
+            if answer != "swallow":
+                raise
+        finally:
+            ended.append(here().local_replica_id)
+            if answer == "fail":
+                raise OSError("cannot close what was never opened")
+
+    with pytest.raises(RunAgain):
+        strategy.run(fn)
+    assert sorted(ended) == list(range(count(strategy)))
+    assert not handled
+    assert works(strategy)
+
+
+def test_a_run_is_made_again_when_no_replica_runs_any_more(two: Strategy) -> None:
+    """The one that takes its time on the way out would meet those of the next run."""
+    late, ended = threading.Event(), []
+
+    def again(s: Strategy) -> None:
+        raise RunAgain
+
+    def fn() -> None:
+        try:
+            here().merge_call(again)
+        finally:
+            if here().local_replica_id == 1:
+                late.wait(0.2)
+            ended.append(here().local_replica_id)
+
+    with pytest.raises(RunAgain):
+        two.run(fn)
+    assert sorted(ended) == [0, 1]
 
 
 def test_close_ends_the_threads() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from psserver.membership import DRAWN, MAX_TERM, REMEMBERED, Membership
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, TaskTaken
-from pswire.log import Member
+from pswire.log import Epoch, Member
 from tests.support.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]
@@ -308,6 +308,26 @@ def test_who_has_ended_waits_for_nothing(members):
     members.check(two)
 
 
+def test_who_waits_no_more_says_so_with_its_next_beat(members):
+    """What it waited for before does not count against the others."""
+    one, two = opened(members, A), opened(members, B)
+    beat(members, one, 0.0, (4, b"x"))
+    beat(members, one, 0.0)
+    beat(members, two, 0.0, (4, b"y"))
+    members.check(two)
+
+
+def test_who_takes_no_part_ends_nobody():
+    """A process that no epoch has taken in yet may wait for anything, and diverge: it is no part of the job."""
+    members = Membership(LEASE, epoch=lambda: Epoch(1, (Member(A, one, 1),)))
+    one, newcomer = opened(members, A), opened(members, B)
+    beat(members, one, 0.0, (4, b"x"))
+    beat(members, newcomer, 0.0, (4, b"y"))
+    members.leave(newcomer, "Diverged: in round 4")
+    members.check(one)
+    assert states(members) == {one: "open", newcomer: "failed"}
+
+
 def test_a_divergence_that_is_reported_ends_everyone(members):
     """Any other error ends its own session alone."""
     one, two, three = (opened(members, task) for task in (A, B, C))
@@ -351,6 +371,7 @@ def test_the_end_of_a_chief(members):
     assert not members.chief_left()
     assert members.chief_silent(5.0) == float("inf")
     old, new = opened(members, CHIEF, drives=True), opened(members, CHIEF, 3.0 + LEASE, drives=True)
+    opened(members, A, 4.0 + LEASE)
     with pytest.raises(Fenced, match="started again"):
         members.leave(old, "")
     assert not members.chief_left()

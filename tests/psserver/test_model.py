@@ -183,6 +183,7 @@ class Worker:
                 assert batch == group.round, "the datasets and the rounds do not stand alike"
                 group.advance(0, 0, batch + 1, batch + 1 < model.rounds, frozenset())
             outgoing = model.section(batch % len(model.plans))
+            self.exchange.enter(outgoing.plan)
             values = self.exchange.flush(outgoing)
             model.answered(self, outgoing.plan, values)
             batch += 1

@@ -197,6 +197,29 @@ def test_a_left_out_round_is_a_divergence(rounds):
     assert isinstance(failed(rounds)[one], Diverged)
 
 
+def test_a_left_out_round_is_a_divergence_whoever_is_first(rounds):
+    """Who has left it out waits in a later one by the time that the other comes to it."""
+    two = push(rounds, 2, 1)
+    with pytest.raises(Diverged, match=r"round 0.*worker/task:1 is at: a later section; .*worker/task:0 is at: this"):
+        push(rounds, 1)
+    assert isinstance(failed(rounds)[two], Diverged)
+    assert rounds.next_job() is None
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["gone", "new"])
+def test_who_need_not_make_a_round_leaves_none_out(rounds, gone):
+    """It was fenced, or is a member only since a later epoch: what it sent to a later one says nothing."""
+    if gone:
+        push(rounds, 2, 1)
+    rounds.close_epoch(Epoch(2, MEMBERS[:1] if gone else MEMBERS))
+    if not gone:
+        push(rounds, 3, 1, epoch=2)
+        push(rounds, 2)
+    push(rounds, 1)
+    assert not failed(rounds)
+    assert sessions(rounds.next_job()) == ([1] if gone else [1, 2])
+
+
 def test_a_second_round_of_its_own_is_refused(rounds):
     """The first one goes on."""
     push(rounds, 1)

@@ -338,16 +338,19 @@ def test_restoring_nothing_says_so():
             checkpoint.restore("run")
 
 
-def test_a_flipped_bit_is_found_without_servers():
-    """Nothing has changed then, and the error names the file."""
-    with opened("mirrored-1") as strategy:
+@pytest.mark.parametrize("kind", ["mirrored-1", "embedded-1"])
+def test_a_flipped_bit_is_found(kind):
+    """By the checksum that was saved, with and without servers: nothing has changed then, the error names the file."""
+    with opened(kind) as strategy:
         with strategy.scope():
             v = ps.Variable(np.zeros(8), name="v")
         checkpoint = ps.train.Checkpoint(v=v)
         path = checkpoint.save("run/ckpt")
+        checkpoint.sync()
         v.assign(np.ones(8))
-        (file,) = manifest_of("mirrored", path)["files"]
-        with open(f"{path}/{file}", "r+b") as shard:
+        (file,) = manifest_of(kind, path)["files"]
+        root = "checkpoints/" if kind.startswith("embedded") else ""
+        with open(f"{root}{path}/{file}", "r+b") as shard:
             shard.seek(-3, 2)
             shard.write(b"\x01")
         with pytest.raises(ps.errors.CheckpointError, match=file):
