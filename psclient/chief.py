@@ -312,7 +312,7 @@ class Chief:
             watched = self._servers[0].watch(self._session.number, len(entries), 0)
             entries += watched.result(self._timeouts.call).entries
         first = entries[0] if entries else None
-        over = any(isinstance(entry, Done) for entry in entries)
+        over = any(isinstance(entry, Done | Lost) for entry in entries)
         mine = (self._session.incarnations, self._job)
         same = isinstance(first, JobStarted) and (first.incarnations, first.name) == mine
         if same and not over:

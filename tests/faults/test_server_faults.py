@@ -89,7 +89,11 @@ def test_a_server_that_pauses_is_waited_for(tmp_path, server):
 
 @pytest.mark.parametrize("server", [pytest.param(PS0, marks=pytest.mark.soak), PS1])
 def test_a_server_that_is_silent_for_too_long_is_lost(tmp_path, server):
-    """After `PS_TIMEOUT_SERVER` every process ends, and says which server, for how long, and by which setting."""
+    """After `PS_TIMEOUT_SERVER` every process ends, and says which server, for how long, and by which setting.
+
+    When all come back, the server as well, the job goes on from the checkpoint: nobody knows what it has missed. Where
+    it was server 0, nobody has said that it is lost, and the job goes on from the variables, which are there.
+    """
     timeouts = dataclasses.replace(QUICK, server=3.0)
     with Job(serve, tmp_path, (20, [[1, 5]]), **{**KEYS, "timeouts": timeouts}) as job:
         job.hear(W1, "at", 5)
@@ -99,8 +103,16 @@ def test_a_server_that_is_silent_for_too_long_is_lost(tmp_path, server):
         job.open("go")
         for task in (W0, W1):
             assert job.hear(task, "lost")[0] == str(server)
+        for task in (W0, W1, CHIEF):
             assert job.exited(task) == 1
-        job.kill(server)
+        job.kill(server, signal.SIGCONT)
+        for task in (CHIEF, W0, W1):
+            job.start(task)
+        for task in (W0, W1):
+            assert job.hear(task, "restored") is (server == PS1)
+            assert (job.hear(task, "begins") == [303.0, 303.0]) is (server == PS1)
+            job.hear(task, "sums")
+        job.finish()
 
 
 def join(rounds):
