@@ -419,6 +419,9 @@ class Exchange:
             for task in reply.left_out:
                 self.measures.left_out += 1
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)
+        # Of a variable that several servers hold each of them says the same.
+        for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
+            log.warning("%s", words)
         for server in plan.servers:
             self._touched[server] = self.group.round
         with self._lock:

@@ -44,7 +44,7 @@ class Batch:
 
     def __init__(self, first: int, applications: Sequence[Application], stages: Sequence[Stage]) -> None:
         self.first, self.stop = first, first + len(applications)
-        self.assigned = [_assigned(*pair) for pair in zip(applications, stages, strict=True)]
+        self.assigned = [application.assigned for application in applications]
         self.reductions = np.array([application.needs for application in applications], np.int64)
         reduced = [sum(a.program.inputs[number].spec.nbytes for number in a.reduced) for a in applications]
         self.nbytes = np.array(reduced, np.int64)
@@ -100,13 +100,17 @@ class Ready:
         """Numbers of the variables that it assigns."""
         return [id for ids in self._batch.assigned[self._rows] for id in ids]
 
-    def run(self, crew: Crew, totals: Callable[[int], float], value: Callable[[Ref], Any]) -> None:
+    def run(self, crew: Crew, totals: Callable[[int], float], value: Callable[[Ref], Any]) -> list[tuple[int, int]]:
         """Runs the kernel, which writes the variables in place: nobody else may hold them.
 
         Args:
             crew: the threads for it.
             totals: gives the sum of the weights of a reduction.
             value: gives the array of a variable, an operand or a result.
+
+        Returns:
+            Numbers of the applications in which the kernel saw NaN or infinity, and what it returned; one may be there
+            several times.
         """
         held: list[Array] = []  # while the kernel runs
         columns: list[Sequence[int]] = [self._batch.sizes[self._rows]]
@@ -119,7 +123,11 @@ class Ready:
                 columns.append(_arrays(refs[self._rows], value, held))
         calls = list(zip(*columns, strict=True))
         strides = [0 if p.single else DTYPES[p.dtype].itemsize for p in self._batch.refs]
-        crew.run(self._batch.kernel.function, crew.cut(calls, strides))
+        runs, places = crew.cut(calls, strides)
+        found = crew.run(self._batch.kernel.function, runs)
+        if not any(found):
+            return []
+        return [(self.numbers[place], flags) for place, flags in zip(places, found, strict=True) if flags]
 
 
 def _totals(totals: Sequence[float], parameter: Parameter, held: list[Array]) -> range:
@@ -133,10 +141,6 @@ def _arrays(refs: Sequence[Ref], value: Callable[[Ref], Any], held: list[Array])
     held += known.values()
     addresses = {ref: address_of(array) for ref, array in known.items()}
     return [addresses[ref] for ref in refs]
-
-
-def _assigned(application: Application, stage: Stage) -> tuple[int, ...]:
-    return tuple(application.apply.args[stage.step.args[target]].index for target in stage.targets)
 
 
 def batches(plan: Plan, server: int, outline: Outline, kernels: Kernels, count: int) -> Mapping[int, Batch]:
@@ -201,13 +205,13 @@ class _Successive:
         known, new = self.stages[0].kernel, stage.kernel
         same = known is not None and new is not None and known.function is new.function
         read = {id for id, *_ in application.variables}
-        return same and self.written.isdisjoint(read) and self.read.isdisjoint(_assigned(application, stage))
+        return same and self.written.isdisjoint(read) and self.read.isdisjoint(application.assigned)
 
     def add(self, application: Application, stage: Stage) -> None:
         """Takes one more."""
         self.applications.append(application)
         self.stages.append(stage)
-        self.written.update(_assigned(application, stage))
+        self.written.update(application.assigned)
         self.read.update(id for id, *_ in application.variables)
 
     def batches(self, stop: int) -> list[Batch]:

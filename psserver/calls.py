@@ -17,7 +17,7 @@ import numpy as np
 from psserver.job import Application
 from psserver.kernels.kernels import Kernel, Kernels, Stage
 from psserver.kernels.launch import Copy, Pieces
-from psserver.kernels.source import Parameter, Role, Sum
+from psserver.kernels.source import ASSIGNED, SUMS, Parameter, Role, Sum
 from pswire.spec import Ref
 from pswire.tensor import DTYPES, Array, TensorSpec
 
@@ -67,6 +67,10 @@ class Call:
             kernels.stages(program, application.reduced, sums) if application.distinct else kernels.interpreted(program)
         )
         self._parts = found
+        self.suspects: Set[int] = frozenset()
+        """Reductions whose sums are not finite, as a kernel saw."""
+        self.unsure: Set[int] = frozenset()
+        """Variables that it has assigned, and that may not be finite."""
         self._in_place: list[frozenset[int]] = [frozenset()] * len(self.stages)
         self._rooms: list[Room] = [{} for _ in self.stages]
 
@@ -149,6 +153,8 @@ class Call:
         stage = self.stages[at]
         step, kernel = stage.step, stage.kernel
         inputs = {index: get(number) for index, number in stage.inputs}
+        if kernel is None or self._kernels.device.gpu is not None:
+            self.unsure = self.unsure | {self.target(stage, target) for target in stage.targets}
         if kernel is None:
             self._kernels.interpretations += 1
             return step.script.run(list(inputs.values()), xp)
@@ -159,7 +165,11 @@ class Call:
             return done
         room, self._rooms[at] = self._rooms[at], {}  # so that they are let go when nobody needs them
         arrays = [self._memory(stage, parameter, inputs, room) for parameter in kernel.parameters]
-        self._kernels.crew.launch(kernel.function, prod(step.shape or ()), arrays, kernel.singles)
+        seen = self._kernels.crew.launch(kernel.function, prod(step.shape or ()), arrays, kernel.singles)
+        if seen & SUMS:
+            self.suspects = self.suspects | {self._args[number].index for number in stage.parts.values()}
+        if seen & ASSIGNED:
+            self.unsure = self.unsure | {self.target(stage, target) for target in stage.targets}
         written = {t: inputs[t] if t in self._in_place[at] else room["array", t] for t in stage.targets}
         return written, [room["output", index] for index in range(len(step.results))]
 

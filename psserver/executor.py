@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from psserver.batches import Batch, Ready, batches
 from psserver.calls import MAX_PARTS, Call, Parts
 from psserver.job import Application, Job, outline
 from psserver.kernels.kernels import Kernels
-from psserver.kernels.source import Sum
+from psserver.kernels.source import ASSIGNED, SUMS, Sum
+from psserver.nonfinite import Found, finite_flag, is_finite, may_be_nonfinite
 from psserver.reducer import reduce
 from psserver.senders import Sender
 from psserver.store import owned
@@ -38,11 +39,13 @@ class Outcome:
         assigned: new values of variables, on the device, by number.
         given: the plan's returned values of this server, on the host.
         wanted: new values of the assigned variables that a member wants back, on the host.
+        found: values that are NaN or infinite.
     """
 
     assigned: dict[int, Array]
     given: tuple[Array, ...]
     wanted: dict[int, Array]
+    found: Found = field(default_factory=Found)
 
 
 def run(job: Job, server: int, kernels: Kernels, values: Mapping[int, Array], lent: Set[int] = frozenset()) -> Outcome:
@@ -98,6 +101,7 @@ class Values:
         assigned: what the round has assigned so far.
         known: operands, and results that somebody has still to read.
         batches: those of the plan, under the numbers of all their applications; none before the beginning.
+        found: values that are NaN or infinite.
     """
 
     def __init__(self, job: Job, server: int, kernels: Kernels) -> None:
@@ -112,6 +116,9 @@ class Values:
         self.senders = [Sender(part, self.plan, server) for part in job.contributors]
         self._contributed: dict[int, list[tuple[float, list[Array]]]] = {}
         self.batches: Mapping[int, Batch] = {}
+        self.found = Found()
+        # On a GPU: what is to be judged, and whether it is finite, as the device will know.
+        self._flags: list[tuple[Ref, Any, Any]] = []
 
     def outcome(self, values: Mapping[int, Array], lent: Set[int]) -> Outcome:
         """Runs the whole round; the arguments are those of `run`."""
@@ -128,7 +135,9 @@ class Values:
             self.run(call)
         returned = tuple(owned(reduced[ref] if ref in reduced else self.value(ref)) for ref in given)
         want = {id for part in self.job.parts for id in part.said.want} & self.assigned.keys()
-        return Outcome(self.assigned, returned, {id: self.device.get(self.assigned[id]) for id in want})
+        wanted = {id: self.device.get(self.assigned[id]) for id in want}
+        self.judge()
+        return Outcome(self.assigned, returned, wanted, self.found)
 
     def _calls(self, lent: Set[int]) -> list[Call | Ready]:
         """All applications, in batches where that is possible."""
@@ -165,13 +174,26 @@ class Values:
     def run(self, call: Call | Ready) -> dict[int, Array]:
         """Runs a call; returns what it assigned."""
         applications = [self.outline.applications[number] for number in call.numbers]
+        suspects: Set[int]
+        unsure: Set[int]
         if isinstance(call, Ready):
             assigned = {id: self._value(Ref("variable", id)) for id in call.assigned}
-            call.run(self.kernels.crew, self._total, self._value)
+            seen = call.run(self.kernels.crew, self._total, self._value)
+            flagged = [(self.outline.applications[number], flags) for number, flags in seen]
+            suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
+            unsure = {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
         else:
             found, outputs = call.run(self._value, self.device.xp)
             assigned = {id: owned(value) for id, value in found.items()}
             self.known.update(zip(applications[0].made, outputs, strict=True))
+            suspects, unsure = call.suspects, call.unsure
+        if self.found.variables:
+            for id in assigned:
+                self.found.variables.pop(id, None)  # It has another value now.
+        for index in suspects:
+            self._accuse(index)
+        for id in unsure:
+            self._look(Ref("variable", id), assigned[id])
         self.assigned |= assigned
         for ref in (ref for application in applications for ref in application.read):
             self.readers[ref] -= 1
@@ -179,6 +201,48 @@ class Values:
             if not self.readers[ref]:
                 del self.known[ref]  # Nobody reads it any more.
         return assigned
+
+    def judge(self) -> None:
+        """Takes in what a GPU knows by now of the values that it has made; waits for it."""
+        if not self._flags:
+            return
+        flags, self._flags = self._flags, []
+        finite = self.device.get(self.device.xp.stack([flag for *_, flag in flags]))
+        for (ref, value, _), is_so in zip(flags, finite, strict=True):
+            self._take_in(ref, value, bool(is_so))
+
+    def _look(self, ref: Ref, value: Any) -> None:
+        """Looks whether a reduction's value, or a variable's new one, is finite; on a GPU `judge` tells."""
+        if not may_be_nonfinite(value.dtype):
+            return
+        if self.device.gpu is None:
+            self._take_in(ref, value, is_finite(value))
+        else:
+            held = value if ref.kind == "variable" else None  # A reduction's memory serves the next one.
+            self._flags.append((ref, held, finite_flag(value, self.device.xp)))
+
+    def _take_in(self, ref: Ref, value: Any, finite: bool) -> None:
+        if ref.kind == "variable":
+            self.found.variables.pop(ref.index, None)
+            if not finite:
+                self.found.variables[ref.index] = self._was_so(ref.index, value)
+        elif not finite:
+            self._accuse(ref.index)
+
+    def _was_so(self, id: int, value: Any) -> bool:
+        """Whether a variable was not finite before the round: that is not known where it was written in place."""
+        old = self.values.get(id)
+        if old is None or old is value:
+            return False
+        return not (is_finite(old) if self.device.gpu is None else self.device.get(finite_flag(old, self.device.xp)))
+
+    def _accuse(self, index: int) -> None:
+        """Finds whose contributions to a reduction are not finite; they are still here."""
+        for sender, (weight, pieces) in zip(self.senders, self._contributions(index), strict=True):
+            if weight and not all(map(is_finite, pieces)):
+                self.found.contributions.append((index, sender.task))
+            if weight and self.plan.reductions[index].op == "first":
+                return
 
     def _total(self, index: int) -> float:
         return sum(sender.part.said.weights[index] for sender in self.senders)
@@ -285,6 +349,8 @@ class Values:
         if value is None:
             reduction = self.plan.reductions[index]
             value = self.device.put(reduce(reduction.op, reduction.tensor, self._contributions(index)))
+            if index in self.outline.watched:
+                self._look(Ref("reduction", index), value)
         self.uses[index] -= 1
         if self.uses[index]:
             self.reduced[index] = value

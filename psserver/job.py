@@ -144,6 +144,7 @@ class Application:
         variables: the variables among its inputs: number, dtype and shape.
         reduced: its inputs that are reductions.
         needs: the numbers of these reductions.
+        assigned: the numbers of the variables that it assigns.
         alone: those of these inputs that nobody else in the plan needs, each with the reduction's number.
         read: its inputs that are results of others.
         made: its results.
@@ -156,6 +157,7 @@ class Application:
     variables: tuple[tuple[int, np.dtype[Any], tuple[int, ...]], ...]
     reduced: tuple[int, ...]
     needs: tuple[int, ...]
+    assigned: tuple[int, ...]
     alone: tuple[tuple[int, int], ...]
     read: tuple[Ref, ...]
     made: tuple[Ref, ...]
@@ -171,6 +173,7 @@ class Outline:
         uses: how often each reduction is needed.
         readers: how often each result is.
         last: of each variable that is assigned the number of the application that assigns it last.
+        watched: reductions that reach a variable.
     """
 
     applications: tuple[Application, ...]
@@ -178,6 +181,7 @@ class Outline:
     uses: Counter[int]
     readers: Counter[Ref]
     last: Mapping[int, int]
+    watched: frozenset[int]
 
     @property
     def steps(self) -> tuple[Application | Ref, ...]:
@@ -200,13 +204,10 @@ def _outline(plan: Plan, server: int) -> Outline:
     used = [ref for apply, _ in here for ref in apply.args] + list(given)
     uses = Counter(ref.index for ref in used if ref.kind == "reduction")
     readers = Counter(ref for ref in used if ref.kind == "result")
-    assigned = (
-        (apply.args[target].index, number)
-        for number, (apply, _) in enumerate(here)
-        for target, _ in plan.programs[apply.program].assigns
-    )
     applications = tuple(_application(plan, *item, uses) for item in here)
-    return Outline(applications, given, uses, readers, dict(assigned))
+    last = {id: number for number, application in enumerate(applications) for id in application.assigned}
+    watched = frozenset(index for application in applications for index in application.needs)
+    return Outline(applications, given, uses, readers, last, watched)
 
 
 def _numbered(plan: Plan) -> Iterator[tuple[Apply, int]]:
@@ -233,6 +234,7 @@ def _application(plan: Plan, apply: Apply, first: int, uses: Mapping[int, int]) 
         ),
         reduced,
         tuple(args[i].index for i in reduced),
+        tuple(args[target].index for target, _ in program.assigns),
         tuple((i, n) for i in reduced for n in [args[i].index] if uses[n] == 1 and plan.reductions[n].op != "first"),
         tuple(ref for ref in args if ref.kind == "result"),
         tuple(Ref("result", first + number) for number in range(len(program.outputs))),

@@ -98,6 +98,18 @@ ROWS: tuple[Row[Seen], ...] = (
         lambda s: {ALL: s.tally.left_out},
     ),
     Row(
+        SERVER + "nonfinite_contributions",
+        "counter",
+        "Contributions with NaN or infinity, one for each member, reduction and round.",
+        lambda s: {ALL: s.tally.nonfinite_contributions},
+    ),
+    Row(
+        SERVER + "nonfinite_variables",
+        "gauge",
+        "Variables that rounds have made NaN or infinite and that are so still.",
+        lambda s: {ALL: s.tally.nonfinite_variables},
+    ),
+    Row(
         SERVER + "staleness_rounds",
         "histogram",
         "Of asynchronous workers: rounds of others between a worker's read and the application of its push.",

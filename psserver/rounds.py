@@ -62,6 +62,7 @@ class Record:
     Attributes:
         plan_id, epoch, more, left_out, positions: as in `RoundReply`.
         given: the plan's returned values of this server.
+        warnings: as in `RoundReply`.
         sessions: whose contributions are in it; nobody else is answered.
         error: what everyone was told instead.
     """
@@ -73,6 +74,7 @@ class Record:
     left_out: tuple[Task, ...] = ()
     given: tuple[Array, ...] = ()
     error: PSError | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass
@@ -426,13 +428,16 @@ class Rounds:
             waiting.since,
         )
 
-    def complete(self, job: Job, given: Sequence[Array], dropped: Sequence[Task] = ()) -> tuple[Record, list[Waiter]]:
+    def complete(
+        self, job: Job, given: Sequence[Array], dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
+    ) -> tuple[Record, list[Waiter]]:
         """A round has run; returns its answer, which is kept, and who waits for it.
 
         Args:
             job: the round.
             given: the plan's returned values of this server.
             dropped: members that were lost while it ran, before their contributions were whole.
+            warnings: what people are told of it.
         """
         record = Record(
             job.plan.id,
@@ -441,6 +446,7 @@ class Rounds:
             any(part.said.more for part in job.parts),
             tuple(sorted((*job.left_out, *dropped))),
             tuple(given),
+            warnings=tuple(warnings),
         )
         return record, self._close(job.strand, job.round, record)
 

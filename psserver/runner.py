@@ -18,6 +18,7 @@ from psserver.answers import Answer, Submit, answering, do, failing, working
 from psserver.executor import Outcome
 from psserver.job import Job
 from psserver.kernels.kernels import Kernels
+from psserver.nonfinite import Found, NonfiniteVariables
 from psserver.restores import Restores
 from psserver.rounds import Record, Rounds, Waiter
 from psserver.snapshots import Snapshots
@@ -100,6 +101,7 @@ class Runner:
         self._submit = submit
         self._progress = progress
         self._tally = tally
+        self._nonfinite = NonfiniteVariables(store)
         self._life = 0
         self._stream: Stream | None = None
         self._held: Job | None = None
@@ -111,6 +113,7 @@ class Runner:
         """Forgets the round that runs: what comes of it is thrown away."""
         self._life += 1
         self._tally.forget()
+        self._nonfinite.clear()
         self.broken = None
         self._stream = self._held = None
         self._deliveries = {}
@@ -191,7 +194,9 @@ class Runner:
             if error is None:
                 self._store.commit(outcome.assigned)
                 self._store.commit(restored)
-                record, waiters = self._rounds.complete(job, outcome.given)
+                self._nonfinite.restore(restored)
+                warnings = self._judge(job, outcome.found)
+                record, waiters = self._rounds.complete(job, outcome.given, warnings=warnings)
                 self._restores.ran(job)
                 self._snapshots.freeze(job)
             else:
@@ -206,6 +211,13 @@ class Runner:
         now = self._tally.clock()
         self._tally.over(job, record, self._rounds.last, ran, now)
         return now
+
+    def _judge(self, job: Job, found: Found) -> tuple[str, ...]:
+        """Counts what is NaN or infinite after a round; returns what its members are told of it."""
+        warnings = self._nonfinite.over(job, found)
+        self._tally.nonfinite_contributions += len(found.contributions)
+        self._tally.nonfinite_variables = len(self._nonfinite.ids)
+        return warnings
 
     def _failed(self, job: Job, error: PSError) -> tuple[Record, list[Waiter]]:
         log.warning("round %d failed: %s", job.round, error)
@@ -344,7 +356,8 @@ class Runner:
             self._stream, self._deliveries = None, {}
             self._store.end_loan()
             if error is None:
-                record, waiters = self._rounds.complete(job, stream.given, sorted(stream.dropped))
+                warnings = self._judge(job, stream.found)
+                record, waiters = self._rounds.complete(job, stream.given, sorted(stream.dropped), warnings)
                 self._restores.ran(job)
                 self._snapshots.freeze(job)
             else:
@@ -369,4 +382,4 @@ def _halfway(job: Job, error: PSError) -> PSError:
 def _reply(said: Contribution, record: Record, payload: Payload) -> RoundReply:
     if record.epoch is None:
         raise PSError("a round without an epoch")
-    return RoundReply(said.round, record.epoch, record.more, record.left_out, payload)
+    return RoundReply(said.round, record.epoch, record.more, record.left_out, payload, record.warnings)

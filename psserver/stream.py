@@ -11,6 +11,7 @@ from psserver.calls import Call
 from psserver.executor import Values, told
 from psserver.job import Application, Job, needs
 from psserver.kernels.kernels import Kernels
+from psserver.nonfinite import Found
 from psserver.senders import Sender
 from psserver.store import owned
 from pswire.cluster import Task
@@ -52,6 +53,11 @@ class Stream:
         """The plan's returned values of this server, on the host."""
         self.dropped: set[Task] = set()
         """Members that were lost before their contributions were whole."""
+
+    @property
+    def found(self) -> Found:
+        """Values that are NaN or infinite, of the steps that were made."""
+        return self._run.found
 
     @property
     def done(self) -> bool:
@@ -144,6 +150,7 @@ class Stream:
                 self._check_contributed(all(map(run.contributed, reduced)))
             if isinstance(step, Ref):
                 self.given.append(owned(run.value(step)))
+                run.judge()
                 self._let_go(reduced)
                 return {}, {step: self.given[-1]}
             call = ready or run.call(number)
@@ -152,8 +159,11 @@ class Stream:
             self.has_written = True
             assigned, run.assigned = run.run(call), {}
             del call  # with it goes what it holds of the contributions
+            final = (id for id in assigned if self._last[id] in numbers)
+            made: dict[int | Ref, Array] = {id: run.device.get(assigned[id]) for id in final}
+            run.judge()  # before the contributions are gone
             self._let_go(reduced)
-            return assigned, {id: run.device.get(assigned[id]) for id in assigned if self._last[id] in numbers}
+            return assigned, made
 
     def _let_go(self, reduced: Iterable[int]) -> None:
         """Frees the memory of contributions that no step needs any more."""

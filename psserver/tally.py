@@ -31,6 +31,8 @@ class Tally:
         round: the one that was begun last, -1 before the first.
         rounds: how many there were, by how they ended: "completed" or "failed".
         left_out: contributions that rounds were completed without.
+        nonfinite_contributions: those with NaN or infinity, each counted for each variable it was for.
+        nonfinite_variables: how many variables have such values now.
         lost: sessions whose lease has ended.
         signs: of life that were given here: sessions opened, and beats of those that have not ended.
         waiting: seconds of rounds from their first contribution on, until they were run, and while those that stream
@@ -51,6 +53,7 @@ class Tally:
         self.round = -1
         self.rounds = Counter[str](completed=0, failed=0)
         self.left_out = self.lost = self.signs = 0
+        self.nonfinite_contributions = self.nonfinite_variables = 0
         self.waiting, self.applying, self.answering = Histogram(), Histogram(), Histogram()
         self.staleness = Histogram(ROUNDS)
         self.shards = Counter[str](saved=0, failed=0)
@@ -107,4 +110,5 @@ class Tally:
     def forget(self) -> None:
         """A new job begins: its sessions have read nothing."""
         self.round = -1
+        self.nonfinite_variables = 0
         self._seen.clear()

@@ -100,6 +100,7 @@ class RoundReply:
         more: whether any member has a batch after this one.
         left_out: members whose contribution is not in this round.
         payload: the wanted variables, then the plan's returned values of this server.
+        warnings: what the people whose job it is should know of the round, in words; each is told once.
     """
 
     round: int
@@ -107,6 +108,7 @@ class RoundReply:
     more: bool
     left_out: tuple[Task, ...]
     payload: Payload
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ def round_to_pb(reply: RoundReply) -> pb.RoundHeader:
         more=reply.more,
         left_out=[task_to_pb(task) for task in reply.left_out],
         size=reply.payload.size,
+        warnings=reply.warnings,
     )
 
 
@@ -88,6 +89,7 @@ def round_from_pb(message: pb.RoundHeader, payload: Payload) -> RoundReply:
         message.more,
         tuple(task_from_pb(task) for task in message.left_out),
         payload,
+        tuple(message.warnings),
     )
 
 

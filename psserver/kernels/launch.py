@@ -12,7 +12,9 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import Any
 
 from pswire.tensor import Array
@@ -64,7 +66,7 @@ class Crew:
         if pool:
             pool.shutdown()
 
-    def launch(self, kernel: Any, size: int, arrays: Sequence[Pieces | Copy], scalars: Sequence[bool]) -> None:
+    def launch(self, kernel: Any, size: int, arrays: Sequence[Pieces | Copy], scalars: Sequence[bool]) -> int:
         """Runs a kernel once over all elements.
 
         Args:
@@ -72,12 +74,14 @@ class Crew:
             size: elements of each array that is no scalar.
             arrays: as the kernel takes them.
             scalars: for each array whether it is one.
+
+        Returns:
+            What the kernel found in any of its runs, as bits.
         """
         if not self._helpers:
             addresses = [address_of(array[0]) for array in arrays if not isinstance(array, Copy) and len(array) == 1]
             if len(addresses) == len(arrays):
-                self.run(kernel, [(size, *addresses)])
-                return
+                return self.run(kernel, [(size, *addresses)])[0]
         whole = [_pieces(array) for array, scalar in zip(arrays, scalars, strict=True) if not scalar]
         cuts = _cuts(size, whole)
         columns = [_addresses(_pieces(array), scalar, cuts) for array, scalar in zip(arrays, scalars, strict=True)]
@@ -87,25 +91,27 @@ class Crew:
             for array in arrays
             if isinstance(array, Copy)
         ]
-        self.run(kernel, list(zip(sizes, *columns, strict=False)), copies)
+        return reduce(or_, self.run(kernel, list(zip(sizes, *columns, strict=False)), copies), 0)
 
-    def run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses] = ()) -> None:
+    def run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses] = ()) -> list[int]:
         """Makes calls of a kernel, in any order.
 
         Args:
             kernel: takes numbers and addresses.
             calls: its arguments; the first is a number of elements, if there are copies.
             copies: what each call copies before, from where to where, and bytes of an element.
+
+        Returns:
+            What each call returned.
         """
         began = time.perf_counter()
-        self._run(kernel, calls, copies)
+        found = self._run(kernel, calls, copies)
         self.seconds += time.perf_counter() - began
+        return found
 
-    def _run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> None:
+    def _run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> list[int]:
         if not (self._helpers or copies):
-            for call in calls:
-                kernel(*call)
-            return
+            return [kernel(*call) for call in calls]
         runs = _Runs(kernel, calls, copies)
         pool, others = self._pool, min(self._helpers, len(runs.calls) - 1)
         futures = [pool.submit(runs.work) for _ in range(others)] if pool else []
@@ -115,22 +121,29 @@ class Crew:
             wait(futures)  # What they write into must not be let go before.
         for future in futures:
             future.result()
+        return runs.found
 
-    def cut(self, calls: Sequence[tuple[int, ...]], strides: Sequence[int]) -> Sequence[tuple[int, ...]]:
+    def cut(
+        self, calls: Sequence[tuple[int, ...]], strides: Sequence[int]
+    ) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
         """Calls of a kernel in runs, so that threads end together also where a few calls have most of the elements.
 
         Args:
             calls: of each a number of elements, and addresses.
             strides: for each address the bytes from one element to the next; 0 for a scalar.
+
+        Returns:
+            The runs, and for each of them the place of its call.
         """
         if not self._helpers:
-            return calls
+            return calls, range(len(calls))
         run = max(RUN, sum(call[0] for call in calls) // (TURNS * (self._helpers + 1)))
-        return [
+        runs = [
             (min(run, size - at), *(address + at * stride for address, stride in zip(addresses, strides, strict=True)))
             for size, *addresses in calls
             for at in range(0, size, run)
         ]
+        return runs, [place for place, (size, *_) in enumerate(calls) for _ in range(0, size, run)]
 
 
 class _Runs:
@@ -138,6 +151,7 @@ class _Runs:
 
     def __init__(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> None:
         self.kernel, self.calls, self.copies = kernel, calls, copies
+        self.found = [0] * len(calls)
         self._next = iter(range(len(calls)))
         self._lock = threading.Lock()
 
@@ -151,7 +165,7 @@ class _Runs:
             call = self.calls[index]
             for old, new, itemsize in self.copies:
                 ctypes.memmove(new[index], old[index], call[0] * itemsize)
-            self.kernel(*call)
+            self.found[index] = self.kernel(*call)
 
 
 def _pieces(array: Pieces | Copy) -> Pieces:

@@ -600,18 +600,20 @@ class PushHeader(_message.Message):
     def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
-    __slots__ = ("round", "epoch", "more", "left_out", "size")
+    __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: Epoch
     more: bool
     left_out: _containers.RepeatedCompositeFieldContainer[Task]
     size: int
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ...) -> None: ...
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("session", "variables", "after")

@@ -12,6 +12,7 @@ from psserver.kernels.kernels import Kernels
 from psserver.kernels.rows import apply_rows
 from pswire.tensor import TensorSpec
 from tests.support.programs import job_of, plan_of, same_bits, traced
+from tests.support.rig import WORKERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,6 +26,11 @@ def update(w, m, g):
     g = np.minimum(np.maximum(g, -0.5), 0.5)
     m.assign(0.9 * m + np.where(np.isfinite(g), g, 0.0 * w))
     w.assign_sub(0.1 * np.sign(m) * np.abs(m) / (np.sqrt(m * m) + 1e-7))
+
+
+def decayed(w, m, g):
+    m.assign(0.9 * m)
+    w.assign_sub(0.1 * g)
 
 
 def test_kernels_give_the_interpreters_bits() -> None:
@@ -44,6 +50,26 @@ def test_kernels_give_the_interpreters_bits() -> None:
             assert same_bits(kernels.device.get(first.assigned[n]), kernels.device.get(second.assigned[n]))
             assert same_bits(kernels.device.get(values[n]), before[n])
     assert kernels.settled(program, {}), "the second round was interpreted as well"
+    kernels.close()
+
+
+@pytest.mark.parametrize("patience", [1, 10**9])
+def test_values_that_are_not_finite_are_found_on_the_device(patience: int) -> None:
+    """By kernels and without: whose contribution it was, and which variables have it."""
+    kernels = Kernels(Device(0), patience=patience, smallest=0)
+    program, operands = traced(decayed, [SPEC, SPEC], [SPEC])
+    gradients = [[np.ones(1000, "float32")] for _ in range(3)]
+    gradients[1][0][999] = np.inf
+    with kernels.device.scope():
+        values = {n: kernels.device.put(np.ones(1000, "float32")) for n in range(2)}
+        for bad in (True, False):
+            contributions = gradients if bad else gradients[::2]
+            job = job_of(plan_of(program), contributions, operands)
+            executor.run(job, 0, kernels, values)
+            kernels.compiler.wait()
+            found = executor.run(job, 0, kernels, values).found
+            assert found.contributions == ([(0, WORKERS[1])] if bad else [])
+            assert found.variables == ({0: False} if bad else {})
     kernels.close()
 
 

@@ -1,0 +1,543 @@
+"""NaN and infinity in contributions and variables: found exactly, named exactly, told once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, settings
+from hypothesis import given as given_by_hypothesis
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from psserver import executor
+from psserver.arrays import Device
+from psserver.kernels.kernels import SMALLEST, Kernels
+from psserver.monitoring import ROWS, Seen
+from psserver.nonfinite import CHUNK, MAX_LINES, SMALL, finite_flag, is_finite, may_be_nonfinite
+from psserver.stream import Stream
+from pswire import exposition
+from pswire.errors import ProgramError
+from pswire.lanes.traffic import traffic
+from pswire.payload import Payload
+from pswire.program import Input, Node, Program
+from pswire.spec import Apply, Plan, Reduction, Ref
+from pswire.tensor import DTYPES, TensorSpec
+from tests.support.programs import job_of, numbers, plan_of, programs, same_bits, traced
+from tests.support.rig import SOON, WORKERS, Job, scaling, serving, sgd, sum_into, together
+from tests.support.scraped import Page
+from tests.support.streams import LIMIT, SIZE, Sending, streaming
+
+A, B, C = WORKERS[:3]
+BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+FLOATS = [name for name, dtype in DTYPES.items() if may_be_nonfinite(dtype)]
+N = 1003
+
+
+def truth(array: Any) -> bool:
+    """What NumPy says."""
+    wide = array.astype("complex128" if array.dtype.kind == "c" else "float64")
+    return bool(np.isfinite(wide).all())
+
+
+def adam(w, m, s, g):
+    m.assign_add(0.1 * (g - m))
+    s.assign_add(0.001 * (g * g - s))
+    w.assign_sub(0.001 * m / (np.sqrt(s) + 1e-7))
+
+
+def descent(w, g):
+    w.assign_sub(w.dtype.type(0.5) * g)
+
+
+@pytest.fixture(params=["interpreted", "compiled", "two threads"], scope="module")
+def kernels(request):
+    """Programs op by op, or compiled as soon as they are asked for, however small."""
+    interpreted = request.param == "interpreted"
+    threads = 2 if request.param == "two threads" else 1
+    made = Kernels(Device(), threads, patience=10**9 if interpreted else 1, smallest=0)
+    yield made
+    made.close()
+
+
+def ran(kernels, job, values, in_place=True):
+    """What a round finds, with its kernels ready."""
+    with contextlib.suppress(ProgramError):
+        executor.run(job, 0, kernels, {id: array.copy() for id, array in values.items()})
+    kernels.compiler.wait()
+    return executor.run(job, 0, kernels, values, frozenset(values) if in_place else frozenset())
+
+
+# ---- Arrays ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0, 1, 100, SMALL + 1, CHUNK + 1])
+def test_an_array_is_judged_as_numpy_judges_it(dtype, size):
+    """Of every dtype, wherever the one value is, and the largest numbers are finite."""
+    array = np.ones(size, DTYPES[dtype])
+    if dtype in FLOATS and size:
+        with np.errstate(all="ignore"):
+            array[-1] = np.float64(1e300) if dtype in ("float64", "complex128") else {"float16": 6e4}.get(dtype, 3e38)
+    assert truth(array)
+    assert is_finite(array)
+    assert is_finite(array.reshape(1, size))
+    if dtype not in FLOATS or not size:
+        return
+    assert finite_flag(array, np)
+    for value in BAD.values():
+        for at in {0, size // 2, size - 1}:
+            bad = array.copy()
+            bad[at] = value
+            assert not is_finite(bad)
+            assert not finite_flag(bad, np)
+            assert not is_finite(bad[at].reshape(()) if size == 1 else bad.reshape(size, 1))
+
+
+# ---- Rounds ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_a_round_names_whose_contribution_it_was_and_what_it_did(kernels, dtype, op):
+    """Of every dtype, interpreted and compiled, with contributions in pieces, for each worker and for two of them."""
+    spec = TensorSpec(dtype, (N,))
+    program, operands = traced(descent, [spec], [spec])
+    good = np.ones(N, DTYPES[dtype])
+    for places, bad in (((), 1.0), ((0,), np.nan), ((1,), np.inf), ((2,), -np.inf), ((0, 1), np.inf)):
+        contributions = [[good.copy()] for _ in range(3)]
+        for place in places:
+            contributions[place][0][(0, N // 2, N - 1)[place]] = bad
+        job = job_of(plan_of(program, op), contributions, operands, part_bytes=1 << 10)
+        outcome = ran(kernels, job, {0: good.copy()})
+        assert outcome.found.contributions == [(0, WORKERS[place]) for place in places]
+        assert set(outcome.found.variables) == ({0} if places else set())
+        assert truth(outcome.assigned[0]) is (not places)
+
+
+@settings(max_examples=40, deadline=None)
+@given_by_hypothesis(program=programs(), seed=st.integers(0, 1000), workers=st.integers(1, 3), bad=st.booleans())
+def test_random_programs_are_judged_as_numpy_judges_what_they_did(program, seed, workers, bad):
+    """Compiled or not, in place or not: the variables that are not finite, and the contributions, and no others."""
+    arrays = []
+    for i, item in enumerate(program.inputs):
+        array = numbers(item.spec.dtype, item.spec.size, seed + i)
+        if not bad and item.spec.dtype in FLOATS:
+            array[~np.isfinite(array)] = 1
+        arrays.append(array.reshape(item.spec.shape))
+    variables, values, operands = (
+        [a for a, item in zip(arrays, program.inputs, strict=True) if item.kind == kind]
+        for kind in ("variable", "value", "operand")
+    )
+    contributions = [[np.roll(array, place) for array in values] for place in range(workers)]
+    job = job_of(plan_of(program), contributions, operands)
+    expected = [
+        (index, WORKERS[place])
+        for index in range(len(values))
+        for place in range(workers)
+        if not truth(contributions[place][index])
+    ]
+    for patience, in_place in ((10**9, False), (1, False), (1, True)):
+        kernels = Kernels(Device(), patience=patience, smallest=0)
+        try:
+            held = dict(enumerate(array.copy() for array in variables))
+            try:
+                outcome = ran(kernels, job, held, in_place)
+            except ProgramError:
+                assume(False)
+            wrong = {id for id, value in outcome.assigned.items() if not truth(value)}
+            assert set(outcome.found.variables) == wrong
+            if patience > 1:
+                assert sorted(outcome.found.contributions) == expected
+            else:  # Kernels do not look at what nothing comes of.
+                assert set(outcome.found.contributions) <= set(expected)
+        finally:
+            kernels.close()
+
+
+def test_a_kernel_sees_what_its_program_keeps_out(kernels):
+    """A contribution that a choice drops is found, and the variable is as finite as it is."""
+    spec = TensorSpec("float32", (N,))
+    program, operands = traced(lambda w, g: w.assign(np.where(np.isfinite(g), w - g, w)), [spec], [spec])
+    contributions = [[np.ones(N, "float32")] for _ in range(2)]
+    contributions[1][0][-1] = np.nan
+    outcome = ran(kernels, job_of(plan_of(program), contributions, operands), {0: np.ones(N, "float32")})
+    assert outcome.found.contributions == [(0, B)]
+    assert outcome.found.variables == {}
+
+
+def test_each_variable_of_a_program_is_told_apart(kernels):
+    """A gradient whose square is too large makes one slot infinite, and leaves the others finite."""
+    spec = TensorSpec("float32", (N,))
+    program, operands = traced(adam, [spec] * 3, [spec])
+    gradient = np.ones(N, "float32")
+    gradient[17] = 1e30
+    values = {0: np.ones(N, "float32"), 1: np.ones(N, "float32"), 2: np.ones(N, "float32")}
+    outcome = ran(kernels, job_of(plan_of(program), [[gradient]], operands), values)
+    assert outcome.found.contributions == []
+    assert set(outcome.found.variables) == {id for id in values if not truth(outcome.assigned[id])} == {2}
+
+
+def test_the_last_value_of_a_round_counts(kernels):
+    """A variable that is not finite in between is so again at the end, if something else is assigned."""
+    spec = TensorSpec("float32", (N,))
+    inputs = (Input("variable", spec), Input("value", spec))
+    plan = Plan(
+        (Reduction("sum", spec, (0,)), Reduction("sum", spec, (0,))),
+        (),
+        (Program(inputs, (Node("add", (0, 1)),), ((0, 2),), ()), Program(inputs, (), ((0, 1),), ())),
+        tuple(Apply(n, (0,), (Ref("variable", 0), Ref("reduction", n))) for n in range(2)),
+    )
+    good, bad = np.ones(N, "float32"), np.full(N, np.nan, "float32")
+    outcome = ran(kernels, job_of(plan, [[bad, good]]), {0: good.copy()})
+    assert (outcome.found.contributions, outcome.found.variables) == ([(0, A)], {})
+    outcome = ran(kernels, job_of(plan, [[good, bad]]), {0: good.copy()})
+    assert (outcome.found.contributions, set(outcome.found.variables)) == ([(1, A)], {0})
+
+
+def test_an_application_of_a_batch_is_found(kernels):
+    """Of many that one kernel makes together, by whichever thread."""
+    sizes = [N, 5, 400, N]
+    specs = [TensorSpec("float32", (size,)) for size in sizes]
+    made = [traced(descent, [spec], [spec]) for spec in specs]
+    programs_of = tuple(dict.fromkeys(program for program, _ in made))
+    first = plan_of(made[0][0])
+    plan = Plan(
+        tuple(Reduction("sum", spec, (0,)) for spec in specs),
+        first.operands,
+        programs_of,
+        tuple(
+            Apply(
+                programs_of.index(program),
+                (0,),
+                tuple(
+                    Ref("operand", 0)
+                    if item.kind == "operand"
+                    else Ref("variable" if item.kind == "variable" else "reduction", n)
+                    for item in program.inputs
+                ),
+            )
+            for n, (program, _) in enumerate(made)
+        ),
+    )
+    contributions = [[np.ones(size, "float32") for size in sizes] for _ in range(2)]
+    contributions[1][2][399] = np.inf
+    values = {n: np.ones(size, "float32") for n, size in enumerate(sizes)}
+    outcome = ran(kernels, job_of(plan, contributions, made[0][1]), values)
+    assert outcome.found.contributions == [(2, B)]
+    assert set(outcome.found.variables) == {2}
+
+
+def test_what_only_comes_back_is_not_watched(kernels):
+    """A loss that is NaN poisons no variable; one that is also applied does."""
+    spec = TensorSpec("float32", (4,))
+    only = Plan((Reduction("sum", spec, (0,)),), returned=(Ref("reduction", 0),))
+    bad = np.array([1, np.nan, 1, 1], "float32")
+    assert ran(kernels, job_of(only, [[bad]]), {}).found.contributions == []
+    program, operands = traced(descent, [spec], [spec])
+    both = replace(plan_of(program), returned=(Ref("reduction", 0),))
+    outcome = ran(kernels, job_of(both, [[bad]], operands), {0: np.ones(4, "float32")})
+    assert outcome.found.contributions == [(0, A)]
+
+
+def test_of_a_first_contribution_the_first_alone_counts(kernels):
+    """The others are looked at by nobody."""
+    spec = TensorSpec("float32", (4,))
+    program, operands = traced(descent, [spec], [spec])
+    plan = plan_of(program, "first")
+    good, bad = np.ones(4, "float32"), np.full(4, np.nan, "float32")
+    assert ran(kernels, job_of(plan, [[good], [bad]], operands), {0: good.copy()}).found.contributions == []
+    assert ran(kernels, job_of(plan, [[bad], [bad]], operands), {0: good.copy()}).found.contributions == [(0, A)]
+
+
+def test_more_contributions_than_a_kernel_sums_are_told_apart(kernels, monkeypatch):
+    """The reducer's sum is judged."""
+    monkeypatch.setattr("psserver.calls.MAX_PARTS", 2)
+    monkeypatch.setattr("psserver.executor.MAX_PARTS", 2)
+    monkeypatch.setattr("psserver.batches.MAX_PARTS", 2)
+    spec = TensorSpec("float32", (N,))
+    program, operands = traced(descent, [spec], [spec])
+    contributions = [[np.ones(N, "float32")] for _ in range(3)]
+    contributions[1][0][3] = -np.inf
+    outcome = ran(kernels, job_of(plan_of(program), contributions, operands), {0: np.ones(N, "float32")})
+    assert outcome.found.contributions == [(0, B)]
+    assert set(outcome.found.variables) == {0}
+
+
+@dataclass(frozen=True)
+class Pretended(Device):
+    """The host's memory as if it were a GPU's: what a round does there for want of one."""
+
+    @property
+    def xp(self) -> Any:
+        return np
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def put(self, array: Any) -> Any:
+        return np.array(array)
+
+    def get(self, array: Any) -> Any:
+        return np.asarray(array)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_device_is_asked_once_in_a_round(dtype, monkeypatch):
+    """Contributions and variables are judged there, and are the same as on the host."""
+    spec = TensorSpec(dtype, (N,))
+    program, operands = traced(descent, [spec], [spec])
+    contributions = [[np.ones(N, spec.dtype if dtype == "float32" else DTYPES[dtype])] for _ in range(3)]
+    contributions[2][0][0] = np.nan
+    kernels = Kernels(Pretended(0), patience=10**9)
+    asked = []
+    own = Pretended.get
+    monkeypatch.setattr(Pretended, "get", lambda self, array: asked.append(array.dtype) or own(self, array))
+    job = job_of(plan_of(program), contributions, operands)
+    outcome = executor.run(job, 0, kernels, {0: np.ones(N, DTYPES[dtype])})
+    assert (outcome.found.contributions, outcome.found.variables) == ([(0, C)], {0: False})
+    assert asked.count(np.dtype(bool)) == 2, "one for the round, and one for what the variable was before"
+    asked.clear()
+    job = job_of(plan_of(program), contributions[:2], operands)
+    outcome = executor.run(job, 0, kernels, {0: np.ones(N, DTYPES[dtype])})
+    assert (outcome.found.contributions, outcome.found.variables) == ([], {})
+    assert asked.count(np.dtype(bool)) == 1
+    kernels.close()
+
+
+# ---- What is told ----
+
+
+@pytest.fixture
+def job(tmp_path) -> Iterator[Job]:
+    """A job on one core, which works in the caller's thread."""
+    with serving("core", 1, tmp_path) as servers:
+        yield Job(servers)
+
+
+def metrics(job: Job) -> tuple[float, float]:
+    """How many contributions were not finite, and how many variables are not."""
+    registry = CollectorRegistry()
+    (core,) = job.servers.cores
+    registry.register(exposition.Metrics(lambda: [(ROWS, Seen(core, core.status(), traffic()))]))
+    page = Page(generate_latest(registry).decode())
+    return page("server_nonfinite_contributions_total"), page("server_nonfinite_variables")
+
+
+def make_round(plan, pushes, **said):
+    """A round of each worker's values; returns what they are told, which is the same for all."""
+    told = {reply.warnings for reply in together(*(w.push(plan, values, **said) for w, values in pushes))}
+    for worker, _ in pushes:
+        worker.round += 1
+    assert len(told) == 1
+    return told.pop()
+
+
+def test_a_poisoned_variable_is_told_of_once_with_its_worker(job, caplog):
+    """To all members and in the log; not again while it is so; and again once it was finite in between."""
+    one, two = job.join(A, B)
+    v, u = (job.variable(one, np.zeros(4)) for _ in range(2))
+    plan = job.approve(sum_into(v, u), one)
+    good, bad = np.ones(4), np.array([1, np.nan, 1, 1])
+    assert make_round(plan, [(one, [good, good]), (two, [good, good])]) == ()
+    assert metrics(job) == (0, 0)
+    (words,) = make_round(plan, [(one, [good, good]), (two, [bad, good])])
+    assert "round 1" in words
+    assert repr(v.spec.name) in words
+    assert str(B) in words
+    assert str(A) not in words
+    assert repr(u.spec.name) not in words
+    assert caplog.text.count(words) == 1
+    assert make_round(plan, [(one, [good, good]), (two, [good, good])]) == ()
+    assert make_round(plan, [(one, [bad, good]), (two, [bad, good])]) == ()
+    assert metrics(job) == (3, 1)
+    given_back = sum_into(v)
+    reset = job.approve(replace(given_back, programs=(Program(given_back.programs[0].inputs, (), ((0, 1),), ()),)), one)
+    assert make_round(reset, [(one, [good]), (two, [good])]) == ()
+    assert metrics(job) == (3, 0)
+    (words,) = make_round(plan, [(one, [bad, good]), (two, [good, good])])
+    assert str(A) in words
+    assert len(caplog.records) == 2
+
+
+def test_a_kernel_that_writes_in_place_tells_once(job):
+    """What the variable was before is gone by then; that it was told of is not."""
+    (one,) = job.join(A)
+    v = job.variable(one, np.zeros(SMALLEST))
+    plan = job.approve(sum_into(v, returned=False), one)
+    bad = np.ones(SMALLEST)
+    bad[-1] = np.nan
+    for _ in range(3):
+        assert make_round(plan, [(one, [np.ones(SMALLEST)])]) == ()
+        job.servers.cores[0].kernels.compiler.wait()
+    assert job.servers.cores[0].kernels.compiler.compiled == 1
+    assert len(make_round(plan, [(one, [bad])])) == 1
+    assert make_round(plan, [(one, [bad])]) == ()
+    assert metrics(job) == (2, 1)
+
+
+def test_a_restored_variable_is_told_of_anew(job):
+    """It is finite, as the checkpoint is."""
+    (one,) = job.join(A)
+    v = job.variable(one, np.zeros(4))
+    plan = job.approve(sum_into(v), one)
+    job.save(one)
+    assert len(make_round(plan, [(one, [np.full(4, np.inf)])])) == 1
+    job.restore(one)
+    assert len(make_round(plan, [(one, [np.full(4, np.inf)])])) == 1
+    assert metrics(job) == (2, 1)
+
+
+def test_an_overflow_is_told_without_a_worker(job):
+    """All contributions were finite: the variable alone is named."""
+    one, two = job.join(A, B)
+    v = job.variable(one, np.full(4, 3e38, "float32"))
+    (words,) = make_round(job.approve(sum_into(v), one), [(w, [np.full(4, 2e38)]) for w in (one, two)])
+    assert repr(v.spec.name) in words
+    assert "all contributions were finite" in words
+    assert "worker" not in words
+    assert metrics(job) == (0, 1)
+
+
+def test_an_operand_that_is_not_finite_is_told_without_a_worker(job):
+    """Such as a learning rate: every process has sent it."""
+    (one,) = job.join(A)
+    v = job.variable(one, np.ones(4))
+    (words,) = make_round(job.approve(sgd(v), one), [(one, [np.ones(4)])], operands=[np.nan])
+    assert "operand" in words
+    assert scaling(v.spec.tensor).inputs[2].kind == "operand"
+
+
+def test_a_variable_that_was_infinite_before_is_no_news(job):
+    """Such as the best loss so far, which begins with infinity."""
+    (one,) = job.join(A)
+    v = job.variable(one, np.array(np.inf))
+    assert make_round(job.approve(sum_into(v), one), [(one, [np.array(1.0)])]) == ()
+    assert metrics(job) == (0, 0)
+
+
+def test_what_an_update_keeps_out_is_counted_and_not_told(job):
+    """A step with a loss scale drops gradients that are not finite: that is no mistake."""
+    (one,) = job.join(A)
+    v = job.variable(one, np.zeros(4))
+    inputs = (Input("variable", v.spec.tensor), Input("value", v.spec.tensor))
+    program = Program(inputs, (Node("isfinite", (1,)), Node("where", (2, 1, 0))), ((0, 3),), ())
+    plan = job.approve(replace(sum_into(v), programs=(program,)), one)
+    assert make_round(plan, [(one, [np.array([1, np.nan, 1, 1])])]) == ()
+    assert metrics(job) == (1, 0)
+    np.testing.assert_array_equal(job.value(one, v), [1, 0, 1, 1])
+
+
+def test_an_asynchronous_worker_is_told_of_its_own(job):
+    """A round is its sender's alone."""
+    one, two = job.join(A, B, mode="async")
+    v = job.variable(one, np.zeros(4))
+    plan = job.approve(sum_into(v), one)
+    assert make_round(plan, [(one, [np.ones(4)])]) == ()
+    (words,) = make_round(plan, [(two, [np.full(4, np.nan)])])
+    assert str(B) in words
+    assert make_round(plan, [(one, [np.full(4, np.nan)])]) == ()
+
+
+def test_very_many_variables_are_told_of_in_few_lines(job):
+    """A number stands for the rest."""
+    (one,) = job.join(A)
+    variables = [job.variable(one, np.zeros(2)) for _ in range(MAX_LINES + 5)]
+    plan = job.approve(sum_into(*variables), one)
+    told = make_round(plan, [(one, [np.full(2, np.nan)] * len(variables))])
+    assert len(told) == MAX_LINES + 1
+    assert "5 more variables" in told[-1]
+    assert metrics(job) == (len(variables), len(variables))
+    assert make_round(plan, [(one, [np.full(2, np.nan)] * len(variables))]) == ()
+
+
+def test_a_new_job_begins_finite(job):
+    """What the last one's variables were is forgotten."""
+    (one,) = job.join(A)
+    v = job.variable(one, np.zeros(4))
+    make_round(job.approve(sum_into(v), one), [(one, [np.full(4, np.nan)])])
+    assert metrics(job)[1] == 1
+    job.begin()
+    assert metrics(job)[1] == 0
+    (one,) = job.join(A)
+    again = job.variable(one, np.zeros(4))
+    assert again.id == v.id
+    assert make_round(job.approve(sum_into(again), one), [(one, [np.full(4, np.nan)])])
+
+
+def test_a_resend_is_told_the_same(job):
+    """Its answer was recorded."""
+    (one,) = job.join(A)
+    plan = job.approve(sum_into(job.variable(one, np.zeros(4))), one)
+    first, again = (one.push(plan, [np.full(4, np.nan)]).result(SOON) for _ in range(2))
+    assert len(first.warnings) == 1
+    assert again.warnings == first.warnings
+
+
+# ---- Rounds that stream ----
+
+
+@pytest.mark.parametrize("how", ["interpreted", "compiled", "on a device"])
+def test_a_stream_finds_it_before_contributions_are_gone(how):
+    """Each variable is judged when it is updated; the memory of what it was made of is then let go."""
+    device = Pretended(0) if how == "on a device" else Device()
+    kernels = Kernels(device, patience=1 if how == "compiled" else 10**9, smallest=0)
+    spec = TensorSpec("float32", (N,))
+    program, operands = traced(descent, [spec], [spec])
+    first = plan_of(program)
+    applies = tuple(
+        Apply(0, (0,), tuple(ref if ref.kind == "operand" else Ref(ref.kind, n) for ref in first.applies[0].args))
+        for n in range(3)
+    )
+    plan = Plan(first.reductions * 3, first.operands, first.programs, applies)
+    contributions = [[np.ones(N, "float32") for _ in range(3)] for _ in range(2)]
+    contributions[1][1][500] = np.nan
+    whole = job_of(plan, contributions, operands)
+    ran(kernels, whole, {n: np.ones(N, "float32") for n in range(3)})
+    job = replace(whole, parts=tuple(replace(part, payload=Payload((), part.payload.size)) for part in whole.parts))
+    stream, values = Stream(job, 0, kernels), {n: np.ones(N, "float32") for n in range(3)}
+    found = []
+    for end in range(0, whole.parts[0].payload.size + 1024, 1024):
+        for part, source in zip(job.parts, whole.parts, strict=True):
+            chunk = bytes(source.payload.chunks[0][1])[end : end + 1024]
+            if chunk:
+                part.payload.add(end, memoryview(chunk))
+        while not (stream.done or stream.awaits(lambda: None)):
+            assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values))
+            values |= assigned
+            found.append(list(stream.found.contributions))
+    assert stream.done
+    assert job.parts[1].payload.begin > 0, "the contributions are still held"
+    assert (stream.found.contributions, set(stream.found.variables)) == ([(1, B)], {1})
+    assert [] in found
+    assert same_bits(values[0], values[2])
+    kernels.close()
+
+
+@pytest.mark.parametrize("lane", ["core", "grpc", "tcp", "shm"])
+def test_a_round_that_streams_tells_on_every_lane(lane, tmp_path, monkeypatch):
+    """With the end of the round, to every member."""
+    streaming(monkeypatch)
+    with serving(lane, 1, tmp_path) as servers:
+        job = Job(servers)
+        one, two = job.join(A, B)
+        three = [job.variable(one, np.zeros(SIZE)) for _ in range(3)]
+        plan = job.approve(sum_into(*three, returned=False), one)
+        assert 0 in plan.streams
+        good, bad = np.ones(SIZE), np.full(SIZE, np.inf)
+        sent = [
+            Sending(worker, plan, values, want=tuple(v.id for v in three))
+            for worker, values in ((one, [good] * 3), (two, [good, bad, good]))
+        ]
+        for _ in range(3):
+            for sending in sent:
+                sending.come(LIMIT)
+        for reply in together(*(sending.reply for sending in sent)):
+            (words,) = reply.warnings
+            assert repr(three[1].spec.name) in words
+            assert str(B) in words
+            assert str(A) not in words
