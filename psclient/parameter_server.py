@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from psclient import endings
 from psclient.arrays import local_devices
@@ -115,7 +116,8 @@ class ParameterServerStrategy(Strategy):
             timeouts=self._timeouts,
             consistency=self.consistency.mode,
             job=job,
-            broken=self._break_calls,
+            # Server 0 hears a farewell; no call waits any longer for the others, one of which may be lost.
+            broken=partial(_fail, self._servers[1:]),
         )
         runs_script = task.job == "chief"
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
@@ -131,11 +133,6 @@ class ParameterServerStrategy(Strategy):
         limits = [server.status().memory_limit for server in self._servers]
         self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits))
         super().__init__(self._remote)
-
-    def _break_calls(self, error: PSError) -> None:
-        """The session is over: no call waits any longer for a server that may be lost. Server 0 hears a farewell."""
-        for server in self._servers[1:]:
-            server.fail(error)
 
     # ---- What it is ----
 
@@ -214,6 +211,12 @@ class ParameterServerStrategy(Strategy):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._failed = self._failed or kind is not None
         super().__exit__(kind, *rest)
+
+
+def _fail(servers: Sequence[RemoteServer], error: PSError) -> None:
+    """The session is over: all calls to these servers end with an error."""
+    for server in servers:
+        server.fail(error)
 
 
 def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:

@@ -87,6 +87,7 @@ def test_a_process_that_came_after_the_end_of_its_task_undoes_nothing(job):
     job.open(B)
     leave(job, one.session)
     assert not is_done(job)
+    job.end(B)
     job.servers.spend(12, job.opened.session)
     assert is_done(job)
 

@@ -28,7 +28,7 @@ def test_tf_config_is_read_at_each_call(monkeypatch):
 
 def test_timeouts_travel():
     """What a launcher hands on is what a child reads."""
-    timeouts = Timeouts(lease=3.25, round=1e-3)
+    timeouts = Timeouts(lease=3.25, round=9.75, beat=1e-3)
     assert timeouts_from(timeouts.environ()) == timeouts
     assert timeouts_from({}) == Timeouts()
 
@@ -38,6 +38,7 @@ def test_timeouts_travel():
     [
         ({"PS_TIMEOUT_LEESE": "1"}, "PS_TIMEOUT_LEASE"),
         ({"PS_TIMEOUT_LEASE": "soon"}, "'soon' must be a positive number"),
+        ({"PS_TIMEOUT_LEASE": "5", "PS_TIMEOUT_ROUND": "14.9"}, "PS_TIMEOUT_ROUND=14.9 is below 3 leases of 5 s"),
         ({"PS_TIMEOUT_LEASE": "-1"}, "positive"),
         ({"PS_TIMEOUT_LEASE": "nan"}, "positive"),
         ({"PS_TIMEOUT_LEASE": "inf"}, "positive"),

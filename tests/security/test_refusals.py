@@ -313,6 +313,7 @@ def test_a_call_that_does_not_begin(certificates: Certificates, monkeypatch: pyt
 
 def test_the_approved_are_the_chiefs(members: dict[str, tuple[RemoteServer, int]]) -> None:
     """The same verbs work for who holds the token: the refusals above are not for everyone."""
-    chief, _ = members["chief-0"]
+    chief, session = members["chief-0"]
+    chief.leave(session, "the next one comes")
     token = chief.open(CHIEF, 0, 5, True).token
     assert chief.approve(token, 0, []) == 0

@@ -186,6 +186,8 @@ class Job:
     def end(self, task: Task, drives: bool = False) -> None:
         """The processes that are a task, or any chief, end: their connections have, for a beat nobody has beaten."""
         first = self.servers.cores[0]
+        if not isinstance(first, Core):
+            return  # a process of its own, which sees for itself
         with first._lock:
             for state in first._members.states(self.servers.clock(), drivers=True):
                 if state.drives == drives and (drives or state.member.task == task):
