@@ -237,8 +237,24 @@ def test_a_start_is_said_once(job, worker):
         job.verbs[0].propose(worker.session, None, "", start)
     assert log(job)[-1] == Started(start)
     assert log(job).count(Started(start)) == 1
+    job.append(EpochClosed(Epoch(3, (worker.member,), "dataset:0")))
+    job.verbs[0].propose(worker.session, None, "", Start(3, 5))
+    assert log(job)[-1] == Started(Start(3, 5)), "another epoch begins elsewhere"
     with pytest.raises(Diverged, match="epoch 2 begins"):
         job.verbs[0].propose(worker.session, None, "", Start(2, 5))
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_an_epoch_that_is_not_there_begins_nowhere(job, epoch):
+    """Neither one of before the job's first nor one that no chief has closed; who says so disturbs nobody."""
+    session = job.open(B).session
+    if epoch != 1:
+        session = job.join(A)[0].session
+    before = log(job)
+    with pytest.raises(InvalidRequest, match=f"epoch {epoch} is not known here"):
+        job.verbs[0].propose(session, None, "", Start(epoch, 4))
+    assert log(job) == before
+    job.verbs[0].beat(session, -1, b"")
 
 
 # ---- Watch ----

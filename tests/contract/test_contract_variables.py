@@ -9,7 +9,7 @@ import pytest
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, ServerLost, VariableMismatch
 from pswire.limits import PART_BYTES
 from pswire.payload import Payload
-from pswire.spec import VariableSpec
+from pswire.spec import Variable, VariableSpec
 from pswire.tensor import DTYPES, TensorSpec
 from tests.support.rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
 
@@ -68,6 +68,21 @@ def test_creating_again_changes_nothing(job, worker):
         assert again.initialized
     assert job.value(worker, variable).tolist() == [1.0, 2.0]
     assert [server.status().variables for server in job.verbs] == [1, 1]
+
+
+def test_the_log_says_which_variable_a_number_is(job, worker):
+    """Who declared another one on a server before the log came there was not its creator: what it gave is forgotten."""
+    stranger, spec = job.open(B).session, VariableSpec("w", NUMBER)
+    other = VariableSpec("other", TensorSpec("float32", (1000,)))
+    job.verbs[1].create(stranger, 0, 0, other, (1,), Payload.pack([np.ones(1000, "float32")]))
+    named = job.verbs[0].create(worker.session, 0, -1, spec, (1,), None)
+    job.approve(reduce_only(NUMBER), worker)
+    assert not job.verbs[1].create(worker.session, 0, named.id, spec, (1,), None).initialized
+    job.verbs[1].create(worker.session, 0, named.id, spec, (1,), Payload.pack([np.array(3)]))
+    assert int(job.value(worker, Variable(named.id, spec, (1,)))) == 3
+    assert (job.verbs[1].status().variables, job.verbs[1].status().nbytes) == (1, spec.tensor.nbytes)
+    with pytest.raises(VariableMismatch):
+        job.verbs[1].create(stranger, 0, 0, other, (1,), None)
 
 
 def test_one_may_ask_first(job, worker):

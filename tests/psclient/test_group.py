@@ -15,7 +15,7 @@ from psclient.exchange import Exchange, Outgoing
 from psclient.group import Group
 from psclient.session import Session
 from pswire.cluster import ClusterSpec
-from pswire.errors import ConfigError, RoundTimeout
+from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Start, Started
 from pswire.spec import VariableSpec
@@ -100,13 +100,14 @@ def test_an_epoch_with_new_members_is_taken_in_at_its_entry(job):
         assert one.group.epoch.number == 2, "no answer has announced the epoch yet"
         one.add(plan, 1)
         one.group.advance(0, 0, 7, True, frozenset())
-        one.group.enter("dataset:1")
+        one.group.boundary(1)
         assert (one.group.epoch.number, one.group.replicas, told()) == (2, 1, [])
-        for _ in range(2):
-            one.group.enter("dataset:0")
+        one.group.boundary(0)
+        one.group.round_over(epoch, False)
+        one.group.boundary(0)
         assert (one.group.epoch, told()) == (epoch, [Start(3, 2, (Position(0, 0, 7),))])
         assert one.group.slice() == (0, 2)
-        late.group.enter("dataset:0")
+        late.group.join(0)
         assert (late.group.epoch, late.group.round, late.group.position(0)) == (epoch, 2, Position(0, 0, 7))
         late.session.leave()
 
@@ -126,10 +127,22 @@ def test_who_is_taken_in_before_a_batch_knows_that_there_is_one(job):
         assert (late.group.any_more(2), late.group.any_more(1)) == (True, None)
         late.group.advance(2, 0, 1, True, frozenset())
         assert late.group.any_more(2) is None, "it has a batch itself; what the others have it will be told"
-        late.group.finish(2)
         late.add(plan, 1)
+        assert late.group.any_more(2) is True
+        late.group.advance(2, 0, 2, False, frozenset())
+        late.add(plan, 1)
+        assert late.group.any_more(2) is False
+        late.group.finish(2)
         assert late.group.any_more(2) is None
         late.session.leave()
+
+
+def test_a_process_whose_session_is_over_comes_to_no_entry(job):
+    """It is told why, before anything else."""
+    with began(job, "sync", 1) as (one,):
+        one.session.end(Fenced("it was given up"))
+        with pytest.raises(Fenced, match="it was given up"):
+            one.group.enter("dataset:0")
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -139,6 +152,7 @@ def test_who_came_late_is_outside(job, mode):
         late = Process(job, B, mode)
         assert (one.group.late, late.group.late) == (False, True)
         assert (one.group.outside, late.group.outside) == (False, True)
+        assert late.group.saves(), "alone it does, as long as it makes no rounds with others"
         job.append(EpochClosed(Epoch(2, (one.member, late.member), start=Start(2, 0))))
         for process in (one, late):
             process.group.enter("dataset:0")
@@ -156,6 +170,7 @@ def test_the_first_of_the_group_leads(job, mode):
         for process in (one, other):
             assert process.group.leads == (process is one)
             process.group.enter("dataset:0")
+            assert process.group.saves() == (process is one or mode == "async")
         other.create("v", 0)
         job.close([other.member])
         other.add(plan, 1)
@@ -278,6 +293,7 @@ def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
             late.group.enter(entry)
         assert f"waits to be taken in when the others come to {place}" in caplog.text
         one.session.check()
+        assert [state.entry for state in one.session.look().sessions if state.member.task == B] == [entry]
         late.session.leave("it gave up")
 
 
