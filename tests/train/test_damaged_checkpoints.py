@@ -122,6 +122,7 @@ def test_several_in_a_row(kind):
     shutil.copytree(run / "ckpt-1", run / "ckpt-3.damaged")
     with opened(kind) as strategy:
         v, manager = managed(strategy)
+        assert len(manager.checkpoints) == 4  # that are complete; nobody has read them
         assert manager.restore_or_initialize() == "run/ckpt-1"
         assert v.numpy()[0] == 1.0
         assert manager.checkpoints == ["run/ckpt-1"]
@@ -254,6 +255,23 @@ def test_a_disk_that_fails_is_raised(monkeypatch):
             manager.restore_or_initialize()
         assert type(told.value) is ps.errors.CheckpointError
     assert names(kind) == ["ckpt-1", "ckpt-2"]
+
+
+def test_what_one_server_cannot_read_counts_for_more(tmp_path):
+    """Than what another one finds damaged: its part may be whole, and nothing is passed over."""
+    save("servers-2", (1, 2))
+    run = root_of("servers-2") / "run"
+    first, second = (next((run / "ckpt-2").glob(f"shard-0000{server}-*")) for server in (0, 1))
+    first.write_bytes(first.read_bytes()[:-1] + b"?")
+    shutil.move(second, tmp_path / "elsewhere")
+    second.symlink_to(tmp_path / "elsewhere")
+    with opened("servers-2") as strategy:
+        v, manager = managed(strategy)
+        with pytest.raises(ps.errors.CheckpointError, match="through a link") as told:
+            manager.restore_or_initialize()
+        assert type(told.value) is ps.errors.CheckpointError
+        assert v.numpy()[0] == 0.0
+    assert names("servers-2") == ["ckpt-1", "ckpt-2"]
 
 
 # ---- Wherever they are ----

@@ -88,6 +88,20 @@ def test_both_sides_are_told_once(kind, caplog):
     assert warnings(caplog) == [said]
 
 
+@KINDS
+def test_what_is_taken_untracked_is_used(kind, caplog):
+    """An optimizer that nobody tracks begins with the slots of the checkpoint all the same."""
+    path = save(kind, lambda: ps.optimizers.Adam(0.1), w=np.ones(3))
+    with opened(kind) as strategy:
+        with strategy.scope():
+            w, optimizer = ps.Variable(np.zeros(3), name="w"), ps.optimizers.Adam(0.1)
+        ps.train.Checkpoint(w=w).restore(path)
+        for _ in range(2):
+            strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), w)]))
+        assert int(optimizer.iterations) == 3
+    assert warnings(caplog) == []
+
+
 @pytest.mark.parametrize("kind", ["mirrored-1", "embedded-1"])
 def test_a_script_of_one_step_is_told_at_its_end(kind, caplog):
     """Or of none: when its strategy is closed."""
