@@ -122,7 +122,7 @@ def main(args: argparse.Namespace) -> None:
         checkpoint = ps.train.Checkpoint(layers=layers, optimizer=optimizer)
         if args.resume:
             try:
-                checkpoint.restore(args.checkpoint)
+                checkpoint.restore(args.checkpoint).assert_consumed()  # all that is saved, and nothing else, is here
             except ps.errors.NoCheckpoint:
                 say(strategy, f"no checkpoint in {args.checkpoint!r} yet: starts anew")
 

@@ -548,7 +548,7 @@ class Chief:
             if len({(shard.round, shard.positions) for shard in shards}) > 1:
                 rounds = ", ".join(str(shard.round) for shard in shards)
                 raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
-            text, first = _fitting(manifest_of(shards, order.state)), order.servers[0]
+            text, first = _fitting(manifest_of(shards, order)), order.servers[0]
             done = self._awaited(first, plan.id, self._ask(first, plan.id, text), text)
         except (ServerLost, Fenced):
             raise  # nobody knows what became of it: who drives the job next will

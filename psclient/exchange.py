@@ -151,6 +151,10 @@ class Exchange:
         """Whether the first value of a variable that this process created was a restored checkpoint's."""
         return id in self._restored
 
+    def restored_names(self) -> frozenset[str]:
+        """The names of the variables of which `was_restored` holds."""
+        return frozenset(self._variables[id].spec.name for id in self._restored)
+
     def read(self, variable: Variable, now: bool = False) -> Array:
         """A variable's value, read-only, as of the last round of this process that touched its server.
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psclient.config import JOB, LANE, LaunchConfig, child_environ, job_from
+from psclient.endings import NOT_SAVED
 from psclient.processes import (
     address_in,
     await_listening,
@@ -203,7 +204,7 @@ class Cluster:
             failed = self._failed()
             if failed and not self._replaced(failed):
                 return self._failure()
-            running = [task for task in self._scripts() or self.processes if self.processes[task].poll() != 0]
+            running = [t for t in self._scripts() or self.processes if self.processes[t].poll() not in (0, NOT_SAVED)]
             if not failed and not running:
                 break
             if running == [EVALUATOR] and not told:
@@ -281,8 +282,8 @@ class Cluster:
         return [t for t in self.clients() if t.job != "chief" or self.config.chief == "script"]
 
     def _failed(self) -> list[Task]:
-        """Tasks that failed, in the order in which that was seen."""
-        failed = [task for task, process in self.processes.items() if process.poll()]
+        """Tasks that failed, in the order in which that was seen; one that has only not saved stops nobody."""
+        failed = [task for task, process in self.processes.items() if process.poll() not in (None, 0, NOT_SAVED)]
         self._ended += [task for task in failed if task not in self._ended]
         return [task for task in self._ended if task in failed]
 
@@ -311,6 +312,10 @@ class Cluster:
             self._tell(task, f"psworker: {task} did not end by itself after the last worker")
         if self._failed():
             return self._failure()
+        unsaved = [task for task, process in self.processes.items() if process.poll() == NOT_SAVED]
+        if unsaved:
+            self.stop()
+            return self._outcome(unsaved[0])
         if running and self._signals:
             return self._interrupted()
         unfinished = bool(running) and self._job_began()
@@ -334,7 +339,9 @@ class Cluster:
         self._await(list(self.processes), SETTLE_SECONDS)
         failed = self._failed()
         self.stop()
-        task = min(failed, key=self._blame)
+        return self._outcome(min(failed, key=self._blame))
+
+    def _outcome(self, task: Task) -> Outcome:
         code = self.processes[task].returncode
         heading = f"psworker: {task} failed ({describe_exit(code)}):"
         return Outcome(exit_code(code), task, "\n".join([heading, *_last_words(self.output(task, error=True))]))

@@ -116,6 +116,10 @@ class LocalBackend:
         """Whether a variable's first value was a restored checkpoint's."""
         return any(variable is other for other in self._restored)
 
+    def restored_names(self) -> frozenset[str]:
+        """The names of the variables of which `was_restored` holds."""
+        return frozenset(variable.name for variable in self._restored)
+
     def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
         """What the local replicas have is all there is."""
         self._reduced = True

@@ -48,6 +48,7 @@ class DefaultStrategy(Strategy):
         """Calls the function, in replica context; in any thread at any time."""
         with self.scope():
             context.require_cross_replica(self, "run")
+            self.begin_step()
             args, keys = context.arguments("run", args, kwargs)
             with context.enter_default_replica():
                 return fn(*args, **keys)

@@ -94,6 +94,7 @@ class ParameterServerStrategy(Strategy):
         self._closing = threading.Lock()
         self._closed = False
         self._failed = False
+        self._unsaved: CheckpointError | None = None
         self._last_error = _last_error()
         try:
             self._connect()
@@ -163,6 +164,9 @@ class ParameterServerStrategy(Strategy):
         """Leaves the job; called at the end of the process if it is not called before.
 
         A clean end tells the others that this process has done its part. Does nothing in a fork of the process.
+
+        Raises:
+            CheckpointError: what was saved last is not there; all else is done.
         """
         if os.getpid() != self._owner:
             return
@@ -189,6 +193,8 @@ class ParameterServerStrategy(Strategy):
             self._exporter.stop()
         if self._embedded:
             self._embedded.stop()
+        if self._unsaved is not None:
+            raise self._unsaved
 
     def _flush_last(self) -> str:
         try:
@@ -206,7 +212,7 @@ class ParameterServerStrategy(Strategy):
         try:
             self._remote.saved()
         except CheckpointError as error:
-            log.error("%s leaves, and what it saved last is not there: %s", self.task, error)
+            self._unsaved = CheckpointError(f"the last {error.message}", str(self.task))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._failed = self._failed or kind is not None

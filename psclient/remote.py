@@ -294,6 +294,10 @@ class RemoteBackend:
         """Whether a variable's first value was a restored checkpoint's."""
         return self._exchange.was_restored(_stored(variable).handle.id)
 
+    def restored_names(self) -> frozenset[str]:
+        """The names of the variables whose first values were a restored checkpoint's."""
+        return self._exchange.restored_names()
+
     def close(self) -> None:
         """From now on nothing is read, created or recorded."""
         self._closed = True

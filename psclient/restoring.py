@@ -6,10 +6,12 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import PurePosixPath
 
 from psclient.exchange import Exchange, Outgoing
 from pswire.api import ParameterServer, RestoreOrder, RestoreReply
-from pswire.errors import CheckpointError, PSError, RoundTimeout, VariableMismatch
+from pswire.errors import CheckpointError, DamagedCheckpoint, PSError, RoundTimeout, VariableMismatch
 from pswire.spec import Plan, RestoreCommit, Turn
 
 VERDICTS = (CheckpointError, VariableMismatch)
@@ -41,20 +43,37 @@ class Restoring:
     def restore(self, path: str, order_for: Callable[[RestoreReply], RestoreOrder]) -> RestoreReply:
         """Has every server take over its part of a checkpoint: all of them or none, for all processes at once.
 
+        Of a directory a damaged checkpoint is passed over, for the one before it, and set aside by the servers.
+
         Args:
             path: which, or a directory of them.
             order_for: which of its values go where, once it is known what it has.
 
+        Returns:
+            Which one, and which were passed over.
+
         Raises:
-            CheckpointError: there is none, or a server cannot read its part. Nothing has changed.
+            CheckpointError: there is none that is whole, or a server cannot read its part. Nothing has changed.
             VariableMismatch: it has a variable with another shape or dtype. Nothing has changed.
             PSError: why the round that commits did not happen; the session is over.
         """
-        turn = self._last = self._next_turn()
-        # Server 0 says which one is the newest, so that all read the same.
-        (found,) = self._ask([self._session.keeper], path, turn, RestoreOrder("open"))
-        order = order_for(found)
-        if any(reply != found for reply in self._ask(self._session.servers, found.path, turn, order)):
+        damaged: dict[str, str] = {}
+        while True:
+            turn = self._last = self._next_turn()
+            # Server 0 says which one is the newest, so that all read the same.
+            (found,) = self._ask([self._session.keeper], path, turn, RestoreOrder("open", damaged=damaged))
+            damaged = dict(found.damaged)
+            named = PurePosixPath(found.path) == PurePosixPath(path)
+            order = replace(order_for(found), damaged=damaged, checkers=0 if named else len(self._session.servers))
+            try:
+                replies = self._ask(self._session.servers, found.path, turn, order)
+            except DamagedCheckpoint as error:
+                if named:
+                    raise
+                damaged[PurePosixPath(found.path).name] = str(error)
+            else:
+                break
+        if any(replace(reply, damaged=damaged) != found for reply in replies):
             raise CheckpointError(f"the servers do not read the same checkpoint {found.path!r}; is it on all hosts?")
         commit = RestoreCommit(path, tuple(range(len(self._session.servers))), turn, _digest(order))
         plan = Plan(restore=commit)
@@ -73,7 +92,10 @@ class Restoring:
     def _ask(
         self, servers: Sequence[ParameterServer], path: str, turn: Turn, order: RestoreOrder
     ) -> list[RestoreReply]:
-        """The answers of all servers, or the error of the first that has one: so it is the same in every process."""
+        """The answers of all servers, or the error of the first that has one: so it is the same in every process.
+
+        That a file cannot be read counts for more than damage: it may be whole.
+        """
         futures = [server.restore(self._session.number, path, turn, order) for server in servers]
         replies: list[RestoreReply] = []
         verdict: PSError | None = None
@@ -81,7 +103,8 @@ class Restoring:
             try:
                 replies.append(self._answer(path, future))
             except VERDICTS as error:
-                verdict = verdict or error
+                if verdict is None or (isinstance(verdict, DamagedCheckpoint) > isinstance(error, DamagedCheckpoint)):
+                    verdict = error
             except PSError as error:
                 # The others may have been told something else.
                 self._session.end(error)
@@ -104,4 +127,5 @@ class Restoring:
 
 def _digest(order: RestoreOrder) -> str:
     names = None if order.names is None else sorted(order.names.items())
-    return hashlib.sha256(repr((names, order.late, order.cast)).encode()).hexdigest()[:16]
+    damaged = sorted(order.damaged)
+    return hashlib.sha256(repr((names, order.late, order.cast, damaged)).encode()).hexdigest()[:16]

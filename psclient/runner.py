@@ -38,7 +38,8 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
         debug: whether errors of this package are shown with their traceback.
 
     Returns:
-        The exit code: 0, the script's own, 2 without such a script, else that of the error that ended it.
+        The exit code: 0, the script's own, 2 without such a script, that of the error that ended it, or
+        `endings.NOT_SAVED` where what was to be done after its end was not.
     """
     path = Path(script)
     if not path.exists():
@@ -51,6 +52,16 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
     if logs.structured():
         threading.excepthook = _log_of_thread
     try:
+        code = _run(script)
+    finally:
+        failures = endings.run()
+    for error in failures:
+        say(task, f"error: {' '.join(str(error).split())}")
+    return endings.NOT_SAVED if failures and not code else code
+
+
+def _run(script: str) -> int:
+    try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit:
         return _exit_code(exit)
@@ -58,8 +69,6 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
         _remember(error)
         sys.excepthook(type(error), error, error.__traceback__)  # by now others may have hung on to it
         return code_of(error)
-    finally:
-        endings.run()
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pswire.errors import NoCheckpoint
 from pswire.manifest import MANIFEST
 from pswire.places import Place, place
@@ -18,14 +20,25 @@ def open_saved(url: str) -> SavedCheckpoint:
     Raises:
         ConfigError: the URL is of an unknown kind, or needs a package that is not installed.
         NoCheckpoint: there is none.
+        DamagedCheckpoint: its manifest is broken.
         CheckpointError: what is there cannot be read.
     """
+    return SavedCheckpoint.open(_root(url))
+
+
+def open_whole(url: str, damaged: Mapping[str, str] | None = None) -> tuple[SavedCheckpoint, dict[str, str]]:
+    """As `open_saved`, but of a directory the newest that is not damaged; see `SavedCheckpoint.open_whole`."""
+    return SavedCheckpoint.open_whole(_root(url), ".", damaged)
+
+
+def _root(url: str) -> Place:
+    """The place at a URL, where there is a directory."""
     root = place(url)
     with told(url):
         complete = root.exists(MANIFEST)
     if not complete:
         require(root, url, "the directory of a checkpoint")
-    return SavedCheckpoint.open(root)
+    return root
 
 
 def require(root: Place, url: str, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from psclient import context, nest, values
+from psclient import context, endings, nest, values
 from psclient.backend import Backend
 from psclient.cluster_resolver import ClusterResolver
 from psclient.compat import v1
@@ -45,6 +46,8 @@ class Strategy:
         self._runner = ReplicaRunner(self, group.devices, group.slice, backend.section)
         self._datasets = 0
         self._passes = Passes(make_round=self._make_round)
+        self._after_step: list[tuple[bool, Callable[[], object]]] = []  # whether the step has begun, and what to call
+        self._process = os.getpid()
 
     # ---- What it is ----
 
@@ -106,7 +109,34 @@ class Strategy:
         with context.within(self):
             context.require_cross_replica(self, "run")
             self.backend.check_open()
+            self.begin_step()
             return self.backend.run(lambda: self._runner.run(fn, args, kwargs))
+
+    def after_step(self, call: Callable[[], object]) -> None:
+        """Has a function called once, when the next step is over. In any context.
+
+        What follows a `run` belongs to its step, such as updates with the gradients that it has returned: the step is
+        over when `run` is called again, or the strategy is closed, or the process ends.
+        """
+        endings.unregister(self.end_step)
+        endings.register(self.end_step)
+        self._after_step.append((False, call))
+
+    def begin_step(self) -> None:
+        """The step before, if there was one, is over: see `after_step`."""
+        if self._after_step:
+            over = [call for begun, call in self._after_step if begun]
+            self._after_step = [(True, call) for begun, call in self._after_step if not begun]
+            for call in over:
+                call()
+
+    def end_step(self) -> None:
+        """There is no step any more: see `after_step`. Does nothing in a fork of the process."""
+        endings.unregister(self.end_step)
+        waiting, self._after_step = self._after_step, []
+        if os.getpid() == self._process:
+            for _, call in waiting:
+                call()
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Array:
         """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.
@@ -261,6 +291,7 @@ class Strategy:
 
     def close(self) -> None:
         """Ends the strategy: what needs its replicas or its servers raises from now on. In any context."""
+        self.end_step()
         self.backend.close()
         self._runner.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from psserver.answers import Answer, Submit, failing, naming, working
@@ -13,8 +13,10 @@ from psserver.job import Job
 from psserver.store import Store
 from psserver.tally import Tally
 from pswire.api import RestoreOrder, RestoreReply, RestoreStage
+from pswire.checkpoint import set_aside
 from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest, PSError
+from pswire.limits import PART_BYTES
 from pswire.places import Place
 from pswire.saved import SavedCheckpoint
 from pswire.spec import Turn, Variable
@@ -120,7 +122,7 @@ class Restores:
             self._told = {other: told for other, told in self._told.items() if other[0].round >= turn.round}
             self._told[key] = path, future
         if order.stage != "prepare":
-            return future, [lambda: self._files(working(future, lambda: self._open(path).reply))]
+            return future, [lambda: self._files(working(future, partial(self._find, path, order)))]
         self._prepared, self._preparing = None, future
         future.add_done_callback(self._tally.prepared)
         server = self._store.server
@@ -140,10 +142,12 @@ class Restores:
         wanted: Mapping[Variable, str],
         future: Future[RestoreReply],
     ) -> RestoreReply:
-        """Reads the values, checks them, and holds them."""
-        saved = self._open(path)
+        """Reads the values, checks them, and holds them; and checks what is left for variables of later."""
         with naming(self._task):
+            saved = SavedCheckpoint.open(self._place, path, PART_BYTES)
             arrays = saved.read([(name, variable.spec.tensor) for variable, name in wanted.items()], order.cast)
+            if order.checkers:
+                saved.check_rest(order.names or (), self._store.server, order.checkers)
         put = self._store.device.put
         values = {variable.id: put(array) for variable, array in zip(wanted, arrays, strict=True)}
         with self._lock:
@@ -152,9 +156,11 @@ class Restores:
             self._prepared = _Prepared(turn, session, saved, order, values)
         return saved.reply
 
-    def _open(self, path: str) -> SavedCheckpoint:
+    def _find(self, path: str, order: RestoreOrder) -> RestoreReply:
+        """Says which checkpoint is meant: of a directory the newest that is not known to be damaged."""
         with naming(self._task):
-            return SavedCheckpoint.open(self._place, path)
+            saved, damaged = SavedCheckpoint.open_whole(self._place, path, order.damaged, PART_BYTES)
+        return replace(saved.reply, damaged=damaged)
 
     # ---- The round that commits ----
 
@@ -176,19 +182,27 @@ class Restores:
                 return {}
         raise InvalidRequest(f"nothing was prepared to restore {commit.path!r}", str(self._task))
 
-    def ran(self, job: Job) -> None:
-        """After a round: what it has committed, or what it shows to have been given up, is not held any more."""
+    def ran(self, job: Job) -> list[Answer]:
+        """After a round: what it has committed, or what it shows to have been given up, is not held any more.
+
+        Returns:
+            What is to be done: the server that reads the manifests sets aside what the restore has passed over.
+        """
         prepared, commit = self._prepared, job.plan.restore
         if prepared is None:
-            return
+            return []
         if commit is not None and commit.turn == prepared.turn:
             self._committed = prepared.turn
             self._tally.restores["restored"] += 1
             if prepared.order.late:
                 self._late = self._left(prepared)
             self._prepared = None
+            if prepared.order.damaged and self._store.server == min(commit.servers):
+                aside = partial(set_aside, self._place, prepared.saved.path, prepared.order.damaged)
+                return [partial(self._files, aside)]
         elif (job.strand is None and job.round >= prepared.turn.round) or prepared.session in _makers(job):
             self._prepared = None
+        return []
 
     # ---- Variables that are created later ----
 

@@ -197,12 +197,13 @@ class Runner:
                 self._nonfinite.restore(restored)
                 warnings = self._judge(job, outcome.found)
                 record, waiters = self._rounds.complete(job, outcome.given, warnings=warnings)
-                self._restores.ran(job)
+                answers = self._restores.ran(job)  # first: who is answered may look at the files
                 self._snapshots.freeze(job)
             else:
+                answers = []
                 record, waiters = self._failed(job, error)
             over = self._count(job, record, self._tally.clock() - began)
-            answers = self.replies(record, waiters, outcome.wanted) + self._progress()
+            answers += self.replies(record, waiters, outcome.wanted) + self._progress()
         do(answers)
         self._tally.answering.observe(self._tally.clock() - over)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pswire.cluster import Task
@@ -132,11 +132,13 @@ class RestoreReply:
         path: which one, below the checkpoint root: where a directory of them was asked for, its newest.
         positions: the datasets' positions in it.
         manifest: the text of its manifest.
+        damaged: names of those beside it that were passed over, since they are damaged, with what is wrong.
     """
 
     path: str
     positions: tuple[Position, ...]
     manifest: str = ""
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
 
 RestoreStage = Literal["look", "open", "prepare"]
@@ -153,12 +155,17 @@ class RestoreOrder:
             one with its own saved name, and misses none.
         late: whether variables that are created later get theirs, by their saved names.
         cast: whether values are cast to the variable's dtype; else another dtype is refused.
+        damaged: names of checkpoints, in the directory that was asked for, which are known to be damaged, with what is
+            wrong: they are passed over, and set aside once another one is restored.
+        checkers: of how many servers each checks its share of what no variable takes; 0: only what is read is checked.
     """
 
     stage: RestoreStage = "prepare"
     names: Mapping[str, int] | None = None
     late: bool = True
     cast: bool = False
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    checkers: int = 0
 
 
 ALL = RestoreOrder()
@@ -381,7 +388,8 @@ class ParameterServer(Protocol):
 
         Raises:
             NoCheckpoint: there is none.
-            CheckpointError: it is broken.
+            DamagedCheckpoint: its files are not what was saved; of a directory, those of all that may be meant.
+            CheckpointError: it cannot be read.
             VariableMismatch: it has a variable with another shape or dtype.
             Diverged, InvalidRequest: another process has gone on to a later restore; the latter where workers are
                 asynchronous.

@@ -6,7 +6,6 @@ of another one before it is complete itself, so that whatever goes wrong leaves 
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
@@ -14,16 +13,29 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
-from typing import IO
+from typing import IO, Any
 
-from pswire import tensorfile
+from pswire import strict_json, tensorfile
 from pswire.api import Shard
 from pswire.errors import CheckpointError
 from pswire.log import Position
-from pswire.manifest import LATEST, MANIFEST, Manifest, Saved, is_ours, latest_text, number, shard_name
-from pswire.places import Place, below
-from pswire.saved import SavedCheckpoint
+from pswire.manifest import (
+    LATEST,
+    MANIFEST,
+    MAX_MANIFEST,
+    Manifest,
+    Saved,
+    aside,
+    is_aside,
+    is_ours,
+    latest_text,
+    number,
+    shard_name,
+)
+from pswire.places import Place, below, parted
+from pswire.saved import SavedCheckpoint, named_latest
 from pswire.spec import SnapshotOrder
+from pswire.strict_json import Malformed
 from pswire.tensor import Array, portable, spec_of
 from pswire.tensorfile import told
 
@@ -57,18 +69,82 @@ class Frozen:
     @property
     def directory(self) -> PurePosixPath:
         """Where the checkpoint is; raises `CheckpointError` where that is not below the root, or the name is taken."""
-        directory = PurePosixPath(below(self.order.path))
-        if directory.name == LATEST:
-            raise CheckpointError(
-                f"{self.order.path!r}: the name {LATEST!r} is that of the file which names the newest checkpoint; "
-                "choose another one"
-            )
-        return directory
+        return PurePosixPath(saved_path(self.order.path))
 
     @property
     def file(self) -> str:
         """The name of its file."""
         return shard_name(self.order.servers.index(self.server), len(self.order.servers), self.save)
+
+
+MAX_NAME = 200
+"""Bytes of each part of a checkpoint's path: file systems take 255, and a damaged one gets a longer name."""
+
+MAX_PATH = 1000
+"""Bytes of a checkpoint's path; no object store takes many more."""
+
+
+def saved_path(path: str, own: bool = False) -> str:
+    """Checks a path at which a checkpoint is to be saved.
+
+    Servers and whoever orders them to save ask this one function, so that nothing is ordered which they refuse.
+
+    Args:
+        path: below the servers' root.
+        own: whether it is one of this process's own instead, such as "/data/ckpt-1" or "s3://bucket/ckpt-1".
+
+    Returns:
+        Its plain form; of an own one the last part.
+
+    Raises:
+        CheckpointError: it could lead elsewhere, or is no name for a checkpoint; the message says what to write.
+    """
+    plain = PurePosixPath(parted(path)[1] if own else below(path))
+    why = ""
+    if path.endswith("/") or plain.name in ("", "..") or plain.name.startswith("-"):
+        why = "there is no name after its last slash, and before a number"
+    elif not str(plain).isprintable():
+        why = "it has characters that cannot be seen"
+    elif any(len(part.encode()) > MAX_NAME for part in plain.parts) or len(str(plain).encode()) > MAX_PATH:
+        why = f"it is too long: at most {MAX_NAME} bytes in each of its parts, and {MAX_PATH} in all"
+    elif plain.name == LATEST:
+        why = f"the name {LATEST!r} is that of the file which names the newest checkpoint; choose another one"
+    elif is_aside(plain.name):
+        why = "such a name is that of a damaged checkpoint which was set aside; choose another one"
+    if why:
+        raise CheckpointError(f"no checkpoint can be saved at {path[:300]!r}: {why}; write such as 'run1/ckpt'")
+    return str(plain)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the state of a `SnapshotOrder` says.
+
+    Attributes:
+        objects, state: as a `Manifest` has them.
+        delete: names of checkpoints beside it that are to be deleted once it is complete.
+        latest: whether it is the one to go on from then.
+    """
+
+    objects: Mapping[str, str]
+    state: Mapping[str, Any]
+    delete: tuple[str, ...]
+    latest: bool
+
+    @classmethod
+    def of(cls, order: SnapshotOrder) -> _Said:
+        """Reads it; raises `CheckpointError` where it is not such."""
+        try:
+            said = strict_json.fields(strict_json.parse(order.state or "{}"))
+            objects = strict_json.fields(said.get("objects", {}))
+            return cls(
+                {path: strict_json.text(name) for path, name in objects.items()},
+                {key: strict_json.shallow(value) for key, value in strict_json.fields(said.get("state", {})).items()},
+                tuple(map(strict_json.text, strict_json.items(said.get("delete", [])))),
+                said.get("latest") is True,
+            )
+        except Malformed as error:
+            raise CheckpointError(f"what is to be saved as {order.path[:300]!r} is malformed: {error}") from error
 
 
 def write_shard(place: Place, frozen: Frozen, get: Callable[[Array], Array], written: Callable[[str], object]) -> Shard:
@@ -114,21 +190,21 @@ def remove_shard(place: Place, frozen: Frozen) -> None:
             place.remove(str(directory / frozen.file))
 
 
-def manifest_of(shards: Sequence[Shard], state: str) -> Manifest:
-    """The manifest of a checkpoint whose files are written.
+def manifest_of(shards: Sequence[Shard], order: SnapshotOrder) -> Manifest:
+    """The manifest of a checkpoint whose files are written; raises `CheckpointError` where the order is malformed.
 
     Args:
         shards: all of one round.
-        state: as a `SnapshotOrder` has it.
+        order: by which they were written.
     """
-    said = json.loads(state or "{}")
+    said = _Said.of(order)
     return Manifest(
         shards[0].round,
         shards[0].positions,
         {name: Saved(shard.file, spec, checksum) for shard in shards for name, spec, checksum in shard.tensors},
         {shard.file: shard.nbytes for shard in shards},
-        said.get("objects", {}),
-        said.get("state", {}),
+        said.objects,
+        said.state,
         time.time(),
     )
 
@@ -151,19 +227,49 @@ def write_manifest(
         CheckpointError: as `write_shard`; also where the text is no manifest, or a file that it names is not there.
     """
     directory = frozen.directory
-    where, said = str(directory / MANIFEST), json.loads(frozen.order.state or "{}")
+    where, said, data = str(directory / MANIFEST), _Said.of(frozen.order), text.encode()
     with told(place.full(where), "written"):
+        if len(data) > MAX_MANIFEST:
+            raise Malformed(f"it has {len(data):,} bytes, and none may have more than {MAX_MANIFEST:,}")
         manifest = Manifest.parse(text, place.full(where))
     _check_shards(place, directory, manifest)
     with told(place.full(where), "written"):
-        place.put(where, text.encode())
-    if said.get("latest"):
+        place.put(where, data)
+    if said.latest:
         latest = str(directory.parent / LATEST)
         with told(place.full(latest), "written"):
             place.put(latest, latest_text(directory.name).encode())
     above = place.full(str(directory.parent))
-    _tried(above, partial(_tidy, place, directory, manifest, said.get("delete", []), busy, spare))
+    _tried(above, partial(_tidy, place, directory, manifest, said.delete, busy, spare))
     return Shard(place.full(str(directory)), MANIFEST, frozen.round, frozen.positions, ())
+
+
+def set_aside(place: Place, restored: str, damaged: Mapping[str, str]) -> None:
+    """Gives damaged checkpoints names by which no job goes on from them, now that one before them is restored.
+
+    None of their files is changed. What cannot be done is told in the log: they are passed over again then.
+
+    Args:
+        place: where they are.
+        restored: the path of the one that was restored.
+        damaged: names of those beside it, with what is wrong.
+    """
+    path = PurePosixPath(below(restored))
+    above = str(path.parent)
+    if damaged:
+        _tried(place.full(above), partial(_set_aside, place, above, path.name, damaged), "set aside what is damaged")
+
+
+def _set_aside(place: Place, above: str, restored: str, damaged: Mapping[str, str]) -> None:
+    listed = place.listing(above)
+    if named_latest(place, above) in damaged:  # else the greatest number would be the newest
+        latest = str(PurePosixPath(above) / LATEST)
+        _tried(place.full(latest), lambda: place.put(latest, latest_text(restored).encode()), "name the newest")
+    for name, why in damaged.items():
+        if name in listed and PurePosixPath(name).name == name != restored:
+            kept = aside(name, listed)
+            place.move(str(PurePosixPath(above) / name), kept)
+            log.info("%s/%s is damaged, and kept as %s: %s", place.full(above), name, kept, why)
 
 
 def _check_shards(place: Place, directory: PurePosixPath, manifest: Manifest) -> None:
@@ -180,12 +286,12 @@ def _check_shards(place: Place, directory: PurePosixPath, manifest: Manifest) ->
             )
 
 
-def _tried(where: str, call: Callable[[], object]) -> None:
-    """The checkpoint is complete, whatever this does."""
+def _tried(where: str, call: Callable[[], object], what: str = "remove what is not needed") -> None:
+    """The checkpoint is complete, or restored, whatever this does."""
     try:
         call()
     except Exception as error:  # object stores have errors of their own
-        log.warning("cannot remove what is not needed in %s: %s", where, error)
+        log.warning("cannot %s in %s: %s", what, where, error)
 
 
 def _tidy(

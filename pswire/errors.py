@@ -18,6 +18,7 @@
     ├── MemoryLimit          a server would exceed its memory limit
     ├── RoundTimeout         a round did not complete before its deadline
     ├── CheckpointError      a checkpoint cannot be written or read
+    │   ├── DamagedCheckpoint its files are not what was saved
     │   └── NoCheckpoint     there is none where one was looked for
     └── InvalidRequest       a malformed or hostile message
 
@@ -113,6 +114,13 @@ class CheckpointError(PSError, OSError):
     """A checkpoint cannot be written or read."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint's files are not what was saved: a wrong checksum, a malformed file, a missing shard.
+
+    A file that cannot be read now, for want of permission or of a disk that answers, is a plain `CheckpointError`.
+    """
+
+
 class NoCheckpoint(CheckpointError):
     """There is no complete checkpoint where one was looked for: a job that is to resume may start anew."""
 
@@ -142,6 +150,7 @@ BY_NAME: dict[str, type[PSError]] = {
         MemoryLimit,
         RoundTimeout,
         CheckpointError,
+        DamagedCheckpoint,
         NoCheckpoint,
         InvalidRequest,
     )

@@ -124,6 +124,6 @@ def read(line: str) -> dict[str, Any] | None:
         return None
     try:
         said = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # a script prints what it likes
         return None
     return said if isinstance(said, dict) and {"level", "message"} <= said.keys() else None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import PurePosixPath
 from typing import Any
 
-from pswire.errors import CheckpointError
+from pswire import strict_json
+from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest
 from pswire.log import Position
-from pswire.tensor import DTYPES, TensorSpec
+from pswire.strict_json import Malformed
+from pswire.tensor import TensorSpec
 from pswire.versions import version
 
 MANIFEST = "manifest.json"
@@ -19,8 +23,18 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 """The file beside checkpoints that names the one to go on from. Without it that is the one with the greatest number."""
 
+MAX_MANIFEST = 16 << 20
+"""Bytes of a manifest: some 50,000 variables. What is larger is neither written nor read."""
+
+MAX_LATEST = 4 << 10
+"""Bytes of the file `latest`."""
+
 FORMAT = 2
 """What is written. Format 1 has no checksums, sizes, objects or state; it is read, too."""
+
+_MAX_DATASET = (1 << 32) - 1
+
+_CHECKSUM = re.compile(r"xxh3:[0-9a-f]{32}")
 
 
 def number(name: str) -> tuple[str, int]:
@@ -51,6 +65,20 @@ def shard_name(place: int, count: int, save: str) -> str:
     return f"shard-{place:05d}-of-{count:05d}-{save}.safetensors"
 
 
+_ASIDE = re.compile(r"\.damaged(\.[0-9]+)?$")
+
+
+def aside(name: str, taken: Collection[str]) -> str:
+    """The name under which a damaged checkpoint is kept: `ckpt-7.damaged`, or `.damaged.2` where that is taken."""
+    first = f"{name}.damaged"
+    return next(one for one in chain([first], (f"{first}.{n}" for n in count(2))) if one not in taken)
+
+
+def is_aside(name: str) -> bool:
+    """Whether a checkpoint of this name is one that was set aside: no job goes on from it by itself."""
+    return _ASIDE.search(name) is not None
+
+
 def is_ours(file: str) -> bool:
     """Whether a save makes files of such a name; it begins with a dot while the file is being written."""
     return file.startswith(("shard-", ".shard-", f".{MANIFEST}."))
@@ -62,11 +90,11 @@ def latest_text(name: str) -> str:
 
 
 def latest_in(text: str) -> str:
-    """The name in the text of the file `latest`; raises `ValueError` where it is not as this version writes it."""
-    said = json.loads(text)
+    """The name in the text of the file `latest`; raises `Malformed` where it is not as this version writes it."""
+    said = strict_json.parse(text)
     name = said.get("latest") if isinstance(said, dict) and said.get("format") == 1 else None
     if not isinstance(name, str):
-        raise ValueError(f"{text[:80]!r} is not such as {latest_text('ckpt-3').strip()}")
+        raise Malformed(f"{text[:80]!r} is not such as {latest_text('ckpt-3').strip()}")
     return name
 
 
@@ -139,33 +167,37 @@ class Manifest:
             where: the file, for messages.
 
         Raises:
-            CheckpointError: it is no manifest, or one of a newer format, or names what is outside of its directory.
+            DamagedCheckpoint: it is no manifest, or names what is outside of its directory.
+            CheckpointError: it is one of a newer format.
         """
         try:
-            found = cls._read(json.loads(text), where)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{where} is no manifest of a checkpoint: {error!r}") from error
-        outside = [file for file in found.shards if file in ("", "..") or PurePosixPath(file).name != file]
+            data = strict_json.fields(strict_json.parse(text))
+            if strict_json.integer(strict_json.field(data, "format")) > FORMAT:
+                raise CheckpointError(f"{where} has format {data['format']}; this version reads 1 and {FORMAT}")
+            found = cls._read(data)
+        except (Malformed, InvalidRequest) as error:
+            raise DamagedCheckpoint(f"{where} is no manifest of a checkpoint: {error}") from error
+        outside = [
+            file for file in found.shards if file in ("", "..") or "\0" in file or PurePosixPath(file).name != file
+        ]
         if outside:
-            raise CheckpointError(f"{where} names a file outside of its directory: {outside[0]!r}")
+            raise DamagedCheckpoint(f"{where} names a file outside of its directory: {outside[0][:80]!r}")
         return found
 
     @classmethod
-    def _read(cls, data: dict[str, Any], where: str) -> Manifest:
-        if data["format"] not in (1, FORMAT):
-            raise CheckpointError(f"{where} has format {data['format']!r}; this version reads 1 and {FORMAT}")
-        tensors = {name: _saved(entry) for name, entry in data["tensors"].items()}
+    def _read(cls, data: dict[str, Any]) -> Manifest:
+        def words(key: str) -> Iterator[tuple[str, Any]]:
+            return iter(strict_json.fields(data.get(key, {})).items())
+
         return cls(
-            int(data["round"]),
-            tuple(Position(**position) for position in data["positions"]),
-            tensors,
-            {str(file): int(size) for file, size in data.get("files", {}).items()},
-            {str(path): str(name) for path, name in data.get("objects", {}).items()},
-            dict(data.get("state", {})),
-            float(data.get("saved_at", 0.0)),
-            str(data.get("library", "")),
+            strict_json.integer(strict_json.field(data, "round")),
+            tuple(map(_position, strict_json.items(strict_json.field(data, "positions")))),
+            {name: _saved(entry) for name, entry in strict_json.fields(strict_json.field(data, "tensors")).items()},
+            {file: strict_json.integer(size) for file, size in words("files")},
+            {path: strict_json.text(name) for path, name in words("objects")},
+            {path: strict_json.shallow(state) for path, state in words("state")},
+            strict_json.number(data.get("saved_at", 0)),
+            strict_json.text(data.get("library", "")),
         )
 
 
@@ -174,8 +206,17 @@ def _entry(saved: Saved) -> str:
     return json.dumps({"file": saved.file, **spec, "checksum": saved.checksum})
 
 
-def _saved(entry: Mapping[str, Any]) -> Saved:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"the dtype {entry['dtype']!r} is not known")
-    spec = TensorSpec(entry["dtype"], tuple(int(n) for n in entry["shape"])).check()
-    return Saved(str(entry["file"]), spec, str(entry.get("checksum", "")))
+def _position(data: Any) -> Position:
+    said = strict_json.fields(data)
+    dataset, epoch, index = (strict_json.integer(strict_json.field(said, key)) for key in ("dataset", "epoch", "index"))
+    return Position(strict_json.integer(dataset, _MAX_DATASET), epoch, index)
+
+
+def _saved(data: Any) -> Saved:
+    entry = strict_json.fields(data)
+    file, checksum = strict_json.text(strict_json.field(entry, "file")), strict_json.text(entry.get("checksum", ""))
+    if checksum and not _CHECKSUM.fullmatch(checksum):
+        raise Malformed(f"{checksum[:80]!r} is no checksum")
+    shape = tuple(map(strict_json.integer, strict_json.items(strict_json.field(entry, "shape"))))
+    spec = TensorSpec(strict_json.text(strict_json.field(entry, "dtype")), shape).check()
+    return Saved(file, spec, checksum)

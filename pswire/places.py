@@ -6,11 +6,13 @@ import contextlib
 import logging
 import os
 import posixpath
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol, TypeVar
 
 from pswire.errors import CheckpointError, ConfigError
+from pswire.manifest import MANIFEST
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ class Place(Protocol):
     """What a checkpoint needs of where it lies. All paths are below the root, as `below` gives them.
 
     Every method raises `CheckpointError` for a path that leaves the root, and what the file system or the library of
-    the object store raises.
+    the object store raises: only what is known to be missing is not there.
     """
 
     def full(self, path: str) -> str:
@@ -54,10 +56,13 @@ class Place(Protocol):
     def remove(self, path: str) -> None:
         """Removes a file, if there is one, and its directory if that is empty then and is not the root."""
 
+    def move(self, path: str, name: str) -> None:
+        """Gives a directory another name, which is free, beside the one that it has; what is in it stays whole."""
+
     def listing(self, path: str) -> Mapping[str, frozenset[str]]:
         """The directories in a directory, and the names of what is in each; nothing where there is none.
 
-        One that leaves the root through a link, or cannot be read, is left out with a warning.
+        With a warning one that leaves the root through a link is left out, and one that cannot be read seems empty.
         """
 
 
@@ -125,11 +130,11 @@ class Directory:
 
     def exists(self, path: str) -> bool:
         """As `Place.exists`."""
-        return os.path.isfile(self.full(path))
+        return stat.S_ISREG(_mode(self.full(path)))
 
     def is_directory(self, path: str) -> bool:
         """As `Place.is_directory`."""
-        return os.path.isdir(self.full(path))
+        return stat.S_ISDIR(_mode(self.full(path)))
 
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
         """As `Place.write`: written beside its place, synced, and renamed into it."""
@@ -165,7 +170,7 @@ class Directory:
     def listing(self, path: str) -> Mapping[str, frozenset[str]]:
         """As `Place.listing`."""
         directory = Path(self.full(path))
-        if not directory.is_dir():
+        if not stat.S_ISDIR(_mode(str(directory))):
             return {}
         found = {}
         with os.scandir(directory) as entries:
@@ -175,11 +180,30 @@ class Directory:
                         if one.is_symlink():  # only a link leads elsewhere, and there may be thousands of directories
                             self.full(str(PurePosixPath(path) / one.name))
                         found[one.name] = frozenset(os.listdir(one.path))
+                except (FileNotFoundError, NotADirectoryError):
+                    pass  # it has gone meanwhile
                 except (OSError, CheckpointError) as error:
+                    if not isinstance(error, CheckpointError):
+                        found[one.name] = frozenset()
                     if one.name not in self._passed_over:
                         log.warning("%s is passed over: %s", one.path, error)
                     self._passed_over.add(one.name)
         return found
+
+    def move(self, path: str, name: str) -> None:
+        """As `Place.move`, in one step; a link is moved, and not what it leads to."""
+        pure = PurePosixPath(below(path))
+        directory = Path(self.full(str(pure.parent)))
+        os.rename(directory / pure.name, directory / name)
+        _sync(directory)
+
+
+def _mode(path: str) -> int:
+    """What kind of file there is; 0 where there is none."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _make(directory: Path) -> None:
@@ -252,11 +276,18 @@ class Remote:
 
     def exists(self, path: str) -> bool:
         """As `Place.exists`."""
-        return bool(self._fs.isfile(self._key(path)))
+        return self._kind(path) == "file"
 
     def is_directory(self, path: str) -> bool:
         """As `Place.is_directory`."""
-        return bool(self._fs.isdir(self._key(path)))
+        return self._kind(path) == "directory"
+
+    def _kind(self, path: str) -> str:
+        """What fsspec says that there is; "" for nothing. Its own `isfile` says so of a store that does not answer."""
+        try:
+            return str(self._fs.info(self._key(path))["type"])
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
 
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
         """As `Place.write`: what fails half way is given up, where the object store can do that."""
@@ -288,12 +319,38 @@ class Remote:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._key(path))
 
+    def move(self, path: str, name: str) -> None:
+        """As `Place.move`: all is copied before anything is removed, the manifest last, and first."""
+        old, new = self._key(path), f"{self._key(str(PurePosixPath(below(path)).parent))}/{name}"
+        files = [key.strip("/").removeprefix(old.strip("/")) for key in self._fs.find(old)]
+        files.sort(key=lambda file: file == f"/{MANIFEST}")
+        for file in files:
+            self._fs.cp_file(old + file, new + file)
+        for file in reversed(files):
+            self._fs.rm_file(old + file)
+
     def listing(self, path: str) -> Mapping[str, frozenset[str]]:
         """As `Place.listing`."""
-        above = self._key(path).strip("/")
-        found: dict[str, set[str]] = {}
-        for key in self._fs.find(self._key(path), maxdepth=2):
-            directory, _, name = key.strip("/").removeprefix(above).strip("/").partition("/")
-            if name:
-                found.setdefault(directory, set()).add(name)
-        return {directory: frozenset(names) for directory, names in found.items()}
+        found: dict[str, frozenset[str]] = {}
+        for entry in self._entries(self._key(path)):
+            if entry["type"] == "directory":
+                name = _last(entry["name"])
+                try:
+                    inner = frozenset(_last(one["name"]) for one in self._entries(entry["name"]))
+                    found |= {name: inner} if inner else {}
+                except PermissionError as error:
+                    log.warning("%s/%s is passed over: %s", self.full(path), name, error)
+                    found[name] = frozenset()
+        return found
+
+    def _entries(self, key: str) -> list[dict[str, Any]]:
+        """What is in a directory, less the directory itself; nothing where there is none."""
+        try:
+            found: list[dict[str, Any]] = self._fs.ls(key, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [entry for entry in found if entry["name"].strip("/") != key.strip("/")]
+
+
+def _last(key: str) -> str:
+    return key.rstrip("/").rpartition("/")[2]

@@ -162,11 +162,12 @@ def shard_from_pb(message: pb.SnapshotReply) -> Shard:
 
 def restored_to_pb(reply: RestoreReply) -> pb.RestoreReply:
     positions = [position_to_pb(p) for p in reply.positions]
-    return pb.RestoreReply(path=reply.path, positions=positions, manifest=reply.manifest)
+    return pb.RestoreReply(path=reply.path, positions=positions, manifest=reply.manifest, damaged=reply.damaged)
 
 
 def restored_from_pb(message: pb.RestoreReply) -> RestoreReply:
-    return RestoreReply(message.path, positions_from_pb(message.positions), message.manifest)
+    positions = positions_from_pb(message.positions)
+    return RestoreReply(message.path, positions, message.manifest, dict(message.damaged))
 
 
 def order_to_pb(order: RestoreOrder) -> pb.RestoreOrder:
@@ -176,6 +177,8 @@ def order_to_pb(order: RestoreOrder) -> pb.RestoreOrder:
         names=order.names,
         late=order.late,
         cast=order.cast,
+        damaged=order.damaged,
+        checkers=order.checkers,
     )
 
 
@@ -183,7 +186,8 @@ def order_from_pb(message: pb.RestoreOrder) -> RestoreOrder:
     stage = next((stage for stage, number in _STAGES.items() if number == message.stage), None)
     if stage is None:
         raise InvalidRequest(f"a restore has no stage {message.stage}")
-    return RestoreOrder(stage, dict(message.names) if message.named else None, message.late, message.cast)
+    names, damaged = dict(message.names) if message.named else None, dict(message.damaged)
+    return RestoreOrder(stage, names, message.late, message.cast, damaged, message.checkers)
 
 
 def status_to_pb(status: ServerStatus) -> pb.StatusReply:

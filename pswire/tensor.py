@@ -54,7 +54,7 @@ class TensorSpec:
     def check(self) -> TensorSpec:
         """Returns itself; raises `InvalidRequest` for an unknown dtype or an impossible shape."""
         if self.dtype not in DTYPES:
-            raise InvalidRequest(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
+            raise InvalidRequest(f"unknown dtype {self.dtype[:80]!r}; known are {', '.join(DTYPES)}")
         # First: the product of many numbers takes hours.
         if len(self.shape) > MAX_NDIM:
             raise InvalidRequest(f"a shape has {len(self.shape)} dimensions; at most {MAX_NDIM} are allowed")

@@ -15,8 +15,10 @@ from typing import IO, Any
 import numpy as np
 import xxhash
 
-from pswire.errors import CheckpointError, PSError
+from pswire import strict_json
+from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest, PSError
 from pswire.manifest import Saved
+from pswire.strict_json import Malformed
 from pswire.tensor import DTYPES, Array, TensorSpec, as_bytes
 
 _NAMES = {
@@ -96,39 +98,49 @@ def append(file: IO[bytes], array: Array) -> str:
     return f"xxh3:{digest.hexdigest()}"
 
 
-def read_header(file: IO[bytes], size: int) -> dict[str, Entry]:
-    """What a file of this many bytes has.
+def read_header(file: IO[bytes], size: int, limit: int = MAX_HEADER) -> dict[str, Entry]:
+    """What a file has.
+
+    Args:
+        file: which.
+        size: its bytes.
+        limit: the most that its header may have: what a manifest says in few bytes takes no many here.
 
     Raises:
-        ValueError: it is no safetensors file, or is cut short; the message says why.
+        Malformed: it is no safetensors file, or is cut short; the message says why.
     """
     length = int.from_bytes(_exactly(file, min(8, size)), "little")
-    if not 2 <= length <= min(MAX_HEADER, size - 8):
-        raise ValueError("its header is broken, or it is cut short")
+    if not 2 <= length <= min(limit, MAX_HEADER, size - 8):
+        raise Malformed("its header is broken, or it is cut short")
     try:
-        content = json.loads(_exactly(file, length))
-        parted = content.pop(_METADATA, {})
+        content = strict_json.fields(strict_json.parse(_exactly(file, length)))
+        parted = strict_json.fields(content.pop(_METADATA, {}))
         found = {name: _entry(name, entry, parted, 8 + length) for name, entry in content.items()}
-    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        raise ValueError(f"its header is broken: {error!r}") from error
-    if any(entry.offset < 8 + length or entry.offset + entry.spec.nbytes > size for entry in found.values()):
-        raise ValueError("its header names bytes that it does not have: it is broken, or cut short")
+    except (Malformed, InvalidRequest) as error:
+        raise Malformed(f"its header is broken: {error}") from error
+    if any(entry.offset + entry.spec.nbytes > size for entry in found.values()):
+        raise Malformed("its header names bytes that it does not have: it is broken, or cut short")
     return found
 
 
-def _entry(name: str, entry: Mapping[str, Any], parted: Mapping[str, str], base: int) -> Entry:
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+def _entry(name: str, data: Any, parted: Mapping[str, Any], base: int) -> Entry:
+    entry = strict_json.fields(data)
+    kind = strict_json.text(strict_json.field(entry, "dtype"))
+    if kind not in _DTYPES:
+        raise Malformed(f"the dtype {kind[:80]!r} is not known")
+    shape = tuple(map(strict_json.integer, strict_json.items(strict_json.field(entry, "shape"))))
+    dtype = _DTYPES[kind]
     if parted.get(name) == "complex128" and dtype == "float64" and shape[-1:] == (2,):
         dtype, shape = "complex128", shape[:-1]
     spec = TensorSpec(dtype, shape).check()
-    start, end = entry["data_offsets"]
-    if end - start != spec.nbytes:
-        raise ValueError(f"{name!r} has {end - start} bytes, not the {spec.nbytes} of {spec}")
-    return Entry(spec, base + int(start))
+    bounds = [strict_json.integer(one) for one in strict_json.items(strict_json.field(entry, "data_offsets"))]
+    if len(bounds) != 2 or bounds[1] - bounds[0] != spec.nbytes:
+        raise Malformed(f"{name!r} has the bytes {bounds[:3]}, and not the {spec.nbytes} of {spec}")
+    return Entry(spec, base + bounds[0])
 
 
 def read(file: IO[bytes], entry: Entry) -> tuple[Array, str]:
-    """A tensor, in memory of its own, and the checksum of its bytes; `ValueError` where the file is cut short."""
+    """A tensor, in memory of its own, and the checksum of its bytes; `Malformed` where the file is cut short."""
     array: Array = np.empty(entry.spec.shape, DTYPES[entry.spec.dtype])
     digest, data = xxhash.xxh3_128(), as_bytes(array)
     file.seek(entry.offset)
@@ -137,6 +149,17 @@ def read(file: IO[bytes], entry: Entry) -> tuple[Array, str]:
         _fill(file, piece)
         digest.update(piece)
     return array, f"xxh3:{digest.hexdigest()}"
+
+
+def _checksum(file: IO[bytes], entry: Entry) -> str:
+    """The checksum of a tensor's bytes, which are not kept; `Malformed` where the file is cut short."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(PIECE, entry.spec.nbytes)))
+    file.seek(entry.offset)
+    for start in range(0, entry.spec.nbytes, PIECE):
+        piece = buffer[: entry.spec.nbytes - start]
+        _fill(file, piece)
+        digest.update(piece)
+    return f"xxh3:{digest.hexdigest()}"
 
 
 def _exactly(file: IO[bytes], size: int) -> bytearray:
@@ -149,7 +172,7 @@ def _fill(file: Any, data: memoryview) -> None:
     while len(data):
         count = file.readinto(data)
         if not count:
-            raise ValueError("it is cut short")
+            raise Malformed("it is cut short")
         data = data[count:]
 
 
@@ -163,21 +186,36 @@ def read_saved(file: IO[bytes], entries: Mapping[str, Entry], name: str, saved: 
         saved: what the manifest says of it.
 
     Raises:
-        ValueError: the file does not have it, or not as it was saved.
+        Malformed: the file does not have it, or not as it was saved.
     """
-    if name not in entries:
-        raise ValueError(f"it does not have {name!r}, which the manifest names")
-    if entries[name].spec != saved.spec:
-        raise ValueError(f"it has {name!r} as {entries[name].spec}, not {saved.spec}")
-    array, checksum = read(file, entries[name])
-    if saved.checksum not in ("", checksum):
-        raise ValueError(f"the bytes of {name!r} are not those that were saved: {checksum}, not {saved.checksum}")
+    array, checksum = read(file, _found(entries, name, saved))
+    _compare(name, saved, checksum)
     return array
+
+
+def verify_saved(file: IO[bytes], entries: Mapping[str, Entry], name: str, saved: Saved) -> None:
+    """As `read_saved`, in little memory: raises `Malformed` unless the tensor is as it was saved."""
+    _compare(name, saved, _checksum(file, _found(entries, name, saved)))
+
+
+def _found(entries: Mapping[str, Entry], name: str, saved: Saved) -> Entry:
+    if name not in entries:
+        raise Malformed(f"it does not have {name!r}, which the manifest names")
+    if entries[name].spec != saved.spec:
+        raise Malformed(f"it has {name!r} as {entries[name].spec}, not {saved.spec}")
+    return entries[name]
+
+
+def _compare(name: str, saved: Saved, checksum: str) -> None:
+    if saved.checksum not in ("", checksum):
+        raise Malformed(f"the bytes of {name!r} are not those that were saved: {checksum}, not {saved.checksum}")
 
 
 @contextmanager
 def told(where: str, verb: str = "read") -> Iterator[None]:
     """Has whatever goes wrong told with its place: libraries of object stores have errors of their own.
+
+    What is `Malformed` is a `DamagedCheckpoint`, all else a `CheckpointError`.
 
     Args:
         where: the file, or its directory.
@@ -187,6 +225,8 @@ def told(where: str, verb: str = "read") -> Iterator[None]:
         yield
     except PSError:
         raise
+    except Malformed as error:
+        raise DamagedCheckpoint(f"{where} cannot be {verb}: {error}") from error
     except Exception as error:
         why = str(error) if isinstance(error, OSError | ValueError) else repr(error)
         raise CheckpointError(f"{where} cannot be {verb}: {why}") from error

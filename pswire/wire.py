@@ -100,6 +100,7 @@ STATUS: dict[str, str] = {
     "MemoryLimit": "RESOURCE_EXHAUSTED",
     "RoundTimeout": "DEADLINE_EXCEEDED",
     "CheckpointError": "DATA_LOSS",
+    "DamagedCheckpoint": "DATA_LOSS",
     "NoCheckpoint": "NOT_FOUND",
     "InvalidRequest": "INVALID_ARGUMENT",
 }

@@ -16,8 +16,8 @@ from psclient.psctl.settings import Settings, as_json, settings
 from psclient.saved import open_saved, require
 from psclient.saved_diff import Difference, difference, other_differences
 from psclient.saved_export import export_npz, export_safetensors, widened
-from pswire.errors import ConfigError
-from pswire.manifest import Manifest
+from pswire.errors import ConfigError, DamagedCheckpoint
+from pswire.manifest import MANIFEST, Manifest
 from pswire.places import place
 from pswire.saved import Found, SavedCheckpoint
 
@@ -42,18 +42,27 @@ def ls(settings: Settings, directory: str) -> int:
     root = place(directory)
     require(root, directory, "a directory of checkpoints")
     listed = Found.within(root)
-    found = [SavedCheckpoint.open(root, name) for name in listed.whole]
+    damaged = dict.fromkeys(listed.aside, "it was set aside")
+    found: list[SavedCheckpoint] = []
+    for name in listed.whole:
+        try:
+            found.append(SavedCheckpoint.open(root, name))
+        except DamagedCheckpoint as error:
+            damaged[name] = error.message
+    latest = next((name for name in listed.downwards if name not in damaged), None)
     if settings.json:
         shown = [summary(each) for each in found]
-        return say({"checkpoints": shown, "incomplete": listed.torn, "latest": listed.latest})
+        return say({"checkpoints": shown, "incomplete": listed.torn, "damaged": damaged, "latest": latest})
     made = table("checkpoint", "", "round", "saved", "variables", "values", "written by")
     for each in found:
         said = summary(each)
         cells = (str(said["round"]), _time(said["saved_at"]), str(said["tensors"]), size(said["nbytes"]))
-        made.add_row(each.name, "latest" if each.name == listed.latest else "", *cells, said["library"] or "-")
+        made.add_row(each.name, "latest" if each.name == latest else "", *cells, said["library"] or "-")
+    for name, why in damaged.items():
+        made.add_row(name, f"damaged: {why}")
     for name in listed.torn:
         made.add_row(name, "incomplete: it has no manifest")
-    return show(made if listed.whole or listed.torn else f"there is no checkpoint in {directory}")
+    return show(made if found or damaged or listed.torn else f"there is no checkpoint in {directory}")
 
 
 @checkpoint.command("show")
@@ -86,7 +95,15 @@ def show_checkpoint(settings: Settings, path: str) -> int:
 @settings
 def verify(settings: Settings, path: str) -> int:
     """Reads all of the checkpoint at PATH: sizes, names, dtypes, shapes and checksums; exits with 1 for a fault."""
-    found = open_saved(path)
+    try:
+        found = open_saved(path)
+    except DamagedCheckpoint as error:
+        if settings.json:
+            said = [{"file": MANIFEST, "fault": error.message}]
+            say({"path": path, "whole": False, "without_checksum": 0, "faults": said})
+        else:
+            show(f"{path} is damaged: {error}")
+        return 1
     faults = list(found.verify())
     without = sum(not saved.checksum for saved in found.manifest.tensors.values())
     if settings.json:
@@ -183,4 +200,7 @@ def _paths(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds") if seconds else "-"
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds") if seconds else "-"
+    except (OverflowError, ValueError, OSError):  # by a clock of another age
+        return "-"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from psclient.train.servers import ServerKeeper
 from psclient.train.status import COUNTER, LoadStatus, NothingRestored
 from psclient.variables import Variable
 from pswire.manifest import Manifest
+from pswire.saved import listed
+
+log = logging.getLogger("psclient")
 
 
 class Checkpoint:
@@ -119,10 +123,11 @@ class Checkpoint:
             directory.
 
         Raises:
-            CheckpointError: the checkpoint before could not be written, or is still being written, and
-                `if_busy="refuse"`; without `enable_async` also that this one could not be written.
+            CheckpointError: none can be saved at such a path; the checkpoint before could not be written, or is still
+                being written, and `if_busy="refuse"`; without `enable_async` also that this one could not be written.
             TypeError: the state of an object cannot be written as JSON.
         """
+        self.keeper.check_path(f"{file_prefix}-1")
         if not self.keeper.take_part():
             return posixpath.dirname(file_prefix) or "."
         return self.save_numbered(file_prefix, int(self.save_counter) + 1, options)
@@ -144,6 +149,7 @@ class Checkpoint:
             note: beside the states of objects; its keys begin with a dot.
         """
         counter, path = self.save_counter, f"{file_prefix}-{number}"
+        self.keeper.check_path(path)
         with self._saving("save", options or DEFAULT):
             counter.assign_add(1)
             tracked = self._explore()
@@ -162,6 +168,7 @@ class Checkpoint:
         Returns:
             The path.
         """
+        self.keeper.check_path(file_prefix)
         if not self.keeper.take_part():
             return posixpath.dirname(file_prefix) or "."
         with self._saving("write", options or DEFAULT):
@@ -201,12 +208,22 @@ class Checkpoint:
             save_path: what `save` returned, or a directory, whose newest checkpoint is meant; None for no checkpoint.
             options: how.
 
+        Of a directory a damaged checkpoint is passed over for the one before it, with a warning, and once that is
+        restored it is kept aside, under a name such as "ckpt-7.damaged". Where a file cannot be read, nobody knows
+        whether it is damaged, and that is raised.
+
+        What this program tracks and the checkpoint does not have, or the other way round, is told in one warning, by
+        the process in which `strategy.extended.should_checkpoint` is True, at the end of the first step: when
+        `strategy.run` is called a second time, or the strategy is closed. `expect_partial` of the status silences it.
+        Where nothing at all fits, that is told at once.
+
         Returns:
             What has found its place.
 
         Raises:
             NoCheckpoint: there is none; nothing has changed.
-            CheckpointError: it is broken, or what was saved before could not be written.
+            DamagedCheckpoint: it is not what was saved; of a directory, none that may be meant is.
+            CheckpointError: it cannot be read, or what was saved before could not be written.
             VariableMismatch: it has a variable with another shape, or, without `cast`, with another dtype.
         """
         if save_path is None:
@@ -223,9 +240,20 @@ class Checkpoint:
             context.require_cross_replica(self.strategy, "restore")
             opened = self.keeper.restore(save_path, choose, (options or DEFAULT).cast)
         if opened is None:
-            return LoadStatus(save_path, None, self._explore, {}, lambda v: False)
+            return LoadStatus(save_path, None, self._explore, {})
+        leads = self.strategy.extended.should_checkpoint
+        if opened.damaged and leads:
+            log.warning(
+                "%r is restored, and not what is newer and damaged, which is set aside as *.damaged: %s",
+                opened.path,
+                listed(opened.damaged),
+            )
         self._load_states(opened)
-        return LoadStatus(opened.path, opened.manifest, self._explore, given, self.keeper.was_restored)
+        status = LoadStatus(opened.path, opened.manifest, self._explore, given, self.keeper, opened.damaged)
+        if leads:
+            status.warn_at_once()
+            self.strategy.after_step(status.warn)
+        return status
 
     def read(self, save_path: str, options: CheckpointOptions | None = None) -> LoadStatus:
         """As `restore`, for what `write` has written.

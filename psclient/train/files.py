@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from psclient.local import LocalBackend
-from psclient.saved import open_saved
+from psclient.saved import open_whole
 from psclient.stored import SyncOnReadVariable
 from psclient.train.keeper import Choose, Content, Opened
 from psclient.train.options import CheckpointOptions
 from psclient.variables import Variable
-from pswire.checkpoint import Frozen, manifest_of, remove_shard, write_manifest, write_shard
-from pswire.errors import CheckpointError
+from pswire.checkpoint import (
+    Frozen,
+    manifest_of,
+    remove_shard,
+    saved_path,
+    set_aside,
+    write_manifest,
+    write_shard,
+)
+from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.places import Place, parted, place
 from pswire.saved import SavedCheckpoint
 from pswire.spec import SnapshotOrder, VariableSpec
@@ -28,6 +37,10 @@ class FileKeeper:
 
     def __init__(self, strategy: Any) -> None:
         self._backend: LocalBackend = strategy.backend
+
+    def check_path(self, path: str) -> None:
+        """As `Keeper.check_path`; what is above the last part is this process's own."""
+        saved_path(path, own=True)
 
     def take_part(self) -> bool:
         """As `Keeper.take_part`: it is this process that saves."""
@@ -62,7 +75,7 @@ class FileKeeper:
         later = self._backend.first_value
         try:
             shard = write_shard(root, frozen, lambda value: value, lambda name: None)
-            text = manifest_of([shard], frozen.order.state).text()
+            text = manifest_of([shard], frozen.order).text()
             write_manifest(root, frozen, text, spare=later.needed if isinstance(later, Later) else ())
         except CheckpointError:
             with suppress(CheckpointError):  # what went wrong first is what is told
@@ -71,18 +84,30 @@ class FileKeeper:
 
     def look(self, path: str) -> Opened:
         """As `Keeper.look`."""
-        return _opened(path, open_saved(path))
+        return _opened(path, *open_whole(path))
 
     def restore(self, path: str, choose: Choose, cast: bool) -> Opened:
         """As `Keeper.restore`: nothing changes where anything is wrong.
 
         Raises:
-            CheckpointError: a value is broken.
+            DamagedCheckpoint: it is not what was saved; of a directory, none that may be meant is.
+            CheckpointError: it cannot be read.
             VariableMismatch: it has another shape or dtype.
         """
-        found = open_saved(path)
-        chosen = choose(found.manifest)
-        values = found.read([(name, variable.spec) for name, variable in chosen.items()], cast)
+        damaged: dict[str, str] = {}
+        while True:
+            found, damaged = open_whole(path, damaged)
+            chosen = choose(found.manifest)
+            try:
+                values = found.read([(name, variable.spec) for name, variable in chosen.items()], cast)
+                if found.path != ".":
+                    found.check_rest(chosen)
+            except DamagedCheckpoint as error:
+                if found.path == ".":
+                    raise
+                damaged[found.name] = error.message
+            else:
+                break
         for variable, value in zip(chosen.values(), values, strict=True):
             if isinstance(variable, SyncOnReadVariable):
                 variable.share_out(value)
@@ -90,11 +115,16 @@ class FileKeeper:
                 variable.assign(value)
         self._backend.group.begin_at(found.manifest.positions)
         self._backend.first_value = Later(found, set(found.manifest.tensors) - set(chosen), cast)
-        return _opened(path, found)
+        set_aside(found.place, found.path, damaged)
+        return _opened(path, found, damaged)
 
     def was_restored(self, variable: Variable) -> bool:
         """As `Keeper.was_restored`."""
         return self._backend.was_restored(variable)
+
+    def restored_names(self) -> frozenset[str]:
+        """As `Keeper.restored_names`."""
+        return self._backend.restored_names()
 
 
 class Later:
@@ -125,6 +155,6 @@ class Later:
         return value
 
 
-def _opened(path: str, found: SavedCheckpoint) -> Opened:
+def _opened(path: str, found: SavedCheckpoint, damaged: Mapping[str, str]) -> Opened:
     """What is told is what was asked for, or something in it: relative where that was."""
-    return Opened(path if found.path == "." else f"{path.rstrip('/')}/{found.path}", found.manifest)
+    return Opened(path if found.path == "." else f"{path.rstrip('/')}/{found.path}", found.manifest, damaged)

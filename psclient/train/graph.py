@@ -17,6 +17,7 @@ from psclient.optimizers import Optimizer
 from psclient.optimizers.state import state_of
 from psclient.strategy import Strategy
 from psclient.variables import Variable, VariableAggregation, VariableSynchronization
+from pswire import strict_json
 
 _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 _CLOSED = (ModuleType, type, FunctionType, MethodType, BuiltinFunctionType, Strategy)
@@ -132,8 +133,8 @@ def _escaped(name: str) -> str:
 
 def _plain_state(path: str, state: Any) -> Any:
     try:
-        return json.loads(json.dumps(state, allow_nan=False))
-    except (TypeError, ValueError) as error:
+        return strict_json.shallow(json.loads(json.dumps(state, allow_nan=False)))
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             f"state_dict() of {path!r} gives what cannot be written as JSON ({error}); keep arrays in variables, and "
             "let state_dict give numbers, words, lists and dicts"

@@ -51,14 +51,20 @@ class Opened:
     Attributes:
         path: which one; where a directory of them was asked for, its newest.
         manifest: what it has.
+        damaged: names of those beside it that were passed over, since they are damaged, with what is wrong.
     """
 
     path: str
     manifest: Manifest
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
 
 class Keeper(Protocol):
     """Saves and restores. Used by the thread that runs cross-replica code."""
+
+    def check_path(self, path: str) -> None:
+        """Before a save: raises `CheckpointError` for a path at which none can be saved, before anything is done."""
+        ...
 
     def take_part(self) -> bool:
         """Before a save: a process that came late is taken in here. Says whether this one has a part in saving."""
@@ -81,11 +87,13 @@ class Keeper(Protocol):
         ...
 
     def look(self, path: str) -> Opened:
-        """Finds a checkpoint, or the newest of a directory of them; raises `CheckpointError`."""
+        """Finds a checkpoint, or the newest of a directory whose manifest is whole; raises `CheckpointError`."""
         ...
 
     def restore(self, path: str, choose: Choose, cast: bool) -> Opened | None:
-        """Reads one. In cross-replica context.
+        """Reads one; of a directory the newest that is not damaged: those before it are set aside then.
+
+        In cross-replica context.
 
         Returns:
             Which one; None where nothing has changed, since the variables are newer than any checkpoint.
@@ -94,4 +102,8 @@ class Keeper(Protocol):
 
     def was_restored(self, variable: Variable) -> bool:
         """Whether a variable that was created after a restore began with a restored value."""
+        ...
+
+    def restored_names(self) -> frozenset[str]:
+        """The names of the variables that were created after a restore and began with a restored value."""
         ...

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import posixpath
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ from psclient.remote import RemoteBackend
 from psclient.train.checkpoint import Checkpoint, keeper_of
 from psclient.train.options import DEFAULT, CheckpointOptions
 from psclient.variables import Variable, VariableAggregation
+from pswire import strict_json
 from pswire.errors import CheckpointError, NoCheckpoint
+from pswire.saved import listed
 from pswire.spec import VariableSpec
+from pswire.strict_json import Malformed
 from pswire.tensor import spec_of
 
 log = logging.getLogger("psclient")
@@ -37,13 +41,19 @@ def latest_checkpoint(checkpoint_dir: str, strategy: Any = None) -> str | None:
         checkpoint_dir: below the servers' checkpoint root; without servers a directory of this process.
         strategy: whose servers are asked; by default the current one's.
 
+    One whose manifest is damaged is passed over with a warning.
+
     Raises:
-        CheckpointError: the newest one is broken.
+        DamagedCheckpoint: the manifests of all that may be meant are damaged.
+        CheckpointError: the directory cannot be read.
     """
     try:
-        return keeper_of(strategy or context.get_strategy()).look(checkpoint_dir).path
+        found = keeper_of(strategy or context.get_strategy()).look(checkpoint_dir)
     except NoCheckpoint:
         return None
+    if found.damaged:
+        log.warning("%r is the newest checkpoint that is not damaged: %s", found.path, listed(found.damaged))
+    return found.path
 
 
 class CheckpointManager:
@@ -89,7 +99,7 @@ class CheckpointManager:
         if "/" in checkpoint_name:
             raise ValueError(f"checkpoint_name={checkpoint_name!r} has a slash; what is before it belongs to directory")
         self.checkpoint = checkpoint
-        self.directory = directory.rstrip("/")
+        self.directory = directory.rstrip("/") if directory else "."
         self.checkpoint_interval = checkpoint_interval
         self._max_to_keep = max_to_keep
         self._keep_seconds = (keep_checkpoint_every_n_hours or 0) * 3600
@@ -97,6 +107,7 @@ class CheckpointManager:
         self._step_counter = step_counter
         self._init_fn = init_fn
         self._recovered = False
+        self._damaged = set[str]()  # set aside, or to be passed over
         # Checkpoints go by their names here: a directory that was copied deletes nothing of what it is a copy of.
         self._kept: dict[str, float] = {}  # oldest first, with the times at which they were saved
         self._preserved = 0.0
@@ -135,14 +146,21 @@ class CheckpointManager:
         except NoCheckpoint:
             self._preserved = time.time()
             return
-        note = newest.manifest.state.get(NOTE, {})
-        # Older versions noted paths.
-        self._kept = {name: float(when) for path, when in note.get("checkpoints", ()) if (name := _name(path))}
+        try:
+            note = _Note.of(newest.manifest.state.get(NOTE, {}))
+        except Malformed as error:
+            log.warning("%s has a list of checkpoints that is malformed (%s): it begins anew", newest.path, error)
+            note = _Note({}, (), None)
+        self._kept = {**note.kept}
         self._kept.setdefault(_name(newest.path), newest.manifest.saved_at)
-        self._doomed = tuple(
-            name for path in note.get("deleting", ()) if (name := _name(path)) and name not in self._kept
-        )
-        self._preserved = float(note.get("preserved", time.time()))
+        self._doomed = tuple(name for name in note.doomed if name not in self._kept)
+        self._preserved = time.time() if note.preserved is None else note.preserved
+        self._forget_damaged()
+
+    def _forget_damaged(self) -> None:
+        """What is damaged is no part of the list, and never deleted."""
+        self._kept = {name: when for name, when in self._kept.items() if name not in self._damaged}
+        self._doomed = tuple(name for name in self._doomed if name not in self._damaged)
 
     # ---- Saving and restoring ----
 
@@ -165,6 +183,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: as `Checkpoint.save`.
         """
+        self._check_path()
         if (check_interval and not self._is_due()) or not self.checkpoint.keeper.take_part():
             return None
         self._recover()
@@ -173,8 +192,13 @@ class CheckpointManager:
         number = int(self.checkpoint.save_counter) + 1 if checkpoint_number is None else checkpoint_number
         return self._save(number, options or DEFAULT)
 
+    def _check_path(self) -> None:
+        """Raises `CheckpointError` where no checkpoint can be saved, in every process and before anything is done."""
+        self.checkpoint.keeper.check_path(self._path(f"{self._name}-1"))
+
     def _save(self, number: int, options: CheckpointOptions) -> str:
         name = f"{self._name}-{number}"
+        self._damaged.discard(name)
         self._replaced = self._kept.pop(name, None)
         self._kept[name] = time.time()
         self._doomed = tuple(old for old in self._doomed + self._surplus() if old not in self._kept)
@@ -265,22 +289,61 @@ class CheckpointManager:
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint; where there is none, calls `init_fn`. In the contexts of `save`.
 
+        One that is damaged is passed over for the one before it, with a warning, and kept aside: it is renamed, such as
+        to "ckpt-7.damaged", and from then on neither restored, counted nor deleted.
+
         Returns:
             The path of what was restored; None where there is none. A process that joins a running job, whose variables
             are newer than any checkpoint, gets the directory, and changes nothing.
 
         Raises:
+            DamagedCheckpoint: all that may be meant are damaged; `init_fn` is not called.
             CheckpointError, VariableMismatch: as `Checkpoint.restore`.
         """
+        self._check_path()
         try:
             status = self.checkpoint.restore(self.directory)
         except NoCheckpoint:
             if self._init_fn is not None:
                 self._init_fn()
             return None
+        self._damaged |= set(status.damaged)
+        self._forget_damaged()
         if status.restored:
             self._count_from_here()
         return status.path
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a checkpoint says of those that are managed.
+
+    Attributes:
+        kept: by name, oldest first, when they were saved.
+        doomed: those whose deletion was ordered.
+        preserved: when the last one was saved that is kept for good; None where that is not said.
+    """
+
+    kept: Mapping[str, float]
+    doomed: tuple[str, ...]
+    preserved: float | None
+
+    @classmethod
+    def of(cls, state: Any) -> _Note:
+        """Reads it; older versions noted paths. Raises `Malformed` where it is not such."""
+        said, kept = strict_json.fields(state), dict[str, float]()
+        for pair in strict_json.items(said.get("checkpoints", [])):
+            if len(strict_json.items(pair)) != 2:
+                raise Malformed("it is no list of names and times")
+            if name := _name(strict_json.text(pair[0])):
+                kept[name] = strict_json.number(pair[1])
+        doomed = map(strict_json.text, strict_json.items(said.get("deleting", [])))
+        preserved = said.get("preserved")
+        return cls(
+            kept,
+            tuple(name for path in doomed if (name := _name(path))),
+            None if preserved is None else strict_json.number(preserved),
+        )
 
 
 def _shared_step(step_counter: Any) -> Variable | None:

@@ -13,6 +13,7 @@ from psclient.train.keeper import Choose, Content, Opened
 from psclient.train.options import CheckpointOptions
 from psclient.variables import Variable
 from pswire.api import RestoreReply
+from pswire.checkpoint import saved_path
 from pswire.errors import CheckpointError
 from pswire.limits import PART_BYTES
 from pswire.manifest import Manifest
@@ -30,6 +31,10 @@ class ServerKeeper:
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._remote: RemoteBackend = strategy.backend
+
+    def check_path(self, path: str) -> None:
+        """As `Keeper.check_path`, by the servers' own rules."""
+        saved_path(path)
 
     def take_part(self) -> bool:
         """As `Keeper.take_part`: synchronous processes all have one, of asynchronous ones the first."""
@@ -92,6 +97,10 @@ class ServerKeeper:
         """As `Keeper.was_restored`."""
         return self._remote.was_restored(variable)
 
+    def restored_names(self) -> frozenset[str]:
+        """As `Keeper.restored_names`."""
+        return self._remote.restored_names()
+
 
 def _opened(reply: RestoreReply) -> Opened:
-    return Opened(reply.path, Manifest.parse(reply.manifest, f"the manifest of {reply.path}"))
+    return Opened(reply.path, Manifest.parse(reply.manifest, f"the manifest of {reply.path}"), reply.damaged)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from typing import Self
 
 from psclient.train.graph import Tracked
+from psclient.train.keeper import Keeper
 from psclient.variables import Variable
 from pswire.manifest import Manifest
 
+log = logging.getLogger("psclient")
+
 COUNTER = "save_counter"
 """The path of the count that each `Checkpoint` keeps; it is not asked for."""
+
+SHOWN = 10
+"""Names in a warning."""
 
 
 class LoadStatus:
@@ -23,10 +30,11 @@ class LoadStatus:
         manifest: what it has; None where nothing was restored, and nothing had to be.
         explore: finds what is tracked now.
         given: the variables that got a value when it was restored, with the names of their tensors.
-        later: whether a variable that was created since began with a restored value.
+        keeper: knows which variables that were created since began with a restored value.
+        damaged: names of checkpoints beside it that were passed over, with what is wrong.
 
     Attributes:
-        path: as given.
+        path, damaged: as given.
         restored: False where nothing has changed, since this process has come back to a running job.
     """
 
@@ -36,15 +44,19 @@ class LoadStatus:
         manifest: Manifest | None,
         explore: Callable[[], Tracked],
         given: dict[str, Variable],
-        later: Callable[[Variable], bool],
+        keeper: Keeper | None = None,
+        damaged: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
+        self.damaged = dict(damaged or {})
         self.restored = manifest is not None
         self._manifest = manifest
         self._explore = explore
         self._given = dict(given)
         self._ids = {id(v) for v in given.values()}
-        self._later = later
+        self._keeper = keeper
+        self._partial = False
+        self._told: tuple[list[str], list[str]] = [], []
 
     def assert_consumed(self) -> Self:
         """Checks that each value of the checkpoint is some object's, and each object has got its value.
@@ -99,11 +111,52 @@ class LoadStatus:
         return self
 
     def expect_partial(self) -> Self:
-        """Itself: nothing here warns of values that nobody takes, so that there is nothing to silence."""
+        """Says that some of it may find no place: there is no warning of that at the end of the first step.
+
+        Returns:
+            Itself.
+        """
+        self._partial = True
         return self
 
+    def __repr__(self) -> str:
+        if self._manifest is None:
+            return f"<{type(self).__name__} of {self.path!r}: nothing was restored>"
+        unused, without = self._unused(), self._without()
+        matched = len([path for path, v in self._explore().variables.items() if path != COUNTER and self._has_value(v)])
+        matched += len([path for path in self._explore().stateful if path in self._manifest.state])
+        return (
+            f"<{type(self).__name__} of {self.path!r}: {matched} matched; in the checkpoint and not used: "
+            f"{_counted(unused)}; in the program and not in the checkpoint: {_counted(without)}>"
+        )
+
+    # ---- What is told without being asked for ----
+
+    def warn_at_once(self) -> None:
+        """Warns where something is tracked, and nothing of it is in the checkpoint: then it is likely another one."""
+        try:
+            self.assert_nontrivial_match()
+        except AssertionError:
+            if without := self._without():
+                self._told = self._unused(), without
+                log.warning("%s. Is it the checkpoint of another program?", self._mismatch(*self._told))
+
+    def warn(self) -> None:
+        """Warns of what has found no place by now, if there is anything that nobody was told of, or expects."""
+        lists = self._unused(but_later=True), self._without()
+        if any(lists) and not self._partial and lists != self._told:
+            log.warning("%s. If that is meant, expect_partial() of the status silences this", self._mismatch(*lists))
+
+    def _mismatch(self, unused: list[str], without: list[str]) -> str:
+        return (
+            f"the checkpoint {self.path!r} and this program differ: in the checkpoint and not used: "
+            f"{_counted(unused)}; in the program and not in the checkpoint: {_counted(without)}"
+        )
+
+    # ---- What has found its place ----
+
     def _has_value(self, v: Variable) -> bool:
-        return id(v) in self._ids or self._later(v)
+        return id(v) in self._ids or (self._keeper is not None and self._keeper.was_restored(v))
 
     def _without(self) -> list[str]:
         """The paths of what is tracked and has got no value."""
@@ -113,16 +166,22 @@ class LoadStatus:
         found = [path for path, v in tracked.variables.items() if path != COUNTER and not self._has_value(v)]
         return found + [path for path in tracked.stateful if path not in self._manifest.state]
 
-    def _unused(self) -> list[str]:
-        """What the checkpoint has and nothing that is tracked takes: paths, or names where it has no paths."""
+    def _unused(self, but_later: bool = False) -> list[str]:
+        """What the checkpoint has and nothing that is tracked takes: paths, or names where it has no paths.
+
+        Args:
+            but_later: whether what variables have begun with since, tracked or not, is left out as well.
+        """
         if self._manifest is None:
             return []
+        later = self._keeper.restored_names() if self._keeper and but_later else frozenset()
         tracked = self._explore()
         taken = {path: v for path, v in tracked.variables.items() if self._has_value(v)}
         if self._manifest.objects:
-            left = [path for path in self._manifest.objects if path != COUNTER and path not in taken]
+            objects = self._manifest.objects.items()
+            left = [path for path, name in objects if path != COUNTER and path not in taken and name not in later]
         else:
-            names = set(self._given) | {v.name for v in taken.values()}
+            names = set(self._given) | {v.name for v in taken.values()} | later
             left = [name for name in self._manifest.tensors if name not in names]
         states = [path for path in self._manifest.state if not path.startswith(".") and path not in tracked.stateful]
         return left + states
@@ -132,13 +191,19 @@ class NothingRestored(LoadStatus):
     """What `restore(None)` gives: there was no checkpoint yet, and the variables are as they were created."""
 
     def __init__(self) -> None:
-        super().__init__("", None, Tracked, {}, lambda v: False)
+        super().__init__("", None, Tracked, {})
 
     def assert_consumed(self) -> Self:
         """Raises `AssertionError`: nothing was restored."""
         raise AssertionError("restore(None) restores nothing; there was no checkpoint")
 
     assert_existing_objects_matched = assert_nontrivial_match = assert_consumed
+
+
+def _counted(words: list[str]) -> str:
+    """How many there are, and the first ten names."""
+    shown = ", ".join(repr(word) for word in sorted(words)[:SHOWN])
+    return f"{len(words)} ({shown}{', ...' if len(words) > SHOWN else ''})" if words else "nothing"
 
 
 def _listed(words: list[str]) -> str:

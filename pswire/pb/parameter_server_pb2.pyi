@@ -682,7 +682,7 @@ class RestoreRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., path: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., order: _Optional[_Union[RestoreOrder, _Mapping]] = ...) -> None: ...
 
 class RestoreOrder(_message.Message):
-    __slots__ = ("stage", "named", "names", "late", "cast")
+    __slots__ = ("stage", "named", "names", "late", "cast", "damaged", "checkers")
     class NamesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -690,27 +690,47 @@ class RestoreOrder(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class DamagedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     STAGE_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     LATE_FIELD_NUMBER: _ClassVar[int]
     CAST_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    CHECKERS_FIELD_NUMBER: _ClassVar[int]
     stage: RestoreStage
     named: bool
     names: _containers.ScalarMap[str, int]
     late: bool
     cast: bool
-    def __init__(self, stage: _Optional[_Union[RestoreStage, str]] = ..., named: _Optional[bool] = ..., names: _Optional[_Mapping[str, int]] = ..., late: _Optional[bool] = ..., cast: _Optional[bool] = ...) -> None: ...
+    damaged: _containers.ScalarMap[str, str]
+    checkers: int
+    def __init__(self, stage: _Optional[_Union[RestoreStage, str]] = ..., named: _Optional[bool] = ..., names: _Optional[_Mapping[str, int]] = ..., late: _Optional[bool] = ..., cast: _Optional[bool] = ..., damaged: _Optional[_Mapping[str, str]] = ..., checkers: _Optional[int] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
-    __slots__ = ("positions", "path", "manifest")
+    __slots__ = ("positions", "path", "manifest", "damaged")
+    class DamagedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
     positions: _containers.RepeatedCompositeFieldContainer[Position]
     path: str
     manifest: str
-    def __init__(self, positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., path: _Optional[str] = ..., manifest: _Optional[str] = ...) -> None: ...
+    damaged: _containers.ScalarMap[str, str]
+    def __init__(self, positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., path: _Optional[str] = ..., manifest: _Optional[str] = ..., damaged: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class OpenRound(_message.Message):
     __slots__ = ("round", "section", "missing", "approved")

@@ -24,9 +24,9 @@ from psclient.launch import start_server
 from psclient.processes import address_in, await_listening
 from psclient.rpc import RemoteServer
 from pswire import places
-from pswire.api import RoundReply
+from pswire.api import RestoreOrder, RoundReply
 from pswire.cluster import ClusterSpec, Task
-from pswire.errors import CheckpointError, ProgramError, ServerLost
+from pswire.errors import CheckpointError, DamagedCheckpoint, ProgramError, ServerLost
 from pswire.limits import Timeouts
 from pswire.log import Epoch, Snapshotted
 from pswire.program import Input, Node, Program
@@ -316,6 +316,21 @@ def test_a_save_whose_round_fails(tmp_path):
     assert files(root) == whole(2)
 
 
+@pytest.mark.parametrize("state", ["[" * 200_000, '{"objects": 1e400}', '{"state": [NaN]}', '{"delete": [1]}'])
+def test_a_save_that_is_ordered_in_bad_json(tmp_path, caplog, state):
+    """By a worker that is not ours: the save fails with a word, and chief and servers write the next one."""
+    root = str(tmp_path)
+    with serving("grpc", 2, root) as servers, driving(servers, CALM) as worker:
+        together(*order(worker, checkpoint("run/ckpt-1", (0, 1), state)))
+        (entry,) = eventually(lambda: snapshotted(worker))
+        assert entry.error.startswith("what is to be saved as 'run/ckpt-1' is malformed: ")
+        together(*order(worker, checkpoint("run/ckpt-2", (0, 1), round=1)))
+        entry = eventually(lambda: snapshotted(worker)[1:])[0]
+    assert (entry.round, entry.error) == (1, "")
+    assert files(root) == whole(2)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_save_whose_members_are_gone(tmp_path):
     """They reached one server of two: the next round of those who come after them settles it, and nothing is left."""
     root = str(tmp_path)
@@ -483,7 +498,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint(tmp_path, damage):
-    """It is refused with the file's name, never passed over for an older one unseen, which can be asked for."""
+    """It is refused with the file's name, never passed over for an older one unseen, and that one is set aside of whose
+    damage the processes have told the servers, once another one is restored."""
     root = str(tmp_path)
     for number in (1, 2):
         save(root, number, float(number))
@@ -492,11 +508,25 @@ def test_a_damaged_checkpoint(tmp_path, damage):
     spoil(damaged)
     with serving("core", 2, root) as servers:
         job, worker = job_on(servers, 9.0)
-        with pytest.raises(CheckpointError, match=rf"run/ckpt-2/{damaged.name}"):
-            job.restore(worker)
+        with pytest.raises(DamagedCheckpoint, match=rf"run/ckpt-2/{damaged.name}"):
+            job.restore(worker, "run/ckpt-2")
         assert {float(job.value(worker, v)[0]) for v in job.variables if v.servers == (0,)} == {9.0}
-        assert job.restore(worker, "run/ckpt-1").path == "run/ckpt-1"
+        found = servers.verbs[0].restore(worker.session, "run", worker.turn(), RestoreOrder("open")).result(SOON)
+        assert (found.path, set(found.damaged)) == (
+            ("run/ckpt-1", {"ckpt-2"}) if "manifest" in damage else ("run/ckpt-2", set())
+        )
+        turn, told = worker.turn(), {"ckpt-2": "it is damaged", "../elsewhere": "x", "ckpt-1": "no", "none": ""}
+        known = RestoreOrder("open", damaged={"ckpt-2": "it is damaged"})
+        assert servers.verbs[0].restore(worker.session, "run", turn, known).result(SOON).path == "run/ckpt-1"
+        for server in servers.verbs:
+            server.restore(worker.session, "run/ckpt-1", turn, RestoreOrder(damaged=told)).result(SOON)
+        assert files(root) >= whole(1)
+        assert not list(tmp_path.glob("run/*.damaged"))
+        together(*(worker.push(job.commit(worker, "run", turn), server=server) for server in (0, 1)))
+        worker.round += 1
         assert {float(job.value(worker, v)[0]) for v in job.variables} == {1.0}
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["ckpt-1", "ckpt-2.damaged"]
+    assert newest(root) == ("run/ckpt-1", 1.0)
 
 
 # ---- Places ----

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import psclient as ps
 from psclient import endings
 from psclient.processes import start_server
 from psclient.rpc import RemoteServer
@@ -17,6 +20,8 @@ from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.spec import VariableSpec
 from pswire.tensor import TensorSpec
+from tests.support.inside import ME, gate, say
+from tests.support.jobs import W0, W1, Job
 from tests.support.shell import shell
 
 SCRIPT = """
@@ -48,6 +53,30 @@ else:
     v.assign_add(np.ones(v.shape, "float32"))
     if "save" in sys.argv:
         checkpoint.save("last")
+"""
+
+LOSES = """
+import atexit, sys, threading
+atexit.register(lambda: print("registered first"))
+import numpy as np
+import psclient as ps
+
+strategy = ps.ParameterServerStrategy()
+with strategy.scope():
+    v = ps.Variable(np.zeros(3), name="v")
+ps.train.Checkpoint(v=v).save("last")
+atexit.register(lambda: print("registered last"))
+if "sync" in sys.argv:
+    try:
+        ps.train.Checkpoint(v=v).sync()
+        strategy.close()
+    except ps.errors.CheckpointError:
+        print("told")
+if "exit" in sys.argv:
+    sys.exit(0)
+if "raise" in sys.argv:
+    raise RuntimeError("mine")
+print("the script ends", end="")
 """
 
 MANY = 3_000_000
@@ -111,6 +140,80 @@ def test_what_cannot_be_sent_at_the_end_is_told(tmp_path: Path, lane: str) -> No
     done = shell(["python", "job.py", str(MANY)], tmp_path, PS_LANE=lane)
     assert (done.code, done.left) == (0, ())
     assert (NO_THREAD in done.err) == (lane == "grpc" and SPARE > 0)
+
+
+@pytest.mark.parametrize("how", ["end", "exit"])
+@pytest.mark.parametrize("program", ["python", "psworker"])
+def test_a_script_whose_last_save_failed_fails(tmp_path: Path, program: str, how: str) -> None:
+    """It has come to its end before anybody knew: one sentence says which checkpoint, and the exit code does; all that
+    the script has registered for its end is done, and what it printed is there."""
+    (tmp_path / "job.py").write_text(LOSES)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/last-1").write_text("no directory")
+    done = shell([program, "job.py", how], tmp_path)
+    assert (done.code, done.left) == (endings.NOT_SAVED, ())
+    (line,) = done.err.splitlines()
+    heads = {"python": "job.py: error: ", "psworker": "psworker: error: "}
+    assert line.startswith(f"{heads[program]}/job:worker/task:0: the last checkpoint 'last-1' was not saved: ")
+    ends = "the script ends" if how == "end" else ""
+    assert done.out == f"{ends}registered last\nregistered first\n"
+
+
+@pytest.mark.parametrize(("how", "code", "last"), [("sync", 0, "the script ends"), ("raise", 1, "")])
+def test_a_failed_save_that_was_told_is_not_told_again(tmp_path: Path, how: str, code: int, last: str) -> None:
+    """To a script that has caught it; nor does it hide why a script failed."""
+    (tmp_path / "job.py").write_text(LOSES)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/last-1").write_text("no directory")
+    done = shell(["python", "job.py", how], tmp_path)
+    assert done.code == code
+    assert "the last checkpoint" not in done.err
+    assert ("RuntimeError: mine" in done.err) == (how == "raise")
+    assert last in done.out
+
+
+def test_a_strategy_that_is_closed_raises_what_was_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There somebody can still do something about it; all else of its end is done."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/last-1").write_text("no directory")
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        checkpoint = ps.train.Checkpoint(v=ps.Variable(1.0, name="v"))
+    checkpoint.save("last")
+    with pytest.raises(ps.errors.CheckpointError, match="the last checkpoint 'last-1' was not saved"):
+        strategy.close()
+    strategy.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        checkpoint.save("other")
+
+
+def saves_last() -> None:
+    """The first worker's last save fails, and it ends; the second one trains on."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="v")
+    checkpoint = ps.train.Checkpoint(v=v)
+    say("saved", checkpoint.save("last"))
+    if ME:
+        gate("go")
+        v.assign_add(np.ones(3))
+        say("value", v.numpy())
+
+
+def test_a_failed_save_ends_nobody_else(tmp_path: Path) -> None:
+    """Who has only not saved has left as all do: the others go on, and then the whole command fails with its code."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/last-1").write_text("no directory")
+    with Job(saves_last, tmp_path, workers=2, gates=["go"], chief="driver", restarts=3) as job:
+        waited = ThreadPoolExecutor(1).submit(job.cluster.wait, 60.0)
+        assert job.exited(W0) == endings.NOT_SAVED
+        job.open("go")
+        assert job.hear(W1, "value") == [1.0] * 3
+        outcome = waited.result()
+        assert job.exited(W1) == 0
+    assert (outcome.code, outcome.task) == (endings.NOT_SAVED, W0)
+    assert "the last checkpoint 'last-1' was not saved" in outcome.report
 
 
 def test_work_that_no_thread_can_do_is_refused() -> None:

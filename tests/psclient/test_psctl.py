@@ -403,7 +403,7 @@ def test_what_an_object_store_says_is_told(run, monkeypatch):
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no credentials")
 
-    monkeypatch.setattr(MemoryFileSystem, "isfile", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "info", refuse)
     done = run("show", "memory://bucket/run")
     assert done.code == 2
     assert done.err == "psctl: error: memory://bucket/run cannot be read: RuntimeError('no credentials')\n"

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.errors import CheckpointError
+from pswire import replies
+from pswire.api import RestoreReply
+from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.log import Position
-from pswire.manifest import Manifest, Saved, latest_in, latest_text, number, rank
+from pswire.manifest import Manifest, Saved, aside, is_aside, latest_in, latest_text, number, rank
+from pswire.strict_json import Malformed
 from pswire.tensor import DTYPES, TensorSpec
 
 GRPC_MESSAGE = 4 << 20
@@ -59,6 +62,97 @@ def test_every_cut_is_told():
             Manifest.parse(text[:size], "run/manifest.json")
 
 
+def whole():
+    """What a manifest says, as JSON."""
+    tensors = {"w": Saved("shard-0", TensorSpec("int8", (2, 3)), "xxh3:" + "0f" * 16)}
+    return json.loads(
+        Manifest(3, (Position(0, 1, 2),), tensors, {"shard-0": 80}, {"model/w": "w"}, {"s": [1, {"t": None}]}).text()
+    )
+
+
+def places(value, path=()):
+    """The paths of all values in a JSON value."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from places(one, (*path, key))
+
+
+STRANGE = [None, True, -1, 7, 1.5, 10**30, "x", "\ud800", [], [[]], {}, {"a": 1}, {"\ud800": 1}, [1] * 40, "n" * 9000]
+
+
+def replaced(value, path, other):
+    if not path:
+        return other
+    made = dict(value) if isinstance(value, dict) else list(value)
+    made[path[0]] = replaced(value[path[0]], path[1:], other)
+    return made
+
+
+@pytest.mark.parametrize("path", list(places(whole())), ids=lambda path: "/".join(map(str, path)) or "all")
+def test_each_field_has_its_type(path):
+    """Whatever else is in its place, it is refused by name or is as good as what was there: it can be sent, and
+    written again."""
+    for other in STRANGE:
+        text = json.dumps(replaced(whole(), path, other))
+        refused = refusal(text)
+        if refused is None:
+            found = Manifest.parse(text, "run/manifest.json")
+            reply = replies.restored_to_pb(RestoreReply("run", found.positions, text))
+            assert replies.restored_from_pb(reply).positions == found.positions
+            assert Manifest.parse(found.text(), "again") == found
+        else:
+            newer = path == ("format",) and other == 7
+            assert type(refused) is (CheckpointError if newer else DamagedCheckpoint)
+            assert str(refused).startswith("run/manifest.json ")
+            assert len(str(refused)) < 1000
+
+
+def refusal(text):
+    """Why a text is no manifest; None if it is one."""
+    try:
+        Manifest.parse(text, "run/manifest.json")
+    except CheckpointError as error:
+        return error
+    return None
+
+
+HOSTILE = {
+    "brackets": "[" * 200_000,
+    "braces": '{"a":' * 200_000,
+    "infinite": "1e400",
+    "an infinite field": json.dumps(whole()).replace('"round": 3', '"round": 1e400'),
+    "no number": json.dumps(whole()).replace('"round": 3', '"round": NaN'),
+    "many digits": json.dumps(whole()).replace('"round": 3', f'"round": {"9" * 5000}'),
+    "a huge format": json.dumps(whole()).replace('"format": 2', f'"format": {"9" * 400}'),
+    "a key twice": json.dumps(whole()).replace('"round": 3', '"round": 3, "round": 4'),
+    "a tensor twice": json.dumps(whole()).replace('"tensors": {', '"tensors": {"w": 1, '),
+    "deep state": json.dumps(whole()).replace("null", "[" * 300 + "]" * 300),
+    "deeper state": json.dumps(whole()).replace("null", "[" * 5000 + "]" * 5000),
+    "nothing": "",
+    "a list": "[]",
+    "NUL": "\0" * 100,
+    "a file with NUL": json.dumps(whole()).replace('"shard-0"', '"shard\\u0000"'),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_manifest_is_damaged(name):
+    """Whatever JSON can do to who parses it: an error of ours that names the file, in few words."""
+    with pytest.raises(DamagedCheckpoint, match=r"^run/manifest\.json ") as told:
+        Manifest.parse(HOSTILE[name], "run/manifest.json")
+    assert len(str(told.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, "1e400", '{"format": 1, "latest": 3}', '{"format": 1, "latest": "a", "latest": "b"}']
+)
+def test_a_hostile_word_names_nothing(text):
+    """What is wrong with the file `latest` is one error, too."""
+    with pytest.raises(Malformed):
+        latest_in(text)
+
+
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ""])
 def test_files_are_beside_it(name):
     """Neither a tensor nor a size is of a file elsewhere."""
@@ -95,3 +189,14 @@ def test_what_names_the_newest_is_read(name):
     """Whatever its name is."""
     assert json.loads(latest_text(name)) == {"format": 1, "latest": name}
     assert latest_in(latest_text(name)) == name
+
+
+def test_what_is_set_aside_has_no_number():
+    """It is never the newest, nor older than another one; and two have two names."""
+    first = aside("ckpt-7", ())
+    second = aside("ckpt-7", {first})
+    assert (first, second) == ("ckpt-7.damaged", "ckpt-7.damaged.2")
+    for name in (first, second):
+        assert is_aside(name)
+        assert number(name) == (name, -1)
+    assert not any(map(is_aside, ["ckpt-7", "damaged", "ckpt.damaged-7", "ckpt.damaged.x"]))
