@@ -349,7 +349,7 @@ def test_a_flipped_bit_is_found(kind):
         checkpoint.sync()
         v.assign(np.ones(8))
         (file,) = manifest_of(kind, path)["files"]
-        root = "checkpoints/" if kind.startswith("embedded") else ""
+        root = "runs/" if kind.startswith("embedded") else ""
         with open(f"{root}{path}/{file}", "r+b") as shard:
             shard.seek(-3, 2)
             shard.write(b"\x01")
