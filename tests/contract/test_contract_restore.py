@@ -203,12 +203,12 @@ def test_what_nobody_has_prepared_is_not_committed(job, mode):
     turn = worker.turn()
     job.prepare(worker, "run", turn)
     commit(turn)
-    add(job, worker, variable)
-    with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
-        commit(worker.turn())
     if mode == "sync":
         with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
             commit(turn)
+    add(job, worker, variable)
+    with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
+        commit(worker.turn())
     assert values(job, worker, variable) == [11]
 
 
