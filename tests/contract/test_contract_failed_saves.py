@@ -14,7 +14,7 @@ from pswire.errors import CheckpointError, InvalidRequest, PSError
 from pswire.limits import MAX_PLANS, MAX_SAVES
 from pswire.log import Approved, Snapshotted
 from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Plan, Reduction, Ref, SnapshotOrder
+from pswire.spec import Apply, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.tensor import TensorSpec
 from tests.support.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, manifest_of, sum_into, together
 
@@ -62,6 +62,49 @@ def told(future):
 def forgotten(job):
     """Nothing is held or waited for on any server."""
     return all(not server._snapshots and server.status().held == 0 for server in job.servers.cores)
+
+
+# ---- Who asks ----
+
+
+def test_who_waits_for_a_shard_is_told_that_the_save_was_given_up(job, worker):
+    """Its round has not run, and nobody waits for it any more."""
+    plan = job.approve(stateful(0), worker)
+    waiting = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
+    assert not any(future.done() for future in waiting)
+    fail(job, plan, "another server is full")
+    assert all("it was given up: another server is full" in told(future) for future in waiting)
+    assert forgotten(job)
+
+
+def test_a_manifest_needs_a_shard(job, worker):
+    """One that is asked for before the round has run is refused; the save goes on."""
+    job.variable(worker, np.array(1))
+    plan = job.approve(stateful(0), worker)
+    early = job.verbs[0].snapshot(job.token, plan.id, "{}")
+    assert "no checkpoint of this plan is being written here" in told(early)
+    together(*(worker.push(plan, server=server) for server in BOTH))
+    assert commit(job, plan, shards_of(job, plan)).round == 0
+
+
+def test_a_variable_without_a_value_is_not_saved(job, worker):
+    """Its creator was lost before it gave one; the others are."""
+    job.variable(worker, np.array(1))
+    job.verbs[0].create(worker.session, 1, -1, VariableSpec("empty", TensorSpec("int64", ())), (0,), None)
+    plan = job.order(worker, "run/ckpt-1")
+    assert [[name for name, *_ in shard.tensors] for shard in shards_of(job, plan)] == [["v0"], []]
+
+
+def test_a_new_job_has_no_save_of_the_old_one(job, worker):
+    """Nobody in it can ask for one, and none counts against those that it may order."""
+    job.variable(worker, np.array(1))
+    plan = job.order(worker, "run/ckpt-1")
+    shards_of(job, plan)
+    job.begin()
+    assert forgotten(job)
+    for server in job.verbs:
+        assert server.status().saving == ()
+        assert "no checkpoint of this plan" in told(server.snapshot(job.token, plan.id, ""))
 
 
 # ---- Files ----

@@ -152,6 +152,66 @@ def test_who_comes_later_is_told_what_the_first_was(job, worker):
     assert ask(job, other, turn, "open").path == "run/ckpt-1"
 
 
+def test_who_asks_for_something_else_in_a_turn_is_told_the_same(job, worker):
+    """Members find out in the round that commits, all of them, and not one alone before it."""
+    job.save(worker)
+    other, turn = second(job, worker), worker.turn()
+    found = ask(job, worker, turn, "open")
+    assert ask(job, other, turn, "open", "elsewhere") == found
+
+
+def test_an_earlier_rounds_restore_is_over(job, worker):
+    """Who comes to it after another one has begun in a later round has gone another way."""
+    variable = job.variable(worker, np.array(1))
+    job.save(worker)
+    turn = worker.turn()
+    ask(job, worker, turn, "open")
+    add(job, worker, variable)
+    ask(job, worker, worker.turn(), "open")
+    with pytest.raises(Diverged, match="'run' was given up by a process that has begun a later one"):
+        ask(job, worker, turn, "open")
+
+
+def test_a_new_job_restores_anew(job, worker):
+    """Nothing of what the old one was told is told to it, though its turns are numbered alike."""
+    turn = worker.turn()
+    with pytest.raises(NoCheckpoint):
+        ask(job, worker, turn, "open")
+    job.save(worker)
+    job.begin()
+    (again,) = job.join(A)
+    assert again.turn() == turn
+    assert ask(job, again, turn, "open").path == "run/ckpt-1"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_nobody_has_prepared_is_not_committed(job, mode):
+    """Neither before any restore nor after one; a synchronous process cannot commit one again, either."""
+    (worker,) = job.join(A, mode=mode)
+    variable = job.variable(worker, np.array(1))
+    job.save(worker)
+
+    def commit(turn):
+        plan = job.commit(worker, "run", turn)
+        try:
+            together(*(worker.push(plan, server=server) for server in (0, 1)))
+        finally:
+            worker.round += 1
+
+    with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
+        commit(worker.turn())
+    turn = worker.turn()
+    job.prepare(worker, "run", turn)
+    commit(turn)
+    if mode == "sync":
+        with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
+            commit(turn)
+    add(job, worker, variable)
+    with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
+        commit(worker.turn())
+    assert values(job, worker, variable) == [11]
+
+
 def test_each_restore_is_one(job, worker):
     """Rounds between two of the same checkpoint are undone by the second, and by nothing else."""
     variable = job.variable(worker, np.array(1))

@@ -258,6 +258,10 @@ def test_a_plan_that_was_refused_runs_nowhere(rounds):
     assert failed(rounds) == {early: error}
     with pytest.raises(MemoryLimit, match="too large"):
         push(rounds, 2, plan=large)
+    assert rounds.next_job() is None
+    for session in (1, 2):
+        push(rounds, session, 1)
+    assert sessions(rounds.next_job()) == [1, 2], "its round is over, and does not stop the next one"
 
 
 def test_what_does_not_fit_is_told_to_its_sender(rounds):
