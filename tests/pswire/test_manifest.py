@@ -123,6 +123,8 @@ HOSTILE = {
     "infinite": "1e400",
     "an infinite field": json.dumps(whole()).replace('"round": 3', '"round": 1e400'),
     "no number": json.dumps(whole()).replace('"round": 3', '"round": NaN'),
+    "no number in a state": json.dumps(whole()).replace("null", "NaN"),
+    "an infinite state": json.dumps(whole()).replace("null", "-1e400"),
     "many digits": json.dumps(whole()).replace('"round": 3', f'"round": {"9" * 5000}'),
     "a huge format": json.dumps(whole()).replace('"format": 2', f'"format": {"9" * 400}'),
     "a key twice": json.dumps(whole()).replace('"round": 3', '"round": 3, "round": 4'),

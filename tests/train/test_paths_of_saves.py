@@ -65,7 +65,7 @@ def test_a_manager_is_told_when_it_restores():
     """Before training, and not when its first save is due."""
     with opened("embedded-1") as strategy, strategy.scope():
         checkpoint = ps.train.Checkpoint(v=ps.Variable(1.0, name="v"))
-        for directory in ("/abs", "s3://bucket/run", "../run"):
+        for directory in ("/abs", "s3://bucket/run", "../run", "run\n"):
             manager = ps.train.CheckpointManager(checkpoint, directory, 2)
             for ask in (manager.restore_or_initialize, manager.save):
                 with pytest.raises(ps.errors.CheckpointError, match="such as 'run1"):
