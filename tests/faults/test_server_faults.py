@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from psclient.runner import SERVER_LOST
 from tests.support.inside import DIRECTORY, ME, add_all, gate, say
 from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
 
@@ -71,8 +72,8 @@ def test_a_server_that_is_lost(tmp_path, server, number):
         job.open("go")
         for task in (W0, W1):
             assert job.hear(task, "lost")[0] == str(server)
-            assert job.exited(task) == 1
-        assert job.exited(CHIEF) == 1
+            assert job.exited(task) == SERVER_LOST
+        assert job.exited(CHIEF) == SERVER_LOST
         job.kill(server)
         assert not job.said(W0, "sums")
 
@@ -92,7 +93,7 @@ def test_a_server_that_is_replaced(tmp_path, server):
         for task in (W0, W1):
             assert job.hear(task, "lost")[0] == str(server)
         for task in (W0, W1, CHIEF):
-            assert job.exited(task) == 1
+            assert job.exited(task) == SERVER_LOST
         job.start(W1)
         job.hear_error(W1, "waits for a chief to begin the job")
         job.start(CHIEF)

@@ -194,6 +194,18 @@ def test_the_one_to_blame_is_shown(script):
     assert outcome.report.endswith("KeyError: 'cause'")
 
 
+def test_who_says_that_a_server_was_lost_is_not_to_blame(script):
+    """It may end first, and the report is about another that failed, whatever that one printed."""
+    text = (
+        "import pathlib\nfrom pswire.errors import ServerLost\nfailing = pathlib.Path(__file__).with_suffix('.failing')\n"
+        "if me == 0:\n    while not failing.exists():\n        time.sleep(0.01)\n"
+        "    raise ServerLost('was lost', '/job:ps/task:0')\n"
+        "try:\n    failing.touch()\n    sys.exit(3)\nfinally:\n    time.sleep(0.2)\n"
+    )
+    outcome, _ = run(script(text))
+    assert (outcome.task, outcome.code) == (Task("worker", 1), 3)
+
+
 def test_a_failed_worker_is_replaced(script, tmp_path):
     """With restarts a failure is not the end; the replacement is the same task."""
     text = (
