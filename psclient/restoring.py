@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 from psclient.exchange import Exchange, Outgoing
 from pswire.api import ParameterServer, RestoreOrder, RestoreReply
+from pswire.cluster import Task
 from pswire.errors import CheckpointError, PSError, RoundTimeout, VariableMismatch
 from pswire.spec import Plan, RestoreCommit, Turn
 
@@ -36,7 +37,7 @@ class Restoring:
             CheckpointError: there is none, or it is broken.
         """
         keeper = self._session.keeper
-        return self._answer(path, keeper.restore(self._session.number, path, Turn(), RestoreOrder("look")))
+        return self._answer(0, path, keeper.restore(self._session.number, path, Turn(), RestoreOrder("look")))
 
     def restore(self, path: str, order_for: Callable[[RestoreReply], RestoreOrder]) -> RestoreReply:
         """Has every server take over its part of a checkpoint: all of them or none, for all processes at once.
@@ -75,9 +76,9 @@ class Restoring:
         futures = [server.restore(self._session.number, path, turn, order) for server in servers]
         replies: list[RestoreReply] = []
         verdict: PSError | None = None
-        for future in futures:
+        for server, future in enumerate(futures):
             try:
-                replies.append(self._answer(path, future))
+                replies.append(self._answer(server, path, future))
             except VERDICTS as error:
                 verdict = verdict or error
             except PSError as error:
@@ -88,11 +89,12 @@ class Restoring:
             raise verdict
         return replies
 
-    def _answer(self, path: str, future: Future[RestoreReply]) -> RestoreReply:
+    def _answer(self, server: int, path: str, future: Future[RestoreReply]) -> RestoreReply:
         session = self._session
-        late = RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s")
+        task = Task("ps", server)
+        late = RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s", str(task))
         deadline = time.monotonic() + session.timeouts.round
-        return session.wait(future, deadline, late, lambda: f"waits for {path!r} to be read", lambda: False)
+        return session.wait(future, deadline, late, lambda: f"waits for {task} to read {path!r}", lambda: False)
 
 
 def _digest(order: RestoreOrder) -> str:

@@ -165,7 +165,7 @@ def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
         late = Process(job, B, "sync", timeouts=short)
         with pytest.raises(RoundTimeout, match=f"worker/task:1 came late .* did not come to {place} again.* once"):
             late.group.enter(entry)
-        assert f"waits to be taken in when the others come to {place}" in caplog.text
+        assert f"waits to be taken in when {A} come to {place}" in caplog.text
         one.session.check()
         late.session.leave("it gave up")
 
