@@ -20,6 +20,7 @@ from typing import Any
 from psclient.measures import Driven
 from psclient.monitoring import Exporter
 from psclient.presence import Presence, is_here
+from psclient.reminder import Reminder
 from psclient.rpc import RemoteServer, connect
 from psclient.session import Session
 from psclient.stalls import Stall, Stalls
@@ -138,6 +139,8 @@ class Chief:
         self._missing: set[Task] = set()
         self._presence = Presence(self._expected, timeouts)
         self._gives_up: Abandoned | None = None
+        self._sessions: Sequence[SessionState] = ()  # as they were last seen; replaced, never changed
+        self._reminder = Reminder(timeouts.word, self._say_who_is_missing)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -176,15 +179,32 @@ class Chief:
         self._thread.start()
 
     def stop(self, abandon: bool) -> None:
-        """Waits for the job to end, in a process whose own script has ended.
+        """Waits for the job to end, in a process whose own script has ended; says every `Timeouts.word` for whom.
+
+        It is given up where nobody is there any more, as `Presence` says; who is there may take as long as it likes.
 
         Args:
             abandon: end at once, because this process failed.
         """
         if abandon:
             self._stop.set()
-        if self._thread:
-            self._thread.join()
+        while self._thread and self._thread.is_alive():
+            self._thread.join(self._timeouts.word)
+            if self._thread.is_alive():
+                undone = _told(self._undone()) or "the servers to end the job"
+                log.warning("%s has done its part, and drives the job on: waits for %s", self._task, undone)
+
+    def _undone(self) -> dict[Task, str]:
+        """The tasks that have not done their part, and what is known of each."""
+        states = dict.fromkeys(self._expected, "never came") | {s.member.task: s.state for s in self._sessions}
+        return {task: "still here" if state == "open" else state for task, state in states.items() if state != "left"}
+
+    def _say_who_is_missing(self) -> None:
+        """Of a process that only drives: those who are there say themselves for whom they wait."""
+        undone = self._undone()
+        missing = {task: state for task, state in undone.items() if state != "still here"}
+        if missing and self._thread is None and (self._state.epoch is None or missing == undone):
+            log.warning("%s drives the job, and waits for %s", self._task, _told(missing))
 
     def _drive_quietly(self) -> None:
         try:
@@ -309,8 +329,7 @@ class Chief:
         entries: list[Entry] = []
         # A long log comes in several answers.
         while len(entries) < self._servers[0].status().log:
-            watched = self._servers[0].watch(self._session.number, len(entries), 0)
-            entries += watched.result(self._timeouts.call).entries
+            entries += self._session.look(len(entries)).entries
         first = entries[0] if entries else None
         over = any(isinstance(entry, Done | Lost) for entry in entries)
         mine = (self._session.incarnations, self._job)
@@ -335,6 +354,7 @@ class Chief:
             if self._watching is None:
                 known = len(self._state.log)
                 self._watching = self._servers[0].watch(self._session.number, known, version)
+            self._reminder.look()
             news: list[Future[Any]] = [self._watching, *([self._saving] if self._saving else [])]
             wait(news, PAUSE / 4, FIRST_COMPLETED)
             if self._watching.done():
@@ -343,6 +363,7 @@ class Chief:
                 watched = self._session.look(len(self._state.log))
             else:
                 continue
+            self._sessions = watched.sessions
             # What this chief appended in the meantime comes back to it.
             self._state.take(watched.entries[len(self._state.log) - watched.start :])
             # An answer may be older than a look on which this chief has acted already.
@@ -564,10 +585,12 @@ class Chief:
     def _awaited(self, server: int, plan_id: bytes, future: Future[Shard], manifest: str = "") -> Shard:
         """What a server writes, however long its round and its disk take; who asks again is told of the same."""
         while True:
+            if not wait([future], self._timeouts.word).done:
+                log.info("%s still writes its part of a checkpoint, or waits for its round", self._servers[server].task)
+                continue
             try:
                 return future.result()
             except RoundTimeout:
-                log.info("%s still writes its part of a checkpoint, or waits for its round", self._servers[server].task)
                 future = self._ask(server, plan_id, manifest)
 
 
@@ -580,6 +603,10 @@ def _fitting(manifest: Manifest) -> str:
             f"{PART_BYTES:,} can be sent; make fewer and larger variables, or give them shorter names"
         )
     return text
+
+
+def _told(states: Mapping[Task, str]) -> str:
+    return ", ".join(f"{task} ({states[task]})" for task in sorted(states))
 
 
 def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:

@@ -76,7 +76,9 @@ class Invocation:
 )
 @click.option("--chief-runs-script", is_flag=True, help="The chief is a replica as well.")
 @click.option("--evaluator", is_flag=True, help="One more process runs SCRIPT, as the task that follows checkpoints.")
-@click.option("--restarts", type=click.IntRange(0), help="Failed tasks, in all, that are replaced [default: 0].")
+@click.option(
+    "--restarts", type=click.IntRange(0), help="Failures, in all, after which tasks are replaced [default: 0]."
+)
 @click.option("--device", help="Where the servers' variables live: cpu or gpu:N.")
 @click.option("--memory-limit", help="Bytes for variables on each server, such as 4GiB.")
 @click.option("--checkpoint-root", help="Directory below which checkpoints are, or a URL: s3://bucket/run.")
@@ -165,7 +167,11 @@ def _launch_config(
         debug=flags["debug"] or config.debug,
         **given,
     )
-    if config.script and not Path(config.script).exists():
+    if not config.script:
+        usage = f"--config {path}" if path else "--standalone"
+        file = f", or `script: SCRIPT` into {path}" if path else ""
+        raise ConfigError(f"a local cluster needs a script; write psworker {usage} [OPTIONS] SCRIPT [ARGS]{file}")
+    if not Path(config.script).exists():
         raise ConfigError(f"there is no script {config.script!r} in {Path.cwd()}")
     return config
 

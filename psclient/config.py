@@ -81,7 +81,8 @@ class LaunchConfig:
         workers: how many workers.
         chief: one of `CHIEFS`.
         evaluator: whether one more process runs the script, as the task that follows checkpoints.
-        restarts: how many failed tasks, in all, are replaced before a failure ends the cluster.
+        restarts: how many failures, in all, are made good by starting tasks again before one ends the cluster; a
+            server's loss is one, however many processes end because of it.
         script: what workers run; "" for servers alone.
         args: the script's arguments.
         server: flags of every server.

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 
 from psclient.group import Group
 from psclient.measures import Measures
+from psclient.reminder import Reminder
 from psclient.session import Session
 from psclient.staging import Sent, fill, pack
 from pswire.api import Contribution, CreateReply, RoundReply
+from pswire.cluster import Task
 from pswire.errors import Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
 from pswire.log import Snapshotted
@@ -307,11 +309,17 @@ class Exchange:
     def _stand_in(self, plan: Plan, futures: Iterable[Future[RoundReply]]) -> None:
         """Waits until a plan that others have to propose is answered; proposes it should all of them be gone."""
         deadline = time.monotonic() + self.session.timeouts.round
+        reminder = Reminder(self.session.timeouts.word, lambda: self._say_who_saves(plan))
         while plan.id not in self._proposed and time.monotonic() < deadline:
             if not wait(futures, self.session.timeouts.beat).not_done:
                 return
             self.session.check()
             self._propose(plan)
+            reminder.look()
+
+    def _say_who_saves(self, plan: Plan) -> None:
+        names = dict.fromkeys(name for server in plan.servers for name in self._awaited(server))
+        log.warning("%s waits in round %d for %s", self.session.task, self.group.round, ", ".join(names))
 
     def _want(self, plan: Plan, server: int) -> tuple[int, ...]:
         """What to ask back: variables that the plan assigns and that were read since their last assignment."""
@@ -401,7 +409,7 @@ class Exchange:
         missing = [task for item in open_rounds for task in item.missing]
         gone = [s.member.task for s in self.session.look().sessions if s.state != "open"]
         chief = any(not item.approved for item in open_rounds) or bool(set(missing) & set(gone))
-        return [*map(str, missing), *(["the chief"] if chief else [])] or [f"server {server}"]
+        return [*map(str, missing), *(["the chief"] if chief else [])] or [str(Task("ps", server))]
 
     def _take(
         self, plan: Plan, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]

@@ -248,7 +248,7 @@ class Group(Progress):
     def snapshotted(self, plan_id: bytes, deadline: float) -> Snapshotted:
         """Waits until the checkpoint that a plan ordered is complete, or failed."""
         while plan_id not in self._snapshots:
-            self._follow(deadline, _incomplete, lambda: "waits for a checkpoint to be complete")
+            self._follow(deadline, _incomplete, self._word_of_saves)
         return self._snapshots.pop(plan_id)
 
     def is_snapshotted(self, plan_id: bytes) -> bool:
@@ -261,7 +261,7 @@ class Group(Progress):
         deadline = time.monotonic() + self.session.timeouts.round
         known = self.session.keeper.status().log
         while self._followed < known or self._saves:
-            self._follow(deadline, _incomplete, lambda: "waits for a checkpoint to be complete")
+            self._follow(deadline, _incomplete, self._word_of_saves)
 
     def _follow(self, deadline: float, late: Callable[[], RoundTimeout], word: Callable[[], str]) -> None:
         """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
@@ -295,7 +295,15 @@ class Group(Progress):
     def _word(self) -> str:
         here = {state.member.task for state in self.session.look().sessions if state.state == "open"}
         missing = [str(task) for task in self._expected if task not in here]
-        return f"waits for {', '.join(missing)} to start" if missing else "waits to be taken into the group"
+        return (
+            f"waits for {', '.join(missing)} to start" if missing else "waits for the chief to take it into the group"
+        )
+
+    def _word_of_saves(self) -> str:
+        """Servers write their parts, then the chief has the manifest written."""
+        servers = enumerate(self.session.servers)
+        writing = [str(Task("ps", i)) for i, one in servers if any(each.nbytes for each in one.status().saving)]
+        return f"waits for {', '.join(writing) or 'the chief'} to complete a checkpoint"
 
     def _behind(self, entry: str) -> tuple[Callable[[], RoundTimeout], Callable[[], str]]:
         """For who came late: that the others did not come to its entry, and, as long as it waits, that they shall."""
@@ -310,7 +318,11 @@ class Group(Progress):
                 "dataset once, not anew for every pass"
             )
 
-        return late, lambda: f"waits to be taken in when the others come to {place}"
+        return late, lambda: f"waits to be taken in when {self._others()} come to {place}"
+
+    def _others(self) -> str:
+        members = self._epochs[max(self._epochs)].members
+        return ", ".join(str(member.task) for member in members if member.task != self.session.task) or "the others"
 
 
 def _incomplete() -> RoundTimeout:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -34,12 +35,15 @@ from psclient.processes import (
     start_server,
 )
 from psclient.relay import Line, Relay
+from psclient.reminder import Reminder
 from psclient.rpc import RemoteServer
+from psclient.runner import SERVER_LOST
 from pswire import logs
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.limits import Timeouts
 from pswire.security import TOKEN_BYTES, Security, task_name
+from pswire.status import ServerStatus
 
 __all__ = ["Cluster", "Outcome", "start_server"]
 
@@ -117,6 +121,8 @@ class Cluster:
         self._heard: set[Task] = set()
         self._ended: list[Task] = []
         self._restarts = self.config.restarts
+        self._started: dict[Task, float] = {}
+        self._lost_at = -math.inf  # when the loss of a server was counted last
         self._signals: list[int] = []
 
     def __enter__(self) -> Cluster:
@@ -162,6 +168,7 @@ class Cluster:
             self.processes[task] = self._server(task, int(self.addresses[task].rpartition(":")[2]))
         else:
             self.processes[task] = self._client(task)
+        self._started[task] = time.monotonic()
         self._listen(task)
 
     def tf_config(self, task: Task) -> str:
@@ -197,16 +204,21 @@ class Cluster:
             timeout: seconds after which the cluster is ended and TimeoutError raised; None for none.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        told = False
+        scripts = self._scripts() or list(self.processes)
+        running, told = scripts, False
+        reminder = Reminder(self.config.timeouts.word, lambda: self._say_who_runs(running))
         while True:
             if self._signals:
                 return self._interrupted()
             failed = self._failed()
             if failed and not self._replaced(failed):
                 return self._failure()
-            running = [t for t in self._scripts() or self.processes if self.processes[t].poll() not in (0, NOT_SAVED)]
+            running = [task for task in scripts if self.processes[task].poll() not in (0, NOT_SAVED)]
             if not failed and not running:
                 break
+            if len(running) == len(scripts) or running == [EVALUATOR]:
+                reminder.begin()
+            reminder.look()
             if running == [EVALUATOR] and not told:
                 told = True
                 self._tell(EVALUATOR, f"psworker: the workers have left; {EVALUATOR} ends by itself, or at Ctrl-C")
@@ -288,15 +300,50 @@ class Cluster:
         return [task for task in self._ended if task in failed]
 
     def _replaced(self, failed: list[Task]) -> bool:
-        if len(failed) > self._restarts:
+        """Starts tasks again, if there are restarts for those of them that failed by themselves."""
+        causes = self._causes(failed)
+        if len(causes) > self._restarts:
             return False
-        self._restarts -= len(failed)
-        for task in failed:
-            how = describe_exit(self.processes[task].returncode)
-            self._tell(task, f"psworker: {task} failed ({how}); replaced, {self._restarts} restarts left")
-            self._ended.remove(task)
+        self._restarts -= len(causes)
+        for task in dict.fromkeys([*causes, *failed]):
+            self._tell(task, self._why_replaced(task, task in causes))
+            if self.processes[task].poll() is None:
+                self.kill(task)
+            if task in self._ended:
+                self._ended.remove(task)
             self.start_task(task)
         return True
+
+    def _causes(self, failed: list[Task]) -> list[Task]:
+        """Who failed by itself, and not because a server did.
+
+        A client that ends with `SERVER_LOST` follows the last loss of a server that was counted, if it was there at
+        that time: once, for its successor was not. If it follows none, the servers that do not answer are the cause;
+        if all of them do, it is the client.
+        """
+        followers = [task for task in failed if self._says_server_lost(task)]
+        causes = [task for task in failed if task not in followers]
+        if any(task.job == "ps" for task in causes):
+            self._lost_at = time.monotonic()
+        first = next((task for task in followers if self._started[task] > self._lost_at), None)
+        if first is not None:
+            causes += [task for task in sorted(self.addresses) if self._ask(task) is None] or [first]
+            self._lost_at = time.monotonic()
+        return causes
+
+    def _says_server_lost(self, task: Task) -> bool:
+        return task.job != "ps" and self.processes[task].returncode == SERVER_LOST
+
+    def _why_replaced(self, task: Task, counts: bool) -> str:
+        code = self.processes[task].poll()
+        how = "it does not answer" if code is None else describe_exit(code)
+        if not counts:
+            return f"psworker: {task} ended because a server was lost ({how}); replaced, at no cost"
+        return f"psworker: {task} failed ({how}); replaced, {self._restarts} restarts left"
+
+    def _say_who_runs(self, running: list[Task]) -> None:
+        names = ", ".join(map(str, running))
+        self._tell(running[0], f"psworker: waits for {names} to end; all other scripts have")
 
     def _tell(self, task: Task, text: str, error: bool = True) -> None:
         if error and logs.structured():
@@ -324,13 +371,17 @@ class Cluster:
 
     def _job_began(self) -> bool:
         """Whether workers ever took part in a job: a script may do without one, which leaves servers waiting."""
-        task = Task("ps", 0)
+        status = self._ask(Task("ps", 0))
+        return status is None or status.epoch is not None  # it ends only after a job
+
+    def _ask(self, task: Task) -> ServerStatus | None:
+        """What a server says of itself; None where it does not answer."""
         security = self.security(self.clients()[0])
         server = RemoteServer(self.addresses[task], task, Timeouts(call=TERM_SECONDS), security=security)
         try:
-            return server.status().epoch is not None
+            return server.status()
         except PSError:
-            return True  # it ends only after a job
+            return None
         finally:
             server.close()
 
@@ -346,9 +397,13 @@ class Cluster:
         heading = f"psworker: {task} failed ({describe_exit(code)}):"
         return Outcome(exit_code(code), task, "\n".join([heading, *_last_words(self.output(task, error=True))]))
 
-    def _blame(self, task: Task) -> tuple[bool, bool]:
-        killed = self.processes[task].returncode < 0
-        return (not killed, not any(line.startswith(_TRACEBACK) for line in _plain(self.output(task, error=True))))
+    def _blame(self, task: Task) -> tuple[bool, bool, bool]:
+        killed, follows = self.processes[task].returncode < 0, self._says_server_lost(task)
+        return (
+            follows,
+            not killed,
+            not any(line.startswith(_TRACEBACK) for line in _plain(self.output(task, error=True))),
+        )
 
     def _interrupted(self) -> Outcome:
         number = self._signals[0]

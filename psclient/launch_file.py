@@ -82,7 +82,9 @@ TOP: dict[str, Key] = {
     "workers": Key("Processes that run the script.", WHOLE, 0),
     "chief": Key("A process that only drives, one that runs the script as well, or worker 0.", WORDS, None, CHIEFS),
     "evaluator": Key("Whether one more process runs the script, as the task that follows checkpoints.", SWITCH),
-    "restarts": Key("Failed tasks, in all, that are replaced before a failure ends the cluster.", WHOLE, 0),
+    "restarts": Key(
+        "Failures, in all, that are made good by starting tasks again before one ends the cluster.", WHOLE, 0
+    ),
     "script": Key("What workers run, as a path from where psworker is started.", WORDS),
     "args": Key("The script's arguments.", LIST),
     "debug": Key("Whether every process shows tracebacks of this package.", SWITCH),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from psclient.config import ServerOptions, child_environ
@@ -15,6 +17,8 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts
 from pswire.security import SecurityOptions
+
+log = logging.getLogger("psclient")
 
 
 def start_server(
@@ -95,8 +99,11 @@ def await_listening(process: subprocess.Popen[bytes], task: Task, timeouts: Time
     assert process.stdout is not None  # we asked for the pipe
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
-    if not poll.poll(1000 * timeouts.start):
-        raise Unreachable(f"the server did not listen within {timeouts.start:g} s; see its output", str(task))
+    deadline = time.monotonic() + timeouts.start
+    while not poll.poll(1000 * max(min(deadline - time.monotonic(), timeouts.word), 0.0)):
+        if time.monotonic() >= deadline:
+            raise Unreachable(f"the server did not listen within {timeouts.start:g} s; see its output", str(task))
+        log.warning("waits for %s to listen", task)
     line = process.stdout.readline().decode()
     if not line:
         code = process.wait()

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from psclient.exchange import Exchange, Outgoing
 from pswire.api import ParameterServer, RestoreOrder, RestoreReply
+from pswire.cluster import Task
 from pswire.errors import CheckpointError, DamagedCheckpoint, PSError, RoundTimeout, VariableMismatch
 from pswire.spec import Plan, RestoreCommit, Turn
 
@@ -38,7 +39,7 @@ class Restoring:
             CheckpointError: there is none, or it is broken.
         """
         keeper = self._session.keeper
-        return self._answer(path, keeper.restore(self._session.number, path, Turn(), RestoreOrder("look")))
+        return self._answer(0, path, keeper.restore(self._session.number, path, Turn(), RestoreOrder("look")))
 
     def restore(self, path: str, order_for: Callable[[RestoreReply], RestoreOrder]) -> RestoreReply:
         """Has every server take over its part of a checkpoint: all of them or none, for all processes at once.
@@ -99,9 +100,9 @@ class Restoring:
         futures = [server.restore(self._session.number, path, turn, order) for server in servers]
         replies: list[RestoreReply] = []
         verdict: PSError | None = None
-        for future in futures:
+        for server, future in enumerate(futures):
             try:
-                replies.append(self._answer(path, future))
+                replies.append(self._answer(server, path, future))
             except VERDICTS as error:
                 if verdict is None or (isinstance(verdict, DamagedCheckpoint) > isinstance(error, DamagedCheckpoint)):
                     verdict = error
@@ -113,14 +114,14 @@ class Restoring:
             raise verdict
         return replies
 
-    def _answer(self, path: str, future: Future[RestoreReply]) -> RestoreReply:
+    def _answer(self, server: int, path: str, future: Future[RestoreReply]) -> RestoreReply:
         session = self._session
-        deadline = time.monotonic() + session.timeouts.round
+        task, seconds = Task("ps", server), session.timeouts.round
         return session.wait(
             future,
-            deadline,
-            lambda: RoundTimeout(f"restoring {path!r} took longer than {session.timeouts.round:g} s"),
-            lambda: f"waits for {path!r} to be read",
+            time.monotonic() + seconds,
+            lambda: RoundTimeout(f"restoring {path!r} took longer than {seconds:g} s", str(task)),
+            lambda: f"waits for {task} to read {path!r}",
             lambda: False,
         )
 

@@ -19,13 +19,18 @@ import pswire
 from psclient import endings
 from pswire import logs
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Forbidden, PSError
+from pswire.errors import ConfigError, Forbidden, PSError, ServerLost
 
 log = logging.getLogger("psworker")
 
 _OURS = tuple(str(Path(package.__path__[0])) + os.sep for package in (psclient, pswire))
 _PR_SET_PDEATHSIG = 1
-_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2}
+
+SERVER_LOST = 75
+"""The exit code of a process that `ServerLost` ended, EX_TEMPFAIL of sysexits.h: nothing is wrong with the process
+itself, and another attempt goes on from a checkpoint."""
+
+_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2, ServerLost: SERVER_LOST}
 
 
 def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool = False) -> int:
@@ -92,7 +97,10 @@ def _hook(script: str, task: Task | None, debug: bool) -> Callable[..., None]:
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of a process that an error ends: 2 says that another attempt would end in the same way."""
+    """The exit code of a process that an error ends.
+
+    2 says that another attempt would end in the same way, `SERVER_LOST` that another process is to blame.
+    """
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
 
 

@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,10 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
     if lifeline:
         _hold_lifeline(loop, stopped)
     # Rounds do not wait for a disk: what is written to it has a thread of its own.
-    with ThreadPoolExecutor(1, "arrays") as pool, ThreadPoolExecutor(1, "files") as files:
+    async with (
+        _thread(config, "arrays", "computes") as pool,
+        _thread(config, "files", "writes or reads a file") as files,
+    ):
         core = Core(
             server=config.task.index,
             incarnation=secrets.randbits(64),
@@ -210,6 +213,28 @@ def summary(status: ServerStatus) -> str:
     """What a server holds, on one line."""
     last = "no round" if status.round < 0 else f"round {status.round}"
     return f"{status.variables} variables, {human(status.nbytes)} of them here, after {last} on {status.device}"
+
+
+@contextlib.asynccontextmanager
+async def _thread(config: ServerConfig, name: str, does: str) -> AsyncIterator[ThreadPoolExecutor]:
+    """A thread for work, which is waited for in the end: nothing can interrupt it.
+
+    A disk that hangs is waited for as long as it takes; this is said, and then a second signal kills the process.
+
+    Args:
+        config: of the server.
+        name: of the thread.
+        does: what its work does, for the log.
+    """
+    pool = ThreadPoolExecutor(1, name)
+    try:
+        yield pool
+    finally:
+        ended = asyncio.get_running_loop().run_in_executor(None, pool.shutdown)
+        while not (await asyncio.wait([ended], timeout=config.timeouts.word))[0]:
+            log.warning("%s ends when it is done: it still %s; another signal kills it", config.task, does)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
 
 
 async def _until_end(core: Core, stopped: asyncio.Event, alone: float) -> None:

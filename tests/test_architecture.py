@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import waits
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pswire", "psserver", "psclient")
 
@@ -248,6 +250,44 @@ def test_the_face_is_a_table_of_contents(package):
     }
     assert {name for name in imported if not name.startswith("_")} <= set(listed)
     assert not [name for name in listed if not hasattr(face, name)]
+
+
+def may_wait(call: ast.Call) -> bool:
+    """Whether a call may last until another thread or process has done something, by its name."""
+    match call.func:
+        case ast.Name(id=name):
+            return name in ("wait", "sleep", "ThreadPoolExecutor")  # leaving an executor waits for its work
+        case ast.Attribute(value=owner, attr="join"):
+            return not isinstance(owner, ast.Constant | ast.JoinedStr) and ast.unparse(owner) != "os.path"
+        case ast.Attribute(attr="poll"):
+            return bool(call.args)
+        case ast.Attribute(attr="select"):
+            return len(call.args) < 2
+        case ast.Attribute(attr=name):
+            return name in ("wait", "wait_for", "result", "sleep", "shutdown", "ThreadPoolExecutor")
+    return False
+
+
+def waiting_functions(module: str) -> set[str]:
+    """The functions of a module, by their whole names, with a call that may wait; those inside count as the outer."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST, name: str, inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Call) and may_wait(child):
+                found.add(name)
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            named = (function or isinstance(child, ast.ClassDef)) and not inside
+            visit(child, f"{name}.{child.name}" if named else name, inside or function)
+
+    visit(tree_of(module), module, False)
+    return found
+
+
+def test_every_wait_is_tried():
+    """A call that waits says for whom, and a test hears it; or there is a reason why nobody has to be told."""
+    assert not waits.TRIED.keys() & waits.BRIEF.keys()
+    assert set().union(*map(waiting_functions, MODULES)) == waits.TRIED.keys() | waits.BRIEF.keys()
 
 
 READ_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".yaml", ".yml", ".proto", ".cfg", ".txt"}

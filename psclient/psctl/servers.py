@@ -10,7 +10,7 @@ from psclient.psctl.settings import Cluster, Settings
 from psclient.rpc import RemoteServer
 from psclient.threads import Threads
 from pswire.cluster import Task
-from pswire.errors import ConfigError, PSError
+from pswire.errors import ConfigError, PSError, Unreachable
 from pswire.limits import Timeouts
 from pswire.log import Created, Entry
 from pswire.security import Security
@@ -56,7 +56,7 @@ class Servers:
     """
 
     def __init__(self, cluster: Cluster, seconds: float, security: Security) -> None:
-        timeouts = Timeouts(call=seconds, lease=2 * seconds)
+        timeouts = Timeouts(call=seconds, round=seconds, lease=2 * seconds)
         self._remote = [
             RemoteServer(address, task, timeouts, security=security) for task, address in cluster.servers.items()
         ]
@@ -88,7 +88,10 @@ class Servers:
         entries: list[Entry] = []
         while True:
             # A long log comes in several answers; one of another job, from its beginning.
-            watched = server.watch(NOBODY, len(entries), 0).result(self._seconds)
+            try:
+                watched = server.watch(NOBODY, len(entries), 0).result(self._seconds)
+            except TimeoutError:
+                raise Unreachable(f"no answer for {self._seconds:g} s", str(server.task)) from None
             if not watched.entries:
                 break
             entries = [*entries[: watched.start], *watched.entries]

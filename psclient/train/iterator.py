@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
+from psclient.config import timeouts_from
+from psclient.reminder import Reminder
 from pswire.places import Place, place
 from pswire.saved import Found
 
@@ -23,7 +25,8 @@ def checkpoints_iterator(
 ) -> Iterator[str]:
     """Yields the newest checkpoint in a directory, and waits for another one; those in between are left out.
 
-    In any context; no servers are asked, so the directory is one of this process.
+    In any context; no servers are asked, so the directory is one of this process. The log says every
+    `PS_TIMEOUT_WORD` for what it waits.
 
     Source: `tf.train.checkpoints_iterator`.
 
@@ -42,8 +45,13 @@ def checkpoints_iterator(
     """
     last: str | None = None
     directory = place(checkpoint_dir)
+    reminder = Reminder(
+        timeouts_from().word,
+        lambda: log.warning("waits for a job to save a checkpoint in %s, after %s", checkpoint_dir, last or "none"),
+    )
     while True:
-        found = _next(directory, last, timeout)
+        reminder.begin()
+        found = _next(directory, last, timeout, reminder)
         if found:
             began, last = time.monotonic(), found
             yield f"{checkpoint_dir.rstrip('/')}/{found}"
@@ -53,7 +61,7 @@ def checkpoints_iterator(
             return
 
 
-def _next(directory: Place, last: str | None, timeout: float | None) -> str | None:
+def _next(directory: Place, last: str | None, timeout: float | None, reminder: Reminder) -> str | None:
     """The name of the newest checkpoint once it is another one than the last; None after the timeout."""
     end = None if timeout is None else time.monotonic() + timeout
     while (found := Found.within(directory).latest) in (None, last):
@@ -61,4 +69,5 @@ def _next(directory: Place, last: str | None, timeout: float | None) -> str | No
         if left <= 0:
             return None
         time.sleep(left)
+        reminder.look()
     return found

@@ -21,8 +21,10 @@ from psclient import TFConfigClusterResolver
 from psclient.cli import command as psworker
 from psclient.cluster_resolver import task_of
 from psclient.psctl.cli import command as psctl
+from psclient.runner import SERVER_LOST, code_of
 from psserver.cli import command as psserver
 from pswire.cluster import parse_tf_config
+from pswire.errors import ConfigError
 from pswire.security import task_name
 from tests.support.manifests import Manifest, Pod, containers, expanded, pods, render, templates
 
@@ -210,6 +212,25 @@ def test_policies_select_the_pods(variant: str) -> None:
         assert jobs == ({"ps", "worker", "chief"} if name == "tasks" else {name})
         if item["kind"] == "PodDisruptionBudget":
             assert 0 < spec["minAvailable"] <= len(selected)
+
+
+@every_variant
+def test_what_follows_from_a_lost_server_counts_for_nobody(variant: str) -> None:
+    """Jobs of clients ignore the exit code that says it; a wrong setting ends each job. TFJob looks at no code."""
+    for item in rendered(variant):
+        for job in [item, *(each["template"] for each in item.get("spec", {}).get("replicatedJobs", ()))]:
+            if "podFailurePolicy" not in job.get("spec", {}):
+                continue
+            (container,) = job["spec"]["template"]["spec"]["containers"]
+            rules = job["spec"]["podFailurePolicy"]["rules"]
+            codes = {rule["onExitCodes"]["values"][0]: rule for rule in rules if "onExitCodes" in rule}
+            actions = {code: rule["action"] for code, rule in codes.items()}
+            client = {SERVER_LOST: "Ignore"} if container["command"] == ["psworker"] else {}
+            assert actions == {code_of(ConfigError("")): "FailJob"} | client
+            assert {rule["onExitCodes"]["containerName"] for rule in codes.values()} == {container["name"]}
+    if variant == "tfjob":
+        (job,) = [item for item in rendered(variant) if item["kind"] == "TFJob"]
+        assert {spec["restartPolicy"] for spec in job["spec"]["tfReplicaSpecs"].values()} == {"OnFailure"}
 
 
 def test_servers_end_for_good_but_in_the_base() -> None:

@@ -10,6 +10,7 @@ import pytest
 import psclient as ps
 from psclient.chief import Chief
 from psclient.rpc import connect
+from psclient.runner import SERVER_LOST
 from psserver.config import ServerConfig
 from psserver.server import ServerThread
 from pswire.cluster import ClusterSpec
@@ -69,7 +70,7 @@ def test_what_is_left_of_a_job_whose_server_died_ends(tmp_path):
         job.hear(W0, "at")
         job.kill(PS1)
         job.open("on")
-        assert [job.exited(task) for task in (W0, CHIEF, PS0)] == [1, 1, 0]
+        assert [job.exited(task) for task in (W0, CHIEF, PS0)] == [SERVER_LOST, SERVER_LOST, 0]
 
 
 def test_worker_0_as_chief_does_not_wait_for_ever(tmp_path):

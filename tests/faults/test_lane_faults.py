@@ -14,6 +14,7 @@ import pytest
 
 import psclient as ps
 from psclient import lanes as client_lanes
+from psclient.runner import SERVER_LOST
 from pswire.lanes import LaneName
 from pswire.lanes.sockets import HEAD
 from pswire.limits import PART_BYTES
@@ -277,7 +278,7 @@ def test_a_server_that_is_lost(tmp_path, name, number):
             assert time.monotonic() - began < LEASE + MARGIN
         job.open("go")
         for task in (W0, W1, CHIEF):
-            assert job.exited(task) == 1
+            assert job.exited(task) == SERVER_LOST
         job.kill(PS1)
         with ExitStack() as stack:
             Site(stack, "shm", elements=4)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from psclient.runner import SERVER_LOST
 from tests.support.inside import DIRECTORY, ME, add_all, gate, say
 from tests.support.jobs import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, Job
 
@@ -64,8 +65,8 @@ def test_a_server_that_is_lost(tmp_path, server):
         job.open("go")
         for task in (W0, W1):
             assert job.hear(task, "lost")[0] == str(server)
-            assert job.exited(task) == 1
-        assert job.exited(CHIEF) == 1
+            assert job.exited(task) == SERVER_LOST
+        assert job.exited(CHIEF) == SERVER_LOST
         assert not job.said(W0, "sums")
 
 
@@ -104,7 +105,7 @@ def test_a_server_that_is_silent_for_too_long_is_lost(tmp_path, server):
         for task in (W0, W1):
             assert job.hear(task, "lost")[0] == str(server)
         for task in (W0, W1, CHIEF):
-            assert job.exited(task) == 1
+            assert job.exited(task) == SERVER_LOST
         job.kill(server, signal.SIGCONT)
         for task in (CHIEF, W0, W1):
             job.start(task)
@@ -143,7 +144,7 @@ def test_who_opens_its_sessions_learns_that_a_server_is_lost(tmp_path):
             began = time.monotonic()
             job.hear_error(W1, f"error: {PS1}: was lost")
             assert time.monotonic() - began < QUICK.lease + MARGIN
-            assert job.exited(W1) == 1
+            assert job.exited(W1) == SERVER_LOST
             # It has said goodbye, to the server that is there.
             sessions = [s.state for s in keeper.status().sessions if s.member.task == W1]
             assert sessions[-1] == "failed"
@@ -164,7 +165,7 @@ def test_a_server_that_is_replaced(tmp_path, server):
         for task in (W0, W1):
             assert job.hear(task, "lost")[0] == str(server)
         for task in (W0, W1, CHIEF):
-            assert job.exited(task) == 1
+            assert job.exited(task) == SERVER_LOST
         job.start(W1)
         job.hear_error(W1, "waits for a chief to begin the job")
         job.start(CHIEF)

@@ -291,7 +291,7 @@ def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
         late = Process(job, B, "sync", timeouts=short)
         with pytest.raises(RoundTimeout, match=f"worker/task:1 came late .* did not come to {place} again.* once"):
             late.group.enter(entry)
-        assert f"waits to be taken in when the others come to {place}" in caplog.text
+        assert f"waits to be taken in when {A} come to {place}" in caplog.text
         one.session.check()
         assert [state.entry for state in one.session.look().sessions if state.member.task == B] == [entry]
         late.session.leave("it gave up")

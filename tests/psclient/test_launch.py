@@ -194,6 +194,21 @@ def test_the_one_to_blame_is_shown(script):
     assert outcome.report.endswith("KeyError: 'cause'")
 
 
+def test_who_says_that_a_server_was_lost_is_not_to_blame(script, monkeypatch):
+    """It may end first, and the report is about another that failed, whatever that one printed."""
+    monkeypatch.setattr(launch, "SETTLE_SECONDS", 5.0)
+    text = (
+        "import pathlib\nfrom pswire.errors import ServerLost\nlost = pathlib.Path(__file__).with_suffix('.lost')\n"
+        "if me == 0:\n    lost.write_text(str(os.getpid()))\n    raise ServerLost('was lost', '/job:ps/task:0')\n"
+        "while not lost.exists() or not (other := lost.read_text()):\n    time.sleep(0.01)\n"
+        "while (stat := pathlib.Path('/proc', other, 'stat')).exists() and ') Z ' not in stat.read_text():\n"
+        "    time.sleep(0.01)\n"
+        "time.sleep(0.2)\nsys.exit(3)"
+    )
+    outcome, _ = run(script(text))
+    assert (outcome.task, outcome.code) == (Task("worker", 1), 3)
+
+
 def test_a_failed_worker_is_replaced(script, tmp_path):
     """With restarts a failure is not the end; the replacement is the same task."""
     text = (

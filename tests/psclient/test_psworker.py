@@ -50,6 +50,15 @@ def test_an_error_of_ours_is_one_line_with_the_user_s_line(tmp_path):
     assert done.stderr == expected
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [("ServerLost", 75), ("Fenced", 1), ("Forbidden", 2), ("ConfigError", 2), ("Abandoned", 1)]
+)
+def test_the_code_says_whether_another_attempt_helps(tmp_path, error, code):
+    """2 that none will, 75 that this process is not to blame and that the next attempt goes on from a checkpoint."""
+    text = f"import psclient as ps\nraise ps.errors.{error}('so it is')"
+    assert psworker(write(tmp_path, text), cwd=tmp_path, tf_config=WORKER).returncode == code
+
+
 def test_debug_shows_it_all(tmp_path):
     """With --debug the same error has its traceback, from the script on."""
     text = "from pswire.cluster import Task\nTask.parse('nonsense')"
@@ -83,11 +92,18 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
         (["--ps", "2", "x.py"], "", "--ps describes a local cluster; add --standalone"),
         (["--standalone", "x.py"], "", "there is no script 'x.py'"),
         (["--standalone", "--ps", "0"], "", "--ps"),
+        (["--standalone"], "", "needs a script; write psworker --standalone [OPTIONS] SCRIPT [ARGS]"),
+        (
+            ["--config", "bare.yaml"],
+            "",
+            "write psworker --config bare.yaml [OPTIONS] SCRIPT [ARGS], or `script: SCRIPT`",
+        ),
         (["--config", "none.yaml"], "", "cannot read none.yaml"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, args, tf_config, said):
     """What is wrong is said in one line, with exit code 2."""
+    (tmp_path / "bare.yaml").write_text("ps: 2\n", encoding="utf-8")
     done = psworker(*args, cwd=tmp_path, tf_config=tf_config)
     assert done.returncode == 2
     assert done.stderr.startswith("psworker: ")

@@ -1,0 +1,134 @@
+"""What the launcher's restarts are for: each cause costs one, and what follows from it none."""
+
+from __future__ import annotations
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient.launch import Outcome
+from psclient.runner import SERVER_LOST
+from tests.support.inside import DIRECTORY, ME, add_all, gate, say
+from tests.support.jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, Job
+
+
+def count(rounds):
+    """Rounds on both servers; the first process of each task stops at a gate in their middle."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v, u = (ps.Variable(np.zeros(4), name=name) for name in "vu")
+    marker = DIRECTORY / f"came-{ME}"
+    first = not marker.exists()
+    marker.touch()
+    while strategy.round < rounds:
+        if strategy.round == 3 and first:
+            say("at")
+            gate("go")
+        strategy.run(lambda: add_all([(v, np.ones(4)), (u, np.ones(4))]))
+    say("sums", [float(v[0]), float(u[0])])
+
+
+KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
+
+
+def replaced(job, task):
+    """What the launcher has said of a task's replacements."""
+    return [line.partition(f"{task} ")[2] for line in job.errors(task).splitlines() if "replaced, " in line]
+
+
+FOLLOWED = [f"ended because a server was lost (exit code {SERVER_LOST}); replaced, at no cost"]
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        pytest.param(signal.SIGKILL, "killed by SIGKILL", id="killed"),
+        pytest.param(signal.SIGTERM, "exit code 0", id="ended"),
+        pytest.param(signal.SIGSTOP, "it does not answer", id="silent"),
+    ],
+)
+def test_a_server_s_loss_costs_one_restart(tmp_path, number, how):
+    """However many processes end because of it, and whether its process has failed, ended in good order, or hangs."""
+    with Job(count, tmp_path, (8,), **{**KEYS, "restarts": 1}) as job:
+        for task in (W0, W1):
+            job.hear(task, "at")
+        job.kill(PS1, number)
+        job.open("go")
+        job.finish()
+        for task in (W0, W1):
+            assert job.said(task, "sums") == [[16.0, 16.0]]
+        assert replaced(job, PS1) == [f"failed ({how}); replaced, 0 restarts left"]
+        assert replaced(job, PS0) == []
+        assert [replaced(job, task) for task in (W0, W1, CHIEF)] == [FOLLOWED] * 3
+
+
+@pytest.mark.parametrize(
+    ("killed", "blamed"),
+    [
+        pytest.param((PS0, PS1), {PS0, PS1}, id="two servers"),
+        pytest.param((PS1, W1), {PS1, W1}, id="a server and a worker", marks=pytest.mark.soak),
+    ],
+)
+def test_what_fails_by_itself_counts(tmp_path, killed, blamed):
+    """Two that are killed at once are two causes: one restart is not enough, and the report is about one of the two."""
+    with Job(count, tmp_path, (8,), **{**KEYS, "restarts": 1}) as job:
+        for task in (W0, W1):
+            job.hear(task, "at")
+        for task in killed:
+            job.kill(task)
+        outcome = job.cluster.wait(SECONDS)
+        assert outcome.code == 128 + signal.SIGKILL
+        assert outcome.task in blamed
+
+
+def again(rounds):
+    """Rounds without an end in a test's time; each process says when it has made a few."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v, u = (ps.Variable(np.zeros(4), name=name) for name in "vu")
+    while strategy.round < rounds:
+        if strategy.round == 3:
+            say("at")
+        strategy.run(lambda: add_all([(v, np.ones(4)), (u, np.ones(4))]))
+
+
+def test_a_server_that_dies_again_and_again_ends_the_cluster(tmp_path):
+    """Each death costs a restart; the report is about the server, and not about those that it takes with it."""
+    with (
+        Job(again, tmp_path, (1_000_000,), **{**KEYS, "restarts": 2}) as job,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        outcome = pool.submit(job.cluster.wait, SECONDS)
+        for life in (1, 2, 3):
+            job.until(lambda life=life: all(len(job.said(task, "at")) == life for task in (W0, W1)))
+            job.kill(PS0)
+        assert outcome.result() == Outcome(128 + signal.SIGKILL, PS0, outcome.result().report)
+        assert outcome.result().report.startswith(f"psworker: {PS0} failed (killed by SIGKILL):")
+        costs = [f"failed (killed by SIGKILL); replaced, {left} restarts left" for left in (1, 0)]
+        assert replaced(job, PS0) == costs
+
+
+def lose(lives):
+    """No server is lost, and each process says so all the same, as often as it may live."""
+    marker = DIRECTORY / f"lives-{ME}"
+    lived = len(marker.read_text()) if marker.exists() else 0
+    marker.write_text("." * (lived + 1))
+    if lived < lives:
+        raise ps.errors.ServerLost("was lost", "/job:ps/task:0")
+
+
+@pytest.mark.parametrize(
+    ("lives", "code"),
+    [pytest.param(1, 0, id="once", marks=pytest.mark.soak), pytest.param(2, SERVER_LOST, id="twice")],
+)
+def test_a_client_that_loses_a_server_which_answers_counts_itself(tmp_path, monkeypatch, lives, code):
+    """For all that lose one at the time; who loses one in its next life as well counts again."""
+    monkeypatch.setattr("psclient.launch.LEAVE_SECONDS", 0.1)  # no job begins: servers wait for one
+    with Job(lose, tmp_path, (lives,), ps=1, workers=3, restarts=1) as job:
+        assert job.cluster.wait(SECONDS).code == code
+        left = [line for task in (W0, W1, W2) for line in replaced(job, task)]
+        assert sorted(left)[0::3] == FOLLOWED[:1]
+        assert sum("restarts left" in line for line in left) == 1

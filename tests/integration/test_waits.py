@@ -1,0 +1,463 @@
+"""Every wait names whom it waits for: each of them, on real servers, with threads in place of other processes.
+
+A wait is a generator: it brings the wait about, yields what the log is to say meanwhile, and then lets the other come.
+`tests/support/waits.py` has which calls of the code they stand for.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient.chief import Chief
+from psclient.launch import Cluster
+from psclient.processes import await_listening
+from psclient.rpc import RemoteServer, connect
+from psserver.config import ServerConfig
+from psserver.server import ServerThread
+from pswire.cluster import ClusterSpec, Task
+from pswire.limits import Timeouts
+from tests.support.checkpoints import write_checkpoint
+from tests.support.inside import add
+from tests.support.rig import SOON, core, eventually
+from tests.support.waits import TRIED
+
+CHIEF, PS0 = Task("chief", 0), Task("ps", 0)
+W0, W1 = Task("worker", 0), Task("worker", 1)
+
+PATIENT = Timeouts(beat=0.1, call=SOON, round=SOON, word=0.05, chief=SOON, start=SOON)
+"""Waits end when the other comes."""
+
+HASTY = replace(PATIENT, round=0.5, chief=0.5, start=0.5, alone=0.5, first=0.5)
+"""Waits end at their deadlines."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What is heard of a wait.
+
+    Attributes:
+        word: in the log, while it lasts.
+        late: in the error with which it ends at its deadline, a pattern; "" where it may last for ever.
+    """
+
+    word: str
+    late: str = ""
+
+
+class Site:
+    """One server, and threads that are the other processes of a job; a context manager that waits for all of them.
+
+    Args:
+        directory: of the checkpoints.
+        timeouts: of all of them.
+    """
+
+    def __init__(self, directory: Path, timeouts: Timeouts) -> None:
+        self.directory = directory
+        self.timeouts = timeouts
+        self.lines: list[str] = []
+        """What is printed by processes, where there are some."""
+        self.results: list[Future[Any]] = []
+        self.ends: list[Callable[[], object]] = []
+        """What lets everybody go on who waits for the test."""
+
+    def __enter__(self) -> Site:
+        self._stack = ExitStack()
+        # Work of the server runs in threads of its own, which a test can keep busy.
+        self._arrays, self._files = (self._stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        behind = core(root=self.directory, submit=self._arrays.submit, files=self._files.submit)
+        self._stack.callback(behind.close)
+        thread = self._stack.enter_context(ServerThread(behind, ServerConfig(behind.task), grace=0.0))
+        self.address = thread.address
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(8))  # last: who is there takes its leave
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        for end in self.ends:
+            end()
+        self._stack.close()
+
+    def gate(self) -> threading.Event:
+        """Something that a thread waits for, until the test sets it."""
+        event = threading.Event()
+        self.ends.append(event.set)
+        return event
+
+    def busy(self, kind: str) -> threading.Event:
+        """Keeps the server's thread for "arrays" or "files" busy until the test sets what it returns."""
+        gate = self.gate()
+        {"arrays": self._arrays, "files": self._files}[kind].submit(gate.wait)
+        return gate
+
+    def start(self, work: Callable[[], Any]) -> Future[Any]:
+        """Does something in a thread; it has to end well."""
+        future = self._pool.submit(work)
+        self.results.append(future)
+        return future
+
+    def spawn(self, program: str, **pipes: int) -> Any:
+        """A process that waits for a line on its stdin, and is killed in the end."""
+        command = [sys.executable, "-c", program]
+        process = self._stack.enter_context(subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, **pipes))
+        self.ends.append(process.kill)
+        return process
+
+    def cluster(self, *chief: str) -> ClusterSpec:
+        """Two workers, the server, and perhaps a chief."""
+        jobs = {"ps": (self.address,), "worker": ("x:1", "x:2")}
+        return ClusterSpec(jobs | ({"chief": chief} if chief else {}))
+
+    def work(self, task: Task, script: Callable[[ps.ParameterServerStrategy], object], *chief: str) -> Future[Any]:
+        """A worker that runs a script, which is given its strategy."""
+        resolver = ps.SimpleClusterResolver(self.cluster(*chief), task_type=task.job, task_id=task.index)
+
+        def run() -> None:
+            with ps.ParameterServerStrategy(cluster_resolver=resolver, timeouts=self.timeouts) as strategy:
+                script(strategy)
+
+        return self.start(run)
+
+    def drive(self) -> Chief:
+        """A chief that only drives, until it is stopped or the job is over."""
+        cluster = self.cluster("x:3")
+        chief = Chief(CHIEF, connect(cluster, self.timeouts), cluster, self.timeouts)
+        self.ends.append(lambda: chief.stop(abandon=True))
+        self.start(chief.drive)
+        return chief
+
+
+def variable(strategy: Any, name: str = "v") -> Any:
+    with strategy.scope():
+        return ps.Variable(np.zeros(4), name=name)
+
+
+def step(strategy: Any) -> None:
+    """One round."""
+    add_to(strategy, variable(strategy))
+
+
+def add_to(strategy: Any, v: Any) -> None:
+    strategy.run(lambda: add(v, np.ones(4)))
+
+
+# ---- The waits ----
+
+
+def nothing(strategy: Any) -> None:
+    """A script that ends at once."""
+
+
+def for_a_chief(site: Site) -> Iterator[Said]:
+    site.work(W0, nothing, "x:3")
+    yield Said(f"{W0} waits for a chief to begin the job", "no chief began the job within .* start the chief task")
+    site.drive()
+    site.work(W1, nothing, "x:3")
+
+
+def for_workers(site: Site) -> Iterator[Said]:
+    """A chief without a script."""
+    site.drive()
+    never = f"{W0} (never came), {W1} (never came)"
+    yield Said(f"{CHIEF} drives the job, and waits for {never}", f"{W0} never came, {W1} never came. The job is given")
+    for task in (W0, W1):
+        site.work(task, nothing, "x:3")
+
+
+def for_a_worker_that_starts(site: Site) -> Iterator[Said]:
+    site.work(W0, step)
+    yield Said(f"{W0} waits for {W1} to start", f"are all of {W0}, {W1} and the chief running")
+    site.work(W1, step)
+
+
+def for_a_worker_in_a_round(site: Site) -> Iterator[Said]:
+    gate = site.gate()
+    site.work(W0, step)
+    site.work(W1, lambda strategy: (v := variable(strategy), gate.wait(), add_to(strategy, v)))
+    yield Said(f"{W0} waits in round 0 for {W1}")
+    gate.set()
+
+
+def for_approval(site: Site) -> Iterator[Said]:
+    """Of a section that is new, while no chief is there."""
+    gate, chief = site.gate(), site.drive()
+
+    def script(strategy: Any) -> None:
+        step(strategy)
+        met.wait()
+        gate.wait()
+        strategy.reduce("sum", 1.0, axis=None)
+
+    met = threading.Barrier(3)
+    for task in (W0, W1):
+        site.work(task, script, "x:3")
+    met.wait(SOON)
+    chief.stop(abandon=True)
+    eventually(site.results[0].done)
+    gate.set()
+    yield Said(f"{W0} waits in round 1 for the chief")
+    site.drive()
+
+
+def for_the_others_to_take_it_in(site: Site) -> Iterator[Said]:
+    """Who comes to a running job."""
+    gate, went = site.gate(), site.gate()
+
+    def fails(strategy: Any) -> None:
+        step(strategy)
+        raise InterruptedError
+
+    def goes_on(strategy: Any) -> None:
+        v = variable(strategy)
+        while strategy.round < 6:
+            if strategy.round == 1:
+                went.set()
+                gate.wait()
+            add_to(strategy, v)
+
+    site.work(W0, goes_on)
+    failed = site.work(W1, fails)
+    assert isinstance(failed.exception(SOON), InterruptedError)
+    site.results.remove(failed)
+    assert went.wait(SOON)
+    site.work(W1, goes_on)
+    yield Said(f"{W1} waits to be taken in when {W0} come to the section that it begins with", f"{W1} came late and")
+    gate.set()
+
+
+def for_a_value(site: Site) -> Iterator[Said]:
+    """That a variable has."""
+    gate = site.gate()
+    for task in (W0, W1):
+        site.work(task, lambda strategy: (variable(strategy), gate.wait(), variable(strategy, "u").numpy()))
+    free = site.busy("arrays")
+    gate.set()
+    yield Said(f"{W0} waits for variable 'u' of {PS0}")
+    free.set()
+
+
+def save(strategy: Any) -> None:
+    checkpoint = ps.train.Checkpoint(v=variable(strategy))
+    checkpoint.save("run/ckpt", ps.train.CheckpointOptions(enable_async=False))
+
+
+def for_a_checkpoint_to_be_written(site: Site) -> Iterator[Said]:
+    free = site.busy("files")
+    for task in (W0, W1):
+        site.work(task, save)
+    yield Said(f"{W0} waits for {PS0} to complete a checkpoint", "the checkpoint was not complete in time")
+    free.set()
+
+
+def for_a_shard(site: Site) -> Iterator[Said]:
+    """As the chief does, behind everybody's back."""
+    free = site.busy("files")
+    for task in (W0, W1):
+        site.work(task, save)
+    yield Said(f"{PS0} still writes its part of a checkpoint")
+    free.set()
+
+
+def for_a_checkpoint_to_be_read(site: Site) -> Iterator[Said]:
+    write_checkpoint(site.directory / "run" / "ckpt-1", {"v": np.zeros(4)})
+    gate, free = site.gate(), site.busy("files")
+    for task in (W0, W1):
+        site.work(task, lambda strategy: ps.train.Checkpoint(v=variable(strategy)).restore("run").expect_partial())
+    yield Said(f"{W0} waits for {PS0} to read 'run", f"{PS0}: restoring 'run")
+    gate.set()
+    free.set()
+
+
+def for_who_saves(site: Site) -> Iterator[Said]:
+    """One process says what a checkpoint has; the others wait in the same round."""
+    gate = site.gate()
+    site.work(W0, lambda strategy: (step(strategy), gate.wait(), save(strategy)))
+    site.work(W1, lambda strategy: (step(strategy), save(strategy)))
+    yield Said(f"{W1} waits in round 1 for {W0}")
+    gate.set()
+
+
+def for_others_that_never_came(site: Site) -> Iterator[Said]:
+    """At its end, who drives beside its own script, which made no round."""
+    site.work(W0, nothing)
+    yield Said(f"{W0} has done its part, and drives the job on: waits for {W1} (never came)", f"{W1} never came. The j")
+    site.work(W1, nothing)
+
+
+def for_others_to_leave(site: Site) -> Iterator[Said]:
+    gate = site.gate()
+    site.work(W1, lambda strategy: gate.wait())
+    site.work(W0, nothing)
+    yield Said(f"{W0} has done its part, and drives the job on: waits for {W1} (still here)")
+    gate.set()
+
+
+def for_a_server_that_answers(site: Site) -> Iterator[Said]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = RemoteServer(f"127.0.0.1:{port}", PS0, site.timeouts)
+    site.start(lambda: server.open(W0, 1, 0, False))
+    yield Said(f"no answer from {PS0} at 127.0.0.1:{port}", f"{PS0}: no answer at 127.0.0.1:{port}")
+    behind = core()
+    with ServerThread(behind, ServerConfig(behind.task, port=port), grace=0.0):
+        site.results[-1].result(SOON)
+        server.close()
+    behind.close()
+
+
+def for_a_server_that_listens(site: Site) -> Iterator[Said]:
+    """Which whoever started it waits for."""
+    program = "import sys\nsys.stdin.readline()\nprint('psserver listening on x:1')"
+    process = site.spawn(program, stdout=subprocess.PIPE)
+    site.start(lambda: await_listening(process, PS0, site.timeouts))
+    yield Said(f"waits for {PS0} to listen", f"{PS0}: the server did not listen within")
+    process.stdin.write(b"\n")
+
+
+def for_a_script_of_a_cluster(site: Site) -> Iterator[Said]:
+    """The launcher, once another has ended."""
+    (site.directory / "script.py").write_text(
+        "import json, os, pathlib, time\nme = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
+        "while me and not pathlib.Path(__file__).with_name('over').exists(): time.sleep(0.01)\n"
+    )
+    keys = {"script": str(site.directory / "script.py"), "chief": "none", "workers": 2, "timeouts": site.timeouts}
+    cluster = Cluster(sink=lambda line: site.lines.append(line.text), **keys)
+    site.ends.append((site.directory / "over").touch)
+
+    def run() -> None:
+        with cluster:
+            assert cluster.wait(SOON).code == 0
+
+    site.start(run)
+    yield Said(f"psworker: waits for {W1} to end; all other scripts have")
+    (site.directory / "over").touch()
+
+
+def for_a_newer_checkpoint(site: Site) -> Iterator[Said]:
+    """An evaluator; only its directory is known."""
+    directory = site.directory / "run"
+    deadline = 0.5 if site.timeouts is HASTY else None
+    site.start(lambda: next(ps.train.checkpoints_iterator(str(directory), timeout=deadline)))
+    yield Said(f"waits for a job to save a checkpoint in {directory}, after none")
+    write_checkpoint(directory / "ckpt-1", {"v": np.zeros(4)})
+
+
+DRAIN = """
+import asyncio, sys
+from psserver.cli import _thread
+from psserver.config import ServerConfig
+from pswire import logs
+from pswire.cluster import Task
+from pswire.limits import Timeouts
+
+async def serve():
+    async with _thread(ServerConfig(Task("ps", 0), timeouts=Timeouts(word=0.05)), "files", "writes a file") as files:
+        files.submit(sys.stdin.readline)
+
+logs.configure("text", "info")
+asyncio.run(serve())
+"""
+
+
+def for_a_disk(site: Site) -> Iterator[Said]:
+    """A server that ends while it writes."""
+    process = site.spawn(DRAIN, stderr=subprocess.PIPE)
+    site.start(lambda: [site.lines.append(line.decode()) for line in process.stderr])
+    yield Said(f"{PS0} ends when it is done: it still writes a file; another signal kills it")
+    process.stdin.write(b"\n")
+    assert process.wait(SOON) == 0
+
+
+WAITS = [
+    for_a_chief,
+    for_workers,
+    for_a_worker_that_starts,
+    for_a_worker_in_a_round,
+    for_approval,
+    for_the_others_to_take_it_in,
+    for_a_value,
+    for_a_checkpoint_to_be_written,
+    for_a_shard,
+    for_a_checkpoint_to_be_read,
+    for_who_saves,
+    for_others_that_never_came,
+    for_others_to_leave,
+    for_a_server_that_answers,
+    for_a_server_that_listens,
+    for_a_script_of_a_cluster,
+    for_a_newer_checkpoint,
+    for_a_disk,
+]
+
+every_wait = pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.__name__)
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog, monkeypatch):
+    """What background work says is no warning."""
+    caplog.set_level("INFO")
+    monkeypatch.setenv("PS_TIMEOUT_WORD", str(PATIENT.word))
+    monkeypatch.setattr("psclient.launch.LEAVE_SECONDS", 0.1)  # servers wait for a job that never begins
+
+
+def named(site: Site, caplog: pytest.LogCaptureFixture, text: str) -> bool:
+    return text in caplog.text or any(text in line for line in site.lines)
+
+
+@every_wait
+def test_it_names_whom_it_waits_for_and_ends_when_that_one_comes(tmp_path, caplog, wait):
+    """Again and again, as often as `Timeouts.word` says."""
+    with Site(tmp_path, PATIENT) as site:
+        steps = wait(site)
+        said = next(steps)
+        eventually(lambda: named(site, caplog, said.word))
+        assert next(steps, None) is None
+        for result in site.results:
+            result.result(SOON)
+
+
+LATE = [for_a_chief, for_workers, for_a_worker_that_starts, for_a_checkpoint_to_be_written]
+LATE += [for_a_checkpoint_to_be_read, for_others_that_never_came, for_a_server_that_answers, for_a_server_that_listens]
+
+
+@pytest.mark.parametrize("wait", LATE, ids=lambda wait: wait.__name__)
+def test_at_its_deadline_it_ends_with_an_error_that_names_it(tmp_path, caplog, wait):
+    """Raised, or where no caller is left said in the log."""
+    with Site(tmp_path, HASTY) as site:
+        said = next(wait(site))
+        assert said.late
+
+        def found() -> bool:
+            errors = [str(result.exception()) for result in site.results if result.done() and result.exception()]
+            return any(re.search(said.late, text) for text in [*errors, caplog.text])
+
+        eventually(found)
+
+
+def test_another_signal_ends_a_server_whose_disk_hangs(tmp_path):
+    """Once it has said for what it waits; nothing else could end it."""
+    with Site(tmp_path, PATIENT) as site:
+        process = site.spawn(DRAIN, stderr=subprocess.PIPE)
+        for _ in range(2):  # it has turned to signals when it says so again
+            assert b"another signal kills it" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SOON) == -signal.SIGTERM
+
+
+def test_the_table_has_every_wait():
+    """And no other: a row that stands for no call any more goes."""
+    assert {wait.__name__ for wait in WAITS} == {name for names in TRIED.values() for name in names}
