@@ -315,7 +315,8 @@ class Chief:
             self._attach()
             while not self._append([Done()]):
                 known = len(self._state.log)
-                self._state.take(self._servers[0].watch(self._session.number, known, 0).result().entries)
+                news = self._servers[0].watch(self._session.number, known, 0)
+                self._state.take(news.result(self._timeouts.call).entries)
             self._copy()
             error = ""
         finally:

@@ -315,7 +315,7 @@ class Core:
             try:
                 if start is not None:
                     self._log.start(start)
-                    self._members.join(self._rounds.members(start.epoch), start.round)
+                    self._members.take_part(self._rounds.members(start.epoch), start.round)
             except Diverged as error:
                 self._members.fail_all(error)
             answers = self._progress()
@@ -351,7 +351,7 @@ class Core:
             self._check_unbroken()
             agreed = self._log.append(index, entries)
             if (epoch := self._rounds.epoch) is not None and epoch.start is not None:
-                self._members.join(epoch.members, -1)
+                self._members.take_part(epoch.members, -1)
             self._members.exclude(self._rounds.fenced)
             if self._log.lost is not None:
                 self._members.fail_all(self._log.lost)

@@ -276,7 +276,7 @@ class Membership:
             newcomers[0].error = newcomer_diverged(newcomers[0].member.task, round, positions)
             self._end(newcomers[0], "failed")
 
-    def join(self, members: Iterable[Member], round: int) -> None:
+    def take_part(self, members: Iterable[Member], round: int) -> None:
         """Notes of those who did not take part before from which round they do; -1 where all begin together."""
         for member in members:
             session = self._sessions.get(member.session)

@@ -391,8 +391,8 @@ def test_states_tell_how_long_it_is_silent(members):
 def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):
     """In the first round that it makes in a group; after that, and where all begin together, it is everyone's end."""
     one, two, new = (opened(members, task) for task in (A, B, C))
-    members.join([Member(A, one, 1), Member(B, two, 1)], -1)
-    members.join([Member(A, one, 1), Member(B, two, 1), Member(C, new, 1)], 4)
+    members.take_part([Member(A, one, 1), Member(B, two, 1)], -1)
+    members.take_part([Member(A, one, 1), Member(B, two, 1), Member(C, new, 1)], 4)
     beat(members, new, 0.0, (4, b"y"))
     beat(members, one, 0.0, (4, b"x"))
     with pytest.raises(
