@@ -304,7 +304,7 @@ class Chief:
         status = self._servers[0].status()
         if not status.incarnations or status.over:
             raise ConfigError("these servers hold no job: nothing is to be discarded")
-        here = [str(s.member.task) for s in status.sessions if is_here(s, self._timeouts.lease)]
+        here = sorted({str(s.member.task) for s in status.sessions if is_here(s, self._timeouts.lease)})
         if here:
             raise ConfigError(f"{', '.join(here)} of the job are here; end these processes first, then discard it")
         self._job = status.job

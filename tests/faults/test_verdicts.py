@@ -12,7 +12,7 @@ import pytest
 
 import psclient as ps
 from tests.support.inside import DIRECTORY, ME, add, add_all, gate, say
-from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, W2, Job
+from tests.support.jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, Job
 
 HASTY = dataclasses.replace(QUICK, round=3 * QUICK.lease)
 """The shortest time for a round that may be set."""
@@ -99,7 +99,7 @@ def test_who_waits_for_a_hung_worker_without_a_chief_is_told_for_whom(tmp_path, 
 
 def outcome(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     """The code of a process that ends by itself, and what it printed on stderr."""
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=SECONDS)
     return process.returncode, errors.decode()
 
 
@@ -132,12 +132,12 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
         environ = os.environ | job.cluster._options.variables()
 
         def end():
-            return subprocess.run(psctl, env=environ, capture_output=True, text=True, timeout=60, check=False)
+            return subprocess.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
 
         job.hear(W0, "at", 5)
         refused = end()
         assert refused.returncode == 2
-        assert f"{W0}, {W1} of the job are here" in refused.stderr
+        assert f"{CHIEF}, {W0}, {W1} of the job are here" in refused.stderr
         for task in (CHIEF, W0, W1):
             job.kill(task)
         with job.server(PS0) as server:

@@ -195,14 +195,17 @@ def test_a_worker_that_dies_and_comes_back(tmp_path, chief, deaths):
 def test_all_workers_die_and_new_ones_come(tmp_path):
     """Training goes on from the live variables and the data's position: every row counts once."""
     stops = [[0, 5, "go"], [1, 5, "go"]]
-    with Job(learn, tmp_path, (80, 4, stops), workers=2, chief="driver", gates=["go"], timeouts=QUICK) as job:
+    keys = {"workers": 2, "chief": "driver", "gates": ["go"], "timeouts": QUICK}
+    with Job(learn, tmp_path, (80, 4, stops), **keys) as job, job.server(PS0) as server:
         for task in (W0, W1):
             job.hear(task, "at", 5)
         for task in (W0, W1):
             job.kill(task)
-        job.open("go")
         for task in (W0, W1):
             job.start(task)
+            job.hear(task, "open")
+        job.until(lambda: len(server.status().epoch.members) == 2)  # else the first may be done before the second comes
+        job.open("go")
         for task in (W0, W1):
             assert job.hear(task, "sums") == exact(range(80))
         assert sorted(rows_taken(job, W0, W1)) == list(range(80))

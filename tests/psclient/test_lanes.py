@@ -372,6 +372,7 @@ def test_close_leaves_nothing(stack: ExitStack, others: set[threading.Thread], n
     before = files(), mappings()
     for _ in range(3):
         server = site.connect(name)
+        site.job.end(WORKERS[-1])
         session = server.open(WORKERS[-1], 1, 0, False).session
         for _ in range(2):
             assert server.pull(session, [site.variables[0].id], -1).result(SOON).payload.whole

@@ -163,7 +163,10 @@ class Attacker:
         self.open()
 
     def open(self) -> None:
-        """Takes part in the job as far as anybody can."""
+        """Takes part in the job as far as anybody can; who was it before has gone."""
+        for state in self.server.status().sessions:
+            if state.member.task == STRANGER and state.state == "open":
+                self.server.leave(state.member.session, "it ended")
         self.session = self.server.open(STRANGER, 1, 0, False).session
 
     # ---- What is well-formed ----

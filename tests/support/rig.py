@@ -186,12 +186,17 @@ class Job:
     def end(self, task: Task, drives: bool = False) -> None:
         """The processes that are a task, or any chief, end: their connections have, for a beat nobody has beaten."""
         first = self.servers.cores[0]
-        if not isinstance(first, Core):
-            return  # a process of its own, which sees for itself
-        with first._lock:
-            for state in first._members.states(self.servers.clock(), drivers=True):
-                if state.drives == drives and (drives or state.member.task == task):
-                    first._members.part(state.member.session, self.servers.clock() - BEAT)
+        sessions = [
+            state.member.session
+            for state in self.verbs[0].status().sessions
+            if state.state == "open" and state.drives == drives and (drives or state.member.task == task)
+        ]
+        for session in sessions:
+            if isinstance(first, Core):
+                with first._lock:
+                    first._members.part(session, self.servers.clock() - BEAT)
+            else:  # in another process, whose clock nobody turns
+                self.verbs[0].leave(session, "it ended")
 
     def append(self, *entries: Entry) -> None:
         """Appends to server 0's log and copies all of it to the others."""
