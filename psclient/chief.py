@@ -585,14 +585,15 @@ class Chief:
 
     def _awaited(self, server: int, plan_id: bytes, future: Future[Shard], manifest: str = "") -> Shard:
         """What a server writes, however long its round and its disk take; who asks again is told of the same."""
+        said = "%s still writes its part of a checkpoint, or waits for its round"
+        reminder = Reminder(self._timeouts.word, lambda: log.info(said, self._servers[server].task))
         while True:
-            if not wait([future], self._timeouts.word).done:
-                log.info("%s still writes its part of a checkpoint, or waits for its round", self._servers[server].task)
-                continue
-            try:
-                return future.result()
-            except RoundTimeout:
-                future = self._ask(server, plan_id, manifest)
+            if wait([future], self._timeouts.word).done:
+                try:
+                    return future.result()
+                except RoundTimeout:
+                    future = self._ask(server, plan_id, manifest)
+            reminder.look()
 
 
 def _fitting(manifest: Manifest) -> str:

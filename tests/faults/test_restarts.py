@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,7 +32,9 @@ def count(rounds):
     say("sums", [float(v[0]), float(u[0])])
 
 
-KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
+TIMEOUTS = dataclasses.replace(QUICK, server=2 * QUICK.lease)
+
+KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": TIMEOUTS, "gates": ["go"]}
 
 
 def replaced(job, task):
