@@ -219,9 +219,9 @@ class Exchange:
             future,
             time.monotonic() + self._limit,
             lambda: RoundTimeout(
-                f"reading {name} took longer than {self._limit:g} s: its server waits for {self._named(server)}"
+                f"reading {name} of {Task('ps', server)}{self._held_up(server)} took longer than {self._limit:g} s"
             ),
-            lambda: f"waits for variable {name}, whose server waits for {', '.join(self._awaited(server))}",
+            lambda: f"waits for variable {name} of {Task('ps', server)}{self._held_up(server)}",
             lambda: False,
         )
         self.measures.read(time.monotonic() - began)
@@ -400,6 +400,11 @@ class Exchange:
             return ", ".join(self._awaited(server))
         except (PSError, TimeoutError) as error:
             return f"what it could not say ({error})"
+
+    def _held_up(self, server: int) -> str:
+        """Whom a server waits for, in words, if it is somebody else."""
+        named = self._named(server)
+        return "" if named == str(Task("ps", server)) else f", which waits for {named}"
 
     def _awaited(self, server: int) -> list[str]:
         """Whom a round waits for: members, or the chief to approve it or to drop members that are gone."""

@@ -112,6 +112,9 @@ class RemoteServer:
         channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
         # On the network there is no difference between one message and a stream of one, for which gRPC needs no thread.
         self._stubs = {n: stub(channel, v.path, v.streams if v.streams[0] else (False, True)) for n, v in VERBS.items()}
+        # A call that is held for as long as the process lives is ended while it waits: a stream that is read by the
+        # thread that waits for it may then keep its connection for good.
+        self._stubs["Watch"] = stub(channel, VERBS["Watch"].path, VERBS["Watch"].streams)
         self._push_whole = stub(channel, VERBS["Push"].path, (False, True))
         self._token: Metadata = ((TOKEN_KEY, bearer(shown.token)),) if shown.token else ()
         self._metadata: Metadata = self._token  # of every call; `open` adds to it
@@ -210,8 +213,15 @@ class RemoteServer:
 
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         """As `ParameterServer.watch`; of long news it may give the first part, the next call the rest."""
-        request = pb.WatchRequest(session=session, after=after, version=version)
-        return self._threads.submit(lambda: replies.watched_from_pb(parse(pb.WatchReply, self._ask("Watch", request))))
+        data = pb.WatchRequest(session=session, after=after, version=version).SerializeToString()
+
+        def once(seconds: float) -> bytes:
+            call = self._start(self._stubs["Watch"].future, data, seconds)
+            with self._under_way(call):
+                return bytes(call.result())
+
+        again = partial(self._attempts.until_answered, VERBS["Watch"], once)
+        return self._threads.submit(lambda: replies.watched_from_pb(parse(pb.WatchReply, again())))
 
     def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
         """As `ParameterServer.approve`; a long list travels in several calls."""

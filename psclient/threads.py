@@ -83,6 +83,7 @@ def settle(future: Future[T], work: Callable[[], T]) -> None:
         result = work()
     except BaseException as error:  # whatever it is, it belongs to who waits
         future.set_exception(error)
+        del future, work  # else the error, by its traceback, and the future hold each other, and a call's connection
     else:
         future.set_result(result)
 

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import wait
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire.errors import PSError
 from pswire.lanes import LaneName
 from pswire.payload import Payload
 from pswire.security import Security
@@ -263,11 +262,11 @@ def test_a_server_that_stands_still_breaks_no_lane(stack: ExitStack, name: LaneN
     first = site.push(here, 1)
     site.job.arrived(here)
     site.process.send_signal(signal.SIGSTOP)
-    until = time.monotonic() + 3 * LEASE
-    while time.monotonic() < until:
-        with suppress(PSError):  # what a server's silence means is another's business
-            site.server.beat(here.session, -1, b"")
-    site.process.send_signal(signal.SIGCONT)
+    with ThreadPoolExecutor(1) as beats:
+        beat = beats.submit(site.server.beat, here.session, -1, b"")
+        time.sleep(3 * LEASE)
+        site.process.send_signal(signal.SIGCONT)
+        beat.result(20.0)
     with site.beating():
         site.whole([1, 2], first, site.push(other, 2))
     assert site.lane(here) is lane

@@ -38,7 +38,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, *args: str, **environ: str) -> Clu
 def test_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag wins over the file, the file over the environment."""
     (tmp_path / "x.yaml").write_text(FILE)
-    cluster = launched(monkeypatch, "--config", str(tmp_path / "x.yaml"), "--tls-cert", "flag.crt")
+    (tmp_path / "x.py").touch()
+    files = str(tmp_path / "x.yaml"), str(tmp_path / "x.py")
+    cluster = launched(monkeypatch, "--config", files[0], "--tls-cert", "flag.crt", files[1])
     assert cluster.config.security == SecurityOptions("flag.crt", "file/{task}/tls.key")
     assert cluster.config.server.max_sessions == "7"
 

@@ -69,14 +69,14 @@ MANIFESTS = {
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_hostile_manifest_is_told_everywhere(tmp_path: Path, name: str) -> None:
     """By servers, strategies of their own and without, and psctl: in words, as damage, with its path."""
-    path = write_checkpoint(tmp_path / "checkpoints/run/ckpt-1", VALUES)
+    path = write_checkpoint(tmp_path / "runs/run/ckpt-1", VALUES)
     MANIFESTS[name](path / "manifest.json")  # type: ignore[operator]
-    with serving("core", 1, tmp_path / "checkpoints") as servers, little_memory():
+    with serving("core", 1, tmp_path / "runs") as servers, little_memory():
         job = Job(servers)
         (worker,) = job.join(WORKERS[0])
         with pytest.raises(DamagedCheckpoint, match=r"run/ckpt-1/manifest\.json"):
             job.restore(worker, "run/ckpt-1")
-    for kind, above in (("mirrored-1", "checkpoints/"), ("embedded-1", "")):
+    for kind, above in (("mirrored-1", "runs/"), ("embedded-1", "")):
         with opened(kind) as strategy, strategy.scope():
             checkpoint = ps.train.Checkpoint(v=ps.Variable(np.zeros(6), name="v"))
             with pytest.raises(DamagedCheckpoint, match=r"run/ckpt-1/manifest\.json"):
@@ -154,8 +154,8 @@ def test_a_manifest_that_a_server_cannot_tell_is_no_damage(tmp_path: Path) -> No
     """A strategy without servers may write one that is too long for a message: it is refused by servers before it is
     read, and restored without them."""
     objects = {f"layers/{number}/{'n' * 100}": "v" for number in range(PART_BYTES // 100)}
-    path = write_checkpoint(tmp_path / "checkpoints/run/ckpt-1", VALUES, objects=objects)
-    with serving("core", 1, tmp_path / "checkpoints") as servers:
+    path = write_checkpoint(tmp_path / "runs/run/ckpt-1", VALUES, objects=objects)
+    with serving("core", 1, tmp_path / "runs") as servers:
         job = Job(servers)
         (worker,) = job.join(WORKERS[0])
         with pytest.raises(CheckpointError, match="a server can tell its processes 4,190,208") as told:

@@ -52,6 +52,7 @@ class Dropped(grpc.RpcError, grpc.Call):
 
 
 class Faults(
+    grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
@@ -82,6 +83,11 @@ class Faults(
 
     def intercept_unary_stream(self, continuation: Continuation, details: Any, request: bytes) -> Any:
         return self._send(lambda: continuation(details, request), list)
+
+    def intercept_unary_unary(self, continuation: Continuation, details: Any, request: bytes) -> Any:
+        if self._choose() in ("drop", "cut"):  # of news nothing else is tried: they may take as long as a job
+            raise Dropped
+        return continuation(details, request)
 
     def intercept_stream_unary(self, continuation: Continuation, details: Any, frames: Iterator[bytes]) -> Any:
         return self._send_stream(continuation, details, list(frames), lambda call: call.result())

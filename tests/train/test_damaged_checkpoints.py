@@ -33,7 +33,7 @@ def _root(tmp_path, monkeypatch):
 
 
 def root_of(kind):
-    return Path("." if kind.startswith("mirrored") else "checkpoints")
+    return Path("." if kind.startswith("mirrored") else "runs")
 
 
 def managed(strategy, directory="run", max_to_keep=9):
