@@ -114,7 +114,7 @@ class RemoteServer:
         self._stubs = {n: stub(channel, v.path, v.streams if v.streams[0] else (False, True)) for n, v in VERBS.items()}
         # A call that is held for as long as the process lives is ended while it waits: a stream that is read by the
         # thread that waits for it may then keep its connection for good.
-        self._stubs["Watch"] = stub(channel, VERBS["Watch"].path, VERBS["Watch"].streams)
+        self._watch = stub(channel, VERBS["Watch"].path, (False, False))
         self._push_whole = stub(channel, VERBS["Push"].path, (False, True))
         self._token: Metadata = ((TOKEN_KEY, bearer(shown.token)),) if shown.token else ()
         self._metadata: Metadata = self._token  # of every call; `open` adds to it
@@ -216,7 +216,7 @@ class RemoteServer:
         data = pb.WatchRequest(session=session, after=after, version=version).SerializeToString()
 
         def once(seconds: float) -> bytes:
-            call = self._start(self._stubs["Watch"].future, data, seconds)
+            call = self._start(self._watch.future, data, seconds)
             with self._under_way(call):
                 return bytes(call.result())
 

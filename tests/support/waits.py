@@ -59,6 +59,7 @@ BRIEF: dict[str, str] = {
     "psclient.lane.Lane._turn": IDLE,
     "psclient.lanes.Lanes.ask": CALLER,
     "psclient.rpc.RemoteServer.create": "one attempt of until_answered, which bounds it",
+    "psclient.rpc.RemoteServer.watch": "the same; held as long as the session is, on purpose",
     "psclient.staging.fill": "for a copy from a GPU",
     "psclient.staging.Parts.__iter__": "gRPC's thread, for what the process itself is copying; `end` ends it",
     "psclient.replicas.ReplicaRunner.__init__": "makes threads; `close` waits for them",
