@@ -23,27 +23,27 @@ class Patience:
         self._lease = lease
         self._usual = beat + lease / 4
         self._clock = clock
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards all below
         self._heard: dict[int, float] = {}
-        self._stood: dict[int, float] = {}
+        self._stood = 0.0
+        self._until = 0.0  # up to when that was counted: what several servers were silent for counts once
 
     def heard(self, server: int) -> None:
         """A server has answered a beat."""
         now = self._clock()
         with self._lock:
-            gap = now - self._heard.get(server, now)
-            if gap > self._usual:
-                self._stood[server] = self._stood.get(server, 0.0) + gap + self._lease
+            last = self._heard.get(server, now)
+            if now - last > self._usual:
+                self._stood += self._uncounted(last, now)
+                self._until = max(self._until, now + self._lease)
             self._heard[server] = now
 
     def stood(self) -> float:
         """Seconds so far that count against no deadline; it never becomes less."""
         now = self._clock()
         with self._lock:
-            return max(
-                (self._stood.get(server, 0.0) + self._gap(now - last) for server, last in self._heard.items()),
-                default=0.0,
-            )
+            first = min(self._heard.values(), default=now)
+            return self._stood + (self._uncounted(first, now) if now - first > self._usual else 0.0)
 
-    def _gap(self, gap: float) -> float:
-        return gap + self._lease if gap > self._usual else 0.0
+    def _uncounted(self, first: float, now: float) -> float:
+        return max(now + self._lease - max(first, self._until), 0.0)

@@ -33,4 +33,18 @@ def test_a_silence_and_the_lease_after_it_do_not_count() -> None:
     assert patience.stood() == 10.0 + LEASE
     patience.heard(1)
     clock.now += 3.0
-    assert patience.stood() == 10.0 + LEASE + 4.0 + LEASE
+    assert patience.stood() == 10.0 + LEASE + 4.0
+
+
+def test_an_earlier_silence_of_another_server_hides_none() -> None:
+    """Each adds to what stood before."""
+    clock = Clock()
+    patience = Patience(LEASE, BEAT, clock)
+    for server in (0, 1):
+        clock.now += 100.0
+        patience.heard(1 - server)
+        patience.heard(server)
+        before = patience.stood()
+        clock.now += 10.0
+        patience.heard(server)
+        assert patience.stood() - before >= 10.0
