@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from psclient.group import Group
 from psclient.measures import Measures
+from psclient.patience import Deadline
 from psclient.reminder import Reminder
 from psclient.session import Session
 from psclient.staging import Sent, fill, pack
@@ -217,7 +218,7 @@ class Exchange:
         name = repr(variable.spec.name)
         reply = self.session.wait(
             future,
-            time.monotonic() + self._limit,
+            self.session.deadline(self._limit),
             lambda: RoundTimeout(
                 f"reading {name} of {Task('ps', server)}{self._held_up(server)} took longer than {self._limit:g} s"
             ),
@@ -308,9 +309,9 @@ class Exchange:
 
     def _stand_in(self, plan: Plan, futures: Iterable[Future[RoundReply]]) -> None:
         """Waits until a plan that others have to propose is answered; proposes it should all of them be gone."""
-        deadline = time.monotonic() + self.session.timeouts.round
+        deadline = self.session.deadline(self.session.timeouts.round)
         reminder = Reminder(self.session.timeouts.word, lambda: self._say_who_saves(plan))
-        while plan.id not in self._proposed and time.monotonic() < deadline:
+        while plan.id not in self._proposed and deadline.left() > 0:
             if not wait(futures, self.session.timeouts.beat).not_done:
                 return
             self.session.check()
@@ -360,7 +361,7 @@ class Exchange:
 
     def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> tuple[dict[int, RoundReply], PSError | None]:
         """The answers, and why the round failed on some server: then it did for every process."""
-        deadline = time.monotonic() + self._limit
+        deadline = self.session.deadline(self._limit)
         failure: PSError | None = None
         replies: dict[int, RoundReply] = {}
         for server, future in futures.items():
@@ -377,7 +378,7 @@ class Exchange:
         self.session.check()
         return replies, failure
 
-    def _await(self, server: int, future: Future[RoundReply], deadline: float) -> RoundReply:
+    def _await(self, server: int, future: Future[RoundReply], deadline: Deadline) -> RoundReply:
         session, round = self.session, self.group.round
         return session.wait(
             future,
@@ -453,7 +454,7 @@ class Exchange:
 
     def snapshot(self, plan_id: bytes) -> Snapshotted:
         """Waits until the checkpoint that a flushed plan ordered is complete, or failed."""
-        return self.group.snapshotted(plan_id, time.monotonic() + self.session.timeouts.round)
+        return self.group.snapshotted(plan_id, self.session.deadline(self.session.timeouts.round))
 
 
 def _frozen(array: Array) -> Array:

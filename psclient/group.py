@@ -9,10 +9,10 @@ its pushes bear the epoch in which it began.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from psclient.arrays import Device
+from psclient.patience import Deadline
 from psclient.progress import Progress
 from psclient.session import Session
 from pswire import logs
@@ -215,14 +215,14 @@ class Group(Progress):
             self.session.keeper.propose(self.session.number, None, entry, None)
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
-        deadline = time.monotonic() + self.session.timeouts.round
+        deadline = self.session.deadline(self.session.timeouts.round)
         late, word = (self._late, self._word) if self.alone else self._behind(entry)
         while self.epoch is None and not self._begin():
             self._follow(deadline, late, word)
 
     def _settle(self) -> None:
         """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
-        deadline = time.monotonic() + self.session.timeouts.start
+        deadline = self.session.deadline(self.session.timeouts.start)
         while not self._epochs:
             self._follow(deadline, self._late, self._word)
         if self.epoch is None:
@@ -245,7 +245,7 @@ class Group(Progress):
 
     # ---- The log ----
 
-    def snapshotted(self, plan_id: bytes, deadline: float) -> Snapshotted:
+    def snapshotted(self, plan_id: bytes, deadline: Deadline) -> Snapshotted:
         """Waits until the checkpoint that a plan ordered is complete, or failed."""
         while plan_id not in self._snapshots:
             self._follow(deadline, _incomplete, self._word_of_saves)
@@ -258,12 +258,12 @@ class Group(Progress):
 
     def settle_saves(self) -> None:
         """Waits until all checkpoints that were ordered are complete, or failed: also those of before this process."""
-        deadline = time.monotonic() + self.session.timeouts.round
+        deadline = self.session.deadline(self.session.timeouts.round)
         known = self.session.keeper.status().log
         while self._followed < known or self._saves:
             self._follow(deadline, _incomplete, self._word_of_saves)
 
-    def _follow(self, deadline: float, late: Callable[[], RoundTimeout], word: Callable[[], str]) -> None:
+    def _follow(self, deadline: Deadline, late: Callable[[], RoundTimeout], word: Callable[[], str]) -> None:
         """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
         session = self.session
         self._take(session.wait(session.keeper.watch(session.number, self._followed, -1), deadline, late, word))

@@ -45,5 +45,28 @@ class Patience:
             first = min(self._heard.values(), default=now)
             return self._stood + (self._uncounted(first, now) if now - first > self._usual else 0.0)
 
+    def deadline(self, seconds: float) -> Deadline:
+        """The end of so many seconds that count, from now on."""
+        return Deadline(self, seconds, self._clock)
+
     def _uncounted(self, first: float, now: float) -> float:
         return max(now + self._lease - max(first, self._until), 0.0)
+
+
+class Deadline:
+    """When waits are over, however many there are one after the other: silences in any of them move it.
+
+    Args:
+        patience: tells which time does not count.
+        seconds: that count, from now on.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, patience: Patience, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._patience = patience
+        self._clock = clock
+        self._end = clock() + seconds - patience.stood()
+
+    def left(self) -> float:
+        """Seconds until then, as far as is known now; 0 and less once it has passed."""
+        return self._end + self._patience.stood() - self._clock()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -119,7 +118,7 @@ class Restoring:
         task, seconds = Task("ps", server), session.timeouts.round
         return session.wait(
             future,
-            time.monotonic() + seconds,
+            session.deadline(seconds),
             lambda: RoundTimeout(f"restoring {path!r} took longer than {seconds:g} s", str(task)),
             lambda: f"waits for {task} to read {path!r}",
             lambda: False,

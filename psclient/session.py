@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from psclient.arrays import Device
-from psclient.patience import Patience
+from psclient.patience import Deadline, Patience
 from psclient.threads import Threads
 from pswire import logs
 from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
@@ -159,7 +159,7 @@ class Session:
 
     def await_job(self) -> None:
         """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
-        deadline, after = time.monotonic() + self.timeouts.start, 0
+        deadline, after = self.deadline(self.timeouts.start), 0
         while True:
             watched = self.wait(
                 self.keeper.watch(self.number, after, -1),
@@ -190,7 +190,7 @@ class Session:
         keeper = Task("ps", 0)
         return self.wait(
             news,
-            time.monotonic() + self.timeouts.call,
+            self.deadline(self.timeouts.call),
             lambda: Unreachable(f"no news for {self.timeouts.call:g} s", str(keeper)),
             lambda: f"waits for news of {keeper}",
             lambda: False,
@@ -268,10 +268,14 @@ class Session:
         if self._broken.done():
             self._broken.result()
 
+    def deadline(self, seconds: float) -> Deadline:
+        """When waits that begin now are over; the time in which a server is silent does not count."""
+        return self._patience.deadline(seconds)
+
     def wait(
         self,
         future: Future[T],
-        deadline: float,
+        deadline: Deadline,
         late: Callable[[], PSError],
         word: Callable[[], str],
         needs_chief: Callable[[], bool] = lambda: True,
@@ -280,7 +284,7 @@ class Session:
 
         Args:
             future: the answer.
-            deadline: monotonic seconds; the time in which a server was silent does not count.
+            deadline: when the wait is over.
             late: gives what is raised then.
             word: what to log every `timeouts.word` seconds.
             needs_chief: whether the answer cannot come without a chief.
@@ -289,16 +293,13 @@ class Session:
             PSError: the answer's error, `late`, what ended the session, or `ChiefLost`.
         """
         spoken: Future[None] | None = None
-        stood = self._patience.stood()
+        both: tuple[Future[Any], ...] = (future, self._broken)
         while True:
-            until = deadline + self._patience.stood() - stood
-            pause = min(until - time.monotonic(), self.timeouts.word)
-            both: tuple[Future[Any], ...] = (future, self._broken)
-            wait(both, max(pause, 0), FIRST_COMPLETED)
+            wait(both, max(min(deadline.left(), self.timeouts.word), 0), FIRST_COMPLETED)
             if future.done():
                 return self._take(future)
             self.check()
-            if time.monotonic() >= deadline + self._patience.stood() - stood:
+            if deadline.left() <= 0:
                 raise late()
             if spoken is None or spoken.done():
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.

@@ -48,3 +48,24 @@ def test_an_earlier_silence_of_another_server_hides_none() -> None:
         clock.now += 10.0
         patience.heard(server)
         assert patience.stood() - before >= 10.0
+
+
+def test_a_silence_moves_a_deadline_whichever_wait_it_falls_into() -> None:
+    """Of two waits up to one deadline the second has the silence of the first; one from before does not count."""
+    clock = Clock()
+    patience = Patience(LEASE, BEAT, clock)
+    patience.heard(0)
+    clock.now += 100.0
+    for _ in range(5):
+        patience.heard(0)
+        clock.now += BEAT
+    patience.heard(0)
+    deadline = patience.deadline(20.0)
+    assert deadline.left() == 20.0
+    clock.now += 10.0
+    patience.heard(0)
+    assert deadline.left() == 20.0 + LEASE
+    for _ in range(20):
+        clock.now += BEAT
+        patience.heard(0)
+    assert deadline.left() == LEASE
