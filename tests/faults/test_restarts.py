@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -115,11 +116,17 @@ def test_a_server_that_dies_again_and_again_ends_the_cluster(tmp_path):
 
 
 def lose(lives):
-    """No server is lost, and each process says so all the same, as often as it may live."""
-    marker = DIRECTORY / f"lives-{ME}"
-    lived = len(marker.read_text()) if marker.exists() else 0
-    marker.write_text("." * (lived + 1))
-    if lived < lives:
+    """No server is lost, and each process says so all the same, as often as it may live; all at the same time."""
+    markers = [DIRECTORY / f"lives-{worker}" for worker in range(3)]
+
+    def lived(marker):
+        return len(marker.read_text()) if marker.exists() else 0
+
+    life = lived(markers[ME]) + 1
+    markers[ME].write_text("." * life)
+    if life <= lives:
+        while min(map(lived, markers)) < life:
+            time.sleep(0.01)
         raise ps.errors.ServerLost("was lost", "/job:ps/task:0")
 
 
