@@ -38,10 +38,10 @@ from rich.console import Console
 from rich.table import Table
 
 import psclient as ps
-from psclient.config import child_environ
-from psclient.launch import start_server
-from psclient.processes import send, spawn
-from pswire.lanes import LANES, LaneName
+from psclient._src.config import child_environ
+from psclient._src.launch.cluster import start_server
+from psclient._src.processes.process import send, spawn
+from pswire.transport.traffic import LANES, LaneName
 
 FORMAT = 2
 WORKERS = (1, 2, 4, 8, 16, 32, 64)

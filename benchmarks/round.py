@@ -47,14 +47,14 @@ from models import MODELS, SIZES
 from rich.console import Console
 
 import psclient as ps
-from psclient.authority import Authority, paths
-from psclient.config import GLIBC_TUNABLES
-from psclient.launch import Cluster
-from psclient.placement import PsStrategy
-from psclient.relay import Line
+from psclient._src.config import GLIBC_TUNABLES
+from psclient._src.launch.cluster import Cluster
+from psclient._src.processes.output import Line
+from psclient._src.rounds.placement import PsStrategy
+from psclient.psctl.certificate_authority import Authority, paths
 from pswire.cluster import Task
-from pswire.lanes import LANES
-from pswire.security import SecurityOptions, task_name
+from pswire.security.identity import SecurityOptions, task_name
+from pswire.transport.traffic import LANES
 
 Command = TypeVar("Command", bound=Callable[..., object])
 

@@ -35,22 +35,22 @@ from rich.console import Console
 from rich.table import Table
 
 import psclient as ps
-from psclient.config import GLIBC_TUNABLES
+from psclient._src.config import GLIBC_TUNABLES
+from psclient._src.tracing.recorder import Recording, trace
 from psclient.optimizers.state import state_of
-from psclient.optimizers.step import apply, begin
-from psclient.recording import Recording, trace
-from psserver import executor
-from psserver.arrays import Device
-from psserver.job import Job, Part
-from psserver.kernels.kernels import Kernels
-from psserver.kernels.rows import apply_rows
+from psclient.optimizers.update_functions import apply, begin
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.plans.prepared import Job, Part
+from psserver.programs.kernels.kernels import Kernels
+from psserver.programs.kernels.rows import apply_rows
 from pswire.api import Contribution
 from pswire.cluster import Task
-from pswire.log import Member
-from pswire.payload import Payload
-from pswire.program import Program
-from pswire.spec import Apply, Operand, Plan, Reduction, Ref
-from pswire.tensor import TensorSpec, spec_of
+from pswire.model.log import Member
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
+from pswire.model.program import Program
+from pswire.model.tensor import TensorSpec, spec_of
+from pswire.transport.payload import Payload
 
 FORMAT = 1
 SIZE = (64 << 20) // 4

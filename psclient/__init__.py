@@ -1,24 +1,18 @@
 """Train on parameter servers, without TensorFlow, as with `tf.distribute`."""
 
-from psclient import compat, metrics, ops, optimizers, summary, train
-from psclient.cluster_resolver import (
-    ClusterResolver,
-    SimpleClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-    UnionResolver,
-)
-from psclient.compat import contrib as _contrib  # noqa: F401  # so that ps.compat.contrib is there
-from psclient.consistency import Async, Sync
-from psclient.context import (
+from psclient import cluster_resolver, compat, metrics, ops, optimizers, summary, train
+from psclient._src.consistency import Async, Sync
+from psclient._src.context import (
     ReplicaContext,
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
-from psclient.datasets import ArrayDataset
-from psclient.input import (
+from psclient._src.data.array_dataset import ArrayDataset
+from psclient._src.data.distributed import DistributedDataset
+from psclient._src.distribute.strategy import Strategy
+from psclient._src.options import (
     ArraySpec,
     AutoShardPolicy,
     InputContext,
@@ -27,13 +21,19 @@ from psclient.input import (
     RunOptions,
     ValueContext,
 )
-from psclient.mirrored import MirroredStrategy
-from psclient.parameter_server import ParameterServerStrategy
-from psclient.reduce_op import ReduceOp
-from psclient.strategy import Strategy
-from psclient.traces import update_function
-from psclient.values import DistributedValues, Mirrored, PerReplica
-from psclient.variables import Variable, VariableAggregation, VariableSynchronization
+from psclient._src.reduce_op import ReduceOp
+from psclient._src.strategies.mirrored import MirroredStrategy
+from psclient._src.strategies.parameter_server import ParameterServerStrategy
+from psclient._src.tracing.update_function import update_function
+from psclient._src.values import DistributedValues, Mirrored, PerReplica
+from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
+from psclient.cluster_resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
 from pswire import errors
 from pswire.cluster import ClusterSpec
 from pswire.errors import PSError
@@ -46,6 +46,7 @@ __all__ = [
     "AutoShardPolicy",
     "ClusterResolver",
     "ClusterSpec",
+    "DistributedDataset",
     "DistributedValues",
     "InputContext",
     "InputOptions",
@@ -69,6 +70,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "cluster_resolver",
     "compat",
     "errors",
     "get_replica_context",

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from psclient import context
-from psclient.arrays import AnyArray, as_array, device_of, device_scope, namespace, to_numpy
-from psclient.readable import read
-from psclient.variables import Variable, VariableAggregation, VariableSynchronization
-from pswire.tensor import Array
+from psclient._src import context
+from psclient._src.arraylike import read
+from psclient._src.devices import AnyArray, as_array, device_of, device_scope, namespace, to_numpy
+from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
+from pswire.model.tensor import Array
 
 MARGIN = 1e-7
 """By how much the outermost thresholds of a curve lie beyond 0 and 1."""

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from psclient import context
-from psclient.arrays import to_numpy
+from psclient._src import context
+from psclient._src.devices import to_numpy
 
 
 class SummaryWriter:

@@ -25,17 +25,17 @@ from typing import Any
 import click
 
 from psserver.config import ServerConfig, server_config
-from psserver.core import Core
-from psserver.membership import MAX_SESSIONS
-from psserver.monitoring import serve_metrics
-from psserver.server import Server, leave_nothing
-from psserver.units import human
-from pswire import logs
+from psserver.core.core import Core
+from psserver.sizes import human
+from psserver.state.sessions import MAX_SESSIONS
+from psserver.telemetry import serve_metrics
+from psserver.transport.server import Server, leave_nothing
+from pswire.checkpoint.manifest import MANIFEST
+from pswire.checkpoint.storage import DEFAULT_ROOT
 from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError
-from pswire.manifest import MANIFEST
-from pswire.places import DEFAULT_ROOT
-from pswire.status import ServerStatus
+from pswire.model.status import ServerStatus
+from pswire.telemetry import logging_setup
 
 TICK = 0.25
 """Seconds between two looks at leases and deadlines."""
@@ -110,14 +110,14 @@ log = logging.getLogger("psserver")
 )
 @click.option(
     "--log-level",
-    type=click.Choice(logs.LEVELS),
+    type=click.Choice(logging_setup.LEVELS),
     envvar="PS_LOG_LEVEL",
     default="info",
     help="Of the log [default: PS_LOG_LEVEL, else info].",
 )
 @click.option(
     "--log-format",
-    type=click.Choice(logs.FORMATS),
+    type=click.Choice(logging_setup.FORMATS),
     envvar="PS_LOG_FORMAT",
     default="text",
     help="Of the log, on stderr [default: PS_LOG_FORMAT, else text].",
@@ -125,10 +125,10 @@ log = logging.getLogger("psserver")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, debug: bool, **flags: Any) -> int:
     """Runs a server; returns the exit code."""
-    logs.configure(log_format, log_level, relayed=lifeline)
+    logging_setup.configure(log_format, log_level, relayed=lifeline)
     try:
         config = server_config(**flags)
-        logs.name(str(config.task))
+        logging_setup.name(str(config.task))
         asyncio.run(serve(config, until_done, lifeline))
     except PSError as error:
         if debug:
@@ -168,7 +168,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             files=files.submit,
             max_sessions=config.max_sessions,
         )
-        logs.follow(lambda: (core.tally.round, 0))
+        logging_setup.follow(lambda: (core.tally.round, 0))
         server = Server(core, config, core.well)
         port = await server.start()
         page = None
@@ -292,7 +292,7 @@ def _say(line: str) -> None:
 
 def _refuse(text: str) -> int:
     line = " ".join(text.split())
-    if logs.structured():
+    if logging_setup.structured():
         log.error("%s", line)
     else:
         click.echo(f"psserver: error: {line}", err=True)

@@ -1,9 +1,8 @@
 """The verbs between clients and servers.
 
-`ParameterServer` stands at both ends: `psserver.core.Core` is one, `psclient.rpc.RemoteServer` speaks
-it over gRPC. A verb that may wait returns a future; all others answer at once. Every verb raises
-`PSError` only, and may be sent again: its idempotency key is named at the verb, and a resend gets the
-recorded answer.
+`ParameterServer` stands at both ends: `Core` of `psserver.core` is one, `RemoteServer` of `psclient._src.transport`
+speaks it over gRPC. A verb that may wait returns a future; all others answer at once. Every verb raises `PSError` only,
+and may be sent again: its idempotency key is named at the verb, and a resend gets the recorded answer.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pswire.cluster import Task
-from pswire.log import Entry, Epoch, Mode, Position, Start
-from pswire.payload import Payload
-from pswire.spec import Plan, Turn, VariableSpec
-from pswire.status import ServerStatus, SessionState
-from pswire.tensor import TensorSpec
+from pswire.model.log import Entry, Epoch, Mode, Position, Start
+from pswire.model.plan import Plan, Turn, VariableSpec
+from pswire.model.status import ServerStatus, SessionState
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
 
 
 @dataclass(frozen=True)

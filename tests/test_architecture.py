@@ -19,34 +19,39 @@ PACKAGES = ("pswire", "psserver", "psclient")
 
 ONLY_IN = {
     "grpc": {
-        "psserver.service",
-        "psserver.server",
-        "psclient.attempts",
-        "psclient.channels",
-        "psclient.health",
-        "psclient.rpc",
+        "psserver.transport.grpc_service",
+        "psserver.transport.server",
+        "psclient._src.transport.retries",
+        "psclient._src.transport.grpc_channel",
+        "psclient.psctl.health_client",
+        "psclient._src.transport.remote_server",
     },
-    "cupy": {"psserver.arrays", "psclient.arrays"},
-    "grpc_health": {"psserver.health", "psclient.health"},
-    "grpc_reflection": {"psserver.health"},
-    "prometheus_client": {"pswire.exposition"},
-    "google": {"psserver.service", "psclient.rpc", "pswire.codec", "pswire.wire"},
-    "cryptography": {"pswire.certificates", "psclient.authority"},
+    "cupy": {"psserver.devices", "psclient._src.devices"},
+    "grpc_health": {"psserver.transport.health", "psclient.psctl.health_client"},
+    "grpc_reflection": {"psserver.transport.health"},
+    "prometheus_client": {"pswire.telemetry.prometheus"},
+    "google": {
+        "psserver.transport.grpc_service",
+        "psclient._src.transport.remote_server",
+        "pswire.encoding.values",
+        "pswire.encoding.verbs",
+    },
+    "cryptography": {"pswire.security.certificates", "psclient.psctl.certificate_authority"},
     "pickle": set(),
     "marshal": set(),
 }
-ENVIRON_IN = {"psserver.config", "psclient.config"}
+ENVIRON_IN = {"psserver.config", "psclient._src.config"}
 FORBIDDEN = {
     "pswire": {"psserver", "psclient", "threading", "asyncio"},
     "psserver": {"psclient"},
     "psclient": {"psserver"},
 }
 HAVE_LOCKS = {
-    "pswire.payload",
-    "pswire.lanes.rings",
-    "pswire.lanes.sealed",
-    "pswire.lanes.sockets",
-    "pswire.lanes.traffic",
+    "pswire.transport.payload",
+    "pswire.transport.shared_memory",
+    "pswire.transport.tls_socket",
+    "pswire.transport.sockets",
+    "pswire.transport.traffic",
 }
 """What is filled by one thread and read by another needs one; of the contract only a page of metrics starts one."""
 
@@ -131,10 +136,10 @@ def environment_lines(module: str) -> list[int]:
 
 
 WALL_CLOCK_IN = {
-    "pswire.checkpoint",  # when a checkpoint was saved, for people
-    "pswire.security",  # certificates
-    "psserver.process",  # what its clock says, for psctl doctor
-    "psclient.psctl.servers",  # the same
+    "pswire.checkpoint.writer",  # when a checkpoint was saved, for people
+    "pswire.security.identity",  # certificates
+    "psserver.transport.process",  # what its clock says, for psctl doctor
+    "psclient.psctl.observer",  # the same
     "psclient.psctl.status",  # since when a server is up
     "psclient.train.manager",  # keep_checkpoint_every_n_hours
     "psclient.summary",  # TensorBoard
@@ -212,7 +217,9 @@ def silent_names(module: str) -> list[str]:
     silent = [module] if tree.body and not ast.get_docstring(tree) else []
     for node in public(tree):
         # The codec's pairs say the same sixty times; its module says what they do.
-        pair = module in ("pswire.codec", "pswire.replies") and node.name.endswith(("_to_pb", "_from_pb"))
+        pair = module in ("pswire.encoding.values", "pswire.encoding.messages") and node.name.endswith(
+            ("_to_pb", "_from_pb")
+        )
         silent += [] if pair or ast.get_docstring(node) else [node.name]
         if isinstance(node, ast.ClassDef) and not node.bases and not is_implementation(module, node):
             silent += [f"{node.name}.{m.name}" for m in public(node) if not ast.get_docstring(m)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from psclient.cli import command as psworker
+from psclient._src.launch.psworker import command as psworker
 from psclient.psctl import command as psctl
 from psserver.cli import command as psserver
 

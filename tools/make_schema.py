@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from psclient.launch_file import schema
+from psclient._src.launch.config_file import schema
 
 TARGET = Path(__file__).resolve().parent.parent / "configs" / "schema.json"
 

@@ -44,8 +44,8 @@ from measures import spread
 from models import MODELS, SIZES
 from rounds import WORKERS, Work, to_text
 
-from psclient.config import child_environ
-from psclient.processes import describe_exit, send, spawn
+from psclient._src.config import child_environ
+from psclient._src.processes.process import describe_exit, send, spawn
 
 FORMAT = 1
 HERE = Path(__file__).resolve().parent

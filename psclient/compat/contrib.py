@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from psclient import context, nest, values
-from psclient.arrays import Device, to_device
-from psclient.context import ReplicaContext
-from psclient.data import DistributedDatasetFromFunction, DistributedIterator
-from psclient.readable import read
-from psclient.strategy import Strategy
-from psclient.variables import Variable, VariableAggregation, on_read_scope
+from psclient._src import context, nest, values
+from psclient._src.arraylike import read
+from psclient._src.context import ReplicaContext
+from psclient._src.data.distributed import DistributedDatasetFromFunction, DistributedIterator
+from psclient._src.devices import Device, to_device
+from psclient._src.distribute.strategy import Strategy
+from psclient._src.variables.variable import Variable, VariableAggregation, on_read_scope
 
 _CPU = "/device:CPU:0"
 

@@ -5,7 +5,7 @@ from psclient.optimizers.adam import Adam, Adamax, AdamW, Lamb, Nadam
 from psclient.optimizers.adaptive import Adadelta, Adagrad, Ftrl, RMSprop
 from psclient.optimizers.base import Optimizer
 from psclient.optimizers.descent import SGD, Lion
-from psclient.optimizers.scaling import DynamicLossScale
+from psclient.optimizers.loss_scale import DynamicLossScale
 
 LAMB = Lamb
 

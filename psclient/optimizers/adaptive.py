@@ -6,11 +6,11 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from psclient._src.variables.variable import Variable
 from psclient.optimizers.base import Optimizer
 from psclient.optimizers.options import LearningRate, Options
 from psclient.optimizers.ranges import AT_LEAST_0, AT_MOST_0, FROM_0_TO_1
-from psclient.variables import Variable
-from pswire.tensor import Array
+from pswire.model.tensor import Array
 
 
 class Adagrad(Optimizer):

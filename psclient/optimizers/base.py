@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import numpy as np
 
-from psclient import context, values
-from psclient.configured import Configured, Settings, is_view
-from psclient.mistakes import refuse_slots
+from psclient._src import context, values
+from psclient._src.rounds.section import bring
+from psclient._src.tracing.diagnostics import refuse_slots
+from psclient._src.tracing.hyperparameters import Configured, Settings, is_view
+from psclient._src.variables.variable import Variable
 from psclient.optimizers.exclusions import Exclusions
 from psclient.optimizers.last import LastStep, Step
+from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate, rate_now
 from psclient.optimizers.pairs import check_gradients, check_variables
 from psclient.optimizers.ranges import Range, check_number
-from psclient.optimizers.scaling import DynamicLossScale
 from psclient.optimizers.state import Needs, State, first_shared
-from psclient.optimizers.step import apply, become, begin, measure, state_dtype, total
-from psclient.section import bring
-from psclient.variables import Variable
-from pswire.tensor import Array
+from psclient.optimizers.update_functions import apply, become, begin, measure, state_dtype, total
+from pswire.model.tensor import Array
 
 
 class Optimizer(Configured):

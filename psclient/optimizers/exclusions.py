@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from psclient.variables import Variable
+from psclient._src.variables.variable import Variable
 
 
 class Exclusions:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from psclient.configured import Settings
-from psclient.kept import Kept
-from psclient.variables import Variable
+from psclient._src.distribute.template import Kept
+from psclient._src.tracing.hyperparameters import Settings
+from psclient._src.variables.variable import Variable
 
 _TRAINABLE = operator.attrgetter("trainable")
 

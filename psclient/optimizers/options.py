@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
+from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.ranges import (
     AT_LEAST_0,
     FROM_0_TO_1,
@@ -15,7 +16,6 @@ from psclient.optimizers.ranges import (
     is_finite,
     is_number,
 )
-from psclient.optimizers.scaling import DynamicLossScale
 from psclient.optimizers.schedules import LearningRateSchedule
 
 LearningRate = float | LearningRateSchedule | Callable[[], float]

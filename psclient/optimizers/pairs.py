@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from psclient import values
-from psclient.variables import Variable
+from psclient._src import values
+from psclient._src.variables.variable import Variable
 
 
 def check_variables(variables: Sequence[Any]) -> None:

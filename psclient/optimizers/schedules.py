@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from psclient.configured import Configured
+from psclient._src.tracing.hyperparameters import Configured
 from psclient.optimizers.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, check_number
 
 

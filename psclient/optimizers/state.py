@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from psclient.optimizers.scaling import DynamicLossScale
-from psclient.optimizers.step import state_dtype
-from psclient.variables import Variable, VariableAggregation
-from pswire.spec import VariableSpec
-from pswire.tensor import Array, spec_of
+from psclient._src.variables.variable import Variable, VariableAggregation
+from psclient.optimizers.loss_scale import DynamicLossScale
+from psclient.optimizers.update_functions import state_dtype
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import Array, spec_of
 
 
 @dataclass(frozen=True)

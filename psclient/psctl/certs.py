@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from psclient.config import tf_config_text
+from psclient._src.config import tf_config_text
 from psclient.psctl.output import say
 from psclient.psctl.settings import Settings, as_json, settings
 from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
 from pswire.errors import ConfigError
-from pswire.security import ADMIN, task_name
+from pswire.security.identity import ADMIN, task_name
 
 DAYS = 365
 """How long certificates are good, if nobody says another number."""
@@ -51,7 +51,7 @@ def certs(
     """
     tasks = _tasks(ps, workers, has_chief, evaluator, cluster)
     # Only here: to load it takes a while.
-    from psclient.authority import CA, ROOT_KEY, Authority, paths
+    from psclient.psctl.certificate_authority import CA, ROOT_KEY, Authority, paths
 
     authority = Authority(out, days)
     made = [authority.issue(name, renew) for name in [*map(task_name, tasks), ADMIN]]

@@ -11,15 +11,15 @@ from typing import Any
 import click
 from rich.table import Table
 
+from psclient.psctl.checkpoint_diff import Difference, difference, other_differences
+from psclient.psctl.checkpoint_export import export_npz, export_safetensors, widened
 from psclient.psctl.output import WIDTH, say, shape, show, size, table
+from psclient.psctl.saved import open_saved, require
 from psclient.psctl.settings import Settings, as_json, settings
-from psclient.saved import open_saved, require
-from psclient.saved_diff import Difference, difference, other_differences
-from psclient.saved_export import export_npz, export_safetensors, widened
+from pswire.checkpoint.manifest import MANIFEST, Manifest
+from pswire.checkpoint.reader import Found, SavedCheckpoint
+from pswire.checkpoint.storage import place
 from pswire.errors import ConfigError, DamagedCheckpoint
-from pswire.manifest import MANIFEST, Manifest
-from pswire.places import place
-from pswire.saved import Found, SavedCheckpoint
 
 EXPORTS = {".safetensors": export_safetensors, ".npz": export_npz}
 

@@ -11,17 +11,17 @@ from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 
-from psclient.probe import mismatch
+from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.tls_diagnosis import mismatch
 from psclient.psctl.findings import Check, Finding, Patient, fail, ok, warn
+from psclient.psctl.job_view import view_of
+from psclient.psctl.observer import Looked
 from psclient.psctl.output import duration, short
-from psclient.psctl.servers import Looked
-from psclient.psctl.view import view_of
-from psclient.threads import Threads
 from pswire.cluster import TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
-from pswire.program import PROGRAM_VERSION
-from pswire.security import Security, certificate_name, ends_soon, task_name
-from pswire.status import ServerStatus
+from pswire.model.program import PROGRAM_VERSION
+from pswire.model.status import ServerStatus
+from pswire.security.identity import Security, certificate_name, ends_soon, task_name
 
 MOST_SKEW = 1.0
 """Seconds by which clocks may differ: times of logs and checkpoints are compared, leases have clocks of their own."""

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 import click
 from rich.text import Text
 
-from psclient.config import tf_config_text
+from psclient._src.config import tf_config_text
 from psclient.psctl.cluster_checks import CLUSTER_CHECKS
 from psclient.psctl.findings import Check, Finding, Patient
 from psclient.psctl.host_checks import HOST_CHECKS, here
+from psclient.psctl.observer import Looked, Servers
 from psclient.psctl.output import say, show, table
-from psclient.psctl.servers import Looked, Servers
 from psclient.psctl.settings import Cluster, Settings, options, settings
 from pswire.errors import ConfigError
-from pswire.security import Security
+from pswire.security.identity import Security
 
 CHECKS: tuple[Check, ...] = (*CLUSTER_CHECKS, *HOST_CHECKS)
 """All that is looked at, in order."""

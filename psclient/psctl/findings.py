@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from psclient.arrays import GpuReport
-from psclient.psctl.servers import Looked
+from psclient._src.devices import GpuReport
+from psclient.psctl.observer import Looked
 from psclient.psctl.settings import Cluster
 from pswire.cluster import check_address
-from pswire.security import SecurityOptions
+from pswire.security.identity import SecurityOptions
 
 Level = Literal["ok", "warn", "fail"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from psclient.health import why_not
+from psclient.psctl.health_client import why_not
 from psclient.psctl.output import say, show
 from psclient.psctl.settings import Settings, options, settings
 

@@ -7,11 +7,11 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from psclient.arrays import gpu_report
-from psclient.lane import SHARED
+from psclient._src.devices import gpu_report
+from psclient._src.transport.lane import SHARED
 from psclient.psctl.findings import Check, Finding, Host, Patient, fail, ok, warn
 from psclient.psctl.output import size
-from pswire.lanes.rings import CLIENT_BYTES, Segment
+from pswire.transport.shared_memory import CLIENT_BYTES, Segment
 from pswire.versions import versions
 
 MEMINFO = Path("/proc/meminfo")

@@ -6,13 +6,13 @@ import dataclasses
 
 import click
 
-from psclient.chief import Chief
+from psclient._src.chief.driver import Chief
+from psclient._src.transport.remote_server import connect
 from psclient.psctl.output import say
 from psclient.psctl.settings import Settings, options, settings
-from psclient.rpc import connect
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
-from pswire.security import task_name
+from pswire.security.identity import task_name
 
 CHIEF = Task("chief", 0)
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import click
 
-from psclient.config import security_options, tf_config_text
+from psclient._src.config import security_options, tf_config_text
 from pswire.cluster import Task, TFConfig, check_address
 from pswire.errors import ConfigError
-from pswire.security import ADMIN, FLAGS, Security, SecurityOptions, task_name
+from pswire.security.identity import ADMIN, FLAGS, Security, SecurityOptions, task_name
 
 Command = TypeVar("Command", bound=Callable[..., object])
 

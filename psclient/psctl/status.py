@@ -12,10 +12,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from psclient.psctl.job_view import JobView, ServerView, TaskView, view_of
+from psclient.psctl.observer import connected
 from psclient.psctl.output import breadth, duration, room, say, short, show, size, table
-from psclient.psctl.servers import connected
 from psclient.psctl.settings import Settings, options, settings
-from psclient.psctl.view import JobView, ServerView, TaskView, view_of
 
 STATES = {
     "none": "no job: no chief has begun one",

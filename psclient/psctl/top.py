@@ -11,11 +11,11 @@ import click
 from rich.console import Console, Group
 from rich.live import Live
 
+from psclient.psctl.job_view import JobView, ServerView, view_of
+from psclient.psctl.observer import Servers, connected
 from psclient.psctl.output import say, show, size
-from psclient.psctl.servers import Servers, connected
 from psclient.psctl.settings import Cluster, Settings, options, settings
 from psclient.psctl.status import lines
-from psclient.psctl.view import JobView, ServerView, view_of
 
 Rates = Mapping[str, Mapping[str, Any]]
 """For each server its rounds per second, and bytes per second by lane and direction."""

@@ -10,14 +10,14 @@ from typing import Any
 import click
 import numpy as np
 
+from psclient.psctl.observer import connected
 from psclient.psctl.output import plain, say, shape, short, show, size, table
-from psclient.psctl.servers import connected
 from psclient.psctl.settings import Settings, options, settings
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import refuse_unknown
-from pswire.spec import Variable
-from pswire.tensor import DTYPES, Array
+from pswire.model.plan import Variable
+from pswire.model.tensor import DTYPES, Array
 
 
 @click.command("vars")

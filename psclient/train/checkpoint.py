@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from psclient import context
-from psclient.remote import RemoteBackend
-from psclient.train.files import FileKeeper
-from psclient.train.graph import Tracked, check_trackable, children, explore
-from psclient.train.keeper import Content, Keeper, Opened
+from psclient._src import context
+from psclient._src.rounds.backend import RemoteBackend
+from psclient._src.variables.variable import Variable
+from psclient.train.backend import Content, Keeper, Opened
+from psclient.train.file_backend import FileKeeper
+from psclient.train.object_graph import Tracked, check_trackable, children, explore
 from psclient.train.options import DEFAULT, CheckpointOptions
-from psclient.train.servers import ServerKeeper
+from psclient.train.server_backend import ServerKeeper
 from psclient.train.status import COUNTER, LoadStatus, NothingRestored
-from psclient.variables import Variable
-from pswire.manifest import Manifest
-from pswire.saved import listed
+from pswire.checkpoint.manifest import Manifest
+from pswire.checkpoint.reader import listed
 
 log = logging.getLogger("psclient")
 

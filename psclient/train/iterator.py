@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from psclient.config import timeouts_from
-from psclient.reminder import Reminder
-from pswire.places import Place, place
-from pswire.saved import Found
+from psclient._src.config import timeouts_from
+from psclient._src.reminder import Reminder
+from pswire.checkpoint.reader import Found
+from pswire.checkpoint.storage import Place, place
 
 log = logging.getLogger("psclient")
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from psclient import context
-from psclient.remote import RemoteBackend
+from psclient._src import context
+from psclient._src.rounds.backend import RemoteBackend
+from psclient._src.variables.variable import Variable, VariableAggregation
 from psclient.train.checkpoint import Checkpoint, keeper_of
 from psclient.train.options import DEFAULT, CheckpointOptions
-from psclient.variables import Variable, VariableAggregation
 from pswire import strict_json
+from pswire.checkpoint.reader import listed
 from pswire.errors import CheckpointError, NoCheckpoint
-from pswire.saved import listed
-from pswire.spec import VariableSpec
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import spec_of
 from pswire.strict_json import Malformed
-from pswire.tensor import spec_of
 
 log = logging.getLogger("psclient")
 

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Self
 
-from psclient.train.graph import Tracked
-from psclient.train.keeper import Keeper
-from psclient.variables import Variable
-from pswire.manifest import Manifest
+from psclient._src.variables.variable import Variable
+from psclient.train.backend import Keeper
+from psclient.train.object_graph import Tracked
+from pswire.checkpoint.manifest import Manifest
 
 log = logging.getLogger("psclient")
 

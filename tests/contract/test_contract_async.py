@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from pswire.errors import ConfigError, Fenced, InvalidRequest
-from pswire.log import Position
-from pswire.status import Place
-from pswire.tensor import TensorSpec
+from pswire.model.log import Position
+from pswire.model.status import Place
+from pswire.model.tensor import TensorSpec
 from tests.support.rig import SOON, WORKERS, Job, Worker, checkpoint, given, reduce_only, sgd, sum_into
 
 A, B, C = WORKERS[:3]

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from pswire.checkpoint.manifest import Manifest
 from pswire.errors import CheckpointError, Fenced, NoCheckpoint, ServerLost, VariableMismatch
-from pswire.log import Position
-from pswire.manifest import Manifest
-from pswire.payload import Payload
-from pswire.spec import SnapshotOrder, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.log import Position
+from pswire.model.plan import SnapshotOrder, VariableSpec
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
 from tests.support.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, sum_into, together
 
 A, B = WORKERS[:2]

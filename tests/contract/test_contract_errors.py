@@ -8,16 +8,16 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from psclient.rpc import RemoteServer
+from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
-from psserver.server import ServerThread
+from psserver.transport.server import ServerThread
 from pswire.api import Contribution, ServerStatus
 from pswire.cluster import Task
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, RoundTimeout, ServerLost
 from pswire.limits import Timeouts
-from pswire.payload import EMPTY, Payload
-from pswire.spec import Turn, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.plan import Turn, VariableSpec
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import EMPTY, Payload
 from tests.support.rig import (
     SOON,
     WORKERS,

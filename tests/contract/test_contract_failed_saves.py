@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pswire import log as log_entries
 from pswire.errors import CheckpointError, InvalidRequest, PSError
 from pswire.limits import MAX_PLANS, MAX_SAVES
-from pswire.log import Approved, Snapshotted
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model import log as log_entries
+from pswire.model.log import Approved, Snapshotted
+from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
 from tests.support.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, manifest_of, sum_into, together
 
 A, B = WORKERS[:2]
@@ -351,8 +351,8 @@ def test_the_state_goes_when_the_save_is_over(job, worker):
 
 def test_saves_are_no_sections_of_many_shapes(job, worker, monkeypatch):
     """However many there were; those that nobody completes are bounded, and one more is possible when one is over."""
-    monkeypatch.setattr("psserver.log.MAX_PLANS", 2)
-    monkeypatch.setattr("psserver.log.MAX_SAVES", 3)
+    monkeypatch.setattr("psserver.core.log.MAX_PLANS", 2)
+    monkeypatch.setattr("psserver.core.log.MAX_SAVES", 3)
     assert MAX_SAVES < MAX_PLANS
     plans = [job.approve(stateful(number), worker) for number in range(2)]
     job.verbs[0].propose(worker.session, stateful(2), "", None)

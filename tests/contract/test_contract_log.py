@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pswire.errors import Diverged, Fenced, InvalidRequest, LocalityError, MemoryLimit, ProgramError, ServerLost
-from pswire.log import Approved, Created, Done, Epoch, EpochClosed, Position, Snapshotted, Start, Started
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, Variable, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.log import Approved, Created, Done, Epoch, EpochClosed, Position, Snapshotted, Start, Started
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, Variable, VariableSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
 from tests.support.rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pswire.errors import PSError
-from pswire.log import Created, Snapshotted
-from pswire.spec import VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.log import Created, Snapshotted
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import TensorSpec
 from tests.support.rig import CHIEF, SOON, WORKERS, Job
 
 NOBODY = 0

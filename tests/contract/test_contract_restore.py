@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from pswire.api import RestoreOrder
+from pswire.checkpoint.manifest import Manifest
 from pswire.errors import CheckpointError, Diverged, InvalidRequest, NoCheckpoint, VariableMismatch
-from pswire.manifest import Manifest
-from pswire.payload import Payload
-from pswire.spec import Plan, RestoreCommit, Turn, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.plan import Plan, RestoreCommit, Turn, VariableSpec
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
 from tests.support.rig import SOON, WORKERS, Job, manifest_of, serving, sum_into, together
 
 A, B = WORKERS[:2]

@@ -11,11 +11,11 @@ import pytest
 from pswire.api import Contribution, RoundReply
 from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError
 from pswire.limits import PART_BYTES
-from pswire.log import Approved, Epoch, EpochClosed, Member, Position, Start
-from pswire.payload import EMPTY, Payload
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Plan, Reduction, Ref
-from pswire.tensor import DTYPES, TensorSpec, spec_of
+from pswire.model.log import Approved, Epoch, EpochClosed, Member, Position, Start
+from pswire.model.plan import Apply, Plan, Reduction, Ref
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import DTYPES, TensorSpec, spec_of
+from pswire.transport.payload import EMPTY, Payload
 from tests.support.rig import SOON, WORKERS, Job, given, reduce_only, sgd, sum_into, together
 
 A, B, C = WORKERS[:3]

@@ -6,14 +6,14 @@ from functools import partial
 
 import pytest
 
-from psclient.session import Session
+from psclient._src.transport.session import Session
 from pswire.api import UNTIL_ENDED
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, ServerLost, TaskTaken
 from pswire.limits import Timeouts
-from pswire.log import Done, Epoch, EpochClosed, JobStarted, Lost
-from pswire.spec import Turn
-from pswire.tensor import TensorSpec
+from pswire.model.log import Done, Epoch, EpochClosed, JobStarted, Lost
+from pswire.model.plan import Turn
+from pswire.model.tensor import TensorSpec
 from tests.support.rig import BEAT, CHIEF, SOON, WORKERS, Job, core, eventually, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())

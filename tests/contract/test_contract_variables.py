@@ -8,9 +8,9 @@ import pytest
 
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, ServerLost, VariableMismatch
 from pswire.limits import PART_BYTES
-from pswire.payload import Payload
-from pswire.spec import Variable, VariableSpec
-from pswire.tensor import DTYPES, TensorSpec
+from pswire.model.plan import Variable, VariableSpec
+from pswire.model.tensor import DTYPES, TensorSpec
+from pswire.transport.payload import Payload
 from tests.support.rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
 
 A, B = WORKERS[:2]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from psclient.processes import address_in
+from psclient._src.processes.process import address_in
 from tests.support.shell import PROGRAMS, shell
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,14 +18,14 @@ import yaml
 from click.testing import CliRunner
 
 from psclient import TFConfigClusterResolver
-from psclient.cli import command as psworker
+from psclient._src.launch.psworker import command as psworker
+from psclient._src.launch.script import SERVER_LOST, code_of
 from psclient.cluster_resolver import task_of
 from psclient.psctl.cli import command as psctl
-from psclient.runner import SERVER_LOST, code_of
 from psserver.cli import command as psserver
 from pswire.cluster import parse_tf_config
 from pswire.errors import ConfigError
-from pswire.security import task_name
+from pswire.security.identity import task_name
 from tests.support.manifests import Manifest, Pod, containers, expanded, pods, render, templates
 
 ROOT = Path(__file__).resolve().parents[2] / "configs" / "kubernetes"

@@ -14,12 +14,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psclient.arrays import local_devices
-from psclient.config import LaunchConfig, ServerOptions
-from psclient.launch_file import SECTIONS, TOP, Key, load_launch_config, schema
+from psclient._src.config import LaunchConfig, ServerOptions
+from psclient._src.devices import local_devices
+from psclient._src.launch.config_file import SECTIONS, TOP, Key, load_launch_config, schema
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
-from pswire.security import FLAGS, SecurityOptions
+from pswire.security.identity import FLAGS, SecurityOptions
 from tests.support.shell import shell
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.chief import Chief
-from psclient.rpc import connect
-from psclient.runner import SERVER_LOST
+from psclient._src.chief.driver import Chief
+from psclient._src.launch.script import SERVER_LOST
+from psclient._src.transport.remote_server import connect
 from psserver.config import ServerConfig
-from psserver.server import ServerThread
+from psserver.transport.server import ServerThread
 from pswire.cluster import ClusterSpec
 from pswire.errors import Abandoned
 from pswire.limits import Timeouts

@@ -18,20 +18,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psclient.chief import Chief
-from psclient.config import ServerOptions
-from psclient.launch import start_server
-from psclient.processes import address_in, await_listening
-from psclient.rpc import RemoteServer
-from pswire import places
+from psclient._src.chief.driver import Chief
+from psclient._src.config import ServerOptions
+from psclient._src.launch.cluster import start_server
+from psclient._src.processes.process import address_in, await_listening
+from psclient._src.transport.remote_server import RemoteServer
 from pswire.api import RestoreOrder, RoundReply
+from pswire.checkpoint import storage
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import CheckpointError, DamagedCheckpoint, ProgramError, ServerLost
 from pswire.limits import Timeouts
-from pswire.log import Epoch, Snapshotted
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Plan, Reduction, Ref, SnapshotOrder, Turn
-from pswire.tensor import TensorSpec
+from pswire.model.log import Epoch, Snapshotted
+from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, Turn
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
 from tests.support.objects import BUCKET, object_store
 from tests.support.rig import (
     CHIEF,
@@ -273,13 +273,13 @@ def order(worker: Worker, plan: Plan) -> list[Future[RoundReply]]:
 def test_a_save_that_takes_longer_than_a_round_may(tmp_path, caplog, monkeypatch, what):
     """The chief asks again, and is told of what it asked for first."""
     caplog.set_level("INFO", "psclient.chief")
-    go, put = threading.Event(), places.Directory.put
+    go, put = threading.Event(), storage.Directory.put
 
-    def late(self: places.Directory, path: str, data: bytes) -> None:
+    def late(self: storage.Directory, path: str, data: bytes) -> None:
         assert what == "its round" or go.wait(SOON)
         put(self, path, data)
 
-    monkeypatch.setattr(places.Directory, "put", late)
+    monkeypatch.setattr(storage.Directory, "put", late)
     with serving("grpc", 2, str(tmp_path)) as servers, driving(servers, replace(CALM, round=0.2, word=0.2)) as worker:
         plan = checkpoint("run/ckpt-1", (0, 1))
         if what == "its round":

@@ -30,7 +30,7 @@ LONG = Timeouts(lease=3.0, beat=0.6, round=10.0)
 
 def recorded():
     """Has this process record each push: its server, its round, and whose were left out; None for no answer."""
-    from psclient.rpc import RemoteServer
+    from psclient._src.transport.remote_server import RemoteServer
 
     push, records = RemoteServer.push, {}
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from psserver.config import LEAST_IN_FLIGHT
-from pswire.lanes import LANES, LaneName
 from pswire.limits import PART_BYTES
-from pswire.spec import Apply, Plan, Reduction, Ref
-from pswire.tensor import TensorSpec
+from pswire.model.plan import Apply, Plan, Reduction, Ref
+from pswire.model.tensor import TensorSpec
+from pswire.transport.traffic import LANES, LaneName
 from tests.support.lane_rig import Site, eventually
 from tests.support.rig import SOON, sum_into
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 import psclient as ps
-from psclient import lanes as client_lanes
-from psclient.runner import SERVER_LOST
-from pswire.lanes import LaneName
-from pswire.lanes.sockets import HEAD
+from psclient._src.launch.script import SERVER_LOST
+from psclient._src.transport import lane_selector as client_lanes
 from pswire.limits import PART_BYTES
+from pswire.transport.sockets import HEAD
+from pswire.transport.traffic import LaneName
 from tests.support import lane_rig
 from tests.support.inside import ME, add_all, gate, say
 from tests.support.jobs import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, Job

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.launch import Outcome
-from psclient.runner import SERVER_LOST
+from psclient._src.launch.cluster import Outcome
+from psclient._src.launch.script import SERVER_LOST
 from tests.support.inside import DIRECTORY, ME, add_all, gate, say
 from tests.support.jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, Job
 
@@ -136,7 +136,7 @@ def lose(lives):
 )
 def test_a_client_that_loses_a_server_which_answers_counts_itself(tmp_path, monkeypatch, lives, code):
     """For all that lose one at the time; who loses one in its next life as well counts again."""
-    monkeypatch.setattr("psclient.launch.LEAVE_SECONDS", 0.1)  # no job begins: servers wait for one
+    monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)  # no job begins: servers wait for one
     with Job(lose, tmp_path, (lives,), ps=1, workers=3, restarts=1) as job:
         assert job.cluster.wait(SECONDS).code == code
         left = [line for task in (W0, W1, W2) for line in replaced(job, task)]

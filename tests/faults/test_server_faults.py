@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.runner import SERVER_LOST
+from psclient._src.launch.script import SERVER_LOST
 from tests.support.inside import DIRECTORY, ME, add_all, gate, say
 from tests.support.jobs import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, Job
 

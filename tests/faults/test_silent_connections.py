@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire.lanes import LaneName
-from pswire.payload import Payload
-from pswire.security import Security
+from pswire.security.identity import Security
+from pswire.transport.payload import Payload
+from pswire.transport.traffic import LaneName
 from tests.support import packets
 from tests.support.certificates import Certificates
 from tests.support.inside import CONFIG, ME, add_all, say

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import psclient as ps
-from psclient.processes import start_server
-from psclient.rpc import RemoteServer
+from psclient._src.processes.process import start_server
+from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import ClusterSpec, Task
 from tests.support.inside import add
 from tests.support.jobs import QUICK, SECONDS, until

@@ -12,18 +12,18 @@ import grpc
 import numpy as np
 import pytest
 
-from psclient.rpc import RemoteServer
-from psserver import calls
+from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
-from psserver.server import ServerThread
-from pswire import replies
+from psserver.execution import calls
+from psserver.transport.server import ServerThread
 from pswire.api import Contribution
+from pswire.encoding import messages as replies
+from pswire.encoding.verbs import VERBS, parse, refused
 from pswire.errors import Fenced, InvalidRequest, PSError, ServerLost
-from pswire.lanes.frames import Frame, frames
 from pswire.limits import PART_BYTES, Timeouts
-from pswire.payload import Assembly
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.wire import VERBS, parse, refused
+from pswire.transport.grpc_frames import Frame, frames
+from pswire.transport.payload import Assembly
 from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]

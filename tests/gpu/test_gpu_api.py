@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient import arrays
+from psclient._src import devices
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(arrays.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
+    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
 ]
 
-GPU = arrays.Device("gpu", 0)
+GPU = devices.Device("gpu", 0)
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +27,16 @@ def test_a_variable_is_copied_to_the_device_once_for_each_value(strategy):
     with strategy.scope():
         w = ps.Variable(np.ones(3, "float32"))
     first, second = strategy.run(lambda: (w.read_value(), w.read_value()))
-    assert arrays.device_of(first) == GPU
+    assert devices.device_of(first) == GPU
     assert first is second
     assert strategy.run(w.read_value) is first
     w.assign_add(1.0)
-    assert arrays.to_numpy(strategy.run(w.read_value)).tolist() == [2.0] * 3
+    assert devices.to_numpy(strategy.run(w.read_value)).tolist() == [2.0] * 3
 
 
 def test_cupy_functions_and_operators_take_variables_and_reduced_values(strategy):
     """On either side, and the result is on the device."""
-    cupy = arrays.namespace(GPU)
+    cupy = devices.namespace(GPU)
     with strategy.scope():
         w = ps.Variable(np.ones(3, "float32"))
     reduced = strategy.extended.reduce_to("sum", np.ones(3, "float32"), w)
@@ -46,12 +46,12 @@ def test_cupy_functions_and_operators_take_variables_and_reduced_values(strategy
         return [x + w, w + x, cupy.add(x, w), cupy.exp(w), x + reduced, reduced * x, cupy.add(reduced, x)]
 
     for found in strategy.run(step):
-        assert arrays.device_of(found) == GPU
+        assert devices.device_of(found) == GPU
 
 
 def test_reductions_and_updates_take_cupy_arrays(strategy):
     """Sums within a replica are made on the device."""
-    cupy = arrays.namespace(GPU)
+    cupy = devices.namespace(GPU)
     with strategy.scope():
         w = ps.Variable(np.zeros(3, "float32"))
     rows = strategy.run(lambda: cupy.ones((4, 3), "float16"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psclient import arrays, context, data
-from psclient.datasets import ArrayDataset
-from psclient.replicas import ReplicaRunner
-from psserver.arrays import Device as ServerDevice
+from psclient._src import context
+from psclient._src import devices as arrays
+from psclient._src.data import distributed
+from psclient._src.data.array_dataset import ArrayDataset
+from psclient._src.distribute.replicas import ReplicaRunner
+from psserver.devices import Device as ServerDevice
 from pswire.errors import ConfigError
 
 pytestmark = [
@@ -109,7 +111,7 @@ def test_a_replica_runs_on_its_device() -> None:
         return (x * x).sum()
 
     dataset = ArrayDataset(np.arange(4.0)).batch(4)
-    (batch,) = data.DistributedDataset(dataset, Group(), 0)
+    (batch,) = distributed.DistributedDataset(dataset, Group(), 0)
     with context.enter_strategy_scope(strategy):
         result = runner.run(fn, (batch,))
     runner.close()

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psclient import arrays
-from psserver.core import Core
+from psclient._src import devices
+from psserver.core.core import Core
 from pswire.limits import Timeouts
 from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, manifest_of, sum_into, together
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(arrays.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
+    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
 ]
 
 

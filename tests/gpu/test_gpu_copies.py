@@ -11,28 +11,28 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient import arrays
-from psclient.arrays import Download
-from psclient.reduction import combine
-from psserver.arrays import Device as ServerDevice
-from psserver.core import Core
-from pswire.lanes import LANES, LaneName
+from psclient._src import devices
+from psclient._src.devices import Download
+from psclient._src.distribute.reduction import combine
+from psserver.core.core import Core
+from psserver.devices import Device as ServerDevice
 from pswire.limits import Timeouts
+from pswire.transport.traffic import LANES, LaneName
 from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, given, remote, sum_into, together
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(arrays.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
+    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
 ]
 
-GPU = arrays.Device("gpu", 0)
-several = pytest.mark.skipif(arrays.available_gpus() < 2, reason="this machine has one CUDA device")
+GPU = devices.Device("gpu", 0)
+several = pytest.mark.skipif(devices.available_gpus() < 2, reason="this machine has one CUDA device")
 SIZES = (1, 7, 1000, 1 << 18, 3_000_001)
 
 
 def cupy() -> Any:
     """The library."""
-    return arrays.namespace(GPU)
+    return devices.namespace(GPU)
 
 
 def dawdle() -> Any:
@@ -42,9 +42,9 @@ def dawdle() -> Any:
     return cupy().cuda.get_current_stream().record()
 
 
-def download(array: arrays.AnyArray) -> Download:
+def download(array: devices.AnyArray) -> Download:
     """A copy of an array, begun."""
-    begun = arrays.begin_download(array, array.dtype, array.shape)
+    begun = devices.begin_download(array, array.dtype, array.shape)
     assert isinstance(begun, Download)
     return begun
 
@@ -56,7 +56,7 @@ def test_copies_come_after_what_makes_their_array(stream: str) -> None:
     hosts = [rng.standard_normal(size).astype("float32") for size in SIZES]
     with cupy().cuda.Stream(null=stream == "null", non_blocking=stream == "non_blocking"):
         dawdle()
-        there = [arrays.to_device(host, GPU) for host in hosts]
+        there = [devices.to_device(host, GPU) for host in hosts]
         begun = [download(array * np.float32(2)) for array in there]
         for array in there:
             array.fill(-1)
@@ -66,11 +66,11 @@ def test_copies_come_after_what_makes_their_array(stream: str) -> None:
 
 def test_the_host_goes_on_meanwhile() -> None:
     """Neither an upload nor the beginning of a download waits for what the device has still to do."""
-    for copy in [download(arrays.to_device(np.ones(1000), GPU)) for _ in range(4)]:
+    for copy in [download(devices.to_device(np.ones(1000), GPU)) for _ in range(4)]:
         copy.wait()  # New memory would have to be waited for.
     del copy
     end = dawdle()
-    there = arrays.to_device(np.ones(1000), GPU)
+    there = devices.to_device(np.ones(1000), GPU)
     begun = download(there)
     assert not end.done
     assert begun.here is None
@@ -79,7 +79,7 @@ def test_the_host_goes_on_meanwhile() -> None:
 
 def test_a_download_does_not_wait_for_later_work() -> None:
     """It is there while the device computes on."""
-    begun = download(arrays.to_device(np.arange(1000.0), GPU))
+    begun = download(devices.to_device(np.arange(1000.0), GPU))
     end = dawdle()
     assert begun.wait().tolist() == list(range(1000))
     assert not end.done
@@ -91,7 +91,7 @@ def test_memory_is_used_again() -> None:
     pinned, memory = cupy().get_default_pinned_memory_pool(), cupy().get_default_memory_pool()
 
     def round(number: int) -> None:
-        begun = [download(arrays.to_device(np.full(size, number), GPU)) for size in SIZES]
+        begun = [download(devices.to_device(np.full(size, number), GPU)) for size in SIZES]
         for copy in begun:
             assert (copy.wait() == number).all()
 
@@ -108,7 +108,7 @@ def test_threads_share_a_devices_copies() -> None:
     """Each gets its own."""
 
     def there_and_back(number: int) -> bool:
-        found = [download(arrays.to_device(np.full(size, number), GPU) + 1).wait() for size in SIZES * 5]
+        found = [download(devices.to_device(np.full(size, number), GPU) + 1).wait() for size in SIZES * 5]
         return all((array == number + 1).all() for array in found)
 
     with ThreadPoolExecutor(8) as pool:
@@ -121,10 +121,10 @@ def test_replicas_are_summed_as_on_the_host(op: str, dtype: str) -> None:
     """With the same bits, on the first one's device; values of other devices come there."""
     rng = np.random.default_rng(0)
     hosts = [(rng.standard_normal(1000) * 10.0**place).astype(dtype) for place in range(4)]
-    count = arrays.available_gpus()
-    there = [arrays.to_device(host, arrays.Device("gpu", place % count)) for place, host in enumerate(hosts)]
+    count = devices.available_gpus()
+    there = [devices.to_device(host, devices.Device("gpu", place % count)) for place, host in enumerate(hosts)]
     found, expected = (combine(op, values, frozenset([1]), None) for values in (there, hosts))  # type: ignore[arg-type]
-    assert arrays.device_of(found.total) == GPU
+    assert devices.device_of(found.total) == GPU
     assert (found.weight, found.spec) == (expected.weight, expected.spec)
     assert isinstance(found.array, Download)
     assert isinstance(expected.array, np.ndarray)
@@ -134,15 +134,15 @@ def test_replicas_are_summed_as_on_the_host(op: str, dtype: str) -> None:
 @several
 def test_an_array_may_change_once_another_device_has_asked_for_it() -> None:
     """The copy is of what it was."""
-    other = arrays.Device("gpu", 1)
-    mine = arrays.to_device(np.arange(1000.0), other)
-    with arrays.device_scope(GPU):
+    other = devices.Device("gpu", 1)
+    mine = devices.to_device(np.arange(1000.0), other)
+    with devices.device_scope(GPU):
         dawdle()
-        taken = arrays.to_device(mine, GPU)
-    with arrays.device_scope(other):
+        taken = devices.to_device(mine, GPU)
+    with devices.device_scope(other):
         mine.fill(-1)
-    assert arrays.device_of(taken) == GPU
-    assert arrays.to_numpy(taken).tolist() == list(range(1000))
+    assert devices.device_of(taken) == GPU
+    assert devices.to_numpy(taken).tolist() == list(range(1000))
 
 
 def test_a_servers_values_come_after_what_makes_them() -> None:
@@ -165,13 +165,13 @@ def test_gradients_and_values_travel_as_on_the_host(lane: LaneName) -> None:
 
     def train(device: str) -> list[bytes]:
         with ps.ParameterServerStrategy(devices=[device], lane=lane) as strategy:
-            place = arrays.Device.parse(device)
+            place = devices.Device.parse(device)
             with strategy.scope():
                 weights = [ps.Variable(np.ones(size, "float32")) for size in SIZES]
                 optimizer = ps.optimizers.SGD(0.5)
 
             def step(pushed: list[np.ndarray]) -> None:
-                there = [arrays.to_device(one, place) * w.read_value() for one, w in zip(pushed, weights, strict=True)]
+                there = [devices.to_device(one, place) * w.read_value() for one, w in zip(pushed, weights, strict=True)]
                 optimizer.apply_gradients(list(zip(there, weights, strict=True)))
 
             for pushed in gradients:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psclient import arrays
-from psserver import executor
-from psserver.arrays import Device
-from psserver.kernels.kernels import Kernels
-from psserver.kernels.rows import apply_rows
-from pswire.tensor import TensorSpec
+from psclient._src import devices
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.programs.kernels.kernels import Kernels
+from psserver.programs.kernels.rows import apply_rows
+from pswire.model.tensor import TensorSpec
 from tests.support.programs import job_of, plan_of, same_bits, traced
 from tests.support.rig import WORKERS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(arrays.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
+    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
 ]
 
 SPEC = TensorSpec("float32", (1000,))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from psclient.arrays import available_gpus, gpu_report
+from psclient._src.devices import available_gpus, gpu_report
 
 pytestmark = [
     pytest.mark.gpu,

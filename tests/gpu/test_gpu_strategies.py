@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient import arrays
+from psclient._src import devices
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(arrays.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
+    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
 ]
 
-GPU = arrays.Device("gpu", 0)
+GPU = devices.Device("gpu", 0)
 ON_READ = {
     "synchronization": ps.VariableSynchronization.ON_READ,
     "aggregation": ps.VariableAggregation.SUM,
@@ -36,7 +36,7 @@ def test_a_mirrored_variable_lives_on_its_device():
         seen = []
 
         def add(v, x):
-            seen.append(arrays.device_of(v.read_value()))
+            seen.append(devices.device_of(v.read_value()))
             return v.assign_add(x)
 
         assert strategy.extended.update(w, add, (np.full(3, 2.0, "float32"),)) is w
@@ -46,7 +46,7 @@ def test_a_mirrored_variable_lives_on_its_device():
 
 def test_replicas_assign_what_they_compute_on_the_device(strategy):
     """Aggregated, or to a copy of their own."""
-    cupy = arrays.namespace(GPU)
+    cupy = devices.namespace(GPU)
     with strategy.scope():
         w = ps.Variable(np.zeros(3, "float32"), aggregation=ps.VariableAggregation.SUM)
         count = ps.Variable(np.float32(1), **ON_READ)
@@ -56,14 +56,14 @@ def test_replicas_assign_what_they_compute_on_the_device(strategy):
         count.assign_add(cupy.ones(4, "float32").sum())
         return count.read_value()
 
-    assert arrays.device_of(strategy.run(step)) == GPU
+    assert devices.device_of(strategy.run(step)) == GPU
     assert w.numpy().tolist() == [2.0] * 3
     assert float(count) == 5.0
 
 
 def test_optimizers_and_metrics_take_cupy_arrays(strategy):
     """Gradients, losses, labels and scores come from the device."""
-    cupy = arrays.namespace(GPU)
+    cupy = devices.namespace(GPU)
     with strategy.scope():
         w = ps.Variable(np.zeros(3, "float32"))
         optimizer = ps.optimizers.SGD(0.5)
@@ -82,9 +82,9 @@ def test_optimizers_and_metrics_take_cupy_arrays(strategy):
 
 def test_reductions_give_host_arrays(strategy):
     """Whatever the replicas' values lie on."""
-    cupy = arrays.namespace(GPU)
+    cupy = devices.namespace(GPU)
     rows = strategy.run(lambda: cupy.arange(6.0).reshape(3, 2))
     total = strategy.reduce("sum", rows, axis=0)
     assert isinstance(total, np.ndarray)
     assert total.tolist() == [6.0, 9.0]
-    assert arrays.device_of(strategy.extended.reduce_to("sum", rows, "gpu:0")) == GPU
+    assert devices.device_of(strategy.extended.reduce_to("sum", rows, "gpu:0")) == GPU

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.values import PerReplica, local_results
+from psclient._src.values import PerReplica, local_results
 
 here = ps.get_replica_context
 

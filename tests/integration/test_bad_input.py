@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from psclient.processes import start_server
+from psclient._src.processes.process import start_server
 from tests.support.shell import Done, shell
 
 STARTING = 60.0

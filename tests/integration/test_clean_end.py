@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import psclient as ps
-from psclient.processes import start_server
+from psclient._src.processes.process import start_server
 from pswire.cluster import ClusterSpec
 from tests.support.inside import add, gate, say
 from tests.support.jobs import CALM, PS0, PS1, SECONDS, Job, children, listens, until

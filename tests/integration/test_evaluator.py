@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import psclient as ps
-from psclient.launch import EVALUATOR
+from psclient._src.launch.cluster import EVALUATOR
 from tests.support.events import scalars
 from tests.support.inside import DIRECTORY, gate, say
 from tests.support.jobs import Job

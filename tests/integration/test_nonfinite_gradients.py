@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire import logs
+from pswire.telemetry import logging_setup
 from tests.support.inside import ME, add_all, gate, say
 from tests.support.jobs import PS0, PS1, W0, W1, Job
 from tests.support.scraped import Page
@@ -32,7 +32,7 @@ def poisoned(size: int, asynchronous: bool) -> None:
 
 def warnings_of(job: Job, task) -> list[str]:
     """What a task has said of values that are not finite."""
-    lines = [logs.read(line) for line in job.errors(task).splitlines()]
+    lines = [logging_setup.read(line) for line in job.errors(task).splitlines()]
     return [line["message"] for line in lines if line and line["level"] == "warning" and "NaN" in line["message"]]
 
 

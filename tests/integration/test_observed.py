@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire import logs
 from pswire.cluster import Task
+from pswire.telemetry import logging_setup
 from tests.support.inside import add, gate, say
 from tests.support.jobs import CHIEF, PS0, PS1, SECONDS, W0, W1, Job
 from tests.support.scraped import Page, documented, mistakes
@@ -43,7 +43,7 @@ def page(job: Job, task: Task) -> Page:
         job.until(lambda: any(said in line for line in job.cluster.output(task)))
         (line,) = [line for line in job.cluster.output(task) if said in line]
     else:
-        found = logs.read(job.hear_error(task, "metrics are at "))
+        found = logging_setup.read(job.hear_error(task, "metrics are at "))
         assert found is not None
         line = found["message"].partition(",")[0]
     return Page.at(line.rpartition(" ")[2])
@@ -57,7 +57,7 @@ def test_every_task_tells_what_it_does(tmp_path):
         pages = {task: page(job, task) for task in TASKS}
         job.open("on")
         job.finish()
-        lines = {task: [logs.read(line) for line in job.errors(task).splitlines()] for task in TASKS}
+        lines = {task: [logging_setup.read(line) for line in job.errors(task).splitlines()] for task in TASKS}
     for task in (W0, W1):
         _check_worker(pages[task])
     _check_servers([pages[PS0], pages[PS1]])
@@ -103,7 +103,7 @@ def _check_names(pages) -> None:
 
 def psworker(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs a script on a local cluster."""
-    command = [sys.executable, "-P", "-m", "psclient.cli", "--standalone", *flags, str(script)]
+    command = [sys.executable, "-P", "-m", "psclient", "--standalone", *flags, str(script)]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=script.parent, env=environ)
 
@@ -118,7 +118,7 @@ def test_all_of_stderr_is_json(body, code, tmp_path):
     done = psworker(script, "--log-format", "json")
     assert done.returncode == code, done.stderr
     assert "[worker 0] begins" in done.stdout
-    lines = [logs.read(line) for line in done.stderr.splitlines()]
+    lines = [logging_setup.read(line) for line in done.stderr.splitlines()]
     assert all(lines), done.stderr
     failed = next(line for line in lines if line["task"] == "/job:worker/task:0" and line["level"] == "error")
     assert ("exception" in failed) == ("1 / 0" in body)

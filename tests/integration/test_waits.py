@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.chief import Chief
-from psclient.launch import Cluster
-from psclient.processes import await_listening
-from psclient.rpc import RemoteServer, connect
+from psclient._src.chief.driver import Chief
+from psclient._src.launch.cluster import Cluster
+from psclient._src.processes.process import await_listening
+from psclient._src.transport.remote_server import RemoteServer, connect
 from psserver.config import ServerConfig
-from psserver.server import ServerThread
+from psserver.transport.server import ServerThread
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
 from tests.support.checkpoints import write_checkpoint
@@ -410,7 +410,7 @@ def heard(caplog, monkeypatch):
     """What background work says is no warning."""
     caplog.set_level("INFO")
     monkeypatch.setenv("PS_TIMEOUT_WORD", str(PATIENT.word))
-    monkeypatch.setattr("psclient.launch.LEAVE_SECONDS", 0.1)  # servers wait for a job that never begins
+    monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)  # servers wait for a job that never begins
 
 
 def named(site: Site, caplog: pytest.LogCaptureFixture, text: str) -> bool:

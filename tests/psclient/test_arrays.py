@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from psclient import arrays
-from psclient.arrays import Device
+from psclient._src import devices
+from psclient._src.devices import Device
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 
@@ -47,10 +47,10 @@ def test_a_name_comes_back() -> None:
 
 def test_the_default_is_all_gpus_or_one_cpu() -> None:
     """Whatever this machine has."""
-    found = arrays.available_gpus()
-    kinds = [device.kind for device in arrays.default_devices()]
+    found = devices.available_gpus()
+    kinds = [device.kind for device in devices.default_devices()]
     assert kinds == (["gpu"] * found or ["cpu"])
-    assert arrays.local_devices(None) == arrays.default_devices()
+    assert devices.local_devices(None) == devices.default_devices()
 
 
 @pytest.mark.parametrize(
@@ -59,18 +59,18 @@ def test_the_default_is_all_gpus_or_one_cpu() -> None:
         ([], "no device is given"),
         (["cpu:0", "cpu"], "given twice"),
         (["cpu:0", "abacus"], "'abacus' is no device"),
-        ([f"gpu:{arrays.available_gpus()}"], "use cpu:0"),
+        ([f"gpu:{devices.available_gpus()}"], "use cpu:0"),
     ],
 )
 def test_devices_that_cannot_be_are_refused(names: list[str], message: str) -> None:
     """None, twice the same, and one that is not there."""
     with pytest.raises(ConfigError, match=message):
-        arrays.local_devices(names)
+        devices.local_devices(names)
 
 
 def test_several_cpu_replicas_need_no_gpu() -> None:
     """Their numbers only tell them apart."""
-    assert arrays.local_devices(["cpu:0", "cpu:1"]) == (Device("cpu", 0), Device("cpu", 1))
+    assert devices.local_devices(["cpu:0", "cpu:1"]) == (Device("cpu", 0), Device("cpu", 1))
 
 
 class Foreign:
@@ -87,25 +87,25 @@ class Foreign:
 def test_arrays_come_to_the_host(make: Callable[[], object]) -> None:
     """NumPy arrays are not copied; what NumPy can read is read."""
     given = make()
-    got = arrays.to_device(given, Device("cpu", 1))
+    got = devices.to_device(given, Device("cpu", 1))
     assert got.tolist() == [0, 1, 2]
     assert got is given or not isinstance(given, np.ndarray)
 
 
 def test_host_arrays_are_added_on_the_host() -> None:
     """The dtype is that of the sum."""
-    total = arrays.add(np.array([1, 2], "float32"), np.array([3, 4], "float32"))
+    total = devices.add(np.array([1, 2], "float32"), np.array([3, 4], "float32"))
     assert total.dtype == np.float32
     assert total.tolist() == [4, 6]
-    assert arrays.device_of(total) == arrays.CPU
-    assert arrays.namespace(arrays.CPU) is np
-    with arrays.device_scope(arrays.CPU):
-        assert arrays.device_of(1.0) == arrays.CPU
+    assert devices.device_of(total) == devices.CPU
+    assert devices.namespace(devices.CPU) is np
+    with devices.device_scope(devices.CPU):
+        assert devices.device_of(1.0) == devices.CPU
 
 
 def test_without_cupy_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is no error; asking for one is, and says what to install."""
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert arrays.default_devices() == (arrays.CPU,)
+    assert devices.default_devices() == (devices.CPU,)
     with pytest.raises(ConfigError, match=r"install paramserver\[gpu\]"):
-        arrays.to_device(np.zeros(1), Device("gpu", 0))
+        devices.to_device(np.zeros(1), Device("gpu", 0))

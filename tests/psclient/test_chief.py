@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.chief import Chief
-from psclient.session import Session
+from psclient._src.chief.driver import Chief
+from psclient._src.transport.session import Session
 from psserver.config import ServerConfig
-from psserver.server import ServerThread
+from psserver.transport.server import ServerThread
 from pswire.cluster import ClusterSpec
 from pswire.limits import Timeouts
-from pswire.log import EpochClosed
+from pswire.model.log import EpochClosed
 from tests.support.rig import SOON, WORKERS, Job, checkpoint, core, serving, together
 
 A, B = WORKERS[:2]

@@ -11,15 +11,15 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
 
 import psclient as ps
-from psclient import measures
-from psclient.config import LaunchConfig, metrics_from
-from psclient.measures import Measures
-from psclient.monitoring import OF_CHIEFS, OF_WORKERS, Exporter
+from psclient._src.config import LaunchConfig, metrics_from
+from psclient._src.rounds import counters
+from psclient._src.rounds.counters import Measures
+from psclient._src.telemetry import OF_CHIEFS, OF_WORKERS, Exporter
 from pswire.cluster import Task
 from pswire.errors import ConfigError
-from pswire.exposition import Metrics
-from pswire.metrics import PROCESS, Process
-from pswire.security import Security
+from pswire.security.identity import Security
+from pswire.telemetry.metrics import PROCESS, Process
+from pswire.telemetry.prometheus import Metrics
 from tests.support.inside import add
 from tests.support.scraped import Page, documented, mistakes
 
@@ -30,7 +30,7 @@ WORKER = Task("worker", 0)
 def clock(monkeypatch):
     """Seconds that only the test turns."""
     now = [100.0]
-    monkeypatch.setattr(measures.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(counters.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psclient import cluster_resolver
-from psclient.arrays import available_gpus
+from psclient._src.config import task_config
+from psclient._src.devices import available_gpus
 from psclient.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,
@@ -19,7 +20,6 @@ from psclient.cluster_resolver import (
     UnionResolver,
     task_of,
 )
-from psclient.config import task_config
 from pswire.cluster import JOBS, ClusterSpec, Task, TaskConfig
 from pswire.errors import ConfigError
 from tests.support.strategies import opened

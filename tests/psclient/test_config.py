@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psclient.config import (
-    child_environ,
-    task_config,
-    timeouts_from,
-)
+from psclient._src.config import child_environ, task_config, timeouts_from
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts

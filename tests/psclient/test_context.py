@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import psclient as ps
-from psclient import context
-from psclient.arrays import CPU
-from psclient.context import ReplicaContext
+from psclient._src import context
+from psclient._src.context import ReplicaContext
+from psclient._src.devices import CPU
 
 
 class Strategy:

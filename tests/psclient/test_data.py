@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psclient import nest, values
-from psclient.arrays import Device
-from psclient.data import DistributedDataset, DistributedDatasetFromFunction, Passes
-from psclient.datasets import ArrayDataset
-from psclient.input import AutoShardPolicy, InputContext, InputOptions
-from psclient.values import PerReplica
-from pswire.log import Position
+from psclient._src import nest, values
+from psclient._src.data.array_dataset import ArrayDataset
+from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
+from psclient._src.devices import Device
+from psclient._src.options import AutoShardPolicy, InputContext, InputOptions
+from psclient._src.values import PerReplica
+from pswire.model.log import Position
 from tests.support.workers import Worker, distributed, do_round, rows, team
 
 # ---- Global batches over workers and replicas ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psclient.datasets import ArrayDataset
+from psclient._src.data.array_dataset import ArrayDataset
 
 
 def test_batches_hold_every_example_once() -> None:

@@ -11,13 +11,13 @@ import sys
 import psutil
 import pytest
 
-from psclient.config import ServerOptions
-from psclient.embedded import EmbeddedServer
+from psclient._src.config import ServerOptions
+from psclient._src.processes.embedded_server import EmbeddedServer
 from pswire.errors import Unreachable
 
 SECONDS = 180
 START = (
-    "import os, signal, sys, time\nfrom psclient.embedded import EmbeddedServer\n"
+    "import os, signal, sys, time\nfrom psclient._src.processes.embedded_server import EmbeddedServer\n"
     "server = EmbeddedServer()\nprint(server.pid, flush=True)\n"
 )
 

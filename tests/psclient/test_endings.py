@@ -12,26 +12,26 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient import endings
-from psclient.processes import start_server
-from psclient.rpc import RemoteServer
-from psclient.threads import SPARE, Threads
+from psclient._src.processes import shutdown
+from psclient._src.processes.process import start_server
+from psclient._src.transport.daemon_threads import SPARE, Threads
+from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
 from pswire.errors import PSError
-from pswire.spec import VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import TensorSpec
 from tests.support.inside import ME, gate, say
 from tests.support.jobs import W0, W1, Job
 from tests.support.shell import shell
 
 SCRIPT = """
 from concurrent.futures import ThreadPoolExecutor
-from psclient import endings
-from psclient.threads import SPARE, Threads
+from psclient._src.processes import shutdown
+from psclient._src.transport.daemon_threads import SPARE, Threads
 
 pool = Threads("test") if SPARE else ThreadPoolExecutor()
 for name in ("first", "second"):
-    endings.register(lambda name=name: print(name, pool.submit(lambda: 7).result(), flush=True))
+    shutdown.register(lambda name=name: print(name, pool.submit(lambda: 7).result(), flush=True))
 print("the script ends", flush=True)
 """
 
@@ -109,18 +109,18 @@ def test_an_error_keeps_nothing_else_from_its_end(
 ) -> None:
     """Each is called once; what one raises is logged, and what was unregistered is not called."""
     called: list[str] = []
-    monkeypatch.setattr(endings, "_endings", [])  # what this process has registered goes on
+    monkeypatch.setattr(shutdown, "_endings", [])  # what this process has registered goes on
 
     def left_out() -> None:
         called.append("left out")
 
-    endings.register(lambda: called.append("first"))
-    endings.register(lambda: [][1])
-    endings.register(left_out)
-    endings.unregister(left_out)
-    endings.unregister(left_out)
-    endings.run()
-    endings.run()
+    shutdown.register(lambda: called.append("first"))
+    shutdown.register(lambda: [][1])
+    shutdown.register(left_out)
+    shutdown.unregister(left_out)
+    shutdown.unregister(left_out)
+    shutdown.run()
+    shutdown.run()
     assert called == ["first"]
     assert "IndexError" in caplog.text
 
@@ -151,7 +151,7 @@ def test_a_script_whose_last_save_failed_fails(tmp_path: Path, program: str, how
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/last-1").write_text("no directory")
     done = shell([program, "job.py", how], tmp_path)
-    assert (done.code, done.left) == (endings.NOT_SAVED, ())
+    assert (done.code, done.left) == (shutdown.NOT_SAVED, ())
     (line,) = done.err.splitlines()
     heads = {"python": "job.py: error: ", "psworker": "psworker: error: "}
     assert line.startswith(f"{heads[program]}/job:worker/task:0: the last checkpoint 'last-1' was not saved: ")
@@ -207,12 +207,12 @@ def test_a_failed_save_ends_nobody_else(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/last-1").write_text("no directory")
     with Job(saves_last, tmp_path, workers=2, gates=["go"], chief="driver", restarts=3) as job:
         waited = ThreadPoolExecutor(1).submit(job.cluster.wait, 60.0)
-        assert job.exited(W0) == endings.NOT_SAVED
+        assert job.exited(W0) == shutdown.NOT_SAVED
         job.open("go")
         assert job.hear(W1, "value") == [1.0] * 3
         outcome = waited.result()
         assert job.exited(W1) == 0
-    assert (outcome.code, outcome.task) == (endings.NOT_SAVED, W0)
+    assert (outcome.code, outcome.task) == (shutdown.NOT_SAVED, W0)
     assert "the last checkpoint 'last-1' was not saved" in outcome.report
 
 

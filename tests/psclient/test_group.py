@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psclient.arrays import Device
-from psclient.chief import Chief
-from psclient.exchange import Exchange, Outgoing
-from psclient.group import Group
-from psclient.session import Session
+from psclient._src.chief.driver import Chief
+from psclient._src.devices import Device
+from psclient._src.rounds.membership import Group
+from psclient._src.rounds.rounds import Exchange, Outgoing
+from psclient._src.transport.session import Session
 from pswire.cluster import ClusterSpec
 from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
-from pswire.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Start, Started
-from pswire.spec import VariableSpec
-from pswire.status import SessionState
-from pswire.tensor import TensorSpec
+from pswire.model.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Start, Started
+from pswire.model.plan import VariableSpec
+from pswire.model.status import SessionState
+from pswire.model.tensor import TensorSpec
 from tests.support.rig import SOON, WORKERS, Job, serving, sum_into
 
 A, B, C = WORKERS[:3]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.staging import Parts
+from psclient._src.transport.staging import Parts
 from pswire.errors import PSError
-from pswire.lanes import LANES, LaneName
 from pswire.limits import ALIGN
-from pswire.payload import Payload
+from pswire.transport.payload import Payload
+from pswire.transport.traffic import LANES, LaneName
 from tests.support.lane_rig import SIZE, Site, eventually
 from tests.support.rig import SOON
 from tests.support.slow_gpu import Gpu, slow_gpu

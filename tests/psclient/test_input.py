@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psclient.input import AutoShardPolicy, InputContext, InputOptions, RunOptions, ValueContext
+from psclient._src.options import AutoShardPolicy, InputContext, InputOptions, RunOptions, ValueContext
 
 
 def test_an_input_context_shares_out_a_batch() -> None:

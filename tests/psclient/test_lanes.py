@@ -15,13 +15,12 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from psclient import lane as client_lane
-from psclient import lanes as client_lanes
-from psclient.lane import Lane, LaneLost, Offer
+from psclient._src.transport import lane as client_lane
+from psclient._src.transport import lane_selector as client_lanes
+from psclient._src.transport.lane import Lane, LaneLost, Offer
 from pswire.errors import ConfigError, Fenced, PSError, ServerLost
-from pswire.lanes import LANES, LaneName
-from pswire.lanes.sockets import HEAD, Kind, tune
-from pswire.lanes.traffic import Traffic
+from pswire.transport.sockets import HEAD, Kind, tune
+from pswire.transport.traffic import LANES, LaneName, Traffic
 from tests.support.lane_rig import (
     ON_ONE_LANE,
     SIZE,
@@ -163,7 +162,7 @@ def test_a_wrong_token_is_told(stack: ExitStack, name: LaneName, monkeypatch: py
 
 def test_an_unknown_lane_is_refused() -> None:
     """With the lanes that there are."""
-    from psclient.config import lane_from
+    from psclient._src.config import lane_from
 
     assert lane_from({}) == "shm"
     assert lane_from({"PS_LANE": "tcp"}) == "tcp"

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from psclient import launch
-from psclient.config import ServerOptions
+from psclient._src.config import ServerOptions
+from psclient._src.launch import cluster as launch
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 
@@ -324,7 +324,7 @@ def test_a_server_on_a_taken_port():
 
 
 def psworker(*args: str, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "psclient.cli", *args]
+    command = [sys.executable, "-m", "psclient", *args]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient import mistakes
+from psclient._src.tracing import diagnostics
 from pswire.errors import ProgramError
 from tests.support.strategies import opened, variable
 
@@ -177,7 +177,7 @@ def test_large_arrays_that_travel_are_told_once(servers, caplog):
     for fn in (masked, ps.update_function(masked)) * 2:
         servers.extended.update(v, fn)
         servers.extended.update(v, small, (MASK, beside))
-    texts = [record.getMessage() for record in caplog.records if record.name == mistakes.log.name]
+    texts = [record.getMessage() for record in caplog.records if record.name == diagnostics.log.name]
     assert len(texts) == 2
     for name, text in zip(("MASK", "scale"), texts, strict=True):
         assert text.startswith(f"{__file__}:{masked.__code__.co_firstlineno + 1}: masked brings {name} along")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from psclient import nest
+from psclient._src import nest
 
 Point = namedtuple("Point", "x y")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psclient.patience import Patience
+from psclient._src.transport.patience import Patience
 from tests.support.rig import Clock
 
 LEASE, BEAT = 4.0, 1.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from psclient.presence import STEP, Presence
+from psclient._src.chief.abandonment import STEP, Presence
 from pswire.cluster import Task
 from pswire.limits import Timeouts
-from pswire.log import Member
-from pswire.status import SessionState
+from pswire.model.log import Member
+from pswire.model.status import SessionState
 
 A, B = Task("worker", 0), Task("worker", 1)
 TIMEOUTS = Timeouts(alone=10.0, first=30.0)

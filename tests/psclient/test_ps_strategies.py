@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient.placement import Placement
+from psclient._src.rounds.placement import Placement
 from pswire.errors import ConfigError
-from pswire.spec import Variable, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.plan import Variable, VariableSpec
+from pswire.model.tensor import TensorSpec
 from tests.support.jobs import children
 
 STRATEGIES = ("greedy", "round_robin")

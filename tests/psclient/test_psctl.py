@@ -21,10 +21,10 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors.numpy import load_file
 
 from psclient import psctl
-from psclient.saved import open_saved
-from psclient.saved_diff import CHUNK, compare
-from pswire.manifest import latest_text
-from pswire.tensor import DTYPES, Array
+from psclient.psctl.checkpoint_diff import CHUNK, compare
+from psclient.psctl.saved import open_saved
+from pswire.checkpoint.manifest import latest_text
+from pswire.model.tensor import DTYPES, Array
 from tests.support.checkpoints import write_checkpoint
 
 SHARD0, SHARD1 = (f"shard-{place:05d}-of-00002.safetensors" for place in range(2))

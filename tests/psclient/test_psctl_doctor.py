@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from psclient import psctl
-from psclient.arrays import GpuReport
-from psclient.authority import Authority
+from psclient._src.devices import GpuReport
+from psclient.psctl.certificate_authority import Authority
 from psclient.psctl.doctor import CHECKS, examine
 from psclient.psctl.findings import Finding, Host, Patient
 from psclient.psctl.host_checks import here
-from psclient.psctl.servers import Looked, Servers
+from psclient.psctl.observer import Looked, Servers
 from psclient.psctl.settings import Cluster
 from pswire.cluster import Task
-from pswire.security import Security, SecurityOptions
+from pswire.security.identity import Security, SecurityOptions
 from tests.support.rig import WORKERS, Job, serving
 
 WELL = Host(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from psclient import psctl
-from psclient.health import why_not
-from psserver.server import ServerThread
-from pswire.security import Security
+from psclient.psctl.health_client import why_not
+from psserver.transport.server import ServerThread
+from pswire.security.identity import Security
 from tests.support.certificates import Certificates, guarded
 from tests.support.rig import WORKERS, Clock, Job, Servers, core
 

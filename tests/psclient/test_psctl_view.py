@@ -20,22 +20,22 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from rich.console import Console
 
 from psclient import psctl
-from psclient.psctl import view as view_module
+from psclient.psctl import job_view as view_module
 from psclient.psctl.doctor import CHECKS
 from psclient.psctl.findings import Finding
+from psclient.psctl.job_view import GONE, JobView, Problem, ServerView, TaskView, view_of
+from psclient.psctl.observer import Looked
+from psclient.psctl.observer import Servers as Connections
 from psclient.psctl.output import duration, plain, short, size
-from psclient.psctl.servers import Looked
-from psclient.psctl.servers import Servers as Connections
 from psclient.psctl.settings import Cluster
 from psclient.psctl.status import STATES, lines
 from psclient.psctl.top import rates
 from psclient.psctl.variables import stats_of
-from psclient.psctl.view import GONE, JobView, Problem, ServerView, TaskView, view_of
 from pswire.cluster import Task
-from pswire.log import Done, Epoch, JobStarted, Member
-from pswire.security import Security
-from pswire.status import OpenRound, Place, ServerStatus, SessionState
-from pswire.tensor import DTYPES
+from pswire.model.log import Done, Epoch, JobStarted, Member
+from pswire.model.status import OpenRound, Place, ServerStatus, SessionState
+from pswire.model.tensor import DTYPES
+from pswire.security.identity import Security
 from tests.support.rig import WORKERS, Job, Servers, core, remote, serving
 
 W0, W1 = WORKERS[:2]

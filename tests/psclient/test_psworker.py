@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from psclient.cli import command
+from psclient._src.launch.psworker import command
 
 SECONDS = 180
 WORKER = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "worker", "index": 0}}'
@@ -22,7 +22,7 @@ PS = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "ps", "in
 
 def psworker(*args: str, cwd: Path, tf_config: str = "") -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "TF_CONFIG": tf_config}
-    command = [sys.executable, "-P", "-m", "psclient.cli", *args]
+    command = [sys.executable, "-P", "-m", "psclient", *args]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=SECONDS, env=environ)
 
 
@@ -148,7 +148,7 @@ def test_sigterm_is_an_ordinary_exit(tmp_path):
         "try:\n    print('ready', flush=True)\n    time.sleep(600)\n"
         "finally:\n    print('finally', flush=True)"
     )
-    command = [sys.executable, "-m", "psclient.cli", write(tmp_path, text)]
+    command = [sys.executable, "-m", "psclient", write(tmp_path, text)]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"

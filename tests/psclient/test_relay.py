@@ -8,9 +8,9 @@ import os
 
 import pytest
 
-from psclient.relay import MAX_LINE, Line, Printer, Relay
-from pswire import logs
+from psclient._src.processes.output import MAX_LINE, Line, Printer, Relay
 from pswire.cluster import Task
+from pswire.telemetry import logging_setup
 
 WORKER, OTHER = Task("worker", 0), Task("worker", 1)
 
@@ -134,6 +134,6 @@ def test_lines_in_json_pass_as_they_are():
 def test_a_line_of_a_log_is_never_broken():
     """However long its message and its traceback are, and whatever they are written in."""
     record = logging.LogRecord("x", logging.ERROR, __file__, 1, "\U0001f600" * 100_000, (), None)
-    text = logs.Json().format(record)
+    text = logging_setup.Json().format(record)
     lines, _ = relayed(text.encode() + b"\n")
     assert [line.text for line in lines] == [text]

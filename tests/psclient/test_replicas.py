@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psclient import context, values
-from psclient.arrays import Device
-from psclient.context import ReplicaContext
-from psclient.reduce_op import ReduceOp
-from psclient.replicas import ReplicaRunner, RunAgain
-from psclient.values import Mirrored, PerReplica
+from psclient._src import context, values
+from psclient._src.context import ReplicaContext
+from psclient._src.devices import Device
+from psclient._src.distribute.replicas import ReplicaRunner, RunAgain
+from psclient._src.reduce_op import ReduceOp
+from psclient._src.values import Mirrored, PerReplica
 
 
 @pytest.fixture(autouse=True)

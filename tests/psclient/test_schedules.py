@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from psclient._src.tracing.recorder import Recording, trace
 from psclient.optimizers import schedules as s
-from psclient.recording import Recording, trace
-from psserver.interpreter import run
-from pswire.tensor import spec_of
+from psserver.programs.interpreter import run
+from pswire.model.tensor import spec_of
 
 STEPS = (0, 1, 2, 3, 4, 5, 7, 8, 11, 12, 15, 20, 100)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psclient.silence import Silence
+from psclient._src.transport.silence import Silence
 
 LEASE = 8.0
 """Seconds."""

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psclient import values
-from psclient.data import DistributedDatasetFromFunction
-from psclient.datasets import ArrayDataset
-from psclient.input import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
-from psclient.sources import source_of
-from pswire.log import Position
+from psclient._src import values
+from psclient._src.data.adapters import source_of
+from psclient._src.data.array_dataset import ArrayDataset
+from psclient._src.data.distributed import DistributedDatasetFromFunction
+from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
+from pswire.model.log import Position
 from tests.support.workers import Worker, distributed, do_round, rows, team
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # grain warns at its import where JAX is not installed

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from psclient import arrays, staging
-from psclient.arrays import Device, Download
-from psclient.reduction import combine
-from psserver.arrays import Device as ServerDevice
-from pswire.payload import Payload
+from psclient._src import devices
+from psclient._src.devices import Device, Download
+from psclient._src.distribute.reduction import combine
+from psclient._src.transport import staging
+from psserver.devices import Device as ServerDevice
+from pswire.transport.payload import Payload
 from tests.support.slow_gpu import CUDARuntimeError, Gpu, slow_gpu
 
 GPU, OTHER = Device("gpu", 0), Device("gpu", 1)
@@ -28,14 +29,14 @@ def gpu() -> Iterator[Gpu]:
         yield found
 
 
-def download(array: arrays.AnyArray) -> Download:
+def download(array: devices.AnyArray) -> Download:
     """A copy of an array, begun."""
-    begun = arrays.begin_download(array, array.dtype, array.shape)
+    begun = devices.begin_download(array, array.dtype, array.shape)
     assert isinstance(begun, Download)
     return begun
 
 
-def brought(array: arrays.AnyArray) -> list[float]:
+def brought(array: devices.AnyArray) -> list[float]:
     """What is in an array of a device."""
     return download(array).wait().tolist()
 
@@ -47,10 +48,10 @@ def brought(array: arrays.AnyArray) -> list[float]:
 def test_arrays_go_to_the_device_and_back(gpu: Gpu, value: object) -> None:
     """Of any shape; and what is computed there comes after they have come."""
     host = np.array(value)
-    there = arrays.to_device(host, GPU)
-    assert arrays.device_of(there) == GPU
-    assert arrays.to_device(there, GPU) is there
-    back = download(arrays.add(there, there)).wait()
+    there = devices.to_device(host, GPU)
+    assert devices.device_of(there) == GPU
+    assert devices.to_device(there, GPU) is there
+    back = download(devices.add(there, there)).wait()
     assert (back.shape, back.dtype) == (host.shape, host.dtype)
     assert back.tolist() == (host + host).tolist()
 
@@ -58,8 +59,8 @@ def test_arrays_go_to_the_device_and_back(gpu: Gpu, value: object) -> None:
 def test_work_on_a_device_waits_for_what_comes_there(gpu: Gpu) -> None:
     """From the host, and from another device."""
     for array in (np.array([1.0, 2.0]), gpu.array([1.0, 2.0], 1)):
-        there = arrays.to_device(array, GPU)
-        doubled = arrays.add(there, there)
+        there = devices.to_device(array, GPU)
+        doubled = devices.add(there, there)
         gpu.streams[0].finish()
         assert doubled.host.tolist() == [2, 4]
 
@@ -68,8 +69,8 @@ def test_memory_is_written_when_its_last_user_has_done(gpu: Gpu) -> None:
     """What comes to a device may get memory that work under way still reads: it waits for that work."""
     for array in (np.array([1.0, 2.0]), gpu.array([1.0, 2.0], 1)):
         before = gpu.array([3.0])
-        there = arrays.to_device(array, GPU)
-        arrays._copies(GPU)._stream.finish()
+        there = devices.to_device(array, GPU)
+        devices._copies(GPU)._stream.finish()
         assert there.host.tolist() == [1, 2]
         assert before.host.tolist() == [3]
 
@@ -77,7 +78,7 @@ def test_memory_is_written_when_its_last_user_has_done(gpu: Gpu) -> None:
 def test_a_host_array_may_change_once_its_upload_has_begun(gpu: Gpu) -> None:
     """The device gets what it was."""
     host = np.ones(3)
-    there = arrays.to_device(host, GPU)
+    there = devices.to_device(host, GPU)
     host[:] = 2
     assert brought(there) == [1, 1, 1]
 
@@ -88,7 +89,7 @@ def test_nothing_is_waited_for_that_comes_later(gpu: Gpu) -> None:
     begun = download(made)
     assert begun.here is None
     assert not gpu.streams[0].done
-    later = arrays.add(made, made)
+    later = devices.add(made, made)
     assert begun.wait() is begun.here
     assert begun.wait().tolist() == [1, 2]
     assert (later.data.bytes == 0xAA).all()
@@ -131,7 +132,7 @@ def test_arrays_of_several_devices_are_summed_on_the_first(gpu: Gpu) -> None:
     for op in ("sum", "mean"):
         expected = combine(op, values, frozenset([2]), None)
         found = combine(op, there, frozenset([2]), None)
-        assert arrays.device_of(found.total) == GPU
+        assert devices.device_of(found.total) == GPU
         assert (found.weight, found.spec) == (expected.weight, expected.spec)
         assert isinstance(found.array, Download)
         assert found.array.wait().tobytes() == expected.array.tobytes()  # type: ignore[union-attr]
@@ -140,7 +141,7 @@ def test_arrays_of_several_devices_are_summed_on_the_first(gpu: Gpu) -> None:
 def test_who_gave_an_array_may_change_it(gpu: Gpu) -> None:
     """What its stream is given next waits for the copy to the other device."""
     mine = gpu.array([1.0, 2.0], 1)
-    taken = arrays.to_device(mine, GPU)
+    taken = devices.to_device(mine, GPU)
     stream = gpu.streams[1]
     stream.work.append(lambda: mine.host.fill(7))
     stream.finish()

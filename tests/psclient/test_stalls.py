@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from psclient.stalls import Stall, Stalls
+from psclient._src.chief.stalls import Stall, Stalls
 from pswire.cluster import Task
-from pswire.status import OpenRound, ServerStatus
+from pswire.model.status import OpenRound, ServerStatus
 
 A, B = Task("worker", 0), Task("worker", 1)
 LEASE, PERIOD = 4.0, 1.0

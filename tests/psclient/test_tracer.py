@@ -13,14 +13,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from psclient import nest, ops
-from psclient.recording import AssignedLeaf, OutputLeaf, Recording, trace
-from psclient.tracer import Tracer, VariableTracer
-from psserver.interpreter import run
-from pswire import codec
+from psclient import ops
+from psclient._src import nest
+from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, trace
+from psclient._src.tracing.tracer import Tracer, VariableTracer
+from psserver.programs.interpreter import run
+from pswire.encoding import values as codec
 from pswire.errors import ProgramError
-from pswire.program import OPS, Input, Node
-from pswire.tensor import DTYPES, TensorSpec, spec_of
+from pswire.model.program import OPS, Input, Node
+from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 
 
 class Plain(np.ndarray):

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient import traces
+from psclient._src.tracing import update_function
+from psclient._src.tracing.symbolic_numbers import Scalar, Tape
+from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
-from psclient.scalars import Scalar, Tape
-from psclient.traces import UpdateFunction
 from pswire.errors import ProgramError
 from tests.support.strategies import merged, opened, variable
 
@@ -478,7 +478,7 @@ def test_it_is_the_function_elsewhere():
 
 def test_memory_is_bounded(strategy, monkeypatch):
     """Of kinds of calls, and of traces of one kind."""
-    monkeypatch.setattr(traces, "MAX_TRACES", 3)
+    monkeypatch.setattr(update_function, "MAX_TRACES", 3)
     fn = ps.update_function(lambda v, n, word: v * int(n))
     v = variable(strategy, [1.0])
     for n in range(20):
@@ -486,7 +486,7 @@ def test_memory_is_bounded(strategy, monkeypatch):
     for n in range(10):
         assert update(strategy, v, fn, n, f"word {n}") == [n]
     assert len(fn._traces) <= 3
-    assert max(map(len, fn._traces.values())) <= traces.MAX_TRACES_OF_ONE_KIND
+    assert max(map(len, fn._traces.values())) <= update_function.MAX_TRACES_OF_ONE_KIND
 
 
 # ---- Scalars ----
@@ -646,7 +646,7 @@ def test_a_kept_trace_is_what_a_new_one_would_be(strategy, monkeypatch, name, op
 
 def test_tracing_once_is_cheap(strategy):
     """A cached call of Adam costs a small part of a traced one; the figures are in docs/performance.md."""
-    from psclient.optimizers.step import apply, begin
+    from psclient.optimizers.update_functions import apply, begin
 
     w, optimizer = variable(strategy, np.zeros((64, 10), "float32")), ps.optimizers.Adam()
     optimizer.build([w])

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psclient import values
-from psclient.values import Component, DistributedValues, Mirrored, PerReplica
+from psclient._src import values
+from psclient._src.values import Component, DistributedValues, Mirrored, PerReplica
 
 
 class Part(Component):

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 import psclient as ps
-from psclient.arrays import Device
-from psclient.exchange import Exchange
-from psclient.group import Group
-from psclient.session import Session
+from psclient._src.devices import Device
+from psclient._src.rounds.membership import Group
+from psclient._src.rounds.rounds import Exchange
+from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.limits import Timeouts
-from pswire.log import Member
-from pswire.spec import Plan, SnapshotOrder
+from pswire.model.log import Member
+from pswire.model.plan import Plan, SnapshotOrder
 from tests.support.inside import DIRECTORY, ME, add_all, gate, say
 from tests.support.jobs import PS0, QUICK, W0, W1, Job
 from tests.support.rig import SOON, WORKERS, eventually, serving

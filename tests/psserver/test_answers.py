@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from psserver.answers import answering, failing
+from psserver.effects import answering, failing
 from pswire.errors import ServerLost
 
 

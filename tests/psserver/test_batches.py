@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
 
-from psserver import executor
-from psserver.arrays import Device
-from psserver.batches import batches
-from psserver.interpreter import Script
-from psserver.job import outline
-from psserver.kernels import launch
-from psserver.kernels.kernels import SMALL_PATIENCE, Kernels
-from psserver.stream import Stream
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.execution.batches import batches
+from psserver.execution.stream import Stream
+from psserver.plans.prepared import outline
+from psserver.programs.interpreter import Script
+from psserver.programs.kernels import launch
+from psserver.programs.kernels.kernels import SMALL_PATIENCE, Kernels
 from pswire.errors import ProgramError
 from pswire.limits import ALIGN
-from pswire.payload import Payload
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Operand, Plan, Reduction, Ref
-from pswire.tensor import TensorSpec
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
 from tests.support.programs import job_of, same_bits
 
 RATE = TensorSpec("float32", ())
@@ -267,7 +267,7 @@ def test_small_variables_have_a_kernel_in_the_long_run():
 
 def test_a_large_variable_waits_for_its_kernel(monkeypatch):
     """Interpreting its first rounds would take longer, and several times its memory."""
-    monkeypatch.setattr("psserver.kernels.kernels.LARGE", 8)
+    monkeypatch.setattr("psserver.programs.kernels.kernels.LARGE", 8)
     monkeypatch.setattr(Script, "run", None)
     kernels = Kernels(Device(), patience=1000, smallest=0)
     job = job_for(descents([8, 9]), [arrays([8, 9])])
@@ -278,8 +278,8 @@ def test_a_large_variable_waits_for_its_kernel(monkeypatch):
 
 def test_a_kernel_that_takes_too_long_is_waited_for_once(monkeypatch):
     """A round asks for it as often as it has variables, and must not wait as often."""
-    monkeypatch.setattr("psserver.kernels.kernels.LARGE", 8)
-    monkeypatch.setattr("psserver.kernels.compiled.WAIT_SECONDS", 0.5)
+    monkeypatch.setattr("psserver.programs.kernels.kernels.LARGE", 8)
+    monkeypatch.setattr("psserver.programs.kernels.compiler.WAIT_SECONDS", 0.5)
     kernels, busy, sizes = Kernels(Device(), patience=1, smallest=0), threading.Event(), [8] * 20
     kernels.compiler._background.submit(busy.wait)
     begun = time.monotonic()

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pswire import tensorfile
-from pswire.log import Snapshotted
-from pswire.manifest import Manifest
+from pswire.checkpoint import safetensors_stream
+from pswire.checkpoint.manifest import Manifest
+from pswire.model.log import Snapshotted
 from tests.support.rig import (
     CHIEF,
     SOON,
@@ -41,13 +41,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may = threading.Semaphore(0)
-        append = tensorfile.append
+        append = safetensors_stream.append
 
         def gated(file, array):
             assert self._may.acquire(timeout=SOON)
             return append(file, array)
 
-        monkeypatch.setattr(tensorfile, "append", gated)
+        monkeypatch.setattr(safetensors_stream, "append", gated)
 
     def let(self, count: int) -> None:
         """Lets this many more variables be written."""
@@ -221,8 +221,8 @@ def test_a_checkpoint_that_fails_holds_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_memory_stays_within_the_limit(tmp_path, monkeypatch, limit):
     """Whatever rounds replace while variables are written; and the checkpoints have their rounds' values."""
-    rng, seen, append = random.Random(limit), [], tensorfile.append
-    monkeypatch.setattr(tensorfile, "append", lambda *args: (seen.append(held(job)), append(*args))[1])
+    rng, seen, append = random.Random(limit), [], safetensors_stream.append
+    monkeypatch.setattr(safetensors_stream, "append", lambda *args: (seen.append(held(job)), append(*args))[1])
     with job_on(tmp_path, snapshot_limit=limit * NBYTES) as (job, _):
         (worker,) = job.join(WORKERS[0])
         many = variables(job, worker, 8)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from psserver.config import server_config
+from pswire.checkpoint.manifest import MANIFEST
 from pswire.limits import Timeouts
-from pswire.manifest import MANIFEST
 
 SECONDS = 30
 WORKER = '{"cluster": {"ps": ["127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}'

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from psserver.cli import summary
-from psserver.core import Core
+from psserver.core.core import Core
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerLost
 from pswire.limits import Timeouts
-from pswire.log import Approved, Done
-from pswire.payload import Payload
-from pswire.spec import Turn, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.log import Approved, Done
+from pswire.model.plan import Turn, VariableSpec
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
 from tests.support.rig import (
     SOON,
     WORKERS,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psserver.arrays import Device
-from psserver.core import Core
+from psserver.core.core import Core
+from psserver.devices import Device
 from pswire.errors import ConfigError
 from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, core, given, sum_into
 from tests.support.streams import Sending, arrays, full, streaming, zeros

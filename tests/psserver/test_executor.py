@@ -5,17 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psserver import executor, interpreter
-from psserver.arrays import Device
-from psserver.job import Job, Part
-from psserver.kernels.kernels import Kernels
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.plans.prepared import Job, Part
+from psserver.programs import interpreter
+from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import Diverged, MemoryLimit, ProgramError
-from pswire.log import Member
-from pswire.payload import EMPTY
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Operand, Plan, Reduction, Ref, Variable, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.log import Member
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, Variable, VariableSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import EMPTY
 from tests.support.rig import WORKERS, adding, payload, reduce_only, sgd, sum_into
 
 NUMBER = TensorSpec("int64", ())

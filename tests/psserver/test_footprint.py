@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver import executor
-from psserver.arrays import Device
-from psserver.footprint import plan_bytes
-from psserver.kernels.kernels import Kernels
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Operand, Plan, Reduction, Ref
-from pswire.tensor import TensorSpec
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.plans.memory import plan_bytes
+from psserver.programs.kernels.kernels import Kernels
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
 from tests.support.programs import job_of
 
 SPEC = TensorSpec("float32", (100_000,))

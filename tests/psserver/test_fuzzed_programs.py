@@ -7,18 +7,18 @@ import tracemalloc
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from psserver import executor
-from psserver.arrays import Device
-from psserver.interpreter import peak_bytes
-from psserver.kernels.kernels import Kernels
-from psserver.kernels.source import Form, cuda_source, numba_source
-from psserver.kernels.steps import split
-from pswire import codec
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.programs.interpreter import peak_bytes
+from psserver.programs.kernels.codegen import Form, cuda_source, numba_source
+from psserver.programs.kernels.fusion import split
+from psserver.programs.kernels.kernels import Kernels
+from pswire.encoding import values as codec
+from pswire.encoding.verbs import parse
 from pswire.errors import PSError
+from pswire.model.program import OPS, Input, Node, Program
+from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.program import OPS, Input, Node, Program
-from pswire.tensor import DTYPES, TensorSpec
-from pswire.wire import parse
 from tests.support.programs import expected, job_of, numbers, plan_of, programs
 
 LIMIT = 1 << 26

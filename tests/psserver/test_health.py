@@ -13,12 +13,13 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from psserver import health, membership
 from psserver.config import ServerConfig
-from psserver.server import Server
+from psserver.state import sessions
+from psserver.transport import health
+from psserver.transport.server import Server
+from pswire.encoding.verbs import SERVICE, VERBS
 from pswire.errors import ServerLost
-from pswire.security import Security
-from pswire.wire import SERVICE, VERBS
+from pswire.security.identity import Security
 from tests.support.rig import SOON, WORKERS, Job, core, sum_into
 from tests.support.rig import serving as serving_core
 
@@ -120,7 +121,7 @@ def test_a_server_describes_itself():
 def test_a_core_that_nobody_looks_at_is_not_well():
     """By its own clock; a look ends it."""
     one = core()
-    one._clock.now += membership.STILL_SECONDS
+    one._clock.now += sessions.STILL_SECONDS
     assert not one.well()
     one.tick(one._clock())
     assert one.well()

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from psserver import executor
-from psserver.arrays import Device
-from psserver.interpreter import Script
-from psserver.kernels.kernels import SMALLEST, Kernels
-from psserver.store import Store
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.programs.interpreter import Script
+from psserver.programs.kernels.kernels import SMALLEST, Kernels
+from psserver.state.variables import Store
 from pswire.errors import ProgramError
-from pswire.payload import Payload
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Plan, Reduction, Ref, Variable, VariableSpec
-from pswire.tensor import TensorSpec, as_bytes
+from pswire.model.plan import Apply, Plan, Reduction, Ref, Variable, VariableSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec, as_bytes
+from pswire.transport.payload import Payload
 from tests.support.programs import job_of, plan_of, same_bits, traced
 from tests.support.rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
 

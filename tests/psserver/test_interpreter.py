@@ -7,10 +7,10 @@ import weakref
 import numpy as np
 import pytest
 
-from psserver.interpreter import peak_bytes, run
+from psserver.programs.interpreter import peak_bytes, run
 from pswire.errors import ProgramError
-from pswire.program import OPS, Input, Node, Program
-from pswire.tensor import DTYPES, spec_of
+from pswire.model.program import OPS, Input, Node, Program
+from pswire.model.tensor import DTYPES, spec_of
 
 A = np.array([[0.5, -1.25, 3.0], [2.5, 0.0, -0.75]], "float32")
 B = np.array([1.5, 2.0, 0.25], "float64")

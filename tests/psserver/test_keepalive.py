@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from psserver import server
 from psserver.config import ServerConfig
-from psserver.service import Context, Service
+from psserver.transport import server
+from psserver.transport.grpc_service import Context, Service
 from pswire.api import ParameterServer
 from pswire.cluster import Task
-from pswire.wire import VERBS
+from pswire.encoding.verbs import VERBS
 from tests.support.rig import core
 
 SECONDS = 20.0

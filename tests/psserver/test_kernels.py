@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 import psclient
 import psserver
 import pswire
-from psserver import executor
-from psserver.arrays import Device
-from psserver.kernels import compiled
-from psserver.kernels.compiled import Compiler, compile_numba
-from psserver.kernels.kernels import Kernels
-from psserver.kernels.launch import Crew
-from psserver.kernels.source import Form, Sum, cuda_source, numba_source, parameters
-from psserver.kernels.steps import KERNEL_DTYPES, fused_shape, split
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.programs.kernels import compiler as compiled
+from psserver.programs.kernels.codegen import Form, Sum, cuda_source, numba_source, parameters
+from psserver.programs.kernels.compiler import Compiler, compile_numba
+from psserver.programs.kernels.fusion import KERNEL_DTYPES, fused_shape, split
+from psserver.programs.kernels.kernels import Kernels
+from psserver.programs.kernels.launch import Crew
 from pswire.errors import ProgramError
-from pswire.program import OPS, Input, Node, Program
-from pswire.tensor import DTYPES, TensorSpec
+from pswire.model.program import OPS, Input, Node, Program
+from pswire.model.tensor import DTYPES, TensorSpec
 from tests.support.programs import expected, job_of, numbers, plan_of, programs, same_bits, traced
 
 N = 1003
@@ -349,7 +349,9 @@ def test_a_server_that_ends_does_not_wait_for_a_compiler(monkeypatch):
 
 def test_a_server_starts_without_numba():
     """It costs 90 MB and half a second; who asks for no kernel pays neither."""
-    program = "import sys, psserver.cli, psserver.core; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    program = (
+        "import sys, psserver.cli, psserver.core.core; sys.exit('numba' in sys.modules or 'llvmlite' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -21,14 +21,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from psserver import connection as connection_of
-from psserver import lanes as server_lanes
-from psserver import names
+from psserver.transport import lane_connection as connection_of
+from psserver.transport import lane_server as server_lanes
+from psserver.transport import unix_socket
+from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
-from pswire.lanes.rings import CLIENT_BYTES, SEALS
-from pswire.lanes.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.wire import parse, refusal_from_pb
+from pswire.transport.shared_memory import CLIENT_BYTES, SEALS
+from pswire.transport.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
 from tests.support import packets
 from tests.support.lane_rig import Hand, Site, eventually, mappings
 from tests.support.rig import SOON
@@ -677,7 +677,7 @@ def test_what_is_free_is_told_while_the_rest_is_held(stack: ExitStack) -> None:
 
 def test_names_of_dead_servers_are_removed(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next server; those of servers that listen, and what is no socket of ours, stay."""
-    monkeypatch.setattr(names, "SHARED", tmp_path)
+    monkeypatch.setattr(unix_socket, "SHARED", tmp_path)
     living = Site(stack, "shm", elements=SMALL)
     dead, other = tmp_path / "paramserver-0123456789abcdef", tmp_path / "paramserver-notes"
     with socket.socket(socket.AF_UNIX) as sock:
@@ -694,7 +694,7 @@ def test_names_of_dead_servers_are_removed(stack: ExitStack, tmp_path: Path, mon
 
 def test_a_name_goes_with_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that ends in good order leaves nothing."""
-    monkeypatch.setattr(names, "SHARED", tmp_path)
+    monkeypatch.setattr(unix_socket, "SHARED", tmp_path)
     with ExitStack() as stack:
         Site(stack, "shm", elements=SMALL).round()
         assert len(list(tmp_path.iterdir())) == 1

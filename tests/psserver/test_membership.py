@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from psserver.membership import DRAWN, MAX_TERM, REMEMBERED, Membership
+from psserver.state.sessions import DRAWN, MAX_TERM, REMEMBERED, Membership
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, TaskTaken
-from pswire.log import Epoch, Member
+from pswire.model.log import Epoch, Member
 from tests.support.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]

@@ -23,22 +23,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from psclient import chief as chief_module
-from psclient.chief import Chief
-from psclient.exchange import Exchange, Outgoing
-from psclient.group import Group
-from psclient.session import Session
-from psserver.core import Core
-from psserver.rounds import Record
+from psclient._src.chief import driver as chief_module
+from psclient._src.chief.driver import Chief
+from psclient._src.rounds.membership import Group
+from psclient._src.rounds.rounds import Exchange, Outgoing
+from psclient._src.transport.session import Session
+from psserver.core.core import Core
+from psserver.state.rounds import Record
 from pswire.api import Contribution, Opened, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, TaskTaken
 from pswire.limits import Timeouts
-from pswire.log import Epoch, EpochClosed, Mode, Started
-from pswire.payload import Chunk, Payload
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Operand, Plan, Reduction, Ref, VariableSpec
-from pswire.tensor import TensorSpec, layout
+from pswire.model.log import Epoch, EpochClosed, Mode, Started
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, VariableSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec, layout
+from pswire.transport.payload import Chunk, Payload
 from tests.support.rig import CHIEF, WORKERS, Clock, adding, core
 from tests.support.strands import Strand as Thread
 
@@ -354,7 +354,7 @@ class Model(RuleBasedStateMachine):
     ) -> None:
         """A cluster, a script, and a job that has got somewhere."""
         if streams:
-            self.patch.setattr("pswire.spec.PART_BYTES", 0)
+            self.patch.setattr("pswire.model.plan.PART_BYTES", 0)
         self.work = [deque() for _ in range(servers)]
         self.cores = [
             core(number, 0, 0, Path("nowhere"), self.clock, queue.append, LEASE)

@@ -14,19 +14,19 @@ from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from psserver import executor
-from psserver.arrays import Device
-from psserver.kernels.kernels import SMALLEST, Kernels
-from psserver.monitoring import ROWS, Seen
-from psserver.nonfinite import CHUNK, MAX_LINES, SMALL, finite_flag, is_finite, may_be_nonfinite
-from psserver.stream import Stream
-from pswire import exposition
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.execution.nonfinite import CHUNK, MAX_LINES, SMALL, finite_flag, is_finite, may_be_nonfinite
+from psserver.execution.stream import Stream
+from psserver.programs.kernels.kernels import SMALLEST, Kernels
+from psserver.telemetry import ROWS, Seen
 from pswire.errors import ProgramError
-from pswire.lanes.traffic import traffic
-from pswire.payload import Payload
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Plan, Reduction, Ref
-from pswire.tensor import DTYPES, TensorSpec
+from pswire.model.plan import Apply, Plan, Reduction, Ref
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import DTYPES, TensorSpec
+from pswire.telemetry import prometheus
+from pswire.transport.payload import Payload
+from pswire.transport.traffic import traffic
 from tests.support.programs import job_of, numbers, plan_of, programs, same_bits, traced
 from tests.support.rig import SOON, WORKERS, Job, scaling, serving, sgd, sum_into, together
 from tests.support.scraped import Page
@@ -256,9 +256,9 @@ def test_of_a_first_contribution_the_first_alone_counts(kernels):
 
 def test_more_contributions_than_a_kernel_sums_are_told_apart(kernels, monkeypatch):
     """The reducer's sum is judged."""
-    monkeypatch.setattr("psserver.calls.MAX_PARTS", 2)
-    monkeypatch.setattr("psserver.executor.MAX_PARTS", 2)
-    monkeypatch.setattr("psserver.batches.MAX_PARTS", 2)
+    monkeypatch.setattr("psserver.execution.calls.MAX_PARTS", 2)
+    monkeypatch.setattr("psserver.execution.executor.MAX_PARTS", 2)
+    monkeypatch.setattr("psserver.execution.batches.MAX_PARTS", 2)
     spec = TensorSpec("float32", (N,))
     program, operands = traced(descent, [spec], [spec])
     contributions = [[np.ones(N, "float32")] for _ in range(3)]
@@ -323,7 +323,7 @@ def metrics(job: Job) -> tuple[float, float]:
     """How many contributions were not finite, and how many variables are not."""
     registry = CollectorRegistry()
     (core,) = job.servers.cores
-    registry.register(exposition.Metrics(lambda: [(ROWS, Seen(core, core.status(), traffic()))]))
+    registry.register(prometheus.Metrics(lambda: [(ROWS, Seen(core, core.status(), traffic()))]))
     page = Page(generate_latest(registry).decode())
     return page("server_nonfinite_contributions_total"), page("server_nonfinite_variables")
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from psclient.recording import Recording, trace
-from psserver import executor
-from psserver.arrays import Device
-from psserver.kernels.kernels import Kernels
+from psclient._src.tracing.recorder import Recording, trace
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.programs.kernels.kernels import Kernels
 from pswire.errors import ProgramError
-from pswire.program import Program
-from pswire.spec import Apply
+from pswire.model.plan import Apply
+from pswire.model.program import Program
 from tests.support.programs import expected, job_of, numbers, plain, plan_of, programs, same_bits
 
 

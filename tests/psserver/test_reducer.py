@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver.reducer import reduce
-from pswire.tensor import DTYPES, TensorSpec, spec_of
+from psserver.execution.reducer import reduce
+from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 
 SUMMED = sorted(set(DTYPES) - {"bool"})
 AVERAGED = [name for name in SUMMED if DTYPES[name].kind not in "iu"]

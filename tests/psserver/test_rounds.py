@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver.job import MAX_PLACES
-from psserver.rounds import RECORDS, RESENDS, Rounds
+from psserver.plans.prepared import MAX_PLACES
+from psserver.state.rounds import RECORDS, RESENDS, Rounds
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
-from pswire.log import Epoch, Member, Position, Start
-from pswire.payload import EMPTY, Payload
-from pswire.spec import Plan, Reduction
-from pswire.status import Place
-from pswire.tensor import TensorSpec
+from pswire.model.log import Epoch, Member, Position, Start
+from pswire.model.plan import Plan, Reduction
+from pswire.model.status import Place
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import EMPTY, Payload
 from tests.support.rig import WORKERS, payload, reduce_only
 
 NUMBER = TensorSpec("int64", ())

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psserver.arrays import Device
-from psserver.kernels.groups import Groups
-from psserver.kernels.kernels import Kernels
-from psserver.kernels.rows import apply_rows
+from psserver.devices import Device
+from psserver.programs.kernels.kernels import Kernels
+from psserver.programs.kernels.row_groups import Groups
+from psserver.programs.kernels.rows import apply_rows
 from pswire.errors import InvalidRequest, ProgramError
-from pswire.tensor import DTYPES, TensorSpec
+from pswire.model.tensor import DTYPES, TensorSpec
 from tests.support.programs import expected, same_bits, traced
 
 SIZE = 11

@@ -11,12 +11,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from psserver.config import ServerConfig
-from psserver.monitoring import ROWS, Seen, serve_metrics
-from pswire import exposition
+from psserver.telemetry import ROWS, Seen, serve_metrics
 from pswire.errors import ConfigError, PSError
-from pswire.lanes.traffic import traffic
-from pswire.security import Security
-from pswire.tensor import TensorSpec
+from pswire.model.tensor import TensorSpec
+from pswire.security.identity import Security
+from pswire.telemetry import prometheus
+from pswire.transport.traffic import traffic
 from tests.support.rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
 from tests.support.scraped import Page, documented, mistakes, queried
 
@@ -35,7 +35,7 @@ def page(job: Job) -> Page:
     """What the first server of a job says."""
     registry = CollectorRegistry()
     (core,) = job.servers.cores[:1]
-    registry.register(exposition.Metrics(lambda: [(ROWS, Seen(core, core.status(), traffic()))]))
+    registry.register(prometheus.Metrics(lambda: [(ROWS, Seen(core, core.status(), traffic()))]))
     return Page(generate_latest(registry).decode())
 
 
@@ -227,7 +227,7 @@ def test_metrics_are_served_over_http(job):
 
 def test_who_asks_for_nothing_is_not_waited_for(job, monkeypatch, capfd):
     """Its connection is closed, which has cost a thread; one that is broken off is nothing to tell."""
-    monkeypatch.setattr(exposition, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(prometheus, "SILENT_SECONDS", 0.05)
     with served(job) as url:
         place = ("127.0.0.1", int(url.rpartition(":")[2].partition("/")[0]))
         silent = [socket.create_connection(place, SOON) for _ in range(5)]

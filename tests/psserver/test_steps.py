@@ -8,13 +8,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from psserver import executor
-from psserver.arrays import Device
-from psserver.kernels.kernels import Kernels
-from psserver.kernels.steps import split, whole
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.programs.kernels.fusion import split, whole
+from psserver.programs.kernels.kernels import Kernels
 from pswire.limits import MAX_NODES
-from pswire.program import Input, Node, Program
-from pswire.tensor import TensorSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
 from tests.support.programs import job_of, plan_of, traced
 
 SPEC = TensorSpec("float32", (300, 400))

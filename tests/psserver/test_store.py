@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psserver.arrays import Device
-from psserver.store import Store, owned
+from psserver.devices import Device
+from psserver.state.variables import Store, owned
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
-from pswire.spec import Variable, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.plan import Variable, VariableSpec
+from pswire.model.tensor import TensorSpec
 
 
 def variable(id: int, size: int, servers: tuple[int, ...] = (1,)) -> Variable:

@@ -12,20 +12,21 @@ from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from psserver import executor, interpreter
-from psserver.arrays import Device
-from psserver.job import Job as Round
-from psserver.job import Part
-from psserver.kernels.kernels import SMALLEST, Kernels
-from psserver.stream import Stream
+from psserver.devices import Device
+from psserver.execution import executor
+from psserver.execution.stream import Stream
+from psserver.plans.prepared import Job as Round
+from psserver.plans.prepared import Part
+from psserver.programs import interpreter
+from psserver.programs.kernels.kernels import SMALLEST, Kernels
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import ALIGN
-from pswire.log import Member
-from pswire.payload import EMPTY, Payload
-from pswire.program import Input, Node, Program
-from pswire.spec import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.log import Member
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import EMPTY, Payload
 from tests.support.programs import same_bits
 from tests.support.rig import SOON, WORKERS, Job, adding, given, payload, reduce_only, serving, sum_into, together
 from tests.support.streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psserver.units import human, parse_bytes
+from psserver.sizes import human, parse_bytes
 from pswire.errors import ConfigError
 
 

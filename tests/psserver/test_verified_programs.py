@@ -7,10 +7,10 @@ import math
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pswire import codec
+from pswire.encoding import values
 from pswire.errors import PSError
-from pswire.program import OPS, Input, Node, Program
-from pswire.tensor import DTYPES, TensorSpec, spec_of
+from pswire.model.program import OPS, Input, Node, Program
+from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 from tests.support.programs import expected, numbers, programs
 
 SHAPES = [(), (3,), (0,), (1, 3), (2, 1), (2, 3), (3, 2), (3, 0, 2), (1,) * 32]
@@ -45,7 +45,7 @@ def applied_ops(draw):
 def test_what_is_verified_runs(program):
     """And gives what was foreseen; a value that an op refuses, and memory, are all that may stop it."""
     try:
-        received = codec.program_from_pb(codec.program_to_pb(program))
+        received = values.program_from_pb(values.program_to_pb(program))
         specs = received.output_specs
     except PSError:
         return

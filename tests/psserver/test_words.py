@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psserver.membership import diverged
-from psserver.words import LONG, Section, compared
+from psserver.plans.divergence import LONG, Section, compared
+from psserver.state.sessions import diverged
 from pswire.errors import Diverged
-from pswire.spec import Ref, SnapshotOrder, Variable, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.model.plan import Ref, SnapshotOrder, Variable, VariableSpec
+from pswire.model.tensor import TensorSpec
 from tests.support.programs import plan_of, traced
 from tests.support.rig import SOON, WORKERS, Job, serving
 

@@ -15,16 +15,16 @@ import fsspec
 import numpy as np
 import pytest
 
-from pswire import checkpoint
-from pswire.checkpoint import Frozen
+from pswire.checkpoint import writer
+from pswire.checkpoint.manifest import LATEST, MANIFEST, Manifest, latest_text
+from pswire.checkpoint.reader import Found
+from pswire.checkpoint.reader import SavedCheckpoint as Saved
+from pswire.checkpoint.storage import Directory, Remote, parted, place
+from pswire.checkpoint.writer import Frozen
 from pswire.errors import CheckpointError, ConfigError, NoCheckpoint, VariableMismatch
-from pswire.log import Position
-from pswire.manifest import LATEST, MANIFEST, Manifest, latest_text
-from pswire.places import Directory, Remote, parted, place
-from pswire.saved import Found
-from pswire.saved import SavedCheckpoint as Saved
-from pswire.spec import SnapshotOrder
-from pswire.tensor import TensorSpec, spec_of
+from pswire.model.log import Position
+from pswire.model.plan import SnapshotOrder
+from pswire.model.tensor import TensorSpec, spec_of
 from tests.support.objects import BUCKET, object_store
 from tests.support.rig import manifest_of
 
@@ -55,7 +55,7 @@ def frozen(path="run/ckpt-1", value=VALUE, server=0, servers=(0,), name="w", sta
 
 
 def write_shard(root, one):
-    return checkpoint.write_shard(place(root), one, np.asarray, lambda name: None)
+    return writer.write_shard(place(root), one, np.asarray, lambda name: None)
 
 
 def write(root, *args, **keys):
@@ -66,7 +66,7 @@ def save(root, *args, busy=frozenset, spare=(), **keys):
     """Returns the shard's name."""
     one = frozen(*args, **keys)
     text = manifest_of([write_shard(root, one)])
-    checkpoint.write_manifest(place(root), one, text, busy, spare)
+    writer.write_manifest(place(root), one, text, busy, spare)
     return one.file
 
 
@@ -127,7 +127,7 @@ def test_what_is_written_over_is_whole_until_the_new_one_is(root):
     text = manifest_of([write_shard(root, new)])
     np.testing.assert_array_equal(read(root), VALUE)
     assert files(root) == before | {f"run/ckpt-1/{new.file}"}
-    checkpoint.write_manifest(place(root), new, text)
+    writer.write_manifest(place(root), new, text)
     np.testing.assert_array_equal(read(root), VALUE + 1)
     assert files(root) == {"run/ckpt-1/manifest.json", f"run/ckpt-1/{new.file}"}
 
@@ -141,13 +141,13 @@ def test_a_failure_leaves_what_was_to_be_written_over(root):
         raise OSError("no space left")
 
     with pytest.raises(CheckpointError, match="no space left"):
-        checkpoint.write_shard(place(root), frozen(value=VALUE + 1), np.asarray, fail)
+        writer.write_shard(place(root), frozen(value=VALUE + 1), np.asarray, fail)
     other = frozen(value=VALUE + 1)
     write_shard(root, other)
     with pytest.raises(CheckpointError, match="is no manifest"):
-        checkpoint.write_manifest(place(root), other, "{}")
-    checkpoint.remove_shard(place(root), other)
-    checkpoint.remove_shard(place(root), other)  # again, where there is none
+        writer.write_manifest(place(root), other, "{}")
+    writer.remove_shard(place(root), other)
+    writer.remove_shard(place(root), other)  # again, where there is none
     assert files(root) == before
     np.testing.assert_array_equal(read(root), VALUE)
 
@@ -180,8 +180,8 @@ def test_whatever_a_crash_leaves_is_whole(tmp_path, path, steps):
         root = shutil.copytree(tmp_path / "before", tmp_path / str(step))
         new, there = frozen(path, VALUE + 1, state=said), Dying(place(root), step)
         with pytest.raises(KeyboardInterrupt) if step < steps else nullcontext():
-            text = manifest_of([checkpoint.write_shard(there, new, np.asarray, lambda name: None)])
-            checkpoint.write_manifest(there, new, text)
+            text = manifest_of([writer.write_shard(there, new, np.asarray, lambda name: None)])
+            writer.write_manifest(there, new, text)
         newest = Saved.open(place(root), "run")
         is_new = new.file in newest.manifest.files
         assert newest.path == (path if is_new else "run/ckpt-2")
@@ -197,10 +197,10 @@ def test_what_is_not_there_is_removed(tmp_path):
     """Whatever keeps it from being there; an empty directory goes with it."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/ckpt-1").write_text("a file")
-    checkpoint.remove_shard(place(tmp_path), frozen())
+    writer.remove_shard(place(tmp_path), frozen())
     (tmp_path / "run/ckpt-2").mkdir()
-    checkpoint.remove_shard(place(tmp_path), frozen("run/ckpt-2"))
-    checkpoint.remove_shard(place(tmp_path), frozen("elsewhere/ckpt-2"))
+    writer.remove_shard(place(tmp_path), frozen("run/ckpt-2"))
+    writer.remove_shard(place(tmp_path), frozen("elsewhere/ckpt-2"))
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "ckpt-1"]
 
 
@@ -208,8 +208,8 @@ def test_a_file_that_a_manifest_names_is_not_removed(root):
     """What failed may have been the last step, which makes the manifest lasting."""
     one = frozen()
     text = manifest_of([write_shard(root, one)])
-    checkpoint.write_manifest(place(root), one, text)
-    checkpoint.remove_shard(place(root), one)
+    writer.write_manifest(place(root), one, text)
+    writer.remove_shard(place(root), one)
     np.testing.assert_array_equal(read(root), VALUE)
 
 
@@ -231,7 +231,7 @@ def test_a_failure_leaves_the_one_before(root):
     with pytest.raises(
         CheckpointError, match=r"run/ckpt-2/shard-00000-of-00001-\w{8}.safetensors cannot be written: no"
     ):
-        checkpoint.write_shard(place(root), frozen("run/ckpt-2", VALUE + 1), np.asarray, fail)
+        writer.write_shard(place(root), frozen("run/ckpt-2", VALUE + 1), np.asarray, fail)
     np.testing.assert_array_equal(read(root), VALUE)
     assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
 
@@ -248,7 +248,7 @@ def test_large_tensors(root):
         raise OSError("no space left")
 
     with pytest.raises(CheckpointError, match="no space left"):
-        checkpoint.write_shard(place(root), frozen("run/ckpt-2", large), np.asarray, fail)
+        writer.write_shard(place(root), frozen("run/ckpt-2", large), np.asarray, fail)
     assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
 
 
@@ -261,7 +261,7 @@ def test_what_was_written_is_let_go_of(root):
         told.append(value.dtype)
         return value
 
-    shard = checkpoint.write_shard(place(root), replace(frozen(), values=values), get, told.append)
+    shard = writer.write_shard(place(root), replace(frozen(), values=values), get, told.append)
     assert told == ["float64", "c", "float32", "b", "int8", "a"]
     assert {name for name, *_ in shard.tensors} == set(values)
 
@@ -302,7 +302,7 @@ def test_a_link_is_not_written_through(tmp_path, name):
     link = root / "run" / {"shard": f"ckpt-1/{one.file}", MANIFEST: f"ckpt-1/{MANIFEST}", LATEST: LATEST}[name]
     link.symlink_to(victim)
     with pytest.raises(CheckpointError, match="through a link"):
-        checkpoint.write_manifest(place(root), one, manifest_of([write_shard(root, one)]))
+        writer.write_manifest(place(root), one, manifest_of([write_shard(root, one)]))
     assert victim.read_text() == "precious"
 
 
@@ -442,7 +442,7 @@ def test_the_first_format_is_read(tmp_path):
 def test_only_what_is_wanted_is_read(tmp_path):
     """A server reads no file that has none of its variables: another's may be broken."""
     each = [frozen(server=server, servers=(0, 1), name=name) for server, name in enumerate("wv")]
-    checkpoint.write_manifest(place(tmp_path), each[0], manifest_of([write_shard(tmp_path, one) for one in each]))
+    writer.write_manifest(place(tmp_path), each[0], manifest_of([write_shard(tmp_path, one) for one in each]))
     (tmp_path / "run/ckpt-1" / each[1].file).unlink()
     np.testing.assert_array_equal(read(tmp_path), VALUE)
     with pytest.raises(CheckpointError, match=rf"{each[1].file} cannot be read"):
@@ -459,7 +459,7 @@ def test_a_manifest_has_all_its_files(root):
         if data:
             put(root, path, data)
         with pytest.raises(CheckpointError, match=rf"{path} {said}, .*; servers on several hosts need"):
-            checkpoint.write_manifest(place(root), each[0], text)
+            writer.write_manifest(place(root), each[0], text)
         with pytest.raises(NoCheckpoint):
             read(root)
 
@@ -472,7 +472,7 @@ def test_an_order_says_what_is_the_newest(root):
     save(root, "run/ckpt-9", VALUE + 9)
     np.testing.assert_array_equal(read(root), VALUE + 2)
     assert (files(root) - {name for name in files(root) if "ckpt-" in name}) == {"run/latest"}
-    checkpoint.delete(place(root), PurePosixPath("run/ckpt-5"), "ckpt-2", place(root).listing("run"))
+    writer.delete(place(root), PurePosixPath("run/ckpt-5"), "ckpt-2", place(root).listing("run"))
     np.testing.assert_array_equal(read(root), VALUE + 9)
 
 
@@ -533,7 +533,7 @@ def test_a_save_lists_its_directory_once(root):
     for number in range(1, 4):
         save(root, f"run/ckpt-{number}")
     there, new = Listed(place(root)), frozen("run/ckpt-4", state='{"delete": ["ckpt-1", "ckpt-2", "ckpt-3"]}')
-    checkpoint.write_manifest(there, new, manifest_of([write_shard(root, new)]))
+    writer.write_manifest(there, new, manifest_of([write_shard(root, new)]))
     assert there.listings == 1
     assert files(root) == {f"run/ckpt-4/{MANIFEST}", f"run/ckpt-4/{new.file}"}
 
@@ -570,7 +570,7 @@ def test_another_save_to_the_same_path_is_left_alone(root):
     later = frozen(value=VALUE + 1)
     text = manifest_of([write_shard(root, later)])
     save(root, busy=lambda: {"run/ckpt-1"})
-    checkpoint.write_manifest(place(root), later, text)
+    writer.write_manifest(place(root), later, text)
     np.testing.assert_array_equal(read(root), VALUE + 1)
     assert files(root) == {"run/ckpt-1/manifest.json", f"run/ckpt-1/{later.file}"}
 
@@ -603,7 +603,7 @@ def test_an_order_deletes_nothing_elsewhere(root, name, caplog):
     save(root, "run/ckpt-1")
     save(root, "other/ckpt-1")
     with pytest.raises(CheckpointError, match="is no name of a checkpoint beside run/ckpt-2"):
-        checkpoint.delete(place(root), PurePosixPath("run/ckpt-2"), name, place(root).listing("run"))
+        writer.delete(place(root), PurePosixPath("run/ckpt-2"), name, place(root).listing("run"))
     save(root, "run/ckpt-2", state=f'{{"delete": ["{name}", "ckpt-1"]}}')
     assert "cannot remove what is not needed in" in caplog.text
     assert {str(PurePosixPath(file).parent) for file in files(root)} == {"run/ckpt-2", "other/ckpt-1"}
@@ -623,6 +623,6 @@ def test_a_manifest_that_is_none_is_not_written(root):
     """What a chief sends becomes no checkpoint that cannot be read."""
     write(root)
     with pytest.raises(CheckpointError, match="is no manifest"):
-        checkpoint.write_manifest(place(root), frozen(), "{}")
+        writer.write_manifest(place(root), frozen(), "{}")
     with pytest.raises(NoCheckpoint):
         read(root)

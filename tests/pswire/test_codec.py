@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire import codec, replies
 from pswire.api import (
     Contribution,
     PullReply,
@@ -23,9 +22,12 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import JOBS, Task
+from pswire.encoding import messages as replies
+from pswire.encoding import values as codec
+from pswire.encoding.verbs import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, fitting, parse, refusal, refused
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
-from pswire.log import (
+from pswire.model.log import (
     Approved,
     Created,
     Done,
@@ -39,10 +41,7 @@ from pswire.log import (
     Start,
     Started,
 )
-from pswire.payload import EMPTY
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
-from pswire.spec import (
+from pswire.model.plan import (
     REDUCE_OPS,
     REF_KINDS,
     Apply,
@@ -56,9 +55,11 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
-from pswire.status import OpenRound, Place, ProcessStatus, Saving, ServerStatus, SessionState
-from pswire.tensor import DTYPES, TensorSpec
-from pswire.wire import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, fitting, parse, refusal, refused
+from pswire.model.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
+from pswire.model.status import OpenRound, Place, ProcessStatus, Saving, ServerStatus, SessionState
+from pswire.model.tensor import DTYPES, TensorSpec
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.transport.payload import EMPTY
 
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
 S64 = st.integers(-(1 << 63), (1 << 63) - 1)

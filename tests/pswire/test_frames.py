@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pswire.errors import InvalidRequest
-from pswire.lanes.frames import MAX_OVERHEAD, Frame, frames
 from pswire.limits import ALIGN, PART_BYTES
-from pswire.payload import Assembly, Payload
+from pswire.model.tensor import DTYPES, Array, TensorSpec, portable, spec_of
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.tensor import DTYPES, Array, TensorSpec, portable, spec_of
+from pswire.transport.grpc_frames import MAX_OVERHEAD, Frame, frames
+from pswire.transport.payload import Assembly, Payload
 
 
 @st.composite

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire import logs
-from pswire.histogram import Histogram
+from pswire.telemetry import logging_setup
+from pswire.telemetry.histogram import Histogram
 
 SECONDS = 30
 
@@ -23,11 +23,11 @@ SECONDS = 30
 @pytest.fixture(autouse=True)
 def nobody() -> Iterator[None]:
     """What one test says of the process is not said in another."""
-    token = logs.SESSION.set(0)
+    token = logging_setup.SESSION.set(0)
     yield
-    logs.SESSION.reset(token)
-    logs.name("")
-    logs.follow(None)
+    logging_setup.SESSION.reset(token)
+    logging_setup.name("")
+    logging_setup.follow(None)
 
 
 def record(message: str = "it is so", *args: object, **more: object) -> logging.LogRecord:
@@ -36,17 +36,17 @@ def record(message: str = "it is so", *args: object, **more: object) -> logging.
 
 def said(one: logging.LogRecord) -> dict:
     """A record as JSON, read back."""
-    line = logs.Json().format(one)
+    line = logging_setup.Json().format(one)
     assert "\n" not in line
-    found = logs.read(line)
+    found = logging_setup.read(line)
     assert found is not None
     return found
 
 
 def test_a_line_says_where_its_process_stands():
     """Task, round and session come from those who know, and not from who writes the line."""
-    logs.name("/job:worker/task:1")
-    logs.follow(lambda: (12, 1_700_000_000_000_000_002))
+    logging_setup.name("/job:worker/task:1")
+    logging_setup.follow(lambda: (12, 1_700_000_000_000_000_002))
     one = record("waits for %s", "worker 0")
     found = said(one)
     assert datetime.fromisoformat(found.pop("time")).timestamp() == pytest.approx(one.created, abs=0.001)
@@ -70,11 +70,11 @@ def test_what_is_not_known_is_null():
 
 def test_whose_call_is_answered_is_said_before_whose_process_it_is():
     """In the thread that answers it, and in no other."""
-    logs.follow(lambda: (3, 7))
+    logging_setup.follow(lambda: (3, 7))
     found = []
 
     def answer() -> None:
-        logs.SESSION.set(9)
+        logging_setup.SESSION.set(9)
         found.append(said(record())["session"])
 
     thread = threading.Thread(target=answer)
@@ -97,10 +97,10 @@ def test_an_error_has_its_traceback():
 @given(st.text())
 def test_whatever_is_said_comes_back(text):
     """Line ends, quotes and codes of terminals do not end a line, nor change it."""
-    line = logs.Json().format(record("%s", text))
+    line = logging_setup.Json().format(record("%s", text))
     assert line.isascii()
     assert len(line.splitlines()) == 1
-    found = logs.read(line)
+    found = logging_setup.read(line)
     assert found is not None
     assert found["message"] == text
 
@@ -113,21 +113,21 @@ def test_arguments_that_do_not_fit_are_said():
 def test_long_texts_lose_their_middle():
     """So that who relays a line takes it whole."""
     found = said(record("a" * 50_000 + "z" * 50_000))["message"]
-    assert len(found) < 2 * logs.MAX_CHARACTERS
+    assert len(found) < 2 * logging_setup.MAX_CHARACTERS
     assert (found[:100], found[-100:]) == ("a" * 100, "z" * 100)
 
 
 @pytest.mark.parametrize("line", ["", "{", "{}", "[1]", '{"level": "info"}', "psworker: error: no", "{'a': 1}"])
 def test_other_lines_are_not_taken_for_ours(line):
     """A script may print JSON of its own."""
-    assert logs.read(line) is None
+    assert logging_setup.read(line) is None
 
 
 @pytest.mark.parametrize(("named", "who"), [(True, "/job:ps/task:0 "), (False, "")])
 def test_text_names_the_task_unless_others_do(named, who):
     """A launcher heads the lines of its tasks with their names."""
-    logs.name("/job:ps/task:0")
-    line = logs.Text(named).format(record())
+    logging_setup.name("/job:ps/task:0")
+    line = logging_setup.Text(named).format(record())
     assert line[8:] == f" W {who}psserver: it is so"
 
 
@@ -135,7 +135,7 @@ def test_a_process_writes_nothing_but_json():
     """Its log, and the warnings of Python."""
     script = (
         "import logging, warnings\n"
-        "from pswire import logs\n"
+        "from pswire.telemetry import logging_setup as logs\n"
         "logs.configure('json', 'info'); logs.name('me'); assert logs.structured()\n"
         "logging.getLogger('mine').info('one'); logging.getLogger('mine').debug('none'); warnings.warn('two')\n"
     )

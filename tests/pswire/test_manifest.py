@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire import replies
 from pswire.api import RestoreReply
+from pswire.checkpoint.manifest import Manifest, Saved, aside, is_aside, latest_in, latest_text, number, rank
+from pswire.encoding import messages
 from pswire.errors import CheckpointError, DamagedCheckpoint
-from pswire.log import Position
-from pswire.manifest import Manifest, Saved, aside, is_aside, latest_in, latest_text, number, rank
+from pswire.model.log import Position
+from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.strict_json import Malformed
-from pswire.tensor import DTYPES, TensorSpec
 
 GRPC_MESSAGE = 4 << 20
 """Bytes: more does not travel in one message, where nobody has raised the limit."""
@@ -98,8 +98,8 @@ def test_each_field_has_its_type(path):
         refused = refusal(text)
         if refused is None:
             found = Manifest.parse(text, "run/manifest.json")
-            reply = replies.restored_to_pb(RestoreReply("run", found.positions, text))
-            assert replies.restored_from_pb(reply).positions == found.positions
+            reply = messages.restored_to_pb(RestoreReply("run", found.positions, text))
+            assert messages.restored_from_pb(reply).positions == found.positions
             assert Manifest.parse(found.text(), "again") == found
         else:
             newer = path == ("format",) and other == 7

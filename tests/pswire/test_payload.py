@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN, PART_BYTES
-from pswire.payload import MIN_PART_BYTES, SPARE_PARTS, Assembly, Chunk, Cutter, Part, Payload
-from pswire.tensor import Array, TensorSpec, layout
+from pswire.model.tensor import Array, TensorSpec, layout
+from pswire.transport.payload import MIN_PART_BYTES, SPARE_PARTS, Assembly, Chunk, Cutter, Part, Payload
 
 STEP = 2 * ALIGN
 SIZES = st.lists(st.integers(0, 100), max_size=6)

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from pswire import codec
+from pswire.encoding import values
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.limits import MAX_NODES
-from pswire.program import OPS, Input, Node, Program, infer
-from pswire.tensor import DTYPES, TensorSpec, spec_of
+from pswire.model.program import OPS, Input, Node, Program, infer
+from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 
 V = Input("variable", TensorSpec("float32", (2, 3)))
 X = Input("value", TensorSpec("float32", (2, 3)))
@@ -127,7 +127,7 @@ def test_programs_survive_the_wire():
         Node("broadcast_to", (3,), (("shape", ()),)),
     ]
     sent = program(nodes[:5], assigns=[(0, 7)], outputs=[3, 4, 5])
-    assert codec.program_from_pb(codec.program_to_pb(sent)) == sent
+    assert values.program_from_pb(values.program_to_pb(sent)) == sent
     assert sent.output_specs[0] == TensorSpec("float32", (1, 1))
     with pytest.raises(ProgramError):
         _ = program(nodes).specs

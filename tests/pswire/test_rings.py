@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from pswire.errors import InvalidRequest
-from pswire.lanes.rings import LINE, SEALS, Mirror, Ring, Segment
+from pswire.transport.shared_memory import LINE, SEALS, Mirror, Ring, Segment
 
 SIZE = 64 * LINE
 """Bytes of the segments of these tests."""

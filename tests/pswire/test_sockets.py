@@ -16,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pswire.errors import InvalidRequest
-from pswire.lanes.rings import Mirror, Ring, Segment
-from pswire.lanes.sockets import (
+from pswire.limits import ALIGN
+from pswire.model.tensor import Array
+from pswire.transport.payload import Assembly, Payload
+from pswire.transport.shared_memory import Mirror, Ring, Segment
+from pswire.transport.sockets import (
     HEAD,
     INLINE,
     MAX_HEADER_BYTES,
@@ -30,10 +33,7 @@ from pswire.lanes.sockets import (
     Link,
     Message,
 )
-from pswire.lanes.traffic import Traffic
-from pswire.limits import ALIGN
-from pswire.payload import Assembly, Payload
-from pswire.tensor import Array
+from pswire.transport.traffic import Traffic
 
 SECONDS = 20.0
 

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_NDIM
-from pswire.tensor import DTYPES, TensorSpec, spec_of
+from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 
 IMPOSSIBLE: list[tuple[str, tuple[int, ...]]] = [
     ("object", (1,)),

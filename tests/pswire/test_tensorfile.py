@@ -15,9 +15,9 @@ from hypothesis.extra import numpy as arrays
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from pswire import tensorfile
+from pswire.checkpoint import safetensors_stream
 from pswire.errors import CheckpointError
-from pswire.tensor import DTYPES, TensorSpec, portable, spec_of
+from pswire.model.tensor import DTYPES, TensorSpec, portable, spec_of
 
 ALL = {
     **{name: np.arange(6).reshape(2, 3).astype(dtype) for name, dtype in DTYPES.items()},
@@ -35,8 +35,10 @@ def written(path, values):
     """Writes arrays; returns their checksums."""
     specs = {name: spec_of(portable(value)) for name, value in values.items()}
     with open(path, "wb") as file:
-        file.write(tensorfile.header(specs))
-        return {name: tensorfile.append(file, portable(values[name])) for name in tensorfile.ordered(specs)}
+        file.write(safetensors_stream.header(specs))
+        return {
+            name: safetensors_stream.append(file, portable(values[name])) for name in safetensors_stream.ordered(specs)
+        }
 
 
 def test_the_library_reads_it(tmp_path):
@@ -59,9 +61,9 @@ def test_it_reads_what_the_library_writes(tmp_path):
     values = {name: value for name, value in ALL.items() if value.dtype != np.complex128 and name in DTYPES}
     save_file(values, tmp_path / "x", {"made": "elsewhere"})
     with open(tmp_path / "x", "rb") as file:
-        entries = tensorfile.read_header(file, (tmp_path / "x").stat().st_size)
+        entries = safetensors_stream.read_header(file, (tmp_path / "x").stat().st_size)
         for name, value in values.items():
-            np.testing.assert_array_equal(tensorfile.read(file, entries[name])[0], value)
+            np.testing.assert_array_equal(safetensors_stream.read(file, entries[name])[0], value)
 
 
 def test_what_is_written_is_read_with_its_checksum(tmp_path):
@@ -69,9 +71,9 @@ def test_what_is_written_is_read_with_its_checksum(tmp_path):
     sums = written(tmp_path / "x", ALL)
     raw = (tmp_path / "x").read_bytes()
     with open(tmp_path / "x", "rb", buffering=0) as file:
-        entries = tensorfile.read_header(file, len(raw))
+        entries = safetensors_stream.read_header(file, len(raw))
         for name, entry in entries.items():
-            array, checksum = tensorfile.read(file, entry)
+            array, checksum = safetensors_stream.read(file, entry)
             data = raw[entry.offset : entry.offset + entry.spec.nbytes]
             assert checksum == sums[name] == f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
             assert array.tobytes() == portable(ALL[name]).tobytes()
@@ -83,13 +85,13 @@ def test_tensors_are_aligned(tmp_path):
     """Each begins at a multiple of its item's size, so that a reader may use the file's memory as it is."""
     written(tmp_path / "x", ALL)
     with open(tmp_path / "x", "rb") as file:
-        entries = tensorfile.read_header(file, (tmp_path / "x").stat().st_size)
+        entries = safetensors_stream.read_header(file, (tmp_path / "x").stat().st_size)
     assert all(entry.offset % DTYPES[entry.spec.dtype].itemsize == 0 for entry in entries.values())
 
 
 def test_a_large_tensor_is_written_piece_by_piece(tmp_path):
     """Nothing as large as a tensor is held a second time."""
-    value = np.arange(tensorfile.PIECE, dtype="int64")
+    value = np.arange(safetensors_stream.PIECE, dtype="int64")
     pieces = []
 
     class Sink(io.BytesIO):
@@ -98,8 +100,8 @@ def test_a_large_tensor_is_written_piece_by_piece(tmp_path):
             return super().write(data)
 
     sink = Sink()
-    tensorfile.append(sink, value)
-    assert max(pieces) == tensorfile.PIECE
+    safetensors_stream.append(sink, value)
+    assert max(pieces) == safetensors_stream.PIECE
     assert sink.getvalue() == value.tobytes()
 
 
@@ -111,20 +113,20 @@ def test_a_large_tensor_is_written_piece_by_piece(tmp_path):
 )
 def test_any_array_comes_back(value):
     """Bit for bit, whatever its shape and dtype."""
-    file = io.BytesIO(tensorfile.header({"x": spec_of(value)}))
+    file = io.BytesIO(safetensors_stream.header({"x": spec_of(value)}))
     file.seek(0, io.SEEK_END)
-    tensorfile.append(file, value)
+    safetensors_stream.append(file, value)
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
-    entry = tensorfile.read_header(file, size)["x"]
+    entry = safetensors_stream.read_header(file, size)["x"]
     assert entry.spec == spec_of(value)
-    assert tensorfile.read(file, entry)[0].tobytes() == value.tobytes()
+    assert safetensors_stream.read(file, entry)[0].tobytes() == value.tobytes()
 
 
 def test_the_name_of_the_metadata_is_no_variable():
     """The format keeps it for itself: the error says what to do."""
     with pytest.raises(CheckpointError, match=r"'__metadata__'.*rename the variable"):
-        tensorfile.header({"__metadata__": TensorSpec("int8", ())})
+        safetensors_stream.header({"__metadata__": TensorSpec("int8", ())})
 
 
 def entry(**changes):
@@ -154,14 +156,14 @@ def test_a_broken_header_is_told(head):
     """It is an error that can be said, and no memory is taken for what it claims."""
     data = len(head).to_bytes(8, "little") + head + b"\0" * 8
     with pytest.raises(ValueError):
-        tensorfile.read_header(io.BytesIO(data), len(data))
+        safetensors_stream.read_header(io.BytesIO(data), len(data))
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_no_file(data):
     """Any bytes give a header or a `ValueError`."""
     try:
-        tensorfile.read_header(io.BytesIO(data), len(data))
+        safetensors_stream.read_header(io.BytesIO(data), len(data))
     except ValueError:
         pass
 
@@ -169,17 +171,17 @@ def test_noise_is_no_file(data):
 def test_every_cut_is_noticed():
     """A file that ends early, wherever, is told as one that is cut short or broken."""
     specs = {"x": TensorSpec("int64", (4,))}
-    whole = tensorfile.header(specs) + bytes(32)
+    whole = safetensors_stream.header(specs) + bytes(32)
     for size in range(len(whole)):
         with pytest.raises(ValueError, match=r"cut short|broken"):
-            tensorfile.read_header(io.BytesIO(whole[:size]), size)
+            safetensors_stream.read_header(io.BytesIO(whole[:size]), size)
 
 
 def test_bfloat16_is_itself():
     """Its arrays are of the dtype that ml_dtypes has."""
     value = np.array([1.5, 3e38], ml_dtypes.bfloat16)
-    file = io.BytesIO(tensorfile.header({"x": spec_of(value)}))
+    file = io.BytesIO(safetensors_stream.header({"x": spec_of(value)}))
     file.seek(0, io.SEEK_END)
-    tensorfile.append(file, value)
-    entry = tensorfile.Entry(spec_of(value), len(file.getvalue()) - 4)
-    assert tensorfile.read(file, entry)[0].dtype == ml_dtypes.bfloat16
+    safetensors_stream.append(file, value)
+    entry = safetensors_stream.Entry(spec_of(value), len(file.getvalue()) - 4)
+    assert safetensors_stream.read(file, entry)[0].dtype == ml_dtypes.bfloat16

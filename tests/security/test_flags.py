@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from psclient.cli import command
-from psclient.config import security_from
-from psclient.launch import Cluster
+from psclient._src.config import security_from
+from psclient._src.launch.cluster import Cluster
+from psclient._src.launch.psworker import command
 from psserver.cli import command as psserver
 from psserver.config import server_config
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
-from pswire.security import Security, SecurityOptions
+from pswire.security.identity import Security, SecurityOptions
 from tests.support.certificates import Certificates, options
 
 FILE = """

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from psserver.waiting import MAX_CALLS
-from pswire import codec
-from pswire.lanes.frames import Frame
+from psserver.core.waiting import MAX_CALLS
+from pswire.encoding import values
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.security import Security
+from pswire.security.identity import Security
+from pswire.transport.grpc_frames import Frame
 from tests.support.attacks import BOMB, Attacker, Process
 from tests.support.certificates import Certificates
 from tests.support.lane_rig import Site
@@ -134,7 +134,7 @@ def storm(attacker: Attacker, count: int) -> None:
     watch = pb.WatchRequest(session=attacker.session, after=log, version=-1)
     pull = pb.PullRequest(session=attacker.session, variables=[site.variables[0].id], after=1 << 40)
     push = pb.PushHeader(session=attacker.session, epoch=99, size=1 << 20, plan_id=b"p" * 32)
-    create = pb.CreateHeader(session=attacker.session, ordinal=0, id=-1, spec=codec.spec_to_pb(site.variables[0].spec))
+    create = pb.CreateHeader(session=attacker.session, ordinal=0, id=-1, spec=values.spec_to_pb(site.variables[0].spec))
     calls: dict[str, list[bytes]] = {
         "Watch": [watch.SerializeToString()],
         "Pull": [pull.SerializeToString()],

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver import connection, handshake
-from pswire.lanes.rings import CLIENT_BYTES
-from pswire.lanes.sockets import HEAD, INLINE, Kind, Message
+from psserver.transport import lane_connection, tls_handshake
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.security import Security
+from pswire.security.identity import Security
+from pswire.transport.shared_memory import CLIENT_BYTES
+from pswire.transport.sockets import HEAD, INLINE, Kind, Message
 from tests.support.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated
 from tests.support.certificates import Certificates
 from tests.support.lane_rig import Hand, Site, eventually
@@ -195,8 +195,8 @@ def touch(front: Front, number: int) -> None:
 
 def test_a_byte_now_and_then(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever does not say who it is in time is closed, though it never stops to say something."""
-    monkeypatch.setattr(connection, "HELLO_SECONDS", 0.3)
-    monkeypatch.setattr(handshake, "SECONDS", 0.3)
+    monkeypatch.setattr(lane_connection, "HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(tls_handshake, "SECONDS", 0.3)
     with ExitStack() as stack:
         slow = [stack.enter_context(front.hand()) for _ in range(20)]
         said = front.hello()

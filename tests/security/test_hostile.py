@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.config import ServerConfig
-from psserver.server import ServerThread
+from psserver.transport.server import ServerThread
 from pswire.api import RestoreOrder
+from pswire.encoding.verbs import ERROR_KEY, VERBS
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError
-from pswire.lanes.frames import Frame
+from pswire.model.plan import Turn
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.security import Security
-from pswire.spec import Turn
-from pswire.wire import ERROR_KEY, VERBS
+from pswire.security.identity import Security
+from pswire.transport.grpc_frames import Frame
 from tests.support.attacks import streams
 from tests.support.certificates import PS0, Certificates, client, guarded
 from tests.support.rig import CHIEF, WORKERS, core, eventually

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pswire.checkpoint.manifest import MAX_MANIFEST, Manifest
+from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.checkpoint.storage import place
 from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.limits import PART_BYTES
-from pswire.manifest import MAX_MANIFEST, Manifest
-from pswire.places import place
-from pswire.saved import SavedCheckpoint
 from tests.support.checkpoints import write_checkpoint
 from tests.support.rig import WORKERS, Job, serving
 from tests.support.shell import shell

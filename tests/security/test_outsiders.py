@@ -11,19 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psserver import footprint, membership, rounds, waiting
-from pswire import codec
+from psserver.core import waiting
+from psserver.plans import memory
+from psserver.state import rounds, sessions
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
+from pswire.encoding import values
+from pswire.encoding.verbs import MAX_DETAILS_BYTES, refusal, refusal_to_pb
 from pswire.errors import ConfigError, Forbidden, InvalidRequest, NoCheckpoint, PSError
 from pswire.limits import MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_VARIABLES
-from pswire.log import Approved, Member, Start
-from pswire.payload import Payload
+from pswire.model.log import Approved, Member, Start
+from pswire.model.plan import Apply, Plan, Reduction, Ref, Turn, VariableSpec
+from pswire.model.program import Input, Program
+from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.program import Input, Program
-from pswire.spec import Apply, Plan, Reduction, Ref, Turn, VariableSpec
-from pswire.tensor import TensorSpec
-from pswire.wire import MAX_DETAILS_BYTES, refusal, refusal_to_pb
+from pswire.transport.payload import Payload
 from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, Worker, checkpoint, core, sum_into
 
 FOUR = TensorSpec("float32", (4,))
@@ -137,7 +139,7 @@ def test_a_shape_of_many_dimensions_is_not_multiplied() -> None:
     """Half a million factors would take hours: their number alone refuses them."""
     message = pb.TensorSpec(dtype="float32", shape=[(1 << 63) - 1] * 400_000)
     with within(1.0), pytest.raises(InvalidRequest, match="400000 dimensions"):
-        codec.tensor_from_pb(message)
+        values.tensor_from_pb(message)
 
 
 SUM = pb.Reduction(op=pb.Reduction.SUM, tensor=pb.TensorSpec(dtype="float32", shape=[4]), servers=[0])
@@ -158,7 +160,7 @@ def test_a_plan_of_empty_parts_is_not_read(case: str) -> None:
     """Its bytes are few, and its parts are many: they are counted before anything is made of them."""
     message = EMPTY[case]()
     with within(2.0), pytest.raises(InvalidRequest, match=f"at most ({MAX_PLAN_NODES}|{MAX_PLAN_ITEMS}) "):
-        codec.plan_from_pb(message)
+        values.plan_from_pb(message)
 
 
 def test_a_server_is_named_once(two: Two) -> None:
@@ -177,13 +179,13 @@ def test_a_server_is_named_once(two: Two) -> None:
 def test_large_programs_are_looked_into_without_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats are answered meanwhile, whether they are proposed or approved."""
     two = Two(tmp_path, memory_limit=1 << 20)
-    (of, seen) = footprint._Need.of, []
+    (of, seen) = memory._Need.of, []
 
     def look(program: Program) -> object:
         seen.append([one._lock.locked() for one in two.cores])
         return of(program)
 
-    monkeypatch.setattr(footprint._Need, "of", look)
+    monkeypatch.setattr(memory._Need, "of", look)
     two.job.approve(sum_into(two.variable), two.members[0])
     assert seen == [[False, False]] * len(seen)
     assert seen
@@ -252,9 +254,9 @@ def test_the_numbers_of_variables_are_bounded(two: Two) -> None:
 def test_a_server_knows_so_many_sessions(two: Two) -> None:
     """One that does not give their numbers, too."""
     known = len(two.members) + 2  # those of the chief and of the stranger
-    for number in range(membership.REMEMBERED * 8 - known):
+    for number in range(sessions.REMEMBERED * 8 - known):
         two.cores[1].open(STRANGER, 1, (1 << 50) + number, False)
-    with pytest.raises(ConfigError, match=f"started {membership.REMEMBERED * 8} times"):
+    with pytest.raises(ConfigError, match=f"started {sessions.REMEMBERED * 8} times"):
         two.cores[1].open(STRANGER, 1, 1 << 60, False)
     two.round()
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from psclient.rpc import RemoteServer
-from psserver import connection, handshake, server
-from psserver.server import ServerThread
+from psclient._src.transport.remote_server import RemoteServer
+from psserver.transport import lane_connection, server, tls_handshake
+from psserver.transport.server import ServerThread
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, Forbidden, PSError, Unauthenticated
-from pswire.lanes.sockets import HEAD, Kind, Message
-from pswire.payload import Payload
+from pswire.model.plan import Turn, VariableSpec
+from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.security import Security
-from pswire.spec import Turn, VariableSpec
-from pswire.tensor import TensorSpec
+from pswire.security.identity import Security
+from pswire.transport.payload import Payload
+from pswire.transport.sockets import HEAD, Kind, Message
 from tests.support.certificates import PS0, Certificates, client, guarded
 from tests.support.rig import CHIEF, SOON, WORKERS, core, eventually
 
@@ -286,8 +286,8 @@ def test_a_lane_to_another_server(certificates: Certificates) -> None:
 
 def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is waited for as long as is said, and no longer; meanwhile others get in."""
-    monkeypatch.setattr(handshake, "SECONDS", 0.3)
-    monkeypatch.setattr(connection, "HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(tls_handshake, "SECONDS", 0.3)
+    monkeypatch.setattr(lane_connection, "HELLO_SECONDS", 0.3)
     with guarded(certificates.of("ps-0")) as thread, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(stranger(thread, None)) for _ in range(20)]
         halfway = stack.enter_context(stranger(thread, None))

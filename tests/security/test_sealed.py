@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pswire.lanes.sealed import PIECE, RECORD, Sealed
-from pswire.lanes.sockets import MAX_PART_BYTES, Kind, Link, Message
+from pswire.transport.sockets import MAX_PART_BYTES, Kind, Link, Message
+from pswire.transport.tls_socket import PIECE, RECORD, Sealed
 from tests.support.certificates import Certificates
 
 SECONDS = 20.0

@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 import psclient as ps
-from psclient.launch import Cluster
-from psclient.processes import start_server
-from psclient.rpc import RemoteServer
+from psclient._src.launch.cluster import Cluster
+from psclient._src.processes.process import start_server
+from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost
-from pswire.lanes import LaneName
-from pswire.security import SecurityOptions
+from pswire.security.identity import SecurityOptions
+from pswire.transport.traffic import LaneName
 from tests.support.certificates import Certificates, options
 from tests.support.inside import say  # in the programs below, which are sources
 from tests.support.jobs import CALM, PS0, W0, Job
@@ -115,7 +115,7 @@ def test_a_worker_of_another_cluster_is_told(certificates: Certificates, tmp_pat
 
 def test_a_server_comes_back_with_new_certificates(certificates: Certificates, tmp_path: Path) -> None:
     """Its clients take them, if they are of the same CA: what they hear is that it was replaced, as always."""
-    from psclient.authority import Authority
+    from psclient.psctl.certificate_authority import Authority
 
     first, address = start_server(until_done=False, timeouts=CALM, security=options(certificates.out))
     client = RemoteServer(address, PS0, CALM, security=options(certificates.out).read("worker-0"))

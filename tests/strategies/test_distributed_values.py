@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient import nest, values
+from psclient._src import nest, values
 from tests.support.strategies import by_replica, copies, in_replicas, kind_of, merged, replicas, variable
 
 here = ps.get_replica_context

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.configured import Configured
+from psclient._src.tracing.hyperparameters import Configured
 from tests.support.strategies import variable
 
 GRADIENT = np.arange(6, dtype="float32").reshape(2, 3)

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import psclient as ps
+from psclient._src.distribute.reduction import combine
+from psclient._src.rounds.section import Section
+from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
-from psclient.reduction import combine
-from psclient.section import Section
-from psclient.traces import UpdateFunction
 from tests.support.strategies import merged, opened, replicas, variable
 
 SHAPES = ((3,), (2, 2), (3,))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient import traces
+from psclient._src.tracing import update_function
 from psclient.optimizers import schedules
 from tests.support.strategies import copies, in_replicas, kind_of, opened, replicas, variable
 
@@ -227,8 +227,8 @@ def test_the_rate_of_now_can_be_read(strategy):
 def test_scheduled_and_changed_rates_make_no_new_trace(strategy, monkeypatch):
     """Nor do other numbers of the optimizer; without servers nothing is traced at all."""
     traced = []
-    own = traces.trace
-    monkeypatch.setattr(traces, "trace", lambda *args: traced.append(args) or own(*args))
+    own = update_function.trace
+    monkeypatch.setattr(update_function, "trace", lambda *args: traced.append(args) or own(*args))
     w = variable(strategy, np.zeros(7))
     optimizer = ps.optimizers.Adam(schedules.CosineDecay(0.1, 10))
     apply(strategy, optimizer, (np.ones(7), w))
@@ -261,8 +261,8 @@ def test_a_number_may_be_changed_later(strategy, monkeypatch, name):
     """The next steps are those of an optimizer that was created with it, and by the same program."""
     before, after = CHANGES[name]
     averages = {"use_ema": True} if name.startswith("ema") else {}
-    own, traced = traces.trace, []
-    monkeypatch.setattr(traces, "trace", lambda *args: traced.append(args) or own(*args))
+    own, traced = update_function.trace, []
+    monkeypatch.setattr(update_function, "trace", lambda *args: traced.append(args) or own(*args))
 
     def trained(first, then):
         w = variable(strategy, np.full(5, 2.0))

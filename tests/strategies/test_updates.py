@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient.section import Section, bring
+from psclient._src.rounds.section import Section, bring
 from tests.support.strategies import by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
 
 

@@ -20,14 +20,14 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from psclient.authority import Authority
-from psclient.rpc import RemoteServer
+from psclient._src.transport.remote_server import RemoteServer
+from psclient.psctl.certificate_authority import Authority
 from psserver.config import ServerConfig
-from psserver.core import Core
-from psserver.server import ServerThread
+from psserver.core.core import Core
+from psserver.transport.server import ServerThread
 from pswire.cluster import Task
 from pswire.limits import Timeouts
-from pswire.security import Security, SecurityOptions
+from pswire.security.identity import Security, SecurityOptions
 from tests.support.rig import core
 
 NAMES = ("ps-0", "ps-1", "worker-0", "worker-1", "chief-0", "admin")

@@ -10,9 +10,9 @@ import numpy as np
 import xxhash
 from safetensors.numpy import save_file
 
-from pswire.log import Position
-from pswire.manifest import MANIFEST, Manifest, Saved
-from pswire.tensor import Array, as_bytes, spec_of
+from pswire.checkpoint.manifest import MANIFEST, Manifest, Saved
+from pswire.model.log import Position
+from pswire.model.tensor import Array, as_bytes, spec_of
 
 
 def write_checkpoint(

@@ -24,11 +24,11 @@ def _half(file: Any, data: Any) -> None:
 
 
 def _server(point: str) -> None:
-    from pswire import places, tensorfile
-    from pswire.manifest import MANIFEST
-    from pswire.tensor import as_bytes
+    from pswire.checkpoint import safetensors_stream, storage
+    from pswire.checkpoint.manifest import MANIFEST
+    from pswire.model.tensor import as_bytes
 
-    directory, replace, put = places.Directory, os.replace, places.Directory.put
+    directory, replace, put = storage.Directory, os.replace, storage.Directory.put
 
     def at_name(source: Any, target: Any) -> None:
         if (os.path.basename(target) == MANIFEST) == (point == "naming the manifest"):
@@ -43,9 +43,9 @@ def _server(point: str) -> None:
         case "before a shard":
             directory.write = die  # type: ignore[method-assign, assignment]
         case "in a shard":
-            tensorfile.append = lambda file, array: _half(file, as_bytes(array))  # type: ignore[assignment, return-value]
+            safetensors_stream.append = lambda file, array: _half(file, as_bytes(array))  # type: ignore[assignment, return-value]
         case "naming a shard" | "naming the manifest":
-            places.os.replace = at_name  # type: ignore[assignment]
+            storage.os.replace = at_name  # type: ignore[assignment]
         case "before the manifest":
             directory.put = die  # type: ignore[method-assign, assignment]
         case "in the manifest":
@@ -53,13 +53,13 @@ def _server(point: str) -> None:
         case "after the manifest":
             directory.put = after  # type: ignore[method-assign]
         case "in a restore":
-            tensorfile.read = die  # type: ignore[assignment]
+            safetensors_stream.read = die  # type: ignore[assignment]
         case _:
             raise ValueError(point)
 
 
 def _chief(point: str) -> None:
-    from psclient.rpc import RemoteServer
+    from psclient._src.transport.remote_server import RemoteServer
 
     ask = RemoteServer.snapshot
 
@@ -86,8 +86,8 @@ def main(point: str, kind: str, *args: str) -> None:
         serve(args)
     else:
         _chief(point)
-        from psclient.chief import drive
-        from psclient.config import security_from
+        from psclient._src.chief.driver import drive
+        from psclient._src.config import security_from
         from pswire.cluster import parse_tf_config
         from pswire.limits import Timeouts
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import grpc
 
-from psclient.rpc import RemoteServer
+from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import ClusterSpec
-from pswire.lanes import LaneName
 from pswire.limits import Refused, Timeouts
-from pswire.security import Security
+from pswire.security.identity import Security
+from pswire.transport.traffic import LaneName
 
 Continuation = Callable[[Any, Any], Any]
 
@@ -179,7 +179,7 @@ class Stall(grpc.StreamStreamClientInterceptor):
 
 
 def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[RemoteServer]]:
-    """Connections as `psclient.rpc.connect` makes them, with interceptors.
+    """Connections as `psclient._src.transport.remote_server.connect` makes them, with interceptors.
 
     Args:
         interceptors: of gRPC.
@@ -212,6 +212,6 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[R
 
 def use(*interceptors: Any, only: int | None = None) -> None:
     """Has the strategies of this process connect like that; their chief, too."""
-    from psclient import parameter_server
+    from psclient._src.strategies import parameter_server
 
     parameter_server.connect = connect(*interceptors, only=only)  # type: ignore[assignment]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import psclient as ps
-from psclient.config import task_config
+from psclient._src.config import task_config
 
 CONFIG = task_config()
 TASK = str(CONFIG.task) if CONFIG else ""

@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 
-from psclient.config import ServerOptions
-from psclient.launch import Cluster, Outcome
-from psclient.relay import Line
-from psclient.rpc import RemoteServer
+from psclient._src.config import ServerOptions
+from psclient._src.launch.cluster import Cluster, Outcome
+from psclient._src.processes.output import Line
+from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
 from pswire.limits import Timeouts
 

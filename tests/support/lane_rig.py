@@ -24,21 +24,21 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from psclient.rpc import RemoteServer
+from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
-from psserver.lanes import Lanes
-from psserver.server import ServerThread
-from pswire import replies
+from psserver.transport.lane_server import Lanes
+from psserver.transport.server import ServerThread
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
-from pswire.lanes import LaneName
-from pswire.lanes.rings import CLIENT_BYTES, Segment
-from pswire.lanes.sealed import Stream
-from pswire.lanes.sockets import HEAD, INLINE, Kind, Message
+from pswire.encoding import messages
 from pswire.limits import PART_BYTES, Timeouts
-from pswire.payload import Payload
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.security import Security
+from pswire.security.identity import Security
+from pswire.transport.payload import Payload
+from pswire.transport.shared_memory import CLIENT_BYTES, Segment
+from pswire.transport.sockets import HEAD, INLINE, Kind, Message
+from pswire.transport.tls_socket import Stream
+from pswire.transport.traffic import LaneName
 from tests.support import packets
 from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
@@ -252,7 +252,7 @@ class Hand:
     def push(self, site: Site, worker: Worker, number: float, call: int = 1) -> tuple[bytes, list[tuple[int, bytes]]]:
         """The header and the parts of a contribution; they are not sent."""
         sent = site.payload(number)
-        header = replies.contribution_to_pb(site.said(worker), sent.size).SerializeToString()
+        header = messages.contribution_to_pb(site.said(worker), sent.size).SerializeToString()
         return header, [(offset, b"".join(buffers)) for offset, buffers in sent.parts()]
 
     def hear(self) -> Message:
@@ -463,7 +463,7 @@ class _Fragile(socket.socket):
 
 def connecting(change: Callable[[Any], Stream]) -> Callable[[], None]:
     """Has the lanes that clients of this process open get other sockets; gives what ends that."""
-    from psclient import lane
+    from psclient._src.transport import lane
 
     connect = lane._connect
     lane._connect = lambda *args: change(connect(*args))
@@ -476,7 +476,7 @@ def connecting(change: Callable[[Any], Stream]) -> Callable[[], None]:
 
 def fragile(seed: int, calls: int) -> list[int]:
     """Has the lanes of this process break again and again, after 10 to so many calls; gives where they are counted."""
-    from psclient import lanes
+    from psclient._src.transport import lane_selector
 
     chosen = random.Random(seed)
     made = [0]
@@ -487,7 +487,7 @@ def fragile(seed: int, calls: int) -> list[int]:
         broken.life = chosen.randint(10, calls)
         return broken
 
-    lanes.LOSSES = 1 << 30
+    lane_selector.LOSSES = 1 << 30
     connecting(change)
     return made
 

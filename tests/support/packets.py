@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from pswire.lanes.sealed import Sealed, Stream
+from pswire.transport.tls_socket import Sealed, Stream
 
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27
 _NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))

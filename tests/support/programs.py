@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from psclient.recording import Recording, trace
-from psserver import interpreter
-from psserver.job import Job, Part
+from psclient._src.tracing.recorder import Recording, trace
+from psserver.plans.prepared import Job, Part
+from psserver.programs import interpreter
 from pswire.api import Contribution
 from pswire.errors import ProgramError
-from pswire.log import Member
-from pswire.payload import Payload
-from pswire.program import OPS, Attr, Input, Node, Program, infer
-from pswire.spec import Apply, Operand, Plan, ReduceOp, Reduction, Ref
-from pswire.tensor import DTYPES, Array, TensorSpec, spec_of
+from pswire.model.log import Member
+from pswire.model.plan import Apply, Operand, Plan, ReduceOp, Reduction, Ref
+from pswire.model.program import OPS, Attr, Input, Node, Program, infer
+from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
+from pswire.transport.payload import Payload
 from tests.support.rig import WORKERS
 
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, np.nan]

@@ -13,20 +13,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from psclient.rpc import RemoteServer
+from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
-from psserver.core import Core
-from psserver.server import ServerThread
+from psserver.core.core import Core
+from psserver.transport.server import ServerThread
 from pswire.api import ALL, Contribution, Opened, ParameterServer, RestoreOrder, RestoreReply, RoundReply, Shard
+from pswire.checkpoint.manifest import Manifest, Saved
 from pswire.cluster import Task
 from pswire.errors import PSError
-from pswire.lanes import LANES, LaneName
 from pswire.limits import Timeouts
-from pswire.log import Approved, Entry, Epoch, EpochClosed, JobStarted, Member, Mode, Position, Snapshotted, Start
-from pswire.manifest import Manifest, Saved
-from pswire.payload import Payload
-from pswire.program import Input, Node, Program
-from pswire.spec import (
+from pswire.model.log import Approved, Entry, Epoch, EpochClosed, JobStarted, Member, Mode, Position, Snapshotted, Start
+from pswire.model.plan import (
     Apply,
     Operand,
     Plan,
@@ -39,7 +36,10 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
-from pswire.tensor import Array, TensorSpec, portable, spec_of
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import Array, TensorSpec, portable, spec_of
+from pswire.transport.payload import Payload
+from pswire.transport.traffic import LANES, LaneName
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 PROGRAMS = {
-    "psworker": [sys.executable, "-P", "-m", "psclient.cli"],
+    "psworker": [sys.executable, "-P", "-m", "psclient"],
     "psctl": [sys.executable, "-P", "-m", "psclient.psctl"],
     "psserver": [sys.executable, "-P", "-m", "psserver"],
     "python": [sys.executable],

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from pswire.security import certificate_name
+from pswire.security.identity import certificate_name
 
 WAYS = ("up", "down")
 """From the client, and to it."""
@@ -93,7 +93,7 @@ def through(relay: int, server: int) -> None:
         relay: its port.
         server: index of the server.
     """
-    from psclient import lane
+    from psclient._src.transport import lane
 
     connect, name = lane._connect, certificate_name(f"ps-{server}")
 

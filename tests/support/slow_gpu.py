@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from psclient import arrays as client_arrays
-from psserver import arrays as server_arrays
+from psclient._src import devices as client_arrays
+from psserver import devices as server_arrays
 
 UNWRITTEN = 0xAA
 DEVICES = 2

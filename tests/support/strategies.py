@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import psclient as ps
-from psclient.processes import start_server
+from psclient._src.processes.process import start_server
 
 MIRRORED = ("mirrored-1", "mirrored-2", "mirrored-4")
 EMBEDDED = ("embedded-1", "embedded-2", "embedded-4")

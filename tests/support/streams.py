@@ -10,9 +10,9 @@ import numpy as np
 
 from pswire.api import Contribution, RoundReply
 from pswire.limits import ALIGN
-from pswire.payload import Payload
-from pswire.spec import Plan, Variable
-from pswire.tensor import Array, align
+from pswire.model.plan import Plan, Variable
+from pswire.model.tensor import Array, align
+from pswire.transport.payload import Payload
 from tests.support.rig import Job, Worker, payload
 
 LIMIT = 64
@@ -24,7 +24,7 @@ SIZE = 8
 
 def streaming(monkeypatch: Any) -> None:
     """Has the plans made from now on stream where their contributions exceed `LIMIT` bytes."""
-    monkeypatch.setattr("pswire.spec.PART_BYTES", LIMIT)
+    monkeypatch.setattr("pswire.model.plan.PART_BYTES", LIMIT)
 
 
 class Sending:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psclient import values
-from psclient.arrays import Device
-from psclient.data import DistributedDataset
-from pswire.log import Position
+from psclient._src import values
+from psclient._src.data.distributed import DistributedDataset
+from psclient._src.devices import Device
+from pswire.model.log import Position
 
 
 class Worker:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire import places
+from pswire.checkpoint import storage
 from tests.support.inside import ME, gate, say
 from tests.support.jobs import PS0, W0, W1, Job
 from tests.support.objects import BUCKET, object_store
@@ -243,12 +243,12 @@ def test_a_disk_that_fails_is_raised(monkeypatch):
     """Its next answer may be another one; nothing is set aside."""
     kind = "mirrored-1"
     save(kind, (1, 2))
-    real = places.Directory.open
+    real = storage.Directory.open
 
     def failing(self, path):
         return Failing(self.full(path)) if "ckpt-2/shard" in path else real(self, path)
 
-    monkeypatch.setattr(places.Directory, "open", failing)
+    monkeypatch.setattr(storage.Directory, "open", failing)
     with opened(kind) as strategy:
         _, manager = managed(strategy)
         with pytest.raises(ps.errors.CheckpointError, match="Input/output error") as told:
@@ -281,7 +281,7 @@ def test_by_a_url():
     """Where nothing can be renamed all files are copied before any is removed."""
     url = f"memory://{uuid.uuid4()}"
     save("mirrored-1", (1, 2), url)
-    there = places.place(url)
+    there = storage.place(url)
     (shard,) = (name for name in there.listing(".")["ckpt-2"] if name.startswith("shard"))
     with there.open(f"ckpt-2/{shard}") as file:
         data = file.read()

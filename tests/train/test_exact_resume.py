@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.config import ServerOptions
+from psclient._src.config import ServerOptions
 from pswire.cluster import Task
 from tests.support.inside import gate, say
 from tests.support.jobs import W0, W1, W2, Job

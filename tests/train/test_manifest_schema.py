@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire.manifest import FORMAT, MANIFEST
-from pswire.tensor import DTYPES
+from pswire.checkpoint.manifest import FORMAT, MANIFEST
+from pswire.model.tensor import DTYPES
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 

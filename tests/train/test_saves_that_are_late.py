@@ -88,7 +88,7 @@ def test_a_manifest_that_is_too_large_is_told(monkeypatch):
             v = ps.Variable(0.0, name="v")
             checkpoint = ps.train.Checkpoint(v=v)
         with monkeypatch.context() as patch:
-            patch.setattr("psclient.chief.PART_BYTES", 400)
+            patch.setattr("psclient._src.chief.driver.PART_BYTES", 400)
             checkpoint.save("run/ckpt")
             with pytest.raises(ps.errors.CheckpointError, match=r"of 2 variables, takes [0-9]+ bytes, and at most 400"):
                 checkpoint.sync()

@@ -1,0 +1,148 @@
+"""What is read as an array: variables, and values that live on the servers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from psclient._src import context, nest
+from psclient._src.devices import AnyArray, Device, to_device
+from pswire.model.tensor import DTYPES, Array, TensorSpec
+
+
+class Readable(np.lib.mixins.NDArrayOperatorsMixin):
+    """Behaves as the array that it holds, and fetches that when it is looked at.
+
+    On a replica that is an array of its device. In an update function it is a tracer: what can be recorded
+    is, and all else raises the tracer's own errors.
+    """
+
+    __array_priority__ = 1000  # CuPy's operators then leave the operation to us.
+
+    spec: TensorSpec
+    """Dtype and shape."""
+
+    def _fetch(self) -> Array:
+        """The value on the host."""
+        raise NotImplementedError
+
+    def _copy_on(self, device: Device) -> AnyArray:
+        return to_device(self._fetch(), device)
+
+    def _on_host(self) -> Any:
+        lift = context.update_lift()
+        return self._fetch() if lift is None else lift(self)
+
+    # ---- What it is ----
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return self.spec.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.spec.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.spec.size
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """NumPy's dtype."""
+        return DTYPES[self.spec.dtype]
+
+    # ---- Its value ----
+
+    def read_value(self) -> Any:
+        """Its value: an array on the replica's device; in an update function what stands for it there.
+
+        Nobody may change the array: it is shared by all who read.
+        """
+        device = context.replica_device()
+        return self._on_host() if device is None else self._copy_on(device)
+
+    def numpy(self) -> Array:
+        """Its value on the host, read-only."""
+        return np.asarray(self._on_host())
+
+    def astype(self, dtype: npt.DTypeLike) -> Any:
+        """Its value in another dtype."""
+        return self.read_value().astype(dtype)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(out, Readable) for out in kwargs.get("out", ())):
+            _refuse_in_place(self, f"np.{ufunc.__name__}")
+        return getattr(ufunc, method)(*map(read, inputs), **kwargs)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return func(*nest.map_structure(read, args), **nest.map_structure(read, kwargs))
+
+    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        return kernel(*map(read, args), **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.read_value()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read_value())
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"len() of {self!r}, which has no dimensions")
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        return bool(self._on_host())
+
+    def __int__(self) -> int:
+        return int(self._on_host())
+
+    def __float__(self) -> float:
+        return float(self._on_host())
+
+    def __complex__(self) -> complex:
+        return complex(self._on_host())
+
+    def __index__(self) -> int:
+        return operator.index(self._on_host())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._on_host(), spec) if spec else str(self)
+
+
+def read(value: Any) -> Any:
+    """The value of what is read as an array; anything else is itself."""
+    return value.read_value() if isinstance(value, Readable) else value
+
+
+def _refuse_in_place(value: Readable, op: str) -> NoReturn:
+    raise TypeError(
+        f"{op} cannot change {getattr(value, 'name', value)!r} in place: its strategy replaces the value; of a "
+        "variable write w.assign_add(1.0), or w.assign(w * 2.0)"
+    )
+
+
+def _operators() -> None:
+    """Python's operators on values: the mixin would ask NumPy's ufuncs, which do not take CuPy arrays and variables."""
+    names = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le eq ne gt ge"
+    for name in names.split():
+        apply = getattr(operator, f"__{name}__")
+        setattr(Readable, f"__{name}__", lambda self, other, apply=apply: apply(read(self), read(other)))
+        setattr(Readable, f"__r{name}__", lambda self, other, apply=apply: apply(read(other), read(self)))
+        if hasattr(Readable, f"__i{name}__"):
+            setattr(Readable, f"__i{name}__", lambda self, other, name=name: _refuse_in_place(self, f"i{name}"))
+    Readable.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+_operators()

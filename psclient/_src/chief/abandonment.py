@@ -1,0 +1,61 @@
+"""For how long nobody has been there who would finish a job: when its chief gives it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from pswire.cluster import Task
+from pswire.errors import Abandoned
+from pswire.limits import Timeouts
+from pswire.model.status import SessionState
+
+STEP = 2.0
+"""Seconds between two looks that count at most: while the chief itself stood still it saw nobody."""
+
+
+SILENT = {"open": "is silent"}
+"""What is told of a session that has not ended, and whose process nobody hears."""
+
+
+def is_here(session: SessionState, lease: float) -> bool:
+    """Whether a session's process is heard. While server 0 hears nobody it ends nobody's session."""
+    return session.state == "open" and session.silent <= lease
+
+
+class Presence:
+    """A chief's view of who is there. A plain state machine, without a clock.
+
+    Args:
+        expected: the tasks that begin the job together.
+        timeouts: `alone` counts once all of these have come, and before that `first`, if it is longer.
+    """
+
+    def __init__(self, expected: Set[Task], timeouts: Timeouts) -> None:
+        self._expected = expected
+        self._timeouts = timeouts
+        self._looked: float | None = None
+        self._silent = 0.0
+
+    def look(self, sessions: Sequence[SessionState], now: float) -> Abandoned | None:
+        """Why the job is given up, if for too long no look has shown an open session.
+
+        Args:
+            sessions: of those who take part in rounds, as they are now, in the order in which they were opened.
+            now: monotonic seconds.
+        """
+        self._silent += min(now - self._looked, STEP) if self._looked is not None else 0.0
+        self._looked = now
+        ends = {session.member.task: session.state for session in sessions}
+        if any(is_here(session, self._timeouts.lease) for session in sessions):
+            self._silent = 0.0
+        limit, name = self._timeouts.alone, "ALONE"
+        if not self._expected <= ends.keys() and self._timeouts.first > limit:
+            limit, name = self._timeouts.first, "FIRST"
+        if self._silent < limit:
+            return None
+        ends = dict.fromkeys(self._expected, "never came") | {t: SILENT.get(state, state) for t, state in ends.items()}
+        told = ", ".join(f"{task} {ends[task]}" for task in sorted(ends))
+        return Abandoned(
+            f"no worker has been here for {self._silent:.0f} s (PS_TIMEOUT_{name}): {told}. The job is given up: "
+            "their logs say why; start it again, to go on from a checkpoint"
+        )

@@ -1,0 +1,107 @@
+"""What every cluster resolver tells, and what one has to write to make another."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+from psclient._src.devices import available_gpus
+from pswire.cluster import ClusterSpec
+
+
+class ClusterResolver(abc.ABC):
+    """Tells a process which cluster it is in, and which of its tasks it is.
+
+    A resolver of one's own has `cluster_spec` and `master`, and sets `task_type` and `task_id`. Its methods may be
+    called in every context. As `tf.distribute.cluster_resolver.ClusterResolver`.
+    """
+
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+
+    @abc.abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as it is at this call; an empty one where there is none."""
+
+    @abc.abstractmethod
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task as `<rpc_layer>://host:port`, or `host:port` without a layer.
+
+        There are no session masters here: this is for scripts that show or compare addresses.
+
+        Args:
+            task_type: the job; None for that of this process.
+            task_id: the index in the job; None for that of this process.
+            rpc_layer: the protocol to write in front; None for that of the resolver.
+
+        Raises:
+            ValueError: the cluster has no such task.
+        """
+
+    @property
+    def task_type(self) -> str | None:
+        """The job of this process, such as "worker"; None where it is not known."""
+        return self._found("task_type") if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The index of this process in its job; None where it is not known."""
+        return self._found("task_id") if self._task_id is None else int(self._task_id)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol that `master` writes in front of addresses, such as "grpc"; None for none."""
+        return self._found("rpc_layer") if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    @property
+    def environment(self) -> str | None:
+        """Always "", as in TensorFlow outside of Google, unless a resolver was told another."""
+        return ""
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> Mapping[str, int]:
+        """How many GPUs a task has.
+
+        Args:
+            task_type: the job; None for that of this process.
+            task_id: the index in the job; None for that of this process.
+            config_proto: ignored; it is a parameter in TensorFlow.
+
+        Returns:
+            `{"GPU": n}` for this process, n being what it can use, and `{}` where it can use none. `{}` as well for any
+            other task: nothing is known here about the devices of other processes.
+
+        Raises:
+            ValueError: the cluster has no such task.
+        """
+        own = (self.task_type, self.task_id)
+        asked = (own[0] if task_type is None else task_type, own[1] if task_id is None else task_id)
+        cluster = self.cluster_spec()
+        if cluster and task_type is not None and task_id is not None:
+            cluster.task_address(task_type, task_id)
+        gpus = available_gpus() if asked == own else 0
+        return {"GPU": gpus} if gpus else {}
+
+    def _found(self, name: str) -> Any:
+        """What the surroundings say of `task_type`, `task_id` or `rpc_layer`, where the resolver was not told."""
+        return None
+
+
+def url(address: str, rpc_layer: str | None) -> str:
+    """An address with its protocol in front, where it has one."""
+    return f"{rpc_layer}://{address}" if rpc_layer else address

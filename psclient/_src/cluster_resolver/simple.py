@@ -1,0 +1,160 @@
+"""Resolvers of what the program itself says: one cluster, or the union of several resolvers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from psclient._src.cluster_resolver.base import ClusterResolver, url
+from pswire.cluster import ClusterSpec
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """Tells what it was given. As `tf.distribute.cluster_resolver.SimpleClusterResolver`.
+
+    Args:
+        cluster_spec: the cluster.
+        master: what `master()` answers where no task is asked for.
+        task_type: the job of this process.
+        task_id: its index in the job.
+        environment: what `environment` is.
+        num_accelerators: what `num_accelerators` answers, for every task; None for `{}`.
+        rpc_layer: the protocol of addresses, such as "grpc".
+
+    Raises:
+        TypeError: the cluster is no `ClusterSpec`, or the master no text.
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise TypeError(
+                f"cluster_spec must be a ClusterSpec, not {type(cluster_spec).__name__}; write ClusterSpec(...)"
+            )
+        if not isinstance(master, str):
+            raise TypeError(f"master must be a text such as host:port, not {master!r}")
+        self._cluster_spec = cluster_spec
+        self._master = master
+        self._environment = environment
+        self._num_accelerators = num_accelerators or {}
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster that was given."""
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The master that was given, or the address of a task where both its job and its index are given.
+
+        Raises:
+            ValueError: the cluster has no such task.
+        """
+        if task_type is None or task_id is None:
+            return url(self._master, rpc_layer or self.rpc_layer)
+        return url(self._cluster_spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+
+    @property
+    def environment(self) -> str:
+        """What was given."""
+        return self._environment
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> Mapping[str, int]:
+        """What was given, whichever task is asked for; nothing is detected."""
+        return self._num_accelerators
+
+
+class UnionResolver(ClusterResolver):
+    """The clusters of several resolvers as one. As `tf.distribute.cluster_resolver.UnionResolver`.
+
+    All but the cluster is what the first of them says.
+
+    Args:
+        resolvers: at least one.
+        task_type: the job of this process, instead of what the first resolver says.
+        task_id: its index in the job, instead of what the first resolver says.
+        rpc_layer: the protocol of addresses, instead of what the first resolver says.
+
+    Raises:
+        TypeError: an argument is no `ClusterResolver`.
+        ValueError: there is none.
+    """
+
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not resolvers:
+            raise ValueError("a union needs at least one ClusterResolver")
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(f"a union is one of ClusterResolvers, not of {type(resolver).__name__}")
+        self._resolvers = resolvers
+        self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The jobs of all resolvers.
+
+        Where each resolver lists a job from task 0 without gaps, the lists are put one after another; else the job's
+        tasks keep their indices.
+
+        Raises:
+            KeyError: two resolvers have the same task of a job in which one of them leaves indices out.
+        """
+        found: dict[str, list[list[str] | dict[int, str]]] = {}
+        for resolver in self._resolvers:
+            for job, tasks in resolver.cluster_spec().as_dict().items():
+                found.setdefault(job, []).append(tasks)
+        return ClusterSpec({job: _merged(job, parts) for job, parts in found.items()})
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The first resolver's master, or the address of a task where both its job and its index are given.
+
+        Raises:
+            ValueError: the cluster has no such task.
+        """
+        layer = rpc_layer or self.rpc_layer
+        if task_type is not None and task_id is not None:
+            return url(self.cluster_spec().task_address(task_type, task_id), layer)
+        return self._resolvers[0].master(rpc_layer=layer)
+
+    @property
+    def environment(self) -> str | None:
+        """The first resolver's."""
+        return self._resolvers[0].environment
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> Mapping[str, int]:
+        """What the first resolver says."""
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    def _found(self, name: str) -> Any:
+        return getattr(self._resolvers[0], name)
+
+
+def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    """The tasks of one job, of which each resolver gave a part."""
+    lists = [part for part in parts if isinstance(part, list)]
+    if len(lists) == len(parts):
+        return [address for part in lists for address in part]
+    merged: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        twice = sorted(tasks.keys() & merged.keys())
+        if twice:
+            raise KeyError(f"several resolvers have a task {twice[0]} of job {job!r}; give each task its own index")
+        merged |= tasks
+    return merged

@@ -1,0 +1,258 @@
+"""What a client is told: `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*`, `PS_TOKEN`, and Slurm's variables.
+
+The only module of this package that reads the environment for configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from pswire.checkpoint.storage import DEFAULT_ROOT
+from pswire.cluster import TaskConfig, parse_tf_config
+from pswire.errors import ConfigError
+from pswire.limits import REFUSALS, Refused, Timeouts, refuse_unknown
+from pswire.security.identity import Security, SecurityOptions
+from pswire.telemetry import logging_setup
+from pswire.transport.traffic import LANES, LaneName
+
+GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
+"""Buffers of parts are reused instead of unmapped, and lie on huge pages: 1.7 times the throughput."""
+
+# gRPC's handlers of fork() abort the child where a call is under way, as one is nearly always. A fork has no part in
+# the job and makes no calls, so that it needs no handlers: a data loader may fork at any time.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# What matters of its own lines on stderr our errors say, with the task in them.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+METRICS_HOST, METRICS_PORT = "PS_METRICS_HOST", "PS_METRICS_PORT"
+"""The environment variables that say where metrics are served."""
+
+LANE = "PS_LANE"
+"""The environment variable that says which lane to begin with."""
+
+JOB = "PS_JOB"
+"""The environment variable that names the job."""
+
+REFUSED = "PS_REFUSED"
+"""The environment variable that says what it means that nothing listens at a server's address any more."""
+
+JOB_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
+
+CHIEFS = ("driver", "script", "none")
+"""Ways to have a chief: a process that only drives, one that runs the script too, or worker 0."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Flags of every server of a local cluster.
+
+    Attributes:
+        device: "cpu" or "gpu:N".
+        memory_limit: bytes that variables may take on one server, with a unit; "0" for no limit.
+        checkpoint_root: the directory, or the URL that fsspec knows, below which checkpoints are.
+        threads: that run one update program, a number.
+        shared_memory: bytes in which a server's answers are for clients on its host, with a unit; "0" for none.
+        in_flight: bytes of one worker's contribution that a server holds before they are used, with a unit.
+        snapshot_limit: bytes of old values that a server holds for checkpoints which are being written, with a unit;
+            "0" for no limit.
+        max_sessions: that may be open at a time on a server, a number.
+    """
+
+    device: str = "cpu"
+    memory_limit: str = "0"
+    checkpoint_root: str = DEFAULT_ROOT
+    threads: str = "1"
+    shared_memory: str = "1GiB"
+    in_flight: str = "64MiB"
+    snapshot_limit: str = "0"
+    max_sessions: str = "1024"
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """A local cluster, as flags and files describe it.
+
+    Attributes:
+        ps: how many servers.
+        workers: how many workers.
+        chief: one of `CHIEFS`.
+        evaluator: whether one more process runs the script, as the task that follows checkpoints.
+        restarts: how many failures, in all, are made good by starting tasks again before one ends the cluster; a
+            server's loss is one, however many processes end because of it.
+        script: what workers run; "" for servers alone.
+        args: the script's arguments.
+        server: flags of every server.
+        timeouts: handed to every process; by default this process's own.
+        debug: whether every process shows tracebacks of this package.
+        lane: the fastest lane that workers may use; by default what `PS_LANE` says.
+        log_level: of every process, one of `logs.LEVELS`; "" for what each has by itself.
+        log_format: of every process, one of `logs.FORMATS`.
+        metrics_port: where the first task serves its metrics, the others behind it: servers, the chief, workers, the
+            evaluator; 0 for ports that are picked, None for no metrics. By default what `PS_METRICS_PORT` says.
+        metrics_host: where they listen; by default what `PS_METRICS_HOST` says, else this machine only.
+        security: of every process; by default what the environment says. Where there is no token, a cluster draws one.
+    """
+
+    ps: int = 1
+    workers: int = 1
+    chief: str = "driver"
+    evaluator: bool = False
+    restarts: int = 0
+    script: str = ""
+    args: tuple[str, ...] = ()
+    server: ServerOptions = ServerOptions()
+    timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
+    debug: bool = False
+    lane: str = field(default_factory=lambda: lane_from())
+    log_level: str = ""
+    log_format: str = logging_setup.FORMATS[0]
+    metrics_port: int | None = field(default_factory=lambda: metrics_from()[1])
+    metrics_host: str = field(default_factory=lambda: metrics_from()[0])
+    security: SecurityOptions = field(default_factory=lambda: security_options())
+
+    def __post_init__(self) -> None:
+        if self.ps < 1:
+            raise ConfigError(f"a cluster of {self.ps} servers cannot hold variables; ask for at least one")
+        if self.workers < 0 or self.restarts < 0:
+            raise ConfigError("workers and restarts must be numbers from 0")
+        if self.chief not in CHIEFS:
+            raise ConfigError(f"chief {self.chief!r} is unknown; write one of {', '.join(CHIEFS)}")
+        check_lane(self.lane)
+        refuse_unknown([self.log_level] if self.log_level else [], logging_setup.LEVELS, "log_level")
+        refuse_unknown([self.log_format], logging_setup.FORMATS, "log_format")
+        _check_port("metrics_port", self.metrics_port)
+        if self.script and not self.workers and self.chief != "script":
+            raise ConfigError(f"nobody would run {self.script}: the cluster has no worker")
+
+
+def task_config(environ: Mapping[str, str] = os.environ) -> TaskConfig | None:
+    """The cluster and the task that `TF_CONFIG` names, read anew at each call; None where it names none.
+
+    Raises:
+        ConfigError: TF_CONFIG is malformed.
+    """
+    return parse_tf_config(tf_config_text(environ))
+
+
+def tf_config_text(environ: Mapping[str, str] = os.environ) -> str:
+    """The value of `TF_CONFIG`, "" where it is not set."""
+    return environ.get("TF_CONFIG", "")
+
+
+def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """A variable that Slurm sets for each process of a step; raises `RuntimeError` where it is not set."""
+    if name not in environ:
+        raise RuntimeError(f"{name} is not set: this process is in no Slurm step; start it with srun")
+    return environ[name]
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str] | None:
+    """The names of the GPUs that `CUDA_VISIBLE_DEVICES` lets this process use; None where it is not set."""
+    names = environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else [name for name in names.split(",") if name]
+
+
+def set_visible_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `CUDA_VISIBLE_DEVICES` for this process and its children; of no effect once CUDA has been used."""
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
+    """The timeouts that `PS_TIMEOUT_*` give; raises `ConfigError` for an unknown name or no number of seconds."""
+    return Timeouts.from_environ(environ)
+
+
+def lane_from(environ: Mapping[str, str] = os.environ) -> LaneName:
+    """The fastest lane that may be used, which `PS_LANE` says, else any; raises `ConfigError` for an unknown one."""
+    return check_lane(environ.get(LANE, LANES[0]))
+
+
+def check_lane(name: str) -> LaneName:
+    """The lane of a name; raises `ConfigError` where there is none."""
+    refuse_unknown([name], LANES, "lane")
+    return LANES[LANES.index(cast(LaneName, name))]
+
+
+def job_from(environ: Mapping[str, str] = os.environ) -> str:
+    """The identity of the job that this process belongs to, which `PS_JOB` says, else ""; raises `ConfigError`."""
+    name = environ.get(JOB, "")
+    if not JOB_NAME.fullmatch(name):
+        raise ConfigError(f"{JOB}={name!r} is no name of a job; write up to 128 letters, digits and . _ : / -")
+    return name
+
+
+def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
+    """What `PS_REFUSED` says: "lost", the default, or "silence" where a proxy refuses for servers that may be alive."""
+    said = environ.get(REFUSED) or REFUSALS[0]
+    refuse_unknown([said], REFUSALS, REFUSED)
+    return REFUSALS[REFUSALS.index(cast(Refused, said))]
+
+
+def set_lane(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `PS_LANE` for this process and its children."""
+    environ[LANE] = check_lane(name)
+
+
+def metrics_from(environ: Mapping[str, str] = os.environ) -> tuple[str, int | None]:
+    """The host and the port where this process serves its metrics, which `PS_METRICS_*` say; no port for none.
+
+    Raises:
+        ConfigError: `PS_METRICS_PORT` is no port.
+    """
+    text = environ.get(METRICS_PORT, "")
+    port = int(text) if text.isdecimal() else None
+    if text and port is None:
+        raise ConfigError(f"{METRICS_PORT}={text!r} is no port; write a number from 0 to 65535")
+    _check_port(METRICS_PORT, port)
+    return environ.get(METRICS_HOST) or "127.0.0.1", port
+
+
+def _check_port(name: str, port: int | None) -> None:
+    if port is not None and not 0 <= port < 1 << 16:
+        raise ConfigError(f"{name} {port} is no port; write a number from 0 to 65535")
+
+
+def set_metrics(host: str | None, port: int | None, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `PS_METRICS_*` for this process; what is None stays as it is."""
+    given = {METRICS_HOST: host, METRICS_PORT: None if port is None else str(port)}
+    environ.update({name: value for name, value in given.items() if value is not None})
+
+
+def security_options(environ: Mapping[str, str] = os.environ) -> SecurityOptions:
+    """Where certificates and the token are, as `PS_TLS_*`, `PS_TOKEN_FILE` and `PS_TOKEN` say."""
+    return SecurityOptions.from_environ(environ)
+
+
+def security_from(name: str, environ: Mapping[str, str] = os.environ) -> Security:
+    """What this process shows as a task, `worker-0`, or as `admin`; raises `ConfigError` as `SecurityOptions.read`."""
+    return security_options(environ).read(name)
+
+
+def set_security(options: SecurityOptions, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `PS_TLS_*`, `PS_TOKEN_FILE` and `PS_TOKEN` for this process and its children."""
+    environ.update({name: value for name, value in options.variables().items() if value})
+
+
+def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a process that we start; what the user has set stays.
+
+    Args:
+        tasks: how many processes share this machine's cores.
+        timeouts: to be handed on.
+        more: what this process alone gets.
+    """
+    threads = str(max(1, len(os.sched_getaffinity(0)) // tasks))
+    environ = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    environ |= {"GLIBC_TUNABLES": GLIBC_TUNABLES, "PYTHONUNBUFFERED": "1"}
+    # Two processes cannot serve their metrics at one port.
+    environ |= {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", METRICS_PORT)}
+    return environ | (timeouts.environ() if timeouts else {}) | dict(more or {})
+
+
+def wants_colour(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a terminal should be shown colours (https://no-color.org)."""
+    return not environ.get("NO_COLOR")

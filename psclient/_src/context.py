@@ -1,0 +1,389 @@
+"""In which context a thread is, and what may be called there.
+
+    default          outside of every scope: the default strategy, with one replica, numbered 0
+    cross-replica    inside `strategy.scope()`, and inside what `merge_call` runs
+    replica          inside the function given to `strategy.run`, once for each local replica
+    update           inside the function given to `update` or `update_non_slot`
+
+Each thread has its own stack of contexts; the innermost counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from psclient._src import nest, values
+from psclient._src.devices import CPU, Device
+from psclient._src.nest import Nest
+from psclient._src.reduce_op import ReduceOp
+
+Kind = Literal["default", "cross-replica", "replica", "update"]
+
+_REMEDY: dict[Kind, str] = {
+    "default": "call it inside `with strategy.scope():`",
+    "cross-replica": "call it inside the function given to strategy.run",
+    "replica": (
+        "call it outside of the function given to strategy.run, or inside a function given to "
+        "get_replica_context().merge_call"
+    ),
+    "update": "call it outside of the function given to update",
+}
+
+Lift = Callable[[Any], Any]
+"""In an update context: the tracer of a variable or another value, None for what has none."""
+
+MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs `merge_fn(strategy, *args, **kwargs)` once for all local replicas."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaContext:
+    """What one replica knows, while its function runs.
+
+    Source: `tf.distribute.ReplicaContext`.
+
+    Attributes:
+        strategy: the strategy that runs it; in the default context the default one.
+        local_replica_id: its number among the replicas of this process, from 0.
+        device: where it computes.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    strategy: Any
+    local_replica_id: int
+    device: Device
+    _merge: MergeCall = field(repr=False)
+    _slice: Callable[[], tuple[int, int]] = field(repr=False)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R: the replicas of all workers. Changes only where a section of this replica flushes."""
+        return self._slice()[1]
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """This replica's number among all, from 0."""
+        return self._slice()[0] + self.local_replica_id
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The replica's devices, by name."""
+        return (str(self.device),)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Meets the other local replicas and runs a function once, in cross-replica context.
+
+        Args:
+            merge_fn: called as `merge_fn(strategy, *args, **kwargs)`. What is the same object in all
+                replicas arrives as it is, all else as `PerReplica`.
+            args: of this replica.
+            kwargs: of this replica.
+
+        Returns:
+            What `merge_fn` returned, as this replica sees it: of each distributed value its component.
+
+        Raises:
+            RuntimeError: this is not the context of the calling thread, or the replicas do not all
+                make the same calls.
+            TypeError: `args` is no tuple or list.
+        """
+        self._check_current("merge_call")
+        return self._merge(merge_fn, *arguments("merge_call", args, kwargs))
+
+    def all_reduce(self, reduce_op: Any, value: Nest) -> Nest:
+        """Reduces values over all replicas of all workers, and gives every replica the result.
+
+        Args:
+            reduce_op: "sum" or "mean", in any case.
+            value: a nest of arrays, of the same structure and shapes in all replicas.
+
+        Returns:
+            A nest like `value`. In the default context, where there is one replica, `value` itself.
+
+        Raises:
+            ValueError: there is no such reduction.
+            RuntimeError: as `merge_call`.
+        """
+        self._check_current("all_reduce")
+        op = ReduceOp.parse(reduce_op)
+        if is_default(self.strategy):
+            return value
+        reduced = self.merge_call(_reduce_boxes, (op, Box(tuple(nest.flatten(value)))))
+        return nest.pack_sequence_as(value, reduced)
+
+    def _check_current(self, what: str) -> None:
+        if get_replica_context() is not self:
+            raise RuntimeError(
+                f"{what} on a replica context that is not, or no longer, the current one; ask "
+                "get_replica_context() inside the function given to strategy.run"
+            )
+
+
+def arguments(
+    what: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a function is to be called with; `TypeError` unless `args` is a tuple or a list.
+
+    Args:
+        what: the method that was given them, for the message.
+        args, kwargs: as it was given them.
+    """
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"{what} takes a tuple of arguments, and args is a {type(args).__name__}; write args=(x,)")
+    return tuple(args), dict(kwargs or {})
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """One replica's values. A box of its own keeps a value that all replicas share from being merged."""
+
+    nest_leaf: ClassVar[bool] = True
+
+    leaves: tuple[Any, ...]
+
+
+def unbox(boxes: Any) -> list[Any]:
+    """The values in the replicas' boxes, each as a per-replica value; with one local replica as it is.
+
+    Raises:
+        ValueError: the boxes do not hold the same number of values.
+    """
+    rows = [box.leaves for box in values.local_results(boxes)]
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(f"replicas reduce different numbers of values: {[len(row) for row in rows]}")
+    if len(rows) == 1:
+        return list(rows[0])
+    return [values.per_replica(column) for column in zip(*rows, strict=True)]
+
+
+def _reduce_boxes(strategy: Any, reduce_op: Any, boxes: Any) -> list[Any]:
+    return list(strategy.extended.batch_reduce_to(reduce_op, [(column, column) for column in unbox(boxes)]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Context:
+    kind: Kind
+    strategy: Any
+    replica: ReplicaContext | None = None
+    lift: Lift | None = None
+    copy: int | None = None
+    device: Device | None = None
+    merging: bool = False
+
+
+class _Stack(threading.local):
+    # The context of threads that are in no scope; its strategy's own module puts it here when it is loaded.
+    default = _Context("default", None)
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+
+
+_stack = _Stack()
+_INSIDE = nullcontext()
+
+
+def install_default(strategy: Any) -> None:
+    """Makes a strategy the one of threads that are in no scope."""
+
+    def merge_alone(merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with enter_cross_replica(strategy):
+            return merge_fn(strategy, *args, **kwargs)
+
+    replica = ReplicaContext(strategy, 0, CPU, merge_alone, lambda: (0, 1))
+    _Stack.default = _Context("default", strategy, replica)
+
+
+def is_default(strategy: Any) -> bool:
+    """Whether it is the default strategy."""
+    return strategy is _Stack.default.strategy
+
+
+def enter_default_replica() -> AbstractContextManager[None]:
+    """A context manager: the calling thread runs the function of the default strategy's one replica."""
+    return _Entry(replace(_Stack.default, kind="replica"))
+
+
+def _current() -> _Context:
+    entries = _stack.entries
+    return entries[-1].context if entries else _Stack.default
+
+
+class _Entry:
+    """A context manager: a context of the calling thread, while it is in it. A class, since each step enters many."""
+
+    __slots__ = ("_stack", "context")
+
+    def __init__(self, context: _Context) -> None:
+        self.context = context
+
+    def __enter__(self) -> None:
+        self._stack = _stack.entries
+        self._stack.append(self)
+
+    def __exit__(self, *error: object) -> None:
+        innermost = self._stack[-1] is self
+        self._stack.remove(self)
+        if not innermost:
+            raise RuntimeError(f"a {self.context.kind} context is left before one that was entered in it")
+
+
+class _ScopeEntry(_Entry):
+    """As `_Entry`, of a strategy's scope: which context that is shows when it is entered."""
+
+    __slots__ = ("_strategy",)
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> None:
+        current = _current()
+        _check_same(self._strategy, current)
+        again = current.strategy is self._strategy
+        self.context = current if again else _Context("cross-replica", self._strategy)
+        super().__enter__()
+
+
+def get_strategy() -> Any:
+    """The strategy of the calling thread's context; outside of every scope the default strategy. In any context.
+
+    Source: `tf.distribute.get_strategy`.
+    """
+    return _current().strategy
+
+
+def has_strategy() -> bool:
+    """Whether the calling thread is in the scope of a strategy other than the default one. In any context."""
+    return not is_default(_current().strategy)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica in whose function the calling thread is.
+
+    Returns:
+        None in cross-replica and update context. Outside of every scope a default context with one
+        replica, whose `merge_call` runs the function at once, with the default strategy.
+    """
+    return _current().replica
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the calling thread is in cross-replica context; an update context is none."""
+    return _current().kind == "cross-replica"
+
+
+def in_merge_call() -> bool:
+    """Whether the calling thread runs what `merge_call` was given."""
+    return _current().merging
+
+
+def enter_strategy_scope(strategy: Any) -> AbstractContextManager[None]:
+    """A context manager: makes a strategy current. Within its own scopes and replicas nothing changes.
+
+    Raises:
+        RuntimeError: on entering, another strategy is current.
+    """
+    return _ScopeEntry(strategy)
+
+
+def within(strategy: Any) -> AbstractContextManager[object]:
+    """A context manager: the strategy's scope, for the calling thread; nothing where that is in it already."""
+    if has_strategy() and _current().strategy is strategy:
+        return _INSIDE
+    scope: AbstractContextManager[object] = strategy.scope()
+    return scope
+
+
+def enter_replica(context: ReplicaContext) -> AbstractContextManager[None]:
+    """A context manager: the calling thread runs a replica's function."""
+    return _Entry(_Context("replica", context.strategy, context))
+
+
+def enter_cross_replica(strategy: Any) -> AbstractContextManager[None]:
+    """A context manager: the calling thread runs what `merge_call` was given."""
+    return _Entry(_Context("cross-replica", strategy, merging=True))
+
+
+def enter_update(strategy: Any, lift: Lift | None = None) -> AbstractContextManager[None]:
+    """A context manager: the calling thread runs an update function; `lift` makes tracers for it."""
+    return _Entry(_Context("update", strategy, lift=lift))
+
+
+def enter_update_copy(strategy: Any, copy: int, device: Device) -> AbstractContextManager[None]:
+    """A context manager: the calling thread runs an update function on one copy of the variables, on its device."""
+    return _Entry(_Context("update", strategy, copy=copy, device=device))
+
+
+def in_update() -> bool:
+    """Whether the calling thread is in update context."""
+    return _current().kind == "update"
+
+
+def update_lift() -> Lift | None:
+    """What makes tracers in the calling thread's update context; None in all other contexts."""
+    entries = _stack.entries  # The default context has none, and each read of a variable asks.
+    return entries[-1].context.lift if entries else None
+
+
+def local_replica(strategy: Any) -> int | None:
+    """Which copy of a strategy's variables the calling thread works on: that of its replica, or of its update.
+
+    Returns:
+        A local replica's number; None in cross-replica context and in those of other strategies.
+    """
+    current = _current()
+    if current.strategy is not strategy:
+        return None
+    return current.replica.local_replica_id if current.replica else current.copy
+
+
+def replica_device() -> Device | None:
+    """Where the calling thread computes, in a replica's function or an update function; None elsewhere."""
+    current = _current()
+    return current.replica.device if current.replica else current.device
+
+
+def require_cross_replica(strategy: Any, what: str) -> None:
+    """Raises `RuntimeError` unless the thread is in this strategy's cross-replica context.
+
+    Args:
+        strategy: whose method was called.
+        what: the method, for the message.
+    """
+    current = _current()
+    _check_same(strategy, current)
+    here: tuple[Kind, ...] = ("cross-replica", "default") if is_default(strategy) else ("cross-replica",)
+    if current.kind not in here or current.strategy is not strategy:
+        kind = current.kind
+        raise RuntimeError(f"{what} needs cross-replica context, and is called in {kind} context; {_REMEDY[kind]}")
+
+
+def require_replica(what: str, strategy: Any = None) -> ReplicaContext:
+    """The current replica context, the default one included; `RuntimeError` if there is none.
+
+    Args:
+        what: what was called, for the message.
+        strategy: whose replica it has to be; None for that of any.
+    """
+    current = _current()
+    if strategy is not None:
+        _check_same(strategy, current)
+    if current.replica is None or strategy not in (None, current.strategy):
+        remedy = _REMEDY["cross-replica"]
+        raise RuntimeError(f"{what} needs replica context, and is called in {current.kind} context; {remedy}")
+    return current.replica
+
+
+def _check_same(strategy: Any, current: _Context) -> None:
+    if not is_default(current.strategy) and current.strategy is not strategy:
+        raise RuntimeError(
+            f"two strategies are mixed: a {type(strategy).__name__} is used inside the scope of another strategy, a "
+            f"{type(current.strategy).__name__}; leave that scope first"
+        )

@@ -1,0 +1,7 @@
+"""Datasets: per-replica batches from arrays, PyTorch data loaders, Grain and iterables.
+
+distributed    distributed datasets and their iterators
+array_dataset  `ArrayDataset`, batches of arrays in memory
+adapters       one interface for all sources of batches
+progress       the position in a dataset that checkpoints store
+"""

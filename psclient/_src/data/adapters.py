@@ -1,0 +1,226 @@
+"""Whatever gives batches, as one thing: the batches of a data epoch, from any one on.
+
+Every worker reads the same batches in the same order. Libraries of datasets are known by the names of their
+classes, so that none needs to be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Protocol
+
+from psclient._src import nest
+from psclient._src.data.array_dataset import ArrayDataset
+from psclient._src.devices import as_array, is_array
+from psclient._src.nest import Nest
+from psclient._src.options import ArraySpec
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of a data epoch.
+
+    Attributes:
+        size: by how many examples it is shared out: the batch size of an `ArrayDataset`, of other datasets what the
+            data epoch's first batch has, or its own number if that is larger.
+        examples: how many it has.
+        rows: gives its examples from one number to another; fewer, or none, at its end.
+    """
+
+    size: int
+    examples: int
+    rows: Callable[[int, int], Nest]
+
+    @property
+    def whole(self) -> Nest:
+        """All of its examples."""
+        return self.rows(0, self.examples)
+
+
+class Source(Protocol):
+    """A dataset of batches that can be begun at any data epoch and any batch."""
+
+    @property
+    def order_is_own(self) -> bool:
+        """Whether each process shuffles for itself, so that no two see the same order."""
+        ...
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of a data epoch, from number `start` on; raises `ValueError` for one that is no batch."""
+        ...
+
+    def spec(self) -> Nest:
+        """An `ArraySpec` for each array of the first batch; raises `ValueError` if there is none."""
+        ...
+
+
+class Arrays:
+    """The batches of an `ArrayDataset`, of which only the rows that are asked for are read.
+
+    Args:
+        dataset: batched.
+
+    Raises:
+        ValueError: it is not batched.
+    """
+
+    order_is_own = False
+
+    def __init__(self, dataset: ArrayDataset) -> None:
+        if dataset.batch_size is None:
+            raise ValueError("a dataset is distributed by batches; call dataset.batch(global_batch_size) first")
+        self._dataset = dataset
+        self._size = dataset.batch_size
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of a data epoch; they share its order, and nothing is read before `rows` is called."""
+        for index in range(start, self._dataset.batches(epoch)):
+            examples = min(self._size, self._dataset.size - index * self._size)
+            yield Batch(self._size, examples, partial(self._dataset.rows, epoch, index))
+
+    def spec(self) -> Nest:
+        """From the arrays; nothing is read."""
+        return nest.map_structure(_spec_of, self._dataset.arrays)
+
+
+class Iterated:
+    """The batches of what can be iterated again and again; those before the first wanted one are passed over.
+
+    Args:
+        dataset: gives nests of arrays, in each pass from the beginning.
+    """
+
+    order_is_own = False
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._spec: Nest | None = None
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of a data epoch; each is read when it is asked for, and once."""
+        size = 0
+        for index, item in self._items(epoch, start):
+            batch = self._described(item)
+            examples = len(nest.flatten(batch)[0])
+            size = size or examples
+            if index >= start:
+                yield Batch(max(size, examples, 1), examples, partial(_rows, batch))
+
+    def spec(self) -> Nest:
+        """From a batch that was read before, or else from the first one of data epoch 0."""
+        if self._spec is None:
+            for _, item in islice(self._items(0, 0), 1):
+                self._described(item)
+        if self._spec is None:
+            raise ValueError(f"the {type(self._dataset).__name__} gives no batch, so there is none to describe")
+        return self._spec
+
+    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Any]]:
+        """The first item, all from `start` on, and whichever come on the way; each with its number."""
+        return enumerate(self._dataset)
+
+    def _described(self, item: Any) -> Nest:
+        batch = _checked(item)
+        if self._spec is None:
+            self._spec = nest.map_structure(_spec_of, batch)
+        return batch
+
+
+class Indexed(Iterated):
+    """The batches of a `MapDataset` of grain, which shuffles anew where the numbers go on beyond its length."""
+
+    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Any]]:
+        count = len(self._dataset)
+        # The first batch says how large a whole one is, also where a pass begins after it.
+        for index in chain(range(min(start, count, 1)), range(start, count)):
+            item = self._dataset[epoch * count + index]
+            if item is None:
+                raise ValueError(
+                    "a MapDataset has None where its filter leaves out a batch; distribute dataset.to_iter_dataset()"
+                )
+            yield index, item
+
+
+class Loader(Iterated):
+    """The batches of a `DataLoader` of PyTorch.
+
+    A generator of its own is seeded for each data epoch, with its first seed and the data epoch's number, so that
+    a process that resumes or joins sees the order that the others see.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        sampler = getattr(dataset.batch_sampler, "sampler", dataset.sampler)
+        found = [getattr(owner, "generator", None) for owner in (sampler, dataset)]
+        self._seeds = [(generator, generator.initial_seed()) for generator in found if generator is not None]
+        self.order_is_own = type(sampler).__name__ in _SHUFFLING and found[0] is None
+
+    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Any]]:
+        for generator, seed in self._seeds:
+            generator.manual_seed(seed + epoch)
+        return super()._items(epoch, start)
+
+
+_SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
+
+_KINDS: dict[tuple[str, str], Callable[[Any], Source]] = {
+    ("grain", "MapDataset"): Indexed,
+    ("torch", "DataLoader"): Loader,
+}
+"""Datasets that are more than iterable, by the package and the name of their class."""
+
+
+def source_of(dataset: Any) -> Source:
+    """Whatever gives batches, as a source.
+
+    Args:
+        dataset: an `ArrayDataset`, batched; a `MapDataset` or `IterDataset` of grain; a `DataLoader` of PyTorch; a
+            list, or anything else that can be iterated again and again, of nests of arrays. Their first dimension
+            counts the examples. Arrays are not copied.
+
+    Raises:
+        TypeError: it holds arrays and no batches, can be gone through only once, or cannot be iterated.
+        ValueError: an `ArrayDataset` is not batched.
+    """
+    if isinstance(dataset, ArrayDataset):
+        return Arrays(dataset)
+    name = type(dataset).__name__
+    if isinstance(dataset, Iterator):
+        raise TypeError(
+            f"a {name} can be gone through only once, but each data epoch begins anew; "
+            "give a list, or an object whose __iter__ makes a new iterator"
+        )
+    if is_array(dataset) or isinstance(dataset, tuple | Mapping | str) or not isinstance(dataset, Iterable):
+        raise TypeError(
+            f"a {name} is no dataset; write ps.ArrayDataset(arrays).batch(global_batch_size), or give a list of batches"
+        )
+    names = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(dataset).__mro__]
+    return next((_KINDS[name] for name in names if name in _KINDS), Iterated)(dataset)
+
+
+def _checked(item: Any) -> Nest:
+    """A batch, its leaves NumPy or CuPy arrays; raises `ValueError` if it is none."""
+    leaves = nest.flatten(item)
+    for leaf in leaves:
+        if not getattr(leaf, "shape", ()):
+            raise ValueError(
+                f"a batch holds a {type(leaf).__name__} without a batch dimension; batch the dataset: give arrays "
+                "whose first dimension counts the examples"
+            )
+    if len({leaf.shape[0] for leaf in leaves}) != 1:
+        raise ValueError(
+            f"the arrays of a batch need one and the same first dimension; theirs: {[tuple(x.shape) for x in leaves]}; "
+            "batch the dataset first"
+        )
+    return nest.map_structure(as_array, item)
+
+
+def _rows(batch: Nest, start: int, stop: int) -> Nest:
+    return nest.map_structure(lambda array: array[start:stop], batch)
+
+
+def _spec_of(array: Any) -> ArraySpec:
+    return ArraySpec((None, *array.shape[1:]), array.dtype)

@@ -1,0 +1,404 @@
+"""How the batches of datasets are shared among all replicas of all workers.
+
+A global batch is a function of (seed, data epoch, index): every worker works out the same order and
+reads its own slice of it, so that nothing has to be sent. A pass over a dataset is a *data epoch*.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from psclient._src import nest
+from psclient._src.data.adapters import Batch, Source, source_of
+from psclient._src.devices import CPU, Device, to_device
+from psclient._src.nest import Nest
+from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
+from psclient._src.values import PerReplica
+from pswire.model.log import Position
+
+log = logging.getLogger("psclient")
+
+
+class Group(Protocol):
+    """The workers that iterate together, as one of them sees it."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The local replicas' devices."""
+        ...
+
+    def join(self, dataset: int) -> None:
+        """Takes part, if it does not yet; waits until it learns where the group stands."""
+        ...
+
+    def boundary(self, dataset: int) -> None:
+        """Before each batch: takes in a newer epoch of membership."""
+        ...
+
+    def slice(self) -> tuple[int, int]:
+        """The number of this process's first replica, and how many make rounds together, as of now."""
+        ...
+
+    def share(self) -> tuple[int, int]:
+        """The number of this process's first replica among those that share the data, and how many share it."""
+        ...
+
+    def position(self, dataset: int) -> Position | None:
+        """Where the group stood when this process joined, or what was restored; None at the beginning."""
+        ...
+
+    def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
+        """Told what was taken: which batch is next, whether this worker has it, whose batch is empty."""
+        ...
+
+    def finish(self, dataset: int) -> None:
+        """Told that a pass has ended; what was being iterated around it is in use again."""
+        ...
+
+    def any_more(self, dataset: int) -> bool | None:
+        """Whether any worker had a further batch, as of the last round since `advance`; None if there was no round."""
+        ...
+
+
+@dataclass
+class Passes:
+    """What the datasets of one strategy share.
+
+    Attributes:
+        from_group: whether this process counts its passes from where the group stands; else it counts
+            from 0, and the passes that the group has behind it give nothing.
+        make_round: makes a round with the other members, whatever it carries. Called by every member after a step in
+            which none was made, where the workers' data may end in different steps: no member can tell otherwise
+            whether another goes on. None if no process shares rounds with this one.
+    """
+
+    from_group: bool = False
+    make_round: Callable[[], object] | None = None
+
+
+class DistributedIterator:
+    """One pass over a distributed dataset. Used by one thread at a time.
+
+    Args:
+        batches: gives the pass.
+        spec: gives `element_spec`.
+    """
+
+    def __init__(self, batches: Iterator[Nest], spec: Callable[[], Nest]) -> None:
+        self._batches = batches
+        self._spec = spec
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Nest:
+        return next(self._batches)
+
+    def next(self) -> Nest:
+        """The next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
+        return next(self._batches)
+
+    def get_next(self) -> Nest:
+        """The next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
+        return next(self._batches)
+
+    @property
+    def element_spec(self) -> Nest:
+        """As the dataset's."""
+        return self._spec()
+
+
+class _Distributed:
+    """Counts passes, and keeps the group informed. Used by one thread at a time."""
+
+    def __init__(
+        self, source: Source, group: Group, number: int, passes: Passes | None, options: InputOptions | None
+    ) -> None:
+        self._source = source
+        self._group = group
+        self._number = number
+        self._passes = passes or Passes()
+        self._options = options or InputOptions()
+        self._next = 0
+        self._under_way = -1
+        self._seen: Position | None = None
+        self._told: Position | None = None
+
+    def __iter__(self) -> DistributedIterator:
+        """Begins the next data epoch; the iterator joins the group at its first batch."""
+        if self._passes.from_group:
+            self._position()
+        epoch, self._next = self._next, self._next + 1
+        return DistributedIterator(self._pass(epoch), lambda: self.element_spec)
+
+    @property
+    def element_spec(self) -> Nest:
+        """What a batch is like: a nest of `ArraySpec`, with several local replicas of `PerReplicaSpec`.
+
+        From the first batch, which may have to be read for it; a pass that is under way is not disturbed. May be
+        asked for in any context.
+
+        Raises:
+            ValueError: the dataset has no batches.
+        """
+        count = len(self._group.devices)
+        if count == 1:
+            return self._source.spec()
+        return nest.map_structure(lambda spec: PerReplicaSpec((spec,) * count), self._source.spec())
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The data epochs that are still to be done, so that a script that resumes or joins skips the others.
+
+        Args:
+            count: of all data epochs, those included that are done.
+
+        Returns:
+            Their numbers, up to `count - 1`; in each, iterate over the dataset once. Other datasets of the
+            strategy go on from where the group stands as well.
+        """
+        at = self._position()
+        self._passes.from_group = True
+        for epoch in range((self._told or at).epoch, count):
+            self._next = epoch
+            yield epoch
+
+    def _pass(self, epoch: int) -> Iterator[Nest]:
+        index = self._enter(epoch)
+        if index is None:
+            return
+        self._under_way = epoch
+        try:
+            yield from self._batches(epoch, index)
+        except GeneratorExit:
+            # It is broken off: which replicas have no examples in its last batch is of no account from here on.
+            if self._under_way == epoch:
+                self._group.finish(self._number)
+            raise
+
+    def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
+        raise NotImplementedError
+
+    def _position(self) -> Position:
+        self._group.join(self._number)
+        at = self._group.position(self._number) or Position(self._number, 0, 0)
+        if at != self._seen:  # this process has just joined, or restored a checkpoint
+            self._seen, self._told = at, None
+            if self._passes.from_group:
+                self._next = at.epoch
+        return at
+
+    def _enter(self, epoch: int) -> int | None:
+        """The index at which a pass begins; None for a pass that the group has behind it."""
+        at = self._position()
+        if at.epoch > epoch:
+            return None
+        index = at.index if at.epoch == epoch else 0
+        if (self._told or at) != Position(self._number, epoch, index):
+            # The pass before was broken off. Who joins at this batch must not be sent there.
+            self._tell(epoch, index, True)
+        return index
+
+    def _tell(self, epoch: int, index: int, more: bool, parts: Sequence[Nest] = ()) -> None:
+        self._told = Position(self._number, epoch, index)
+        # Where no batch is taken yet, nobody has examples.
+        sizes = [len(nest.flatten(part)[0]) for part in parts] or [0] * len(self._group.devices)
+        empty = frozenset(i for i, size in enumerate(sizes) if not size)
+        self._group.advance(self._number, epoch, index, more, empty)
+
+    def _end(self, epoch: int) -> None:
+        self._tell(epoch + 1, 0, False)
+        self._group.finish(self._number)
+
+    def _uneven(self, epoch: int, index: int, steps: Iterator[Sequence[Nest]]) -> Iterator[Nest]:
+        """A pass of steps that the workers have different numbers of: all go on as long as any of them has one.
+
+        Args:
+            epoch: the data epoch.
+            index: the number of the first step.
+            steps: of this worker, from there on: a batch for each local replica, or for the first of them.
+        """
+        last: Nest | None = None
+        # One step is read ahead, since each tells whether another follows.
+        ahead = next(steps, ())
+        while ahead or self._group.any_more(self._number):
+            self._group.boundary(self._number)
+            if ahead:
+                last = ahead[-1]
+            elif last is None:
+                last = self._blank()
+            spare = nest.map_structure(lambda array: array[:0], last)
+            parts = [*ahead, *[spare] * (len(self._group.devices) - len(ahead))]
+            ahead = next(steps, ())
+            index += 1
+            self._tell(epoch, index, bool(ahead), parts)
+            yield self._place(parts)
+            if self._passes.make_round and self._untold():
+                # A pass that was broken off within this step would take the answer for its own.
+                self._tell(epoch, index, bool(ahead), parts)
+                self._passes.make_round()
+        self._end(epoch)
+
+    def _untold(self) -> bool:
+        alone = self._group.slice()[1] == len(self._group.devices)
+        return not alone and self._group.any_more(self._number) is None
+
+    def _blank(self) -> Nest:
+        def empty(spec: ArraySpec) -> Any:
+            return np.empty([size or 0 for size in spec.shape], spec.dtype)
+
+        return nest.map_structure(empty, self._source.spec())
+
+    def _place(self, parts: Sequence[Nest]) -> Nest:
+        """One nest for each local replica as one nest, on the replicas' devices or on the host."""
+        on_host = not self._options.experimental_prefetch_to_device
+        moved = [
+            nest.map_structure(partial(to_device, device=CPU if on_host else device), part)
+            for part, device in zip(parts, self._group.devices, strict=True)
+        ]
+        if len(moved) == 1:
+            return moved[0]
+        return nest.map_structure(lambda *leaves: PerReplica(leaves), *moved)
+
+
+class DistributedDataset(_Distributed):
+    """A dataset whose global batches are shared among all replicas of all workers.
+
+    A batch of B examples is cut into slices of ceil(B / R), handed out in the order of the replicas; at
+    the end of the data the last replicas get fewer examples, or empty arrays. B is the batch size of an
+    `ArrayDataset`, of other datasets the size of a data epoch's first batch. Iterating gives nests of `PerReplica`,
+    with one local replica of arrays: CuPy on a GPU, NumPy on a CPU.
+
+    With the policy OFF every worker goes through all of the data, in steps of L * ceil(B / R) examples of a batch.
+
+    Args:
+        dataset: of global batches; see `source_of` for what it may be. It gives the same on every worker.
+        group: the workers.
+        number: the dataset's number, in the order in which the script distributes its datasets.
+        passes: shared by all datasets of a strategy.
+        options: where batches go, and how they are shared.
+
+    Raises:
+        TypeError: it is no dataset, or one that can be gone through only once.
+        ValueError: the dataset is not batched; the policy is FILE or HINT. Batches of datasets other than
+            `ArrayDataset` are looked at when they are read.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        group: Group,
+        number: int,
+        passes: Passes | None = None,
+        options: InputOptions | None = None,
+    ) -> None:
+        super().__init__(source_of(dataset), group, number, passes, options)
+        policy = self._options.auto_shard_policy
+        if policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+            raise ValueError(
+                f"a dataset knows no files here, so AutoShardPolicy.{policy.name} cannot share it out; use AUTO, or "
+                "experimental_distribute_datasets_from_function, and choose the files by input_pipeline_id"
+            )
+        self._warned = False
+
+    def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
+        self._warn()
+        if self._options.auto_shard_policy is AutoShardPolicy.OFF:
+            return self._uneven(epoch, index, islice(self._pieces(epoch), index, None))
+        return self._even(epoch, index)
+
+    def _even(self, epoch: int, index: int) -> Iterator[Nest]:
+        batches = self._source.batches(epoch, index)
+        # One batch is read ahead, since each tells whether another follows.
+        ahead = next(batches, None)
+        while ahead:
+            self._group.boundary(self._number)
+            parts = self._slices(ahead)
+            ahead = next(batches, None)
+            index += 1
+            self._tell(*((epoch, index, True) if ahead else (epoch + 1, 0, False)), parts)
+            yield self._place(parts)
+        self._end(epoch)
+
+    def _slices(self, batch: Batch) -> list[Nest]:
+        first, replicas = self._group.share()
+        return _cut(batch, first, len(self._group.devices), -(-batch.size // replicas))
+
+    def _pieces(self, epoch: int) -> Iterator[list[Nest]]:
+        local = len(self._group.devices)
+        for batch in self._source.batches(epoch, 0):
+            size = -(-batch.size // self._group.share()[1])
+            for first in range(0, -(-batch.examples // size), local):
+                yield _cut(batch, first, local, size)
+
+    def _warn(self) -> None:
+        if self._source.order_is_own and not self._warned and self._group.share()[1] > len(self._group.devices):
+            self._warned = True
+            log.warning(
+                "dataset %d is shuffled by each process for itself, so that examples are seen twice or not at all; "
+                "give its DataLoader a generator of its own: generator=torch.Generator().manual_seed(0)",
+                self._number,
+            )
+
+
+class DistributedDatasetFromFunction(_Distributed):
+    """A dataset of which every worker makes its own part.
+
+    Each step takes one batch for each local replica. A worker whose data are used up gets empty batches
+    for as long as any other worker has data.
+
+    Args:
+        dataset_fn: called once, with `input_context`; gives a dataset, see `source_of` for what it may be. Its
+            batches are those of one replica.
+        input_context: what `dataset_fn` is told.
+        group: the workers.
+        number: the dataset's number, in the order in which the script distributes its datasets.
+        passes: shared by all datasets of a strategy.
+        options: where batches go; the policy has no meaning here.
+
+    Raises:
+        TypeError: `dataset_fn` gives no dataset, or one that can be gone through only once.
+        ValueError: the dataset is not batched.
+    """
+
+    def __init__(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        input_context: InputContext,
+        group: Group,
+        number: int,
+        passes: Passes | None = None,
+        options: InputOptions | None = None,
+    ) -> None:
+        super().__init__(source_of(dataset_fn(input_context)), group, number, passes, options)
+        self._context = input_context
+
+    def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
+        return self._uneven(epoch, index, self._steps(epoch, index))
+
+    def _steps(self, epoch: int, index: int) -> Iterator[list[Nest]]:
+        count = len(self._group.devices)
+        batches = self._source.batches(epoch, index * count)
+        while step := [batch.whole for batch in islice(batches, count)]:
+            index += 1
+            yield step
+        if index == 0:
+            raise ValueError(self._nothing(epoch))
+
+    def _nothing(self, epoch: int) -> str:
+        worker = f"input pipeline {self._context.input_pipeline_id} of {self._context.num_input_pipelines}"
+        return (
+            f"the dataset of {worker} gives no batch in pass {epoch}; every worker needs at least one, and "
+            "what dataset_fn returns must give its batches anew each time it is iterated"
+        )
+
+
+def _cut(batch: Batch, first: int, count: int, size: int) -> list[Nest]:
+    """Slices of a batch, `count` of them from number `first` on, each of `size` examples, or what is left."""
+    return [batch.rows(number * size, (number + 1) * size) for number in range(first, first + count)]

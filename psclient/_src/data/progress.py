@@ -1,0 +1,106 @@
+"""What this process iterates: which batches are in use, and which come next; which of its replicas have worked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pswire.model.log import Position
+
+NOBODY: frozenset[int] = frozenset()
+
+
+@dataclass
+class _Pass:
+    """A pass over a dataset that is under way.
+
+    Attributes:
+        dataset: its number.
+        more: whether this process has a batch after the one in use.
+        empty: local replicas whose batch in use has no examples.
+        worked: local replicas that had examples in batches before it, and may hold back what they made of them.
+        any_more: whether any process has a further batch, as of the last round since the batch was taken; None if
+            there was none.
+        given: whether there was a round to which replicas could give what they held back.
+    """
+
+    dataset: int
+    more: bool
+    empty: frozenset[int]
+    worked: frozenset[int]
+    any_more: bool | None = None
+    given: bool = False
+
+
+class Progress:
+    """The passes that are under way, the innermost last: one over another dataset may stand inside of one.
+
+    Args:
+        replicas: how many local replicas there are.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._everybody = frozenset(range(replicas))
+        self._passes: list[_Pass] = []
+        self._holding = False
+        self._begins: dict[int, Position] = {}
+        self._positions: dict[int, Position] = {}
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """The batch that each dataset gives next."""
+        return tuple(self._positions[dataset] for dataset in sorted(self._positions))
+
+    def position(self, dataset: int) -> Position | None:
+        """Where a dataset stood when this process joined, or in the checkpoint that was restored."""
+        return self._begins.get(dataset)
+
+    def begin_at(self, positions: Sequence[Position]) -> None:
+        """Datasets go on from these positions."""
+        self._begins = {position.dataset: position for position in positions}
+        self._positions.update(self._begins)
+
+    def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
+        """Notes what an iterator took: the next batch's index, and which replicas have no examples now."""
+        self._positions[dataset] = Position(dataset, epoch, index)
+        before = next((item for item in self._passes if item.dataset == dataset), None)
+        worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)
+        self.finish(dataset)
+        self._passes.append(_Pass(dataset, more, empty, worked))
+
+    def finish(self, dataset: int) -> None:
+        """A pass has ended, or was broken off; the one around it is in use again."""
+        numbers = [item.dataset for item in self._passes]
+        if dataset in numbers:
+            del self._passes[numbers.index(dataset) :]
+
+    def any_more(self, dataset: int) -> bool | None:
+        """Whether any process had a further batch, as of the last round since `advance`; None if there was no round."""
+        return next((item.any_more for item in self._passes if item.dataset == dataset), None)
+
+    def told(self, more: bool) -> None:
+        """A round was made: what was held back is in it, and any process that has a batch left has said so."""
+        if self._passes:
+            self._passes[-1].any_more = more
+            if not self._holding:
+                self._passes[-1].given, self._passes[-1].worked = True, NOBODY
+
+    @contextlib.contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """The rounds made within carry nothing of what replicas hold back."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+
+    @property
+    def more(self) -> bool:
+        """Whether this process has a batch after the one in use."""
+        return bool(self._passes) and self._passes[-1].more
+
+    @property
+    def empty(self) -> frozenset[int]:
+        """Local replicas that contribute nothing: they had no examples since the last round, or in the batch in use."""
+        return self._passes[-1].empty - self._passes[-1].worked if self._passes else NOBODY

@@ -1,0 +1,171 @@
+"""What tells strategies apart: where their variables live, and how a reduction travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from psclient._src.data import distributed
+from psclient._src.devices import Device
+from psclient._src.distribute.reduction import LocalValue
+from psclient._src.variables.variable import Variable, VariableAggregation
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import Array
+
+if TYPE_CHECKING:
+    from psclient._src.distribute.template import HostValue, Kept
+    from psclient._src.tracing.symbolic_numbers import Number
+
+Place = tuple[int, ...]
+"""Parameter devices, by number."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Where a reduced value stays, on servers.
+
+    Attributes:
+        place: the parameter devices.
+        label: what it is beside, for messages: a variable's name, or "".
+    """
+
+    place: Place
+    label: str = ""
+
+
+class Group(distributed.Group, Protocol):
+    """The processes that train together, as one of them sees it."""
+
+    @property
+    def replicas(self) -> int:
+        """R: the replicas of all processes that are in sync."""
+        ...
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """This process's place among those that make datasets of their own, and how many they are."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes checkpoints and summaries for all."""
+        ...
+
+    @property
+    def empty(self) -> frozenset[int]:
+        """Local replicas that contribute nothing: they had no examples since the last round."""
+        ...
+
+    def holding_back(self) -> AbstractContextManager[None]:
+        """The rounds made within carry nothing of what replicas hold back."""
+        ...
+
+
+class Backend(Protocol):
+    """One strategy's state, and what moves it. `Strategy` and `StrategyExtended` are its faces."""
+
+    @property
+    def group(self) -> Group:
+        """Who trains together."""
+        ...
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """All devices that hold variables, by name."""
+        ...
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The local replicas' devices, by name."""
+        ...
+
+    def full_name(self, device: Device) -> str:
+        """The name of a device of this process as it stands in `worker_devices`."""
+        ...
+
+    def close(self) -> None:
+        """From now on nothing is read, created, reduced or run."""
+        ...
+
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once the strategy is closed."""
+        ...
+
+    def create(
+        self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
+    ) -> Variable:
+        """Gets or creates a variable.
+
+        Args:
+            strategy: whose.
+            spec: name, dtype, shape.
+            value: this process's first value.
+            place: where; empty lets the backend choose.
+            on_read: whether each replica has a copy of its own.
+            how: its aggregation.
+        """
+        ...
+
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
+        """Reduces over all processes.
+
+        Args:
+            contributions: this process's share of each, and where the value shall stay; None where it has to come
+                here.
+
+        Returns:
+            Of each an array, or what is read as one.
+        """
+        ...
+
+    def apply(
+        self, strategy: Any, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Runs an update function beside the variables of a place; returns its result for each copy of them."""
+        ...
+
+    def complete(self, numbers: list[Number]) -> Kept | None:
+        """Ends the recording of what the calling thread has begun.
+
+        Args:
+            numbers: of which the update functions took all their numbers.
+
+        Returns:
+            What was recorded, where it can be repeated.
+        """
+        ...
+
+    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
+        """Makes the reductions that were made before, and does behind them what was done behind them then.
+
+        Args:
+            kept: what was done.
+            numbers: in place of those of then.
+            local: this process's contributions, in place of those of then; of the same dtypes and shapes.
+
+        Returns:
+            False if it is not known that this would be the same: then nothing is done.
+        """
+        ...
+
+    def section(self, call: Callable[[], Any]) -> Any:
+        """Runs what `merge_call` was given, and ends what it began."""
+        ...
+
+    def run(self, replicas: Callable[[], Any]) -> Any:
+        """Ends what the calling thread has begun, then runs replicas; again where they have to (`RunAgain`).
+
+        Args:
+            replicas: runs them, and returns their merged results.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Ends what the calling thread has begun."""
+        ...
+
+    def drop(self) -> None:
+        """Forgets what the calling thread has begun: its code failed."""
+        ...

@@ -1,0 +1,423 @@
+"""`strategy.extended`: what library code such as optimizers uses, mostly in cross-replica context."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+from psclient._src import context, nest
+from psclient._src.arraylike import Readable, read
+from psclient._src.devices import Device, is_array, to_device, to_numpy
+from psclient._src.distribute.backend import Backend, Beside, Place
+from psclient._src.distribute.local import apply_to_copies
+from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
+from psclient._src.distribute.template import HostValue, travels_as
+from psclient._src.reduce_op import ReduceOp
+from psclient._src.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
+from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
+from psclient._src.variables.variable import Variable, VariableAggregation
+from pswire.model.plan import Reduction, VariableSpec
+from pswire.model.tensor import Array
+
+Destination = Beside | tuple[Device, ...]
+
+
+class StrategyExtended:
+    """Additional methods for algorithms that need to be distribution-aware.
+
+    Methods for cross-replica context may also be called outside of every scope: they enter the strategy's scope.
+
+    Source: `tf.distribute.StrategyExtended`.
+
+    Args:
+        container_strategy: whose methods these are; it has the backend that does what they say.
+    """
+
+    def __init__(self, container_strategy: Any) -> None:
+        self._strategy = container_strategy
+        self._backend: Backend = container_strategy.backend
+        self._names: dict[str, int] = {}
+        self._colocated: ContextVar[Place] = ContextVar("colocated", default=())
+
+    # ---- What it is ----
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that hold variables: of parameter servers `/job:ps/task:0/device:CPU:0`. In any context."""
+        return self._backend.parameter_devices
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices of this process's replicas, in order. In any context."""
+        return self._backend.worker_devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True: every worker runs the whole script. In any context."""
+        return True
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """False: arrays may have any shape; each new shape of a reduction makes a new plan. In any context."""
+        return False
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """True in exactly one of the processes that run the script: the first in task order. In any context."""
+        return self._backend.group.leads
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """True in exactly one of the processes that run the script: the first in task order. In any context.
+
+        That is the chief if it runs the script, else worker 0, or who is left if that is gone.
+        """
+        return self._backend.group.leads
+
+    @property
+    def should_save_summary(self) -> bool:
+        """True in exactly one of the processes that run the script: the first in task order. In any context."""
+        return self._backend.group.leads
+
+    # ---- Variables ----
+
+    def create_variable(
+        self, spec: VariableSpec, value: Array, place: Place, on_read: bool, aggregation: VariableAggregation
+    ) -> Variable:
+        """Gets or creates a variable; called by `Variable`, and for what checkpoints have by another name."""
+        if context.is_default(self._strategy):
+            return self._backend.create(self._strategy, spec, value, place, on_read, aggregation)
+        unique = replace(spec, name=self._unique(spec.name))
+        made = self._backend.create(self._strategy, unique, value, place, on_read, aggregation)
+        for taken in {spec.name, unique.name}:
+            self._names[taken] = self._names.get(taken, 0) + 1
+        return made
+
+    def _unique(self, name: str) -> str:
+        count = self._names.get(name, 0)
+        return self._unique(f"{name}_{count}") if count else name
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether a variable was created while this strategy's scope was active. In any context."""
+        whole = container(v)
+        return isinstance(whole, Variable) and whole.strategy is self._strategy
+
+    @property
+    def colocation(self) -> Place:
+        """Where `colocate_vars_with` places the variables that the calling thread creates; empty outside of it."""
+        return self._colocated.get()
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable | Sequence[str]) -> Iterator[None]:
+        """Variables created within live on the same devices. In replica and cross-replica context of the scope.
+
+        Args:
+            colocate_with_variable: a variable of this strategy, or what `non_slot_devices` returned.
+
+        Raises:
+            ValueError: it is a variable of another strategy, or no parameter device.
+        """
+        token = self._colocated.set(self._placed(colocate_with_variable))
+        try:
+            yield
+        finally:
+            self._colocated.reset(token)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
+        """The devices for variables that serve several others, such as a step count. In any context.
+
+        Such a variable is mirrored on every server that holds one of `var_list`, so that it is beside each
+        update that reads it.
+
+        Args:
+            var_list: the variables being optimized.
+
+        Returns:
+            Devices, for `colocate_vars_with` and `update_non_slot`.
+
+        Raises:
+            TypeError: one of them is no variable.
+            ValueError: one was created in the scope of another strategy.
+        """
+        variables = [container(variable) for variable in var_list]
+        for variable in variables:
+            if not isinstance(variable, Variable):
+                raise TypeError(f"non_slot_devices takes a list of variables, and not a {type(variable).__name__}")
+            variable.check_strategy(self._strategy)
+        place = sorted({device for variable in variables for device in variable.place})
+        return tuple(self.parameter_devices[device] for device in place)
+
+    def _placed(self, where: Variable | Sequence[str]) -> Place:
+        whole = container(where)
+        if isinstance(whole, Variable):
+            whole.check_strategy(self._strategy)
+            return whole.place
+        known = self.parameter_devices
+        devices = [where] if isinstance(where, str) else where if isinstance(where, list | tuple) else []
+        unknown = [device for device in devices if not (isinstance(device, str) and device in known)]
+        if unknown or not devices:
+            raise ValueError(
+                f"{unknown or where!r} is no parameter device; give a variable or what non_slot_devices returned"
+            )
+        return tuple(sorted(known.index(device) for device in devices))
+
+    # ---- Reductions ----
+
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, experimental_hints: Any = None
+    ) -> Any:
+        """Combines a value across all replicas of all workers. In cross-replica context.
+
+        Args:
+            reduce_op: SUM or MEAN, also as a string in any case.
+            value: a per-replica value with an array from each local replica; with one local replica a plain
+                array is this worker's contribution.
+            destinations: a variable, or parameter devices, such as `non_slot_devices` returned: the value lives
+                there, for `update` and `update_non_slot`; a worker device, a list of them, or a per-replica value
+                (also `value` itself): the value comes to these, or to each replica's.
+            experimental_hints: ignored.
+
+        Returns:
+            A lazy value with the variable's locality, or an array, or a mirrored value.
+
+        Raises:
+            ValueError: SUM of a plain value with several local replicas; shapes that differ; a variable of another
+                strategy, or a device of another process.
+            TypeError: the value is no array of numbers; the destination is none.
+            RuntimeError: called in replica or update context.
+        """
+        (reduced,) = self._reduce_to("reduce_to", reduce_op, [(value, destinations)])
+        return reduced
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        experimental_hints: Any = None,
+    ) -> list[Any]:
+        """Combines several values at once, as several `reduce_to`. In cross-replica context.
+
+        Args:
+            reduce_op: as in `reduce_to`.
+            value_destination_pairs: (value, destinations) pairs.
+            experimental_hints: ignored.
+
+        Returns:
+            A list of what `reduce_to` returns.
+        """
+        return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
+
+    def aggregate(self, aggregation: VariableAggregation, value: Any, destination: Variable | None) -> Any:
+        """As `reduce_to` for variables: by a variable's aggregation, ONLY_FIRST_REPLICA included.
+
+        Args:
+            aggregation: any but NONE.
+            value: a per-replica value, or what all replicas have alike.
+            destination: where it shall be; None gives a host array here.
+        """
+        with self._cross_replica("aggregate"):
+            if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                local = self._first(value)
+            else:
+                local = self._local(ReduceOp.parse(aggregation.value), value, None)
+            if destination is None:
+                return self._here(local)
+            return self._reduced([(local, self._destination(destination, None))])[0]
+
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
+        """One reduction whose value comes back to every process, at once; see `Strategy.reduce`."""
+        return self._here(self._local(op, value, axis))
+
+    def contributions(self, values: Sequence[Any], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
+        """What this process contributes to sums like those of before, if it fits; else fewer items.
+
+        In cross-replica context.
+
+        Args:
+            values: one for each reduction, as `batch_reduce_to` takes them.
+            reductions: those of before.
+        """
+        whole = len(self.worker_devices) == 1 and not self._backend.group.empty
+        found: list[LocalValue | HostValue] = []
+        for value, reduction in zip(values, reductions, strict=True):
+            if whole and travels_as(value, reduction.tensor):
+                found.append(HostValue(1.0, value))
+            elif (local := self._local(ReduceOp.SUM, value, None)).spec == reduction.tensor:
+                found.append(local)
+        return found
+
+    def _here(self, local: LocalValue) -> Array:
+        (reduced,) = self._backend.reduce([(local, None)])
+        return to_numpy(read(reduced))
+
+    def _reduce_to(self, what: str, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        with self._cross_replica(what):
+            op = ReduceOp.parse(reduce_op)
+            # A look at a value ends the section: all are looked at before the first reduction is recorded.
+            places = [self._destination(place, value) for value, place in pairs]
+            local = [self._local(op, value, None) for value, _ in pairs]
+            return self._reduced(list(zip(local, places, strict=True)))
+
+    def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Any]:
+        beside = [place if isinstance(place, Beside) else None for _, place in pairs]
+        reduced = self._backend.reduce([(local, to) for (local, _), to in zip(pairs, beside, strict=True)])
+        return [
+            value if isinstance(place, Beside) else self._bring(value, place)
+            for value, (_, place) in zip(reduced, pairs, strict=True)
+        ]
+
+    def _local(self, op: ReduceOp, value: Any, axis: int | None) -> LocalValue:
+        replicas = len(self.worker_devices)
+        if isinstance(value, DistributedValues) and not isinstance(value, MirroredVariable):
+            values = tuple(unwrap(value, replicas))
+        elif replicas == 1:
+            values = (value,)
+        elif op is ReduceOp.MEAN:
+            values = (value,) * replicas
+        else:
+            raise ValueError(
+                f"SUM of {type(value).__name__}, which is not a per-replica value, with {replicas} local replicas: "
+                "give what strategy.run returned from each replica, or use MEAN"
+            )
+        # A variable's copies count, whatever their replicas' batches are.
+        empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
+        return combine(op.wire, [_host(v) for v in values], empty, axis)
+
+    def _first(self, value: Any) -> LocalValue:
+        """The value of this process's first replica; of all processes' the first that is there counts."""
+        return combine("first", [_host(local_results(value)[0])], EVERYONE, None)
+
+    def _destination(self, destinations: Any, value: Any) -> Destination:
+        """Where a reduced value shall be: beside a variable on servers, or on devices of this process."""
+        devices = self._backend.group.devices
+        if isinstance(destinations, Variable):
+            destinations.check_strategy(self._strategy)
+            if isinstance(destinations, CopiedVariable | LocalVariable):
+                return devices
+            return Beside(destinations.place, repr(destinations.name))
+        if destinations is value or isinstance(destinations, DistributedValues | Readable) or is_array(destinations):
+            return devices
+        names = [destinations] if isinstance(destinations, str) else destinations
+        if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
+            if set(names) <= set(self.parameter_devices) - set(self.worker_devices):
+                return Beside(self._placed(names))
+            return tuple(self._worker_device(name) for name in names)
+        raise TypeError(
+            f"{destinations!r} is no destination; give a variable, a worker device such as "
+            f"{self.worker_devices[0]!r}, or the value itself"
+        )
+
+    def _worker_device(self, name: str) -> Device:
+        full = self._backend.full_name(Device.parse(name)) if not name.startswith("/job:") else name
+        if full not in self.worker_devices:
+            raise ValueError(f"{name!r} is no device of this process; it has {', '.join(self.worker_devices)}")
+        return self._backend.group.devices[self.worker_devices.index(full)]
+
+    @staticmethod
+    def _bring(value: Any, devices: Sequence[Device]) -> Any:
+        """A value on worker devices: an array for one, else mirrored."""
+        array = read(value)
+        copies = [to_device(array, device) for device in devices]
+        return copies[0] if len(copies) == 1 else Mirrored(copies)
+
+    # ---- Updates ----
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Runs `fn(var, *args, **kwargs)` beside a variable, in update context. In cross-replica context.
+
+        A variable on servers has one copy: there the function is traced, and runs on the server, see
+        `docs/architecture.md`. For a variable with copies here it is called once for each, on its device. It may
+        assign `var` and the other variables that it is given.
+
+        Args:
+            var: the variable.
+            fn: takes what stands for it, and the arguments.
+            args, kwargs: variables and values with the locality of `var`, mirrored values, which it gets
+                unwrapped, arrays and numbers that every process has alike; no per-replica values.
+            group: False gives a nest with a list of each copy's result at each leaf.
+
+        Returns:
+            What `fn` returns, merged over the copies; on servers lazily.
+
+        Raises:
+            TypeError: `var` is no variable, or `args` no tuple.
+            ProgramError: `fn` cannot be traced.
+            ValueError: a per-replica value, or a variable of another strategy, is among the arguments.
+            LocalityError: an argument lives on another server.
+            RuntimeError: called in replica or update context.
+        """
+        with self._cross_replica("update"):
+            var = container(var)
+            if not isinstance(var, Variable):
+                raise TypeError(
+                    f"update takes a variable, and not a {type(var).__name__}; for devices use update_non_slot"
+                )
+            place = self._placed(var)
+            own, named = context.arguments("update", args, kwargs)
+            self._check_variables(own, named, isinstance(var, SyncOnReadVariable))
+            if isinstance(var, CopiedVariable):
+                copies = list(enumerate(self._backend.group.devices))
+                return _merged(apply_to_copies(self._strategy, copies, fn, (var, *own), named), group)
+            return _merged(self._backend.apply(self._strategy, place, fn, (var, *own), named), group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Sequence[str] | Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Runs `fn(*args, **kwargs)` on the non-slot devices, in update context. In cross-replica context.
+
+        Args:
+            colocate_with: what `non_slot_devices` returned.
+            fn: as in `update`; it may use variables of these devices by closure.
+            args, kwargs, group: as in `update`.
+
+        Returns:
+            What `fn` returns, merged over the devices; on servers lazily.
+        """
+        with self._cross_replica("update_non_slot"):
+            place = self._placed(colocate_with)
+            own, named = context.arguments("update_non_slot", args, kwargs)
+            self._check_variables(own, named, False)
+            return _merged(self._backend.apply(self._strategy, place, fn, own, named), group)
+
+    def _check_variables(self, args: Sequence[Any], kwargs: Mapping[str, Any], by_replica: bool) -> None:
+        """The arguments of an update: `by_replica` says whether what is updated may differ by replica."""
+        for leaf in nest.flatten((args, kwargs)):
+            if isinstance(leaf, Variable):
+                leaf.check_strategy(self._strategy)
+            if isinstance(leaf, SyncOnReadVariable) and not by_replica:
+                leaf.refuse_update()
+
+    @contextlib.contextmanager
+    def _cross_replica(self, what: str) -> Iterator[None]:
+        with context.within(self._strategy):
+            context.require_cross_replica(self._strategy, what)
+            self._backend.check_open()
+            yield
+
+
+def _merged(results: Sequence[Any], group: bool) -> Any:
+    """The results of an update, one for each copy of what it updated."""
+    if group:
+        return merge_copies(results)
+    return nest.map_structure(lambda *leaves: list(leaves), *results)
+
+
+def _host(value: Any) -> Any:
+    if isinstance(value, PerReplica):
+        raise TypeError("a per-replica value stands inside another one; reduce its leaves one after another")
+    return value.numpy() if isinstance(value, Readable) else value

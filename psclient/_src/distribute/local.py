@@ -1,0 +1,189 @@
+"""A backend without servers: variables live in this process, and nothing travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from psclient._src import context, nest, values
+from psclient._src.data.progress import Progress
+from psclient._src.devices import Device, device_scope
+from psclient._src.distribute.backend import Beside, Place
+from psclient._src.distribute.reduction import LocalValue
+from psclient._src.tracing.diagnostics import refuse_result
+from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
+from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
+from pswire.cluster import Task
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import Array
+
+if TYPE_CHECKING:
+    from psclient._src.distribute.template import HostValue, Kept
+    from psclient._src.tracing.symbolic_numbers import Number
+
+LOCALHOST = Task("localhost", 0)
+"""The task of a process that is in no cluster."""
+
+
+class LocalGroup(Progress):
+    """A group of this process alone: see `data.Group`.
+
+    Args:
+        devices: the local replicas'.
+    """
+
+    leads = True
+    pipeline = (0, 1)
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        super().__init__(len(devices))
+        self.devices = devices
+
+    @property
+    def replicas(self) -> int:
+        """The number of local replicas, which are all."""
+        return len(self.devices)
+
+    def slice(self) -> tuple[int, int]:
+        """0, and the number of replicas."""
+        return 0, len(self.devices)
+
+    def share(self) -> tuple[int, int]:
+        """0, and the number of replicas."""
+        return self.slice()
+
+    def join(self, dataset: int) -> None:
+        """Nothing: nobody else is there."""
+
+    def boundary(self, dataset: int) -> None:
+        """Nothing: nobody comes or goes."""
+
+
+class LocalBackend:
+    """Variables in this process, mirrored on the replicas' devices.
+
+    Args:
+        devices: the local replicas'.
+
+    Attributes:
+        first_value: what a restored checkpoint has for a variable that is created later, None for nothing.
+    """
+
+    def __init__(self, devices: tuple[Device, ...]) -> None:
+        self.group = LocalGroup(devices)
+        self._reduced = False
+        self._closed = False
+        self.first_value: Callable[[VariableSpec], Array | None] = lambda spec: None
+        self._restored = list[Variable]()
+        self.worker_devices = self.parameter_devices = tuple(map(self.full_name, devices))
+
+    def full_name(self, device: Device) -> str:
+        """The device's name, `/job:localhost/task:0/device:CPU:0`."""
+        return device.full_name(LOCALHOST)
+
+    def close(self) -> None:
+        """From now on no replica runs."""
+        self._closed = True
+
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once the strategy is closed."""
+        if self._closed:
+            raise RuntimeError("this strategy is closed; make another one")
+
+    def create(
+        self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
+    ) -> Variable:
+        """A copy on each device; the default strategy's variables have but one value."""
+        saved = self.first_value(spec)
+        made = self._make(strategy, spec, value if saved is None else saved, on_read, how)
+        if saved is not None:
+            self._restored.append(made)
+            if isinstance(made, SyncOnReadVariable):
+                made.share_out(saved)
+        return made
+
+    def _make(
+        self, strategy: Any, spec: VariableSpec, value: Array, on_read: bool, how: VariableAggregation
+    ) -> Variable:
+        devices = self.group.devices
+        if context.is_default(strategy):
+            synchronization = VariableSynchronization.ON_READ if on_read else VariableSynchronization.ON_WRITE
+            return LocalVariable.stored(strategy, spec, how, synchronization, devices[0], value)
+        kind: type[CopiedVariable] = SyncOnReadVariable if on_read else MirroredVariable
+        return kind.stored(strategy, spec, how, tuple(range(len(devices))), devices, value)
+
+    def was_restored(self, variable: Variable) -> bool:
+        """Whether a variable's first value was a restored checkpoint's."""
+        return any(variable is other for other in self._restored)
+
+    def restored_names(self) -> frozenset[str]:
+        """The names of the variables of which `was_restored` holds."""
+        return frozenset(variable.name for variable in self._restored)
+
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
+        """What the local replicas have is all there is."""
+        self._reduced = True
+        return [local.alone() for local, _ in contributions]
+
+    def apply(
+        self, strategy: Any, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Calls the function for each copy, with the copies that are there."""
+        return apply_to_copies(strategy, [(index, self.group.devices[index]) for index in place], fn, args, kwargs)
+
+    def complete(self, numbers: list[Number]) -> None:
+        """Nothing: each update runs at once."""
+
+    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
+        """False: nothing is recorded that could be."""
+        return False
+
+    def section(self, call: Callable[[], Any]) -> Any:
+        """Runs it; what it reduced was its round."""
+        try:
+            return call()
+        finally:
+            self.flush()
+
+    def run(self, replicas: Callable[[], Any]) -> Any:
+        """Runs them, once."""
+        self.flush()
+        return replicas()
+
+    def flush(self) -> None:
+        """Whatever was asked for is done; replicas that held something back have given it, if anything was reduced."""
+        if self._reduced:
+            self._reduced = False
+            self.group.told(False)
+
+    def drop(self) -> None:
+        """As `flush`."""
+        self.flush()
+
+
+def apply_to_copies(
+    strategy: Any,
+    copies: Sequence[tuple[int, Device]],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Any]:
+    """Calls an update function once for each copy of the variables among its arguments, on its device.
+
+    Args:
+        strategy: whose variables.
+        copies: local replicas, with their devices.
+        fn, args, kwargs: the function and its arguments; it gets of each distributed value the copy that is there.
+
+    Raises:
+        ValueError: there is a per-replica value among the arguments.
+    """
+    if any(isinstance(leaf, values.PerReplica) for leaf in nest.flatten((tuple(args), dict(kwargs)))):
+        raise ValueError("update takes no per-replica values; reduce them first with reduce_to(op, value, variable)")
+    results = []
+    for index, device in copies:
+        own_args, own_kwargs = values.select((tuple(args), dict(kwargs)), index)
+        with context.enter_update_copy(strategy, index, device), device_scope(device):
+            results.append(fn(*own_args, **own_kwargs))
+        refuse_result(fn, results[-1])
+    return results

@@ -1,0 +1,150 @@
+"""What this process contributes to a reduction: its replicas' values, combined where they lie."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from psclient._src.devices import AnyArray, Download, add, as_array, begin_download, device_of, device_scope, namespace
+from pswire.model.plan import ReduceOp
+from pswire.model.tensor import DTYPES, Array, TensorSpec
+
+EVERYONE: frozenset[int] = frozenset()
+"""No replica is left out."""
+
+
+@dataclass(frozen=True)
+class LocalValue:
+    """What this process contributes to a reduction.
+
+    Attributes:
+        op: "sum" or "mean".
+        weight: by how much it counts; 0 if no local replica has examples.
+        spec: dtype and shape of a contribution and of the reduced value.
+        total: the local replicas' sum, on the first one's device; of no meaning where the weight is 0.
+    """
+
+    op: ReduceOp
+    weight: float
+    spec: TensorSpec
+    total: AnyArray
+
+    @property
+    def array(self) -> Array | Download | None:
+        """The sum as it travels, contiguous on the host; None where the weight is 0. From a GPU its copy begins now."""
+        if not self.weight:
+            return None
+        return begin_download(self.total, DTYPES[self.spec.dtype], self.spec.shape)
+
+    def kept(self) -> LocalValue:
+        """The same with memory of its own, which the caller's buffers do not change any more."""
+        with device_scope(device_of(self.total)):
+            return replace(self, total=self.total.copy())
+
+    def alone(self) -> AnyArray:
+        """The reduced value where nobody else contributes, on the device of the sum; NaN in a mean of nothing.
+
+        A copy that nobody can change: the sum may be the array of a replica, and all replicas may share the value.
+        """
+        device = device_of(self.total)
+        with device_scope(device):
+            value = namespace(device).array(self.total, DTYPES[self.spec.dtype])
+            if not self.weight:
+                value.fill(0)
+            if self.op == "mean":
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    value /= value.dtype.type(self.weight)
+        if device.kind == "cpu":
+            value.flags.writeable = False
+        return value
+
+
+def combine(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axis: int | None) -> LocalValue:
+    """Combines the local replicas' values into what this process contributes.
+
+    Args:
+        op: "sum" or "mean"; in a mean integers become float64, float16 and bfloat16 float32.
+        values: an array or a Python number from each local replica, in order.
+        empty: replicas without examples, whose value does not count.
+        axis: reduced within each replica's array, or None.
+
+    Raises:
+        ValueError: the shapes differ; where batches may be ragged, reduce over their axis. Or there is no such axis.
+        TypeError: a value is no array of numbers, or the axis is no number.
+    """
+    axis = None if axis is None else _checked_axis(axis)
+    taken = [_checked_value(value, axis) for value in values]
+    common = taken[0].dtype if len(taken) == 1 else np.result_type(*(array.dtype for array in taken))
+    sum_dtype, dtype = _sum_dtypes(op, common, axis is not None)
+    weight = 0.0
+    total: Any = None
+    for replica, value in enumerate(taken):
+        if axis is not None:
+            with device_scope(device_of(value)):
+                count, value = float(value.shape[axis]), value.sum(axis=axis, dtype=sum_dtype)
+        else:
+            count = float(replica not in empty)
+            if value.dtype != sum_dtype:
+                with device_scope(device_of(value)):
+                    value = value.astype(sum_dtype)
+        if total is None:
+            total = value
+        elif total.shape != value.shape:
+            raise ValueError(
+                f"replicas reduce arrays of shapes {total.shape} and {value.shape}; give the axis of the batch, "
+                "such as axis=0, so that batches of different sizes can be reduced"
+            )
+        elif count:
+            total = value if not weight else add(total, value)
+        weight += count
+    return LocalValue(op, weight, _spec(dtype, tuple(total.shape)), total)
+
+
+def _checked_axis(axis: Any) -> int:
+    try:
+        return operator.index(axis)
+    except TypeError:
+        raise TypeError(f"axis is {axis!r}; give one number, usually 0 for the batch's axis, or None") from None
+
+
+def _checked_value(value: Any, axis: int | None) -> AnyArray:
+    array = as_array(value)
+    if array.dtype.kind in "OUSMm":
+        raise TypeError(
+            f"a {type(value).__name__} cannot be reduced; give an array or a number from each replica, and of a nest "
+            "one leaf after another, or the whole nest to get_replica_context().all_reduce"
+        )
+    if axis is not None and not -array.ndim <= axis < array.ndim:
+        raise ValueError(f"an array of shape {tuple(array.shape)} has no axis {axis}; give axis=None for a scalar")
+    return array
+
+
+# A step reduces values of the same few dtypes and shapes as the one before it.
+
+
+@lru_cache(maxsize=1024)
+def _spec(dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorSpec:
+    return TensorSpec(dtype.name, shape).check()
+
+
+@lru_cache(maxsize=1024)
+def _sum_dtypes(op: ReduceOp, dtype: np.dtype[Any], over_axis: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """In which dtype this process adds up, and in which its sum travels.
+
+    Half precision cannot count a batch: there means are float32, and sums over an axis are rounded once.
+    """
+    if dtype.kind == "b":
+        dtype = np.dtype(np.int64)
+    if op == "mean" and dtype.kind in "iu":
+        dtype = np.dtype(np.float64)
+    if dtype.name not in ("float16", "bfloat16"):
+        return dtype, dtype
+    single = np.dtype(np.float32)
+    if op == "mean":
+        return single, single
+    return (single if over_axis else dtype), dtype

@@ -1,0 +1,270 @@
+"""Runs a function once for each local replica, and lets the replicas meet in `merge_call`.
+
+With one local replica all happens in the calling thread. With more, each replica has a thread, and the
+caller's thread waits for them: it runs what they meet for, so that cross-replica code has one thread.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from psclient._src import context, values
+from psclient._src.context import ReplicaContext
+from psclient._src.devices import Device, device_scope
+from psclient._src.nest import Nest
+
+CrossReplica = Callable[[Callable[[], Any]], Any]
+"""Runs a section: opens it, calls what it is given, flushes, and returns what the call returned; or `RunAgain`."""
+
+
+class RunAgain(BaseException):
+    """Ends a run whose replicas computed with what is out of date, so that they can run once more.
+
+    No `Exception`: what a replica catches and handles are errors, and this is none.
+    """
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One replica's `merge_call`."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
+
+
+class ReplicaRunner:
+    """Runs functions on the local replicas of one strategy.
+
+    Args:
+        strategy: handed to merge functions.
+        devices: one for each local replica.
+        slice: tells the number of this process's first replica among all, and R.
+        cross_replica: runs what a merge function does; the strategy opens and flushes its section there.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        devices: Sequence[Device],
+        slice: Callable[[], tuple[int, int]],
+        cross_replica: CrossReplica,
+    ) -> None:
+        self.devices = tuple(devices)
+        self._strategy = strategy
+        self._slice = slice
+        self._cross_replica = cross_replica
+        self._busy = threading.Lock()  # held while a run is under way; never waited for
+        count = len(self.devices)
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="replica") if count > 1 else None
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Nest:
+        """Calls `fn` once for each local replica, in replica context; called in cross-replica context.
+
+        Args:
+            fn: called with the arguments as its replica sees them.
+            args: nests; of each distributed value in them a replica gets its component.
+            kwargs: as `args`.
+
+        Returns:
+            The merged results, as `values.regroup_results` says.
+
+        Raises:
+            RuntimeError: it is called inside a run, or the replicas made unequal numbers of merge calls.
+            TypeError: `args` is no tuple or list.
+            ValueError: a distributed argument is of another number of replicas.
+            Exception: the first that a replica or a merge function raised, with a note that names the
+                replica.
+            RunAgain: a section did; all replicas have ended.
+        """
+        context.require_cross_replica(self._strategy, "strategy.run")
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "strategy.run is called while another run of this strategy is under way; a merge function "
+                "and other threads have to wait until it has ended"
+            )
+        try:
+            self._slice()  # It may have to wait for other processes: better here than in each replica.
+            given = values.unwrap(context.arguments("run", args, kwargs), len(self.devices))
+            results = self._run_threads(fn, given) if self._pool else [self._run_here(fn, *given[0])]
+        finally:
+            self._busy.release()
+        return values.regroup_results(results)
+
+    def close(self) -> None:
+        """Ends the replicas' threads; waits for those that still run."""
+        if self._pool:
+            self._pool.shutdown()
+
+    def _call(self, replica: int, merge: context.MergeCall, fn: Callable[..., Any], given: Nest) -> Any:
+        args, kwargs = given
+        device = self.devices[replica]
+        here = ReplicaContext(self._strategy, replica, device, merge, self._slice)
+        with context.enter_replica(here), device_scope(device):
+            return fn(*args, **kwargs)
+
+    def _run_here(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        failures: list[Exception | RunAgain] = []
+
+        def merge(*call: Any) -> Any:
+            # A failed section ends the run, even if the replica swallows the error: as with more replicas.
+            if failures:
+                raise _given_up(failures[0]) from failures[0]
+            try:
+                return self._merge([_Call(*call)])[0]
+            except (Exception, RunAgain) as error:
+                failures.append(error)
+                raise
+
+        try:
+            result = self._call(0, merge, fn, (args, kwargs))
+        except Exception:
+            if failures and isinstance(failures[0], RunAgain):
+                raise failures[0] from None  # What failed on the way out of it is done again as well.
+            raise
+        if failures:
+            raise failures[0]
+        return result
+
+    def _run_threads(self, fn: Callable[..., Any], given: Sequence[Nest]) -> list[Any]:
+        meeting = _Meeting(len(given))
+        futures: list[Future[Any]] = []
+        try:
+            for replica, own in enumerate(given):
+                futures.append(self._start(meeting, replica, fn, own))
+            while (calls := meeting.gather()) is not None:
+                meeting.answer(self._merge(calls))
+        except BaseException as error:
+            meeting.fail(error)
+            # After an interrupt the replicas are not waited for: they end at their next merge_call.
+            if isinstance(error, Exception | RunAgain):
+                wait(futures)
+            raise
+        return [future.result() for future in futures]
+
+    def _start(self, meeting: _Meeting, replica: int, fn: Callable[..., Any], given: Nest) -> Future[Any]:
+        def merge(*call: Any) -> Any:
+            return meeting.call(replica, _Call(*call))
+
+        def body() -> Any:
+            try:
+                result = self._call(replica, merge, fn, given)
+            except BaseException as error:  # all are raised again in the caller's thread
+                meeting.fail(error, f"in {self._describe(replica)}")
+                return None
+            meeting.end(replica)
+            return result
+
+        if self._pool is None:
+            raise RuntimeError("a single replica has no thread")
+        # The copy takes over what is set for the caller, such as numpy.errstate.
+        return self._pool.submit(contextvars.copy_context().run, body)
+
+    def _describe(self, replica: int) -> str:
+        first, count = self._slice()
+        return f"replica {first + replica} of {count} (local replica {replica}, on {self.devices[replica]})"
+
+    def _merge(self, calls: Sequence[_Call]) -> list[Any]:
+        """Runs the function that the replicas met for; returns what each of them gets."""
+        if len({call.name for call in calls}) > 1:
+            raise RuntimeError(
+                "replicas meet for different functions: "
+                + ", ".join(f"{call.name} in local replica {i}" for i, call in enumerate(calls))
+            )
+        fn = calls[0].fn
+        args, kwargs = values.regroup([(call.args, call.kwargs) for call in calls])
+        with context.enter_cross_replica(self._strategy):
+            result = self._cross_replica(lambda: fn(self._strategy, *args, **kwargs))
+        return [values.select(result, replica) for replica in range(len(calls))]
+
+
+def _given_up(failure: BaseException) -> BaseException:
+    """What a replica's `merge_call` raises once something has ended the run."""
+    if isinstance(failure, RunAgain):
+        return RunAgain()
+    return RuntimeError(f"merge_call is given up, since the run failed: {failure!r}")
+
+
+class _Meeting:
+    """Where the replicas of one run meet. A replica runs, waits in a merge_call, or has ended.
+
+    `call`, `end` and `fail` are for the replicas' threads; `gather`, `answer` and `fail` for the
+    caller's. Once something has failed nobody waits any longer.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._changed = threading.Condition()  # guards all below
+        self._running = set(range(count))
+        self._calls: dict[int, _Call] = {}
+        self._answers: dict[int, Any] = {}
+        self._ended: set[int] = set()
+        self._failure: BaseException | None = None
+
+    def call(self, replica: int, call: _Call) -> Any:
+        """Waits for the others, and for the answer; raises once the run has failed, see `_given_up`."""
+        with self._changed:
+            if self._failure is None:
+                self._calls[replica] = call
+                self._stop(replica)
+                self._changed.wait_for(lambda: replica in self._answers or self._failure is not None)
+            if self._failure is not None:
+                raise _given_up(self._failure)
+            return self._answers.pop(replica)
+
+    def end(self, replica: int) -> None:
+        """A replica's function has returned."""
+        with self._changed:
+            self._ended.add(replica)
+            self._stop(replica)
+
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """The run has failed; the first error counts."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+                if where:
+                    error.add_note(where)
+            self._changed.notify_all()
+
+    def gather(self) -> list[_Call] | None:
+        """Waits until all replicas wait, or all have ended.
+
+        Returns:
+            The calls, in the order of the replicas; None if all have ended.
+
+        Raises:
+            RuntimeError: some wait for others that have ended.
+            BaseException: what made the run fail.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
+            if self._calls and self._ended:
+                raise RuntimeError(
+                    "replicas make unequal numbers of merge_calls: local replicas "
+                    f"{sorted(self._ended)} have ended, while {sorted(self._calls)} wait in "
+                    f"merge_call({self._calls[min(self._calls)].name}); call it in every replica"
+                )
+            return [self._calls[replica] for replica in sorted(self._calls)] or None
+
+    def answer(self, answers: Sequence[Any]) -> None:
+        """Lets the replicas go on, each with its own answer."""
+        with self._changed:
+            self._answers = dict(enumerate(answers))
+            self._running = set(self._answers)
+            self._calls = {}
+            self._changed.notify_all()
+
+    def _stop(self, replica: int) -> None:
+        self._running.discard(replica)
+        self._changed.notify_all()

@@ -1,0 +1,340 @@
+"""`Strategy`: what one trains with, whatever its variables and reductions are made of."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from psclient._src import context, nest, values
+from psclient._src.cluster_resolver.base import ClusterResolver
+from psclient._src.data.array_dataset import ArrayDataset
+from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
+from psclient._src.distribute import extended_v1
+from psclient._src.distribute.backend import Backend
+from psclient._src.distribute.replicas import ReplicaRunner
+from psclient._src.options import InputContext, InputOptions, RunOptions, ValueContext
+from psclient._src.processes import shutdown
+from psclient._src.reduce_op import ReduceOp
+from pswire.model.tensor import Array
+
+
+class Strategy:
+    """A state and compute distribution policy on a list of devices.
+
+    Methods for cross-replica context enter the strategy's scope by themselves where there is none.
+
+    Source: `tf.distribute.Strategy`.
+
+    Args:
+        backend: where variables live, and how a reduction travels.
+
+    Attributes:
+        extended: additional methods, for algorithms that need to be distribution-aware.
+        backend: as given.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.extended = extended_v1.StrategyExtended(self)
+        group = backend.group
+        self._runner = ReplicaRunner(self, group.devices, group.slice, backend.section)
+        self._datasets = 0
+        self._passes = Passes(make_round=self._make_round)
+        self._after_step: list[tuple[bool, Callable[[], object]]] = []  # whether the step has begun, and what to call
+        self._process = os.getpid()
+
+    # ---- What it is ----
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R: the replicas over which gradients are aggregated, those of all workers. In any context.
+
+        It changes only when a new epoch of membership is taken in. A process that comes late reads here, until it
+        takes part, what those saw that began together: a batch size that the script computes from it is then the
+        same everywhere. In asynchronous mode it is the number of this worker's replicas.
+        """
+        return self.backend.group.replicas
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What tells the cluster and this process's task; None of a strategy without a cluster. In any context."""
+        return None
+
+    # ---- Running ----
+
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """Makes this strategy current in the calling thread: variables created within are its own.
+
+        Entering it enters cross-replica context; leaving the outermost one ends what was begun in it. May be
+        entered in the default context, and again within itself. What was begun before an error that leaves it is done.
+
+        Raises:
+            RuntimeError: on entering, another strategy is current.
+        """
+        return _Scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls a function once on each local replica, in replica context. In cross-replica context.
+
+        In a process that came to a running job, and is taken in at the first section of this run, it is called a
+        second time: what it computed before was of older values. The first time leaves nothing in the strategy's
+        variables; what else the function changed, such as the state of a random generator, it changes twice.
+
+        Args:
+            fn: gets, for each per-replica value among the arguments, its own component.
+            args, kwargs: nests of arrays and distributed values.
+            options: see `RunOptions`; has no effect here.
+
+        Returns:
+            The merged results: what is the same object from every replica comes back itself, all else, and Python
+            numbers always, as a per-replica value; with one local replica what `fn` returned.
+
+        Raises:
+            RuntimeError: called inside a run, or after `close`.
+            TypeError: `args` is no tuple or list.
+            ValueError: a distributed argument is of another number of replicas.
+        """
+        with context.within(self):
+            context.require_cross_replica(self, "run")
+            self.backend.check_open()
+            self.begin_step()
+            return self.backend.run(lambda: self._runner.run(fn, args, kwargs))
+
+    def after_step(self, call: Callable[[], object]) -> None:
+        """Has a function called once, when the next step is over. In any context.
+
+        What follows a `run` belongs to its step, such as updates with the gradients that it has returned: the step is
+        over when `run` is called again, or the strategy is closed, or the process ends.
+        """
+        shutdown.unregister(self.end_step)
+        shutdown.register(self.end_step)
+        self._after_step.append((False, call))
+
+    def begin_step(self) -> None:
+        """The step before, if there was one, is over: see `after_step`."""
+        if self._after_step:
+            over = [call for begun, call in self._after_step if begun]
+            self._after_step = [(True, call) for begun, call in self._after_step if not begun]
+            for call in over:
+                call()
+
+    def end_step(self) -> None:
+        """There is no step any more: see `after_step`. Does nothing in a fork of the process."""
+        shutdown.unregister(self.end_step)
+        waiting, self._after_step = self._after_step, []
+        if os.getpid() == self._process:
+            for _, call in waiting:
+                call()
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Array:
+        """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.
+
+        Args:
+            reduce_op: SUM or MEAN, also as a string in any case.
+            value: a per-replica value, such as `run` returned.
+            axis: also reduced within each replica's array, usually the batch's; MEAN then divides by the true
+                number of elements. None reduces across replicas only.
+
+        Returns:
+            A host array, the same on every process.
+
+        Raises:
+            ValueError: shapes that differ without an axis; SUM of a plain value with several local replicas.
+            RuntimeError: called in replica context.
+        """
+        with self.scope():
+            context.require_cross_replica(self, "reduce")
+            self.backend.check_open()
+            return self.extended.reduce(ReduceOp.parse(reduce_op), value, axis)
+
+    def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """`get_replica_context().merge_call`, for code that has the strategy at hand. In replica context."""
+        return context.require_replica("merge_call", self).merge_call(merge_fn, args, kwargs)
+
+    # ---- Values ----
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of the local replicas: a tuple, `(value,)` of what is not distributed. In any context."""
+        return values.local_results(value)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """A value for each local replica. In cross-replica context.
+
+        Args:
+            value_fn: called once for each local replica with its `ValueContext`; returns a nest of arrays or numbers.
+
+        Returns:
+            A nest of per-replica values, for `run` and `reduce`; with one local replica what `value_fn` returned.
+
+        Raises:
+            ValueError: `value_fn` returns distributed values.
+        """
+        with self.scope():
+            context.require_cross_replica(self, "experimental_distribute_values_from_function")
+            first, replicas = self.backend.group.slice()
+            mine = range(first, first + len(self.backend.group.devices))
+            found = [value_fn(ValueContext(replica, replicas)) for replica in mine]
+            if any(isinstance(leaf, values.DistributedValues) for leaf in nest.flatten(found)):
+                raise ValueError("value_fn returned a distributed value; let it return the value of one replica")
+            return nest.map_structure(lambda *leaves: values.per_replica(leaves), *found)
+
+    # ---- Data ----
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any) -> ArrayDataset:
+        """A dataset over a nest of NumPy arrays, an example for each row. In any context.
+
+        Args:
+            numpy_input: arrays with one and the same first dimension; a list is stacked into one array. `batch` the
+                dataset by the global batch size, then distribute it.
+        """
+        return ArrayDataset(numpy_input)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+        """Splits each global batch evenly over all replicas of all workers. In any context.
+
+        Args:
+            dataset: gives global batches, nests of arrays, anew each time it is iterated: an `ArrayDataset`, grain's
+                `MapDataset` or `IterDataset`, a PyTorch `DataLoader`, a list of batches.
+            options: how it is distributed.
+
+        Returns:
+            An iterable of per-replica values, on the replicas' devices.
+
+        Raises:
+            ValueError: the dataset is not batched.
+            TypeError: it is none.
+        """
+        return DistributedDataset(dataset, self.backend.group, self._number_dataset(), self._passes, options)
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDatasetFromFunction:
+        """Each worker makes its own dataset, whose batches are per replica. In any context.
+
+        Args:
+            dataset_fn: called once, with an `InputContext`; returns what `experimental_distribute_dataset` takes,
+                with batches of one replica's size.
+            options: how it is distributed.
+        """
+        group = self.backend.group
+        place, count = group.pipeline
+        told = InputContext(count, place, group.replicas)
+        return DistributedDatasetFromFunction(dataset_fn, told, group, self._number_dataset(), self._passes, options)
+
+    def _make_round(self) -> None:
+        """A round that carries nothing but whether this worker has data left."""
+        nothing = values.per_replica([np.float32(0)] * len(self.extended.worker_devices))
+        with self.backend.group.holding_back():
+            float(self.reduce(ReduceOp.SUM, nothing, axis=None))
+
+    def _number_dataset(self) -> int:
+        self._datasets += 1
+        return self._datasets - 1
+
+    # ---- Logical devices: each replica of ours has one ----
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """The tensor itself: a replica has one logical device, number 0. In any context, mostly a replica's.
+
+        Raises:
+            ValueError: another device is meant; several for one replica are TPUs' alone.
+        """
+        if logical_device_id != 0:
+            raise ValueError(
+                f"logical device {logical_device_id!r} of one: a replica computes on one device here, number 0; model "
+                "parallelism over logical devices is TPUStrategy's alone"
+            )
+        return tensor
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """The tensor itself: a replica has one logical device. In any context, mostly a replica's.
+
+        Args:
+            tensor: an array.
+            partition_dimensions: for each dimension into how many parts it is split; here all 1.
+
+        Raises:
+            ValueError: their number is not the tensor's rank, one does not divide its dimension, or their product
+                is not 1.
+        """
+        shape = tuple(tensor.shape) if hasattr(tensor, "shape") else np.shape(tensor)
+        parts = list(partition_dimensions)
+        if len(parts) != len(shape):
+            raise ValueError(f"partition_dimensions {parts} need one number for each dimension of shape {shape}")
+        for size, part in zip(shape, parts, strict=True):
+            if part < 1 or size % part:
+                raise ValueError(f"a dimension of {size} cannot be split into {part} equal parts: {parts} of {shape}")
+        if math.prod(parts) != 1:
+            raise ValueError(
+                f"partition_dimensions {parts} ask for {math.prod(parts)} logical devices, and a replica has one here; "
+                "model parallelism over logical devices is TPUStrategy's alone"
+            )
+        return tensor
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """The tensor itself: a replica has one logical device. In any context, mostly a replica's."""
+        return tensor
+
+    # ---- The end ----
+
+    def close(self) -> None:
+        """Ends the strategy: what needs its replicas or its servers raises from now on. In any context."""
+        self.end_step()
+        self.backend.close()
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close()
+
+
+class _Scope(threading.local):
+    """`with strategy.scope()`: leaving the outermost one ends the open section. Any thread may enter it, and again."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._entered: list[tuple[AbstractContextManager[None], bool]] = []
+
+    def __enter__(self) -> Strategy:
+        outermost = not context.has_strategy()
+        entered = context.enter_strategy_scope(self._strategy)
+        entered.__enter__()
+        self._entered.append((entered, outermost))
+        return self._strategy
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        entered, outermost = self._entered.pop()
+        try:
+            if outermost and (kind is None or issubclass(kind, Exception)):
+                # What was recorded before an error is done, as on the other processes; an interrupt waits for nobody.
+                self._flush(error)
+            elif outermost:
+                self._strategy.backend.drop()
+        finally:
+            entered.__exit__(kind, error, trace)
+
+    def _flush(self, error: BaseException | None) -> None:
+        try:
+            self._strategy.backend.flush()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"what was recorded before this error is not done: {failure}")
+            self._strategy.backend.drop()

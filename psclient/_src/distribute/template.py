@@ -1,0 +1,63 @@
+"""What one section recorded, for later ones that differ by their contributions, and by numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from psclient._src.tracing.symbolic_numbers import Number
+from psclient._src.tracing.update_function import Trace
+from pswire.model.plan import Plan
+from pswire.model.tensor import DTYPES, Array, TensorSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What one section recorded.
+
+    Attributes:
+        plan: as it travels.
+        written: ids of the variables that it assigns.
+        traces: of its update functions, each with whether there were numbers among its arguments.
+        sources: for each operand of the plan, of which trace it is which input.
+    """
+
+    plan: Plan
+    written: frozenset[int]
+    traces: Mapping[Trace, bool]
+    sources: tuple[tuple[Trace, int], ...]
+
+    def operands(self, numbers: list[Number]) -> tuple[Array, ...] | None:
+        """The operands with other numbers; None where a function would do something else."""
+        found: dict[Trace, list[Array | None]] = {}
+        for one, takes in self.traces.items():
+            arrays = one.operands(numbers if takes else [])
+            if arrays is None:
+                return None
+            found[one] = arrays
+        return tuple(cast(Array, found[one][place]) for one, place in self.sources)
+
+
+class HostValue(NamedTuple):
+    """A contribution that is an array of a replica, as it travels; to a section the same as a `LocalValue`.
+
+    Attributes:
+        weight: by how much it counts.
+        array: contiguous, on the host.
+    """
+
+    weight: float
+    array: Array
+
+
+def travels_as(value: Any, spec: TensorSpec) -> bool:
+    """Whether a value is a NumPy array that travels as it is, as a tensor of this dtype and shape."""
+    return (
+        type(value) is np.ndarray
+        and value.shape == spec.shape
+        and value.dtype == DTYPES[spec.dtype]
+        and value.flags.c_contiguous
+    )

@@ -1,0 +1,454 @@
+"""A whole cluster of real processes on this machine.
+
+`start_server` starts one server; `Cluster` starts servers and all others, and ends them. A
+process that we start never outlives us: servers end when their stdin does, the others are killed by
+the kernel when their parent dies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from psclient._src.config import JOB, LANE, LaunchConfig, child_environ, job_from
+from psclient._src.launch.script import SERVER_LOST
+from psclient._src.processes.output import Line, Relay
+from psclient._src.processes.process import (
+    address_in,
+    await_listening,
+    describe_exit,
+    exit_code,
+    send,
+    spawn,
+    spawn_server,
+    start_server,
+)
+from psclient._src.processes.shutdown import NOT_SAVED
+from psclient._src.reminder import Reminder
+from psclient._src.transport.remote_server import RemoteServer
+from pswire.cluster import Task
+from pswire.errors import PSError
+from pswire.limits import Timeouts
+from pswire.model.status import ServerStatus
+from pswire.security.identity import TOKEN_BYTES, Security, task_name
+from pswire.telemetry import logging_setup
+
+__all__ = ["Cluster", "Outcome", "start_server"]
+
+EVALUATOR = Task("evaluator", 0)
+"""It has no part in the training, and may go on after it."""
+
+NAME_ONLY = "127.0.0.1:0"
+"""The address of a task that does not listen."""
+
+LEAVE_SECONDS = 10.0
+"""How long servers and the chief may take to end by themselves after the last worker."""
+
+TERM_SECONDS = 5.0
+"""How long a process may take to end after SIGTERM."""
+
+SETTLE_SECONDS = 0.5
+"""How long after a failure others are looked at: the one that failed first may end last."""
+
+POLL_SECONDS = 0.05
+
+log = logging.getLogger("psworker")
+
+_TRACEBACK = "Traceback (most recent call last)"
+_VERDICTS = ("psworker: ", "psserver: ", _TRACEBACK)
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d [DIWEC] ")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cluster ended.
+
+    Attributes:
+        code: exit code for the launcher: 0, the failing task's, 128 + signal where one killed it, 1 where the
+            job did not end with its workers.
+        task: the task that failed, None where none did.
+        report: what failed, with the last traceback or line that it printed; "" where nothing did.
+    """
+
+    code: int
+    task: Task | None = None
+    report: str = ""
+
+
+class Cluster:
+    """Servers, workers, a chief and an evaluator on this machine; a context manager that leaves nothing behind.
+
+    Used by one thread, which must live as long as the cluster: the kernel ends what it started with it.
+
+    Args:
+        config: what to start.
+        sink: called with each line that a process prints, in another thread; None only keeps them.
+        more: environment variables of workers and the chief, beside those of this process.
+        keys: attributes of `LaunchConfig` that win over `config`.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig | None = None,
+        sink: Callable[[Line], None] | None = None,
+        more: Mapping[str, str] | None = None,
+        **keys: Any,
+    ) -> None:
+        self.config = dataclasses.replace(config or LaunchConfig(), **keys)
+        self.processes: dict[Task, subprocess.Popen[bytes]] = {}
+        self.addresses: dict[Task, str] = {}
+        self._options = self.config.security
+        if not (self._options.token or self._options.token_file):
+            # Others on this machine are not let in.
+            self._options = dataclasses.replace(self._options, token=secrets.token_hex(TOKEN_BYTES))
+        self.job = job_from() or secrets.token_hex(4)
+        """The identity of the job."""
+        self._sink = sink
+        self._more = dict(more or {})
+        self._relay: Relay | None = None
+        self._heard: set[Task] = set()
+        self._ended: list[Task] = []
+        self._restarts = self.config.restarts
+        self._started: dict[Task, float] = {}
+        self._lost_at = -math.inf  # when the loss of a server was counted last
+        self._signals: list[int] = []
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts every process; returns when the servers listen.
+
+        Raises:
+            ConfigError: a server refused its flags.
+            Unreachable: a server did not listen in time.
+        """
+        self._relay = Relay(self._sink)
+        try:
+            servers = [Task("ps", index) for index in range(self.config.ps)]
+            for task in servers:
+                self.processes[task] = self._server(task, 0)
+            for task in servers:
+                line = await_listening(self.processes[task], task, self.config.timeouts)
+                self.addresses[task] = address_in(line)
+                self._tell(task, line, error=False)
+                self._listen(task)
+            for task in self.clients():
+                self.start_task(task)
+        except BaseException:
+            self.stop(grace=0.0)
+            raise
+
+    def clients(self) -> list[Task]:
+        """Every task but the servers."""
+        chief = [] if self.config.chief == "none" else [Task("chief", 0)]
+        workers = [Task("worker", index) for index in range(self.config.workers)]
+        evaluator = [EVALUATOR] * self.config.evaluator
+        return chief + workers + evaluator if self.config.script else []
+
+    def start_task(self, task: Task) -> None:
+        """Starts a task, or starts it again after its end; a server gets the port that it had."""
+        if task.job == "ps":
+            self.processes[task] = self._server(task, int(self.addresses[task].rpartition(":")[2]))
+        else:
+            self.processes[task] = self._client(task)
+        self._started[task] = time.monotonic()
+        self._listen(task)
+
+    def tf_config(self, task: Task) -> str:
+        """The value of TF_CONFIG for one task."""
+        config = self.config
+        jobs = {"ps": [self.addresses[task] for task in sorted(self.addresses)]}
+        jobs |= {"worker": [NAME_ONLY] * config.workers} if config.workers else {}
+        jobs |= {} if config.chief == "none" else {"chief": [NAME_ONLY]}
+        return json.dumps({"cluster": jobs, "task": {"type": task.job, "index": task.index}})
+
+    def security(self, task: Task) -> Security:
+        """What a task of this cluster shows to the servers; raises `ConfigError` as `SecurityOptions.read`."""
+        return self._options.read(task_name(task))
+
+    def output(self, task: Task, error: bool = False) -> list[str]:
+        """The last lines that a task printed on stdout, or with `error` on stderr."""
+        return self._relay.lines(task, error) if self._relay else []
+
+    def kill(self, task: Task, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to one task; SIGKILL is waited for."""
+        self.processes[task].send_signal(number)
+        if number == signal.SIGKILL:
+            self.processes[task].wait()
+
+    def interrupt(self, number: int) -> None:
+        """Asks `wait` to end the cluster with a signal; at the second one it kills. For signal handlers."""
+        self._signals.append(number)
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Waits until workers and evaluator have ended, a failure, or an interruption; then ends everything.
+
+        Args:
+            timeout: seconds after which the cluster is ended and TimeoutError raised; None for none.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        scripts = self._scripts() or list(self.processes)
+        running, told = scripts, False
+        reminder = Reminder(self.config.timeouts.word, lambda: self._say_who_runs(running))
+        while True:
+            if self._signals:
+                return self._interrupted()
+            failed = self._failed()
+            if failed and not self._replaced(failed):
+                return self._failure()
+            running = [task for task in scripts if self.processes[task].poll() not in (0, NOT_SAVED)]
+            if not failed and not running:
+                break
+            if len(running) == len(scripts) or running == [EVALUATOR]:
+                reminder.begin()
+            reminder.look()
+            if running == [EVALUATOR] and not told:
+                told = True
+                self._tell(EVALUATOR, f"psworker: the workers have left; {EVALUATOR} ends by itself, or at Ctrl-C")
+            if deadline is not None and time.monotonic() > deadline:
+                late = [str(task) for task, process in self.processes.items() if process.poll() is None]
+                self.stop()
+                raise TimeoutError(f"after {timeout:g} s these still ran: {', '.join(late)}")
+            time.sleep(POLL_SECONDS)
+        return self._end()
+
+    def stop(self, grace: float = TERM_SECONDS, number: int = signal.SIGTERM) -> None:
+        """Ends every process that still runs: clients first, so that they can take leave of servers.
+
+        Args:
+            grace: seconds until those that do not end are killed.
+            number: the signal that asks them to end.
+        """
+        clients = [task for task in self.processes if task.job != "ps"]
+        for tasks, first in ((clients, number), (list(self.processes), signal.SIGTERM)):
+            self._send(tasks, first)
+            self._await(tasks, grace)
+            self._send(tasks, signal.SIGKILL)
+        for task, process in self.processes.items():
+            process.wait()
+            for pipe in (process.stdin, *([] if task in self._heard else (process.stdout, process.stderr))):
+                if pipe:
+                    pipe.close()
+        if self._relay:
+            self._relay.close()
+
+    def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
+        config = self.config
+        flags = self._flags(task) + ["--until-done"] * bool(config.script)
+        more = self._options.variables()
+        return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, self._tasks(), more)
+
+    def _client(self, task: Task) -> subprocess.Popen[bytes]:
+        runs = task.job != "chief" or self.config.chief == "script"
+        command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid())]
+        command += self._flags(task)
+        command += ["--", self.config.script, *self.config.args] if runs else []
+        told = (
+            {LANE: self.config.lane, JOB: self.job}
+            | self._options.variables()
+            | self._more
+            | {"TF_CONFIG": self.tf_config(task)}
+        )
+        environ = child_environ(self._tasks(), self.config.timeouts, told)
+        return spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def _flags(self, task: Task) -> list[str]:
+        """What every process is told of what to show, and where."""
+        config = self.config
+        flags = ["--debug"] * config.debug + ["--log-format", config.log_format]
+        flags += ["--log-level", config.log_level] if config.log_level else []
+        if config.metrics_port is not None:
+            order = [*(Task("ps", index) for index in range(config.ps)), *self.clients()]
+            port = config.metrics_port + order.index(task) if config.metrics_port else 0
+            flags += ["--metrics-port", str(port), "--metrics-host", config.metrics_host]
+        return flags
+
+    def _tasks(self) -> int:
+        return self.config.ps + self.config.workers
+
+    def _listen(self, task: Task) -> None:
+        process, relay = self.processes[task], self._relay
+        self._heard.add(task)
+        if relay and process.stdout and process.stderr:
+            relay.watch(process.stdout, task, error=False)
+            relay.watch(process.stderr, task, error=True)
+
+    def _scripts(self) -> list[Task]:
+        return [t for t in self.clients() if t.job != "chief" or self.config.chief == "script"]
+
+    def _failed(self) -> list[Task]:
+        """Tasks that failed, in the order in which that was seen; one that has only not saved stops nobody."""
+        failed = [task for task, process in self.processes.items() if process.poll() not in (None, 0, NOT_SAVED)]
+        self._ended += [task for task in failed if task not in self._ended]
+        return [task for task in self._ended if task in failed]
+
+    def _replaced(self, failed: list[Task]) -> bool:
+        """Starts tasks again, if there are restarts for those of them that failed by themselves."""
+        causes = self._causes(failed)
+        if len(causes) > self._restarts:
+            return False
+        self._restarts -= len(causes)
+        for task in dict.fromkeys([*causes, *failed]):
+            self._tell(task, self._why_replaced(task, task in causes))
+            if self.processes[task].poll() is None:
+                self.kill(task)
+            if task in self._ended:
+                self._ended.remove(task)
+            self.start_task(task)
+        return True
+
+    def _causes(self, failed: list[Task]) -> list[Task]:
+        """Who failed by itself, and not because a server did.
+
+        A client that ends with `SERVER_LOST` follows the last loss of a server that was counted, if it was there at
+        that time: once, for its successor was not. If it follows none, the servers that do not answer are the cause;
+        if all of them do, it is the client.
+        """
+        followers = [task for task in failed if self._says_server_lost(task)]
+        causes = [task for task in failed if task not in followers]
+        if any(task.job == "ps" for task in causes):
+            self._lost_at = time.monotonic()
+        first = next((task for task in followers if self._started[task] > self._lost_at), None)
+        if first is not None:
+            causes += [task for task in sorted(self.addresses) if self._ask(task) is None] or [first]
+            self._lost_at = time.monotonic()
+        return causes
+
+    def _says_server_lost(self, task: Task) -> bool:
+        return task.job != "ps" and self.processes[task].returncode == SERVER_LOST
+
+    def _why_replaced(self, task: Task, counts: bool) -> str:
+        code = self.processes[task].poll()
+        how = "it does not answer" if code is None else describe_exit(code)
+        if not counts:
+            return f"psworker: {task} ended because a server was lost ({how}); replaced, at no cost"
+        return f"psworker: {task} failed ({how}); replaced, {self._restarts} restarts left"
+
+    def _say_who_runs(self, running: list[Task]) -> None:
+        names = ", ".join(map(str, running))
+        self._tell(running[0], f"psworker: waits for {names} to end; all other scripts have")
+
+    def _tell(self, task: Task, text: str, error: bool = True) -> None:
+        if error and logging_setup.structured():
+            log.warning("%s", text.removeprefix("psworker: "))
+        elif self._sink:
+            self._sink(Line(task, error, text))
+
+    def _end(self) -> Outcome:
+        """After the last worker the others end by themselves; if they do not, a job has not come to its end."""
+        self._await(list(self.processes), LEAVE_SECONDS)
+        running = [task for task, process in self.processes.items() if process.poll() is None]
+        for task in running:
+            self._tell(task, f"psworker: {task} did not end by itself after the last worker")
+        if self._failed():
+            return self._failure()
+        unsaved = [task for task, process in self.processes.items() if process.poll() == NOT_SAVED]
+        if unsaved:
+            self.stop()
+            return self._outcome(unsaved[0])
+        if running and self._signals:
+            return self._interrupted()
+        unfinished = bool(running) and self._job_began()
+        self.stop()
+        return Outcome(1, None, _unfinished(running)) if unfinished else Outcome(0)
+
+    def _job_began(self) -> bool:
+        """Whether workers ever took part in a job: a script may do without one, which leaves servers waiting."""
+        status = self._ask(Task("ps", 0))
+        return status is None or status.epoch is not None  # it ends only after a job
+
+    def _ask(self, task: Task) -> ServerStatus | None:
+        """What a server says of itself; None where it does not answer."""
+        security = self.security(self.clients()[0])
+        server = RemoteServer(self.addresses[task], task, Timeouts(call=TERM_SECONDS), security=security)
+        try:
+            return server.status()
+        except PSError:
+            return None
+        finally:
+            server.close()
+
+    def _failure(self) -> Outcome:
+        """Ends the cluster; who failed by itself is blamed before those that failed because it did."""
+        self._await(list(self.processes), SETTLE_SECONDS)
+        failed = self._failed()
+        self.stop()
+        return self._outcome(min(failed, key=self._blame))
+
+    def _outcome(self, task: Task) -> Outcome:
+        code = self.processes[task].returncode
+        heading = f"psworker: {task} failed ({describe_exit(code)}):"
+        return Outcome(exit_code(code), task, "\n".join([heading, *_last_words(self.output(task, error=True))]))
+
+    def _blame(self, task: Task) -> tuple[bool, bool, bool]:
+        killed, follows = self.processes[task].returncode < 0, self._says_server_lost(task)
+        return (
+            follows,
+            not killed,
+            not any(line.startswith(_TRACEBACK) for line in _plain(self.output(task, error=True))),
+        )
+
+    def _interrupted(self) -> Outcome:
+        number = self._signals[0]
+        self.stop(number=number)
+        return Outcome(128 + number)
+
+    def _send(self, tasks: list[Task], number: int) -> None:
+        for task in tasks:
+            if self.processes[task].poll() is None:
+                send(self.processes[task], number)
+
+    def _await(self, tasks: list[Task], seconds: float) -> None:
+        """Waits until the processes have ended; a second interruption ends the waiting."""
+        deadline = time.monotonic() + seconds
+        while any(self.processes[task].poll() is None for task in tasks):
+            if time.monotonic() > deadline or len(self._signals) > 1:
+                return
+            time.sleep(POLL_SECONDS)
+
+
+def _last_words(lines: list[str]) -> list[str]:
+    """Why a process ended: its last traceback, or line of ours; the log goes on while it takes its leave."""
+    said = [line for line in _plain(lines) if line.strip()]
+    said = [line for line in said if not _LOGGED.match(line)] or said
+    starts = [i for i, line in enumerate(said) if line.startswith(_VERDICTS)]
+    if not starts:
+        return said[-1:] or ["it printed nothing on stderr"]
+    verdict = said[starts[-1] :]
+    return verdict if verdict[0].startswith(_TRACEBACK) else verdict[:1]
+
+
+def _plain(lines: list[str]) -> list[str]:
+    """Lines as text: of those in JSON the errors, with their tracebacks."""
+    plain: list[str] = []
+    for line in lines:
+        said = logging_setup.read(line)
+        if said is None:
+            plain.append(line)
+        elif said["level"] in ("error", "critical"):
+            plain += str(said.get("exception") or f"psworker: {said['message']}").splitlines()
+    return plain
+
+
+def _unfinished(running: list[Task]) -> str:
+    return (
+        f"psworker: {', '.join(map(str, running))} still waited for the end of the job {LEAVE_SECONDS:g} s after "
+        "the last worker: a worker did not leave cleanly"
+    )

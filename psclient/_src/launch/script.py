@@ -1,0 +1,187 @@
+"""Runs a user's script in this process, as `python SCRIPT` would, and says in one line what went wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import psclient
+import pswire
+from psclient._src.processes import shutdown
+from pswire.cluster import Task
+from pswire.errors import ConfigError, Forbidden, PSError, ServerLost
+from pswire.telemetry import logging_setup
+
+log = logging.getLogger("psworker")
+
+_OURS = tuple(str(Path(package.__path__[0])) + os.sep for package in (psclient, pswire))
+_PR_SET_PDEATHSIG = 1
+
+SERVER_LOST = 75
+"""The exit code of a process that `ServerLost` ended, EX_TEMPFAIL of sysexits.h: nothing is wrong with the process
+itself, and another attempt goes on from a checkpoint."""
+
+_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2, ServerLost: SERVER_LOST}
+
+
+def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool = False) -> int:
+    """Runs a script as `__main__`.
+
+    Args:
+        script: its path.
+        args: its arguments.
+        task: the task that this process is, for messages; None without a cluster.
+        debug: whether errors of this package are shown with their traceback.
+
+    Returns:
+        The exit code: 0, the script's own, 2 without such a script, that of the error that ended it, or
+        `endings.NOT_SAVED` where what was to be done after its end was not.
+    """
+    path = Path(script)
+    if not path.exists():
+        hint = "; options come before the script" if script.startswith("-") else f" in {Path.cwd()}"
+        say(task, f"error: there is no script {script!r}{hint}")
+        return 2
+    sys.argv = [script, *args]
+    sys.path.insert(0, str(path.resolve() if path.is_dir() else path.resolve().parent))
+    sys.excepthook = _hook(script, task, debug)
+    if logging_setup.structured():
+        threading.excepthook = _log_of_thread
+    try:
+        code = _run(script)
+    finally:
+        failures = shutdown.run()
+    for error in failures:
+        say(task, f"error: {' '.join(str(error).split())}")
+    return shutdown.NOT_SAVED if failures and not code else code
+
+
+def _run(script: str) -> int:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as exit:
+        return _exit_code(exit)
+    except BaseException as error:
+        _remember(error)
+        sys.excepthook(type(error), error, error.__traceback__)  # by now others may have hung on to it
+        return code_of(error)
+    return 0
+
+
+def _hook(script: str, task: Task | None, debug: bool) -> Callable[..., None]:
+    """How an exception that nobody catches is shown: ours in one line, the user's as python shows it."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.stdout.flush()
+        if isinstance(error, KeyboardInterrupt):
+            say(task, "interrupted")
+        elif isinstance(error, PSError) and not debug:
+            say(task, f"error: {one_line(error, Path(script))}")
+        else:
+            trace = _from_script(trace, script)
+            if logging_setup.structured():
+                log.error("%s failed: %s", script, error, exc_info=(kind, error.with_traceback(trace), trace))
+            else:
+                sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+    return show
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of a process that an error ends.
+
+    2 says that another attempt would end in the same way, `SERVER_LOST` that another process is to blame.
+    """
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
+
+
+def say(task: Task | None, text: str) -> None:
+    """Prints one line on stderr, headed by the program and the task; where the log is JSON, as an error of it."""
+    sys.stdout.flush()
+    if logging_setup.structured():
+        log.error("%s", text.removeprefix("error: "))
+    else:
+        print(f"psworker: {task}: {text}" if task else f"psworker: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _log_of_thread(failed: threading.ExceptHookArgs) -> None:
+    """As Python prints it, in the log."""
+    error = failed.exc_value
+    if error is not None and not isinstance(error, SystemExit):
+        where = failed.thread.name if failed.thread else "a thread"
+        log.error("%s failed: %s", where, error, exc_info=(type(error), error, failed.exc_traceback))
+
+
+def one_line(error: PSError, script: Path) -> str:
+    """The error's text, and the line of the user's code that it comes from."""
+    text = " ".join(str(error).split())
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    beside = [frame for frame in frames if Path(frame.filename).is_relative_to(script.parent)]
+    where = (beside or frames)[-1:]
+    return f"{text} ({_relative(where[0].filename)}:{where[0].lineno})" if where else text
+
+
+def end_on_sigterm() -> None:
+    """Makes SIGTERM an ordinary exit with code 143, so that sessions take their leave; a second one kills."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends (Linux).
+
+    Args:
+        parent: process id of who started this process; when it is gone already, this process ends.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            raise SystemExit(128 + signal.SIGKILL)
+
+
+def _remember(error: BaseException) -> None:
+    """As the interpreter does at the end; what runs at exit can see that the script failed, and why."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+
+
+def _from_script(trace: TracebackType | None, script: str) -> TracebackType | None:
+    """Leaves out what led from the command line to the script's first frame."""
+
+    def is_script(filename: str) -> bool:
+        return filename == script or filename.startswith(script.rstrip(os.sep) + os.sep)
+
+    while trace is not None and not is_script(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace
+
+
+def _exit_code(exit: SystemExit) -> int:
+    if exit.code:
+        _remember(exit)
+    if exit.code is None or isinstance(exit.code, int):
+        return exit.code or 0
+    sys.stdout.flush()
+    print(exit.code, file=sys.stderr, flush=True)  # noqa: T201
+    return 1
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((*_OURS, "<frozen"))
+
+
+def _relative(filename: str) -> str:
+    path = Path(filename).absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

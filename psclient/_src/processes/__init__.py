@@ -1,0 +1,7 @@
+"""Processes that this one starts, and its own end.
+
+process          starts a server, with its allocator and its lifeline
+embedded_server  a server that lives as long as a strategy
+output           relays the lines of many processes to one terminal
+shutdown         work at the end of a script, and its exit code
+"""

@@ -1,0 +1,145 @@
+"""One process of a local cluster: how it is started, heard of, and ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from psclient._src.config import ServerOptions, child_environ
+from pswire.cluster import Task
+from pswire.errors import ConfigError, Unreachable
+from pswire.limits import Timeouts
+from pswire.security.identity import SecurityOptions
+from pswire.telemetry import logging_setup
+
+log = logging.getLogger("psclient")
+
+
+def start_server(
+    task: int = 0,
+    port: int = 0,
+    options: ServerOptions | None = None,
+    *,
+    until_done: bool = True,
+    timeouts: Timeouts | None = None,
+    flags: Sequence[str] = (),
+    stderr: int | None = None,
+    security: SecurityOptions | None = None,
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Starts a server on this machine and waits until it listens.
+
+    It ends when its stdin is closed, which the death of this process does.
+
+    Args:
+        task: index of the ps task.
+        port: where to listen, 0 to pick.
+        options: its other flags.
+        until_done: whether it ends with the job.
+        timeouts: handed to it; None leaves the environment's.
+        flags: more flags of `psserver`.
+        stderr: as in `subprocess.Popen`.
+        security: handed to it; None leaves the environment's.
+
+    Returns:
+        The process, with pipes as stdin and stdout, and its `host:port`.
+
+    Raises:
+        ConfigError: the server refused its flags.
+        Unreachable: it did not listen in time.
+    """
+    flags = [*flags, "--until-done"] if until_done else flags
+    more = security.variables() if security else None
+    process = spawn_server(Task("ps", task), port, options or ServerOptions(), timeouts, flags, stderr, more=more)
+    try:
+        return process, address_in(await_listening(process, Task("ps", task), timeouts or Timeouts()))
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def spawn_server(
+    task: Task,
+    port: int,
+    options: ServerOptions,
+    timeouts: Timeouts | None,
+    flags: Sequence[str],
+    stderr: int | None,
+    tasks: int = 1,
+    more: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Starts a server that ends with its stdin; `-P` keeps the user's files from shadowing modules."""
+    command = [sys.executable, "-P", "-m", "psserver", "--task", str(task.index), "--lifeline"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    for name, value in vars(options).items():
+        command += ["--" + name.replace("_", "-"), value]
+    return spawn([*command, *flags], child_environ(tasks, timeouts, more), stdin=subprocess.PIPE, stderr=stderr)
+
+
+def spawn(command: list[str], environ: dict[str, str], stdin: int, stderr: int | None) -> subprocess.Popen[bytes]:
+    """A process group for each process: Ctrl-C reaches them through us, once, and strays die with them."""
+    return subprocess.Popen(
+        command, bufsize=0, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, env=environ, process_group=0
+    )
+
+
+def await_listening(process: subprocess.Popen[bytes], task: Task, timeouts: Timeouts) -> str:
+    """Reads and returns the line that a server prints when it listens.
+
+    Raises:
+        ConfigError: the server ended instead.
+        Unreachable: it did not print the line in time.
+    """
+    assert process.stdout is not None  # we asked for the pipe
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    deadline = time.monotonic() + timeouts.start
+    while not poll.poll(1000 * max(min(deadline - time.monotonic(), timeouts.word), 0.0)):
+        if time.monotonic() >= deadline:
+            raise Unreachable(f"the server did not listen within {timeouts.start:g} s; see its output", str(task))
+        log.warning("waits for %s to listen", task)
+    line = process.stdout.readline().decode()
+    if not line:
+        code = process.wait()
+        said = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
+        last = said.splitlines()[-1] if said else "see its output"
+        why = str((logging_setup.read(last) or {"message": last.removeprefix("psserver: error: ")})["message"])
+        raise ConfigError(f"the server did not start ({describe_exit(code)}): {why}", str(task))
+    return line.rstrip()
+
+
+def address_in(line: str) -> str:
+    """The `host:port` in the line that a server prints when it listens."""
+    return line.split(" listening on ")[1].split()[0]
+
+
+def send(process: subprocess.Popen[bytes], number: int) -> None:
+    """Sends a signal; SIGKILL to all that the process has started, too."""
+    if number != signal.SIGKILL:
+        process.send_signal(number)
+        return
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def exit_code(returncode: int) -> int:
+    """A shell's exit code for a process's return code: 128 + signal where one killed it."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def describe_exit(returncode: int) -> str:
+    """In words: `exit code 3`, `killed by SIGKILL`."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"

@@ -1,0 +1,75 @@
+"""What has to be done before this process ends, while it can still start threads.
+
+Since Python 3.12 no thread can be started once `atexit` runs its functions, and calls over the network may need one.
+What is registered here runs before: when a script that `psworker` runs has ended, else when the main thread has. In
+Python 3.12.0 and 3.12.1 that is too late as well, and has to do with the threads that there are (`threads.SPARE`).
+
+What cannot be done, such as the last checkpoint, fails the process, though its script has come to its end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+from collections.abc import Callable
+
+from pswire.errors import PSError
+
+log = logging.getLogger("psclient")
+
+NOT_SAVED = 73
+"""The exit code of a process whose script ended well, and what was to be done after it was not: EX_CANTCREAT of
+sysexits.h, as it was to write a checkpoint."""
+
+_endings: list[Callable[[], None]] = []
+
+
+def register(ending: Callable[[], None]) -> None:
+    """Has a function called before this process ends, the last one first; in a fork of the process, too.
+
+    The process fails with what it raises, if that is a `PSError`.
+    """
+    _endings.append(ending)
+
+
+def unregister(ending: Callable[[], None]) -> None:
+    """Has a function not called any more; does nothing if it is not registered."""
+    if ending in _endings:
+        _endings.remove(ending)
+
+
+def run() -> list[PSError]:
+    """Calls what is registered, each once; an error keeps no other from being called.
+
+    Returns:
+        Why this process fails; other errors are ours, and logged.
+    """
+    failures: list[PSError] = []
+    while _endings:
+        ending = _endings.pop()
+        try:
+            ending()
+        except PSError as error:
+            failures.append(error)
+        except Exception:
+            log.exception("an error at the end of the process")
+    return failures
+
+
+def _run_at_exit() -> None:
+    """After a script that `python` runs: says why the process fails, and has it end with that code.
+
+    Only the code can still be changed, and by one function of Python: the one by which `sys.exit` itself ends. It does
+    all that is left to do, which is all but what was done above.
+    """
+    failures = run()
+    for error in failures:
+        print(f"{sys.argv[0] or 'python'}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)  # noqa: T201
+    if failures:
+        ctypes.pythonapi.Py_Exit(NOT_SAVED)
+
+
+# The executors of `concurrent.futures` end by this function as well: Python has no public one that runs early enough.
+threading._register_atexit(_run_at_exit)  # type: ignore[attr-defined]

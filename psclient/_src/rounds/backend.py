@@ -1,0 +1,348 @@
+"""The backend of parameter servers: what is reduced and updated is recorded in sections, and sent as rounds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from psclient._src import context, nest
+from psclient._src.devices import AnyArray, Device
+from psclient._src.distribute.backend import Beside, Place
+from psclient._src.distribute.reduction import LocalValue
+from psclient._src.distribute.replicas import RunAgain
+from psclient._src.distribute.template import HostValue, Kept
+from psclient._src.rounds.membership import Group
+from psclient._src.rounds.placement import Placement
+from psclient._src.rounds.restore import Restoring
+from psclient._src.rounds.rounds import Exchange, Outgoing
+from psclient._src.rounds.section import Section
+from psclient._src.tracing.symbolic_numbers import Number
+from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
+from psclient._src.variables.variable import Variable, VariableAggregation
+from pswire.api import RestoreOrder, RestoreReply
+from pswire.errors import CheckpointError, LocalityError
+from pswire.model.plan import Plan, Ref, VariableSpec
+from pswire.model.plan import Variable as Handle
+from pswire.model.tensor import Array
+
+log = logging.getLogger("psclient")
+
+
+class RemoteBackend:
+    """Variables on parameter servers.
+
+    One section is open at a time, and one thread records it. All threads may read variables.
+
+    Args:
+        exchange: what travels to the servers.
+        placement: where new variables live.
+    """
+
+    def __init__(self, exchange: Exchange, placement: Placement) -> None:
+        self._task = exchange.session.task
+        self.parameter_devices = exchange.session.devices
+        self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
+        self._copies: list[SyncOnReadVariable] = []
+        self._exchange = exchange
+        self._restoring = Restoring(exchange)
+        self._placement = placement
+        self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
+        self._section: Section | None = None
+        self._before: list[tuple[Cell, AnyArray]] | None = None
+        """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
+        self._closed = False
+        self._saving: tuple[bytes, str] | None = None
+        self._failed: set[str] = set()
+
+    @property
+    def group(self) -> Group:
+        """Who trains together."""
+        return self._exchange.group
+
+    def full_name(self, device: Device) -> str:
+        """The device's name, `/job:worker/task:1/device:GPU:0`."""
+        return device.full_name(self._task)
+
+    # ---- Variables ----
+
+    def create(
+        self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
+    ) -> Variable:
+        """Gets or creates it on the servers; an ON_READ variable has there what was saved of it."""
+        self.check_open()
+        handle = self._exchange.create(spec, place or self._placement.choose(spec.tensor), value)
+        self._placement.created(handle, chosen=not place)
+        if not on_read:
+            return ServerVariable.stored(strategy, spec, how, handle, self.read)
+        restored = self._exchange.was_restored(handle.id)
+        # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
+        # aggregation nothing was saved but another job's beginning.
+        anew = self.group.late or (restored and how is VariableAggregation.NONE)
+        first = value if anew else self.read(handle)
+        variable = SyncOnReadVariable.stored(strategy, spec, how, handle.servers, self.group.devices, first)
+        variable.saved = ServerVariable.stored(strategy, spec, how, handle, self.read)
+        if restored:
+            variable.share_out(first)
+        self._copies.append(variable)
+        if self._before is not None:
+            self._before += variable.contents()
+        return variable
+
+    def read(self, handle: Handle) -> Array:
+        """A variable's value on the host; if this thread's open section assigns it, that is flushed first."""
+        if self._section is None and not self._closed:
+            value = self._exchange.kept(handle.id)
+            if value is not None:
+                return value
+        self.check_open()
+        section = self._mine()
+        if section is not None and section.writes(handle.id):
+            self.flush()
+        in_replica = context.has_strategy() and not context.in_cross_replica_context()
+        return self._exchange.read(handle, now=not in_replica)
+
+    # ---- Sections ----
+
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
+        """Records reductions; their values are lazy."""
+        section = self.section_here
+        comes_here = any(to is None for _, to in contributions)
+        if not (comes_here or context.in_merge_call()):
+            # The section stays open after this call, and what is reduced may be the caller's buffer.
+            contributions = [(local.kept(), to) for local, to in contributions]
+        reduced = [
+            section.reduce(local, None) if to is None else section.reduce(local, to.place, to.label)
+            for local, to in contributions
+        ]
+        if comes_here:
+            section.give_back(reduced)  # The first that is brought here ends the section for all.
+        return reduced
+
+    def apply(
+        self, strategy: Any, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """Traces the function and records its application."""
+        for leaf in nest.flatten((tuple(args), dict(kwargs))):
+            self._check_place(leaf, place)
+        return [self.section_here.apply(place, fn, args, kwargs)]
+
+    def _check_place(self, value: Any, place: Place) -> None:
+        """Says here, where the user's line is, what the server would refuse."""
+        if isinstance(value, ServerVariable) and not set(place) <= set(value.place):
+            where = ", ".join(self.parameter_devices[server] for server in place)
+            raise LocalityError(
+                f"a value never crosses servers inside a section: {value!r} is used in an update on {where}; "
+                "create it there with colocate_vars_with, or read it first and pass its value"
+            )
+
+    def section(self, call: Callable[[], Any]) -> Any:
+        """Runs what `merge_call` was given: a section of its own, sent when it returns."""
+        try:
+            result = call()
+        except BaseException:
+            self.drop()
+            raise
+        self.flush(returned=result)
+        return result
+
+    def complete(self, numbers: list[Number]) -> Kept | None:
+        """Ends the recording of the calling thread's section, which is to be repeated; see `Section.complete`."""
+        section = self._mine()
+        return None if section is None else section.complete(numbers)
+
+    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
+        """Records in the calling thread's section what another one recorded; see `Section.repeat`."""
+        return self.section_here.repeat(kept, numbers, local)
+
+    @property
+    def section_here(self) -> Section:
+        """The section being recorded; a new one if none is.
+
+        Raises:
+            RuntimeError: another thread records one, or the strategy is closed.
+        """
+        self.check_open()
+        with self._opening:
+            if self._section is not None and not self._section.alive:
+                log.warning("a thread has ended within a scope; what it recorded there is lost")
+                self._section = None
+            if self._section is None:
+                self._section = Section(len(self.parameter_devices), self._send)
+            section = self._section
+        section.check_thread()
+        return section
+
+    def _mine(self) -> Section | None:
+        """The section that the calling thread records."""
+        section = self._section
+        return section if section is not None and section.mine else None
+
+    def flush(self, returned: Any = None) -> None:
+        """Ends the calling thread's open section, if there is one: sends what it recorded, and waits for it.
+
+        Args:
+            returned: a nest; located values in it are wanted after the end.
+        """
+        section = self._mine()
+        if section is not None:
+            section.give_back(returned)
+            self._send(section)
+
+    def run(self, replicas: Callable[[], Any]) -> Any:
+        """Runs replicas, behind what was begun; asynchronous ones read anew.
+
+        Where this process takes part only from a section of this run on, and what they read until then is out of date,
+        they run again, in the same round: what they wrote into their copies of variables is taken back.
+        """
+        if self._mine() is None:
+            self._exchange.begin_step()
+        self.flush()
+        if self.group.alone or self.group.epoch is not None:
+            return replicas()
+        self._before = [content for variable in self._copies for content in variable.contents()]
+        try:
+            return replicas()
+        except RunAgain:
+            for cell, array in self._before:
+                cell.array = array
+        finally:
+            self._before = None
+        log.info("%s was taken in by its first step, which is computed again with the values of now", self._task)
+        return replicas()
+
+    def drop(self) -> None:
+        """Forgets the calling thread's open section: what recorded it failed."""
+        if self._mine() is not None:
+            # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
+            self._section = None
+            self.group.skip_round()
+
+    # ---- Checkpoints ----
+
+    def save(self, path: str, state: str) -> None:
+        """Ends the open section with a checkpoint; servers are writing it when this returns.
+
+        Args:
+            path: where, below the servers' checkpoint root.
+            state: see `SnapshotOrder`.
+        """
+        for variable in self._copies:
+            if variable.aggregation is not VariableAggregation.NONE:
+                variable.saved.assign_aggregate(variable.strategy, "assign", variable)
+        section = self.section_here
+        section.order_snapshot(path, self.group.round, state)
+        self._saving = (self._send(section).id, path)
+        self._failed.discard(path)
+
+    @property
+    def saving(self) -> str:
+        """The last checkpoint of which `saved` has not been told; "" if there is none."""
+        return self._saving[1] if self._saving else ""
+
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is still being written."""
+        return self._saving is not None and not self.group.is_snapshotted(self._saving[0])
+
+    def saved(self) -> None:
+        """Waits until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: it failed; raised once.
+            RoundTimeout: it takes too long; who asks again waits again.
+        """
+        if self._saving is None:
+            return
+        order, path = self._saving
+        done = self._exchange.snapshot(order)
+        self._saving = None
+        if done.error:
+            self._failed.add(path)
+            raise CheckpointError(f"checkpoint {path!r} was not saved: {done.error}")
+
+    def failed(self, path: str) -> bool:
+        """Whether the last checkpoint that this process saved at a path has failed, as `saved` has told."""
+        return path in self._failed
+
+    def look(self, path: str) -> RestoreReply:
+        """What a checkpoint has, or the newest of a directory of them; nothing changes."""
+        return self._restoring.look(path)
+
+    def restore(self, path: str, choose: Callable[[RestoreReply], Mapping[str, Variable]], cast: bool) -> RestoreReply:
+        """Has the servers read a checkpoint, and takes over what it says: a section of its own.
+
+        Args:
+            path: which, or a directory of them.
+            choose: told what it has; returns for each of its tensors the variable that gets it.
+            cast: whether values of another dtype are cast.
+        """
+        chosen: dict[str, Variable] = {}
+
+        def order_for(reply: RestoreReply) -> RestoreOrder:
+            chosen.clear()
+            chosen.update(choose(reply))
+            return RestoreOrder(names={name: _stored(v).handle.id for name, v in chosen.items()}, cast=cast)
+
+        reply = self._restoring.restore(path, order_for)
+        for variable in chosen.values():
+            if isinstance(variable, SyncOnReadVariable):
+                variable.share_out(variable.saved.numpy())
+        return reply
+
+    def was_restored(self, variable: Variable) -> bool:
+        """Whether a variable's first value was a restored checkpoint's."""
+        return self._exchange.was_restored(_stored(variable).handle.id)
+
+    def restored_names(self) -> frozenset[str]:
+        """The names of the variables whose first values were a restored checkpoint's."""
+        return self._exchange.restored_names()
+
+    def close(self) -> None:
+        """From now on nothing is read, created or recorded."""
+        self._closed = True
+        self._section = None
+
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once the strategy is closed."""
+        if self._closed:
+            raise RuntimeError("this strategy is closed; do what needs its servers before close(), or make another one")
+
+    def _send(self, section: Section) -> Plan:
+        self.check_open()
+        if section is not self._section:
+            raise RuntimeError("this value was never computed: its section was given up when its code failed")
+        if not context.in_merge_call():
+            section.give_back_unused()
+        try:
+            outgoing = section.outgoing()
+            section.arrived(self._make_round(outgoing) if outgoing.plan.servers else {})
+        finally:
+            # Only now: a section of another thread would be a second round at the same time.
+            self._section = None
+        return outgoing.plan
+
+    def _make_round(self, outgoing: Outgoing) -> dict[Ref, Array]:
+        outdated = self._exchange.enter(outgoing.plan)
+        if outdated and self._before is not None:
+            raise RunAgain
+        if outdated and outgoing.plan.reductions:
+            self._warn_of_loss(outgoing.plan)
+        return self._exchange.flush(outgoing, observes=outdated)
+
+    def _warn_of_loss(self, plan: Plan) -> None:
+        names = ", ".join(sorted({reduction.target or f"a {reduction.op}" for reduction in plan.reductions}))
+        log.warning(
+            "%s came to a running job, and what it computed before it was taken in is out of date: its contribution to "
+            "%s in round %d does not count. Nobody can compute it again, since it was not made by a function that "
+            "strategy.run calls: let that function make the first reduction of the script, or loop over a dataset of "
+            "the strategy, in which a process is taken in before it computes",
+            self._task,
+            names,
+            self.group.round,
+        )
+
+
+def _stored(variable: Variable) -> ServerVariable:
+    """What the servers have of a variable."""
+    return cast(ServerVariable, variable.saved if isinstance(variable, SyncOnReadVariable) else variable)

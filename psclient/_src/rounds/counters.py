@@ -1,0 +1,73 @@
+"""How a process spends its time between and in rounds, counted for its metrics."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from types import TracebackType
+
+from pswire.cluster import Task
+from pswire.telemetry.histogram import Histogram
+
+
+class Measures:
+    """Counters of one process. A round is made within it, as a context; `read` may be called by any thread.
+
+    Attributes:
+        rounds: how many there were, by how they ended: "completed" or "failed".
+        computing: seconds between two rounds, less those of reads.
+        waiting: seconds of rounds, from the end of a section until its values were here.
+        reading: seconds of reads that had to ask a server.
+        left_out: contributions of others that rounds were completed without, on each server.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = Counter[str](completed=0, failed=0)
+        self.computing, self.waiting, self.reading = Histogram(), Histogram(), Histogram()
+        self.left_out = 0
+        self._began = 0.0
+        self._over: float | None = None  # when the last round was
+        self._lock = threading.Lock()  # guards what is read
+        self._read = 0.0  # seconds since the last round
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+        if self._over is not None:
+            # Replicas read at the same time, so that together they may have read for longer than that.
+            self.computing.observe(max(self._began - self._over - self._read, 0.0))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.rounds["failed" if kind else "completed"] += 1
+        self._over, self._read = time.monotonic(), 0.0
+        self.waiting.observe(self._over - self._began)
+
+    def read(self, seconds: float) -> None:
+        """A value was read from a server."""
+        with self._lock:
+            self._read += seconds
+            self.reading.observe(seconds)
+
+
+@dataclass(frozen=True)
+class Driven:
+    """What a chief knows of its job: what the log says, that of earlier chiefs included.
+
+    Attributes:
+        epochs: how many were closed.
+        members: of the newest one.
+        plans: how many were approved.
+        missing: tasks of the cluster without a session, in order.
+        checkpoints: how many there were, by how they ended: "saved" or "failed".
+        saving: seconds from a checkpoint's order until it was complete, or had failed; this chief's alone.
+    """
+
+    epochs: int
+    members: int
+    plans: int
+    missing: tuple[Task, ...]
+    checkpoints: Counter[str]
+    saving: Histogram

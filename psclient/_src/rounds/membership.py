@@ -1,0 +1,329 @@
+"""The group that makes rounds together, as one process sees it: who is in it, and where it stands.
+
+A process takes part from the round that the log names. A newer epoch, announced in a round's answer, is
+taken in by every member at the same place of the program: at once if nobody is new in it, else where the
+new members wait. Where workers are asynchronous, each makes rounds of its own, and what others do is nothing to it:
+its pushes bear the epoch in which it began.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from psclient._src.data.progress import Progress
+from psclient._src.devices import Device
+from psclient._src.transport.patience import Deadline
+from psclient._src.transport.session import Session
+from pswire.api import Watched
+from pswire.cluster import Task
+from pswire.errors import ConfigError, RoundTimeout, ServerLost
+from pswire.model.log import Approved, Epoch, EpochClosed, Snapshotted, Start, Started
+from pswire.telemetry import logging_setup
+
+log = logging.getLogger("psclient")
+
+
+class Group(Progress):
+    """Who takes part in rounds. Used by the thread that runs cross-replica code.
+
+    Args:
+        session: this process's session, open.
+        devices: the local replicas' devices.
+        expected: the tasks that begin a job together, for messages.
+    """
+
+    def __init__(self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = ()) -> None:
+        super().__init__(len(devices))
+        self.session = session
+        self.devices = devices
+        self.alone = session.consistency == "async"
+        """Whether each worker makes rounds of its own."""
+        self.round = 0
+        """The next round of this process."""
+        self.start = 0
+        """The round from which it takes part, as the log says it."""
+        self.epoch: Epoch | None = None
+        """The newest epoch that this process has taken in; None before it takes part."""
+        self.given: tuple[int, int] | None = None
+        """What `slice` said last; None if nobody has asked."""
+        self._expected = tuple(expected)
+        logging_setup.follow(lambda: (self.round, session.number))
+        self._entered = False
+        self._taken_in = ""
+        self._announced: Epoch | None = None
+        self._followed = 0
+        self._epochs: dict[int, Epoch] = {}
+        self._starts: dict[int, Start] = {}
+        self._snapshots: dict[bytes, Snapshotted] = {}
+        self._saves: set[bytes] = set()  # plans that ordered a checkpoint which is neither complete nor failed
+
+    # ---- For datasets ----
+
+    def join(self, dataset: int) -> None:
+        """Takes part from now on; a process that comes late waits until the others take it in."""
+        self.enter(f"dataset:{dataset}")
+
+    def boundary(self, dataset: int) -> None:
+        """Before a batch is taken: a newer epoch may hold from here on."""
+        self.enter(f"dataset:{dataset}")
+
+    def slice(self) -> tuple[int, int]:
+        """The number of this process's first replica, and R; of an asynchronous worker 0 and L.
+
+        Waits until all that begin together are there. A process that comes late has, until it takes part, the
+        number that its task would have had.
+        """
+        if self.alone:
+            return 0, len(self.devices)
+        self.given = self._place_in(self._newest)
+        return self.given
+
+    def share(self) -> tuple[int, int]:
+        """The number of this process's first replica among those that share the data, and how many share it.
+
+        Asynchronous workers share the data as they were when the job began, so that a task which comes back gets
+        its place again; one that was not there has no place, and gets nothing.
+
+        Raises:
+            ConfigError: the task came back with another number of replicas.
+        """
+        if not self.alone:
+            return self.slice()
+        first = self._first_epoch
+        place = next((member for member in first.members if member.task == self.session.task), None)
+        if place is None:
+            return first.replicas, first.replicas
+        if place.replicas != len(self.devices):
+            raise ConfigError(
+                f"{place.task} has {len(self.devices)} replicas, and had {place.replicas} when the job began, by which "
+                "its share of the data was fixed; start it with as many devices as then"
+            )
+        return self._place_in(first)
+
+    def _place_in(self, epoch: Epoch) -> tuple[int, int]:
+        """The number of this task's first replica among an epoch's, whether it is in it or not, and their count."""
+        return sum(member.replicas for member in epoch.members if member.task < self.session.task), epoch.replicas
+
+    def any_more(self, dataset: int) -> bool | None:
+        """As in `Progress`; of an asynchronous worker's rounds only its own batches count."""
+        if not self._passes and self._taken_in == f"dataset:{dataset}":
+            return True  # a process that is taken in before a batch knows that there is one
+        return super().any_more(dataset)
+
+    @property
+    def replicas(self) -> int:
+        """R of the epoch taken in; before that R of the first epoch, once all that begin together are there.
+
+        Of an asynchronous worker it is L, and waits for nobody.
+        """
+        return len(self.devices) if self.alone else self._newest.replicas
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """This process's place among those that share the data, and how many they are; as `share` and `replicas`."""
+        epoch = self._first_epoch if self.alone else self._newest
+        tasks = [member.task for member in epoch.members]
+        return tasks.index(self.session.task) if self.session.task in tasks else len(tasks), len(tasks)
+
+    @property
+    def late(self) -> bool:
+        """Whether the job began without this process: its variables are newer than any checkpoint."""
+        return self._first_epoch.session(self.session.number) is None
+
+    @property
+    def outside(self) -> bool:
+        """Whether the job began without this process, and it has not come to where the others are.
+
+        A synchronous process that was taken in makes from then on the same calls as all.
+        """
+        return self.late and (self.alone or not self._entered)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first of the group, in task order; of asynchronous workers always the same."""
+        if self.alone:
+            return self._first_epoch.members[0].task == self.session.task
+        self._settle()
+        return self.epoch is not None and self.epoch.members[0].session == self.session.number
+
+    def saves(self) -> bool:
+        """Whether of those that make rounds together this process says what a checkpoint has beside the variables.
+
+        The first in task order of those that began the job: who came later has not restored what it has. Where none
+        of them is left, whoever has been there the longest.
+        """
+        if self.alone or self.epoch is None or len(self.epoch.members) == 1:
+            return True
+        gone = {state.member.session for state in self.session.look().sessions if state.state != "open"}
+        here = [member.session for member in self.epoch.members if member.session not in gone]
+        began = [number for number in here if self._first_epoch.session(number)]
+        return self.session.number == next(iter(began), min(here, default=self.session.number))
+
+    @property
+    def _first_epoch(self) -> Epoch:
+        self._settle()
+        return self._epochs[min(self._epochs)]
+
+    @property
+    def _newest(self) -> Epoch:
+        self._settle()
+        return self.epoch or self._first_epoch
+
+    # ---- For rounds ----
+
+    def round_over(self, epoch: Epoch | None, more: bool) -> None:
+        """Notes what a round's answers said; the next round is the next number."""
+        self.round += 1
+        self._taken_in = ""
+        self.told(more)
+        if self.alone:
+            return
+        if epoch is not None and (self._announced is None or epoch.number > self._announced.number):
+            self._announced = epoch
+        if self._announced is not None and not self._announced.entry:
+            self._take_in(self._announced)
+
+    def skip_round(self) -> None:
+        """This process did not make a section that the others make: their round is over without it."""
+        self.round += 1
+
+    def enter(self, entry: str) -> None:
+        """The program is at a place where epochs begin.
+
+        Args:
+            entry: `dataset:<number>` before a batch of that dataset, `save` before a checkpoint, `plan:<hex>` before
+                a round of that plan. An asynchronous worker only waits here until it takes part.
+        """
+        self.session.check()
+        if self.epoch is None:
+            self._join(entry)
+        if self._announced is not None and self._announced.entry == entry:
+            self._take_in(self._announced)
+        self._entered = True
+
+    def _take_in(self, epoch: Epoch) -> None:
+        if self.epoch is None or epoch.number <= self.epoch.number:
+            return
+        self.epoch = epoch
+        if epoch.entry:
+            start = Start(epoch.number, self.round, self.positions)
+            self.session.keeper.propose(self.session.number, None, "", start)
+
+    def _join(self, entry: str) -> None:
+        if not self.alone:
+            self.session.keeper.propose(self.session.number, None, entry, None)
+        self._settle()
+        # Who comes late waits until the others come to the place where they take it in: as long as for a round.
+        deadline = self.session.deadline(self.session.timeouts.round)
+        late, word = (self._late, self._word) if self.alone else self._behind(entry)
+        while self.epoch is None and not self._begin():
+            self._follow(deadline, late, word)
+
+    def _settle(self) -> None:
+        """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
+        deadline = self.session.deadline(self.session.timeouts.start)
+        while not self._epochs:
+            self._follow(deadline, self._late, self._word)
+        if self.epoch is None:
+            self._begin()
+
+    def _begin(self) -> bool:
+        for number in sorted(self._epochs):
+            epoch = self._epochs[number]
+            start = epoch.start or self._starts.get(number)
+            if start is not None and epoch.session(self.session.number):
+                # Who begins with all others may have left out sections already.
+                self.epoch, self.round = epoch, start.round + (self.round if epoch.start else 0)
+                self.start = start.round
+                self._taken_in = epoch.entry
+                if start.positions:
+                    self.begin_at(start.positions)
+                log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)
+                return True
+        return False
+
+    # ---- The log ----
+
+    def snapshotted(self, plan_id: bytes, deadline: Deadline) -> Snapshotted:
+        """Waits until the checkpoint that a plan ordered is complete, or failed."""
+        while plan_id not in self._snapshots:
+            self._follow(deadline, _incomplete, self._word_of_saves)
+        return self._snapshots.pop(plan_id)
+
+    def is_snapshotted(self, plan_id: bytes) -> bool:
+        """Whether the checkpoint that a plan ordered is complete, or failed, as of now."""
+        self._take(self.session.look(self._followed))
+        return plan_id in self._snapshots
+
+    def settle_saves(self) -> None:
+        """Waits until all checkpoints that were ordered are complete, or failed: also those of before this process."""
+        deadline = self.session.deadline(self.session.timeouts.round)
+        known = self.session.keeper.status().log
+        while self._followed < known or self._saves:
+            self._follow(deadline, _incomplete, self._word_of_saves)
+
+    def _follow(self, deadline: Deadline, late: Callable[[], RoundTimeout], word: Callable[[], str]) -> None:
+        """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
+        session = self.session
+        self._take(session.wait(session.keeper.watch(session.number, self._followed, -1), deadline, late, word))
+
+    def _take(self, watched: Watched) -> None:
+        if watched.start < self._followed:
+            error = ServerLost("the job was started anew; restart this process")
+            self.session.end(error)
+            raise error
+        self._followed = watched.start + len(watched.entries)
+        for entry in watched.entries:
+            match entry:
+                case EpochClosed():
+                    self._epochs[entry.epoch.number] = entry.epoch
+                case Started():
+                    self._starts[entry.start.epoch] = entry.start
+                case Approved() if entry.plan.snapshot is not None:
+                    self._saves.add(entry.plan.id)
+                case Snapshotted():
+                    self._snapshots[entry.plan_id] = entry
+                    self._saves.discard(entry.plan_id)
+
+    def _late(self) -> RoundTimeout:
+        missing = ", ".join(map(str, self._expected)) or "the others"
+        return RoundTimeout(
+            f"{self.session.task} waited too long to take part; are all of {missing} and the chief running?"
+        )
+
+    def _word(self) -> str:
+        here = {state.member.task for state in self.session.look().sessions if state.state == "open"}
+        missing = [str(task) for task in self._expected if task not in here]
+        return (
+            f"waits for {', '.join(missing)} to start" if missing else "waits for the chief to take it into the group"
+        )
+
+    def _word_of_saves(self) -> str:
+        """Servers write their parts, then the chief has the manifest written."""
+        servers = enumerate(self.session.servers)
+        writing = [str(Task("ps", i)) for i, one in servers if any(each.nbytes for each in one.status().saving)]
+        return f"waits for {', '.join(writing) or 'the chief'} to complete a checkpoint"
+
+    def _behind(self, entry: str) -> tuple[Callable[[], RoundTimeout], Callable[[], str]]:
+        """For who came late: that the others did not come to its entry, and, as long as it waits, that they shall."""
+        kind, _, which = entry.partition(":")
+        places = {"dataset": f"a batch of its dataset {which}", "save": "a save"}
+        place = places.get(kind, "the section that it begins with")
+
+        def late() -> RoundTimeout:
+            return RoundTimeout(
+                f"{self.session.task} came late and waited too long: the others did not come to {place} again. Who "
+                "comes late is taken in where its script begins: make no section before the loop, and distribute each "
+                "dataset once, not anew for every pass"
+            )
+
+        return late, lambda: f"waits to be taken in when {self._others()} come to {place}"
+
+    def _others(self) -> str:
+        members = self._epochs[max(self._epochs)].members
+        return ", ".join(str(member.task) for member in members if member.task != self.session.task) or "the others"
+
+
+def _incomplete() -> RoundTimeout:
+    return RoundTimeout("the checkpoint was not complete in time; is the chief running?")

@@ -1,0 +1,66 @@
+"""Which server holds a new variable that is not created beside another.
+
+All processes of a job create the same variables in the same order, so each finds the same places by itself, a process
+that comes back included. Server 0 keeps them, and refuses a process that finds another place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from psclient._src.distribute.backend import Place
+from pswire.limits import refuse_unknown
+from pswire.model.plan import Variable
+from pswire.model.tensor import TensorSpec
+
+PsStrategy = Literal["greedy", "round_robin"]
+"""Ways to place variables: beside the fewest bytes, or in turn."""
+
+
+def check_ps_strategy(name: object) -> None:
+    """Raises `ConfigError` for a name that is no `PsStrategy`."""
+    refuse_unknown([str(name)], get_args(PsStrategy), "ps_strategy")
+
+
+class Placement:
+    """Chooses servers for new variables. Used by the thread that creates variables.
+
+    A new variable goes to the server with the least load that has room for it, the first of equals; if none has room,
+    to the one with the least load, which says so. The load is in bytes of all that a server holds, slot variables and
+    copies of non-slot ones included ("greedy"); or in variables that were placed here ("round_robin").
+
+    Source: `GreedyLoadBalancingStrategy` with `byte_size_load_fn`, and the round-robin of `replica_device_setter`, in
+    TensorFlow 1.
+
+    Args:
+        ps_strategy: one of `PsStrategy`.
+        limits: bytes that variables may take on each server, 0 for no limit.
+    """
+
+    def __init__(self, ps_strategy: PsStrategy, limits: Sequence[int]) -> None:
+        self._limits = tuple(limits)
+        self._nbytes = [0] * len(self._limits)
+        self._turns = [0] * len(self._limits)
+        self._load = self._turns if ps_strategy == "round_robin" else self._nbytes
+
+    def choose(self, tensor: TensorSpec) -> Place:
+        """The server for a variable of this dtype and shape."""
+        everywhere = range(len(self._limits))
+        roomy = [server for server in everywhere if self._has_room(server, tensor.nbytes)]
+        return (min(roomy or everywhere, key=self._load.__getitem__),)
+
+    def _has_room(self, server: int, nbytes: int) -> bool:
+        limit = self._limits[server]
+        return not limit or self._nbytes[server] + nbytes <= limit
+
+    def created(self, variable: Variable, chosen: bool) -> None:
+        """Counts a variable.
+
+        Args:
+            variable: as server 0 named and placed it.
+            chosen: whether its place came from `choose`.
+        """
+        for server in variable.servers:
+            self._nbytes[server] += variable.spec.tensor.nbytes
+            self._turns[server] += chosen

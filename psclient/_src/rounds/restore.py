@@ -1,0 +1,131 @@
+"""Restoring: all processes agree on a checkpoint that all servers can read, and take it over in one round."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from psclient._src.rounds.rounds import Exchange, Outgoing
+from pswire.api import ParameterServer, RestoreOrder, RestoreReply
+from pswire.cluster import Task
+from pswire.errors import CheckpointError, DamagedCheckpoint, PSError, RoundTimeout, VariableMismatch
+from pswire.model.plan import Plan, RestoreCommit, Turn
+
+VERDICTS = (CheckpointError, VariableMismatch)
+"""Errors of a restore that servers tell every process alike: nothing has changed, and the job goes on."""
+
+
+class Restoring:
+    """Has the servers restore checkpoints. Used by the thread that runs cross-replica code.
+
+    Args:
+        exchange: makes the rounds.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._session = exchange.session
+        self._group = exchange.group
+        self._last: Turn | None = None
+
+    def look(self, path: str) -> RestoreReply:
+        """What a checkpoint has, or the newest of a directory of them; nothing changes.
+
+        Raises:
+            CheckpointError: there is none, or it is broken.
+        """
+        keeper = self._session.keeper
+        return self._answer(0, path, keeper.restore(self._session.number, path, Turn(), RestoreOrder("look")))
+
+    def restore(self, path: str, order_for: Callable[[RestoreReply], RestoreOrder]) -> RestoreReply:
+        """Has every server take over its part of a checkpoint: all of them or none, for all processes at once.
+
+        Of a directory a damaged checkpoint is passed over, for the one before it, and set aside by the servers.
+
+        Args:
+            path: which, or a directory of them.
+            order_for: which of its values go where, once it is known what it has.
+
+        Returns:
+            Which one, and which were passed over.
+
+        Raises:
+            CheckpointError: there is none that is whole, or a server cannot read its part. Nothing has changed.
+            VariableMismatch: it has a variable with another shape or dtype. Nothing has changed.
+            PSError: why the round that commits did not happen; the session is over.
+        """
+        damaged: dict[str, str] = {}
+        while True:
+            turn = self._last = self._next_turn()
+            # Server 0 says which one is the newest, so that all read the same.
+            (found,) = self._ask([self._session.keeper], path, turn, RestoreOrder("open", damaged=damaged))
+            damaged = dict(found.damaged)
+            named = PurePosixPath(found.path) == PurePosixPath(path)
+            order = replace(order_for(found), damaged=damaged, checkers=0 if named else len(self._session.servers))
+            try:
+                replies = self._ask(self._session.servers, found.path, turn, order)
+            except DamagedCheckpoint as error:
+                if named:
+                    raise
+                damaged[PurePosixPath(found.path).name] = str(error)
+            else:
+                break
+        if any(replace(reply, damaged=damaged) != found for reply in replies):
+            raise CheckpointError(f"the servers do not read the same checkpoint {found.path!r}; is it on all hosts?")
+        commit = RestoreCommit(path, tuple(range(len(self._session.servers))), turn, _digest(order))
+        plan = Plan(restore=commit)
+        self._group.begin_at(found.positions)  # first: they are the positions after the round
+        with self._group.holding_back():
+            self._exchange.enter(plan)
+            self._exchange.flush(Outgoing(plan, (), (), ()))
+        return found
+
+    def _next_turn(self) -> Turn:
+        epoch = None if self._group.alone else self._group.epoch
+        place = (self._group.round, epoch.number) if epoch else (0, 0)
+        last = self._last
+        return Turn(*place, last.ordinal + 1 if last and (last.round, last.epoch) == place else 0)
+
+    def _ask(
+        self, servers: Sequence[ParameterServer], path: str, turn: Turn, order: RestoreOrder
+    ) -> list[RestoreReply]:
+        """The answers of all servers, or the error of the first that has one: so it is the same in every process.
+
+        That a file cannot be read counts for more than damage: it may be whole.
+        """
+        futures = [server.restore(self._session.number, path, turn, order) for server in servers]
+        replies: list[RestoreReply] = []
+        verdict: PSError | None = None
+        for server, future in enumerate(futures):
+            try:
+                replies.append(self._answer(server, path, future))
+            except VERDICTS as error:
+                if verdict is None or (isinstance(verdict, DamagedCheckpoint) > isinstance(error, DamagedCheckpoint)):
+                    verdict = error
+            except PSError as error:
+                # The others may have been told something else.
+                self._session.end(error)
+                raise
+        if verdict is not None:
+            raise verdict
+        return replies
+
+    def _answer(self, server: int, path: str, future: Future[RestoreReply]) -> RestoreReply:
+        session = self._session
+        task, seconds = Task("ps", server), session.timeouts.round
+        return session.wait(
+            future,
+            session.deadline(seconds),
+            lambda: RoundTimeout(f"restoring {path!r} took longer than {seconds:g} s", str(task)),
+            lambda: f"waits for {task} to read {path!r}",
+            lambda: False,
+        )
+
+
+def _digest(order: RestoreOrder) -> str:
+    names = None if order.names is None else sorted(order.names.items())
+    damaged = sorted(order.damaged)
+    return hashlib.sha256(repr((names, order.late, order.cast, damaged)).encode()).hexdigest()[:16]

@@ -1,0 +1,422 @@
+"""One stretch of cross-replica code as data: what it reduces and updates becomes a plan.
+
+Nothing travels while a section is recorded; its values are lazy. It is flushed when the stretch ends, or
+when the program looks at one of its values.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from psclient._src import context, nest
+from psclient._src.arraylike import Readable
+from psclient._src.devices import is_array, to_numpy
+from psclient._src.distribute.reduction import LocalValue
+from psclient._src.distribute.template import HostValue, Kept
+from psclient._src.rounds.rounds import Outgoing
+from psclient._src.tracing.hyperparameters import Settings
+from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
+from psclient._src.tracing.symbolic_numbers import Number
+from psclient._src.tracing.tracer import Tracer
+from psclient._src.tracing.update_function import Call, Given, Trace, UpdateFunction
+from psclient._src.values import DistributedValues, Mirrored, PerReplica
+from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
+from psclient._src.variables.variable import Variable
+from pswire.errors import LocalityError
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
+from pswire.model.program import Program
+from pswire.model.tensor import Array, TensorSpec, portable, spec_of
+
+
+def bring(values: Sequence[Any]) -> list[Array]:
+    """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
+    for section in {value.section for value in values if isinstance(value, Located)}:
+        section.give_back(values)
+    return [np.asarray(value) for value in values]
+
+
+class Located(Readable):
+    """A value that lives on the servers: reduced, or returned by an update function.
+
+    Pass it to `update` of a variable that lives there, or use it as an array: that ends the section, so
+    that the value comes here.
+    """
+
+    def __init__(self, section: Section, ref: Ref, spec: TensorSpec) -> None:
+        self.section = section
+        self.ref = ref
+        self.spec = spec
+
+    def _fetch(self) -> Array:
+        return self.section.value(self.ref)
+
+    def __repr__(self) -> str:
+        return f"Located({self.spec}, {self.section.state(self.ref)})"
+
+
+class Section:
+    """Records one stretch of cross-replica code. Used by the thread that made it; others may ask for its values.
+
+    Args:
+        servers: how many there are.
+        flush: sends the section and gives the returned values back through `arrived`.
+    """
+
+    def __init__(self, servers: int, flush: Callable[[Section], object]) -> None:
+        self._servers = servers
+        self._flush = flush
+        self._reductions: list[Reduction] = []
+        self._floating: set[int] = set()  # reductions that get their place where they are used
+        self._local: list[LocalValue | HostValue] = []
+        self._operands: list[tuple[Array, tuple[int, ...]]] = []
+        self._programs: dict[Program, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Program] = []  # An id is a name as long as what has it is kept.
+        self._shared: dict[tuple[int, tuple[int, ...]], Ref] = {}
+        self._applies: list[Apply] = []
+        self._results = 0
+        self._returned: set[Ref] = set()
+        self._snapshot: SnapshotOrder | None = None
+        self._written: set[int] = set()
+        self._calls: list[Call] | None = []  # None once what is recorded depends on more than these.
+        self._sources: list[tuple[Trace, int]] = []
+        self._whole: Plan | None = None
+        self._values: dict[Ref, Array] | None = None
+        self._thread = threading.current_thread()
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread made it."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread that made it runs still; nobody else can end it."""
+        return self._thread.is_alive()
+
+    def check_thread(self) -> None:
+        """Raises `RuntimeError` in any thread but the one that made it."""
+        if not self.mine:
+            raise RuntimeError(
+                "another thread has opened a section of this strategy, and has not ended it; reductions, updates and "
+                "their values are for one thread at a time, all threads may read variables"
+            )
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the section has been sent."""
+        return self._values is not None
+
+    def writes(self, id: int) -> bool:
+        """Whether the section, not yet sent, assigns a variable."""
+        return not self.flushed and id in self._written
+
+    # ---- Recording ----
+
+    def reduce(self, local: LocalValue, servers: tuple[int, ...] | None, target: str = "") -> Located:
+        """Records a reduction.
+
+        Args:
+            local: this process's contribution.
+            servers: where the value shall be; None where it only has to come back here.
+            target: what it is for, in words.
+        """
+        self._check_more()
+        located = Located(self, Ref("reduction", len(self._reductions)), local.spec)
+        self._reductions.append(Reduction(local.op, local.spec, tuple(sorted(set(servers or ()))), target))
+        self._local.append(local)
+        if servers is None:
+            self._floating.add(located.ref.index)
+            self.give_back(located)
+        return located
+
+    def apply(
+        self,
+        servers: tuple[int, ...],
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Traces an update function and records its application.
+
+        Args:
+            servers: where it runs.
+            fn, args, kwargs: the function and what it takes: variables, located and mirrored values,
+                arrays that every process has alike, Python scalars, anything else that it looks at.
+
+        Returns:
+            What the function returns, with located values and variables as leaves.
+
+        Raises:
+            ProgramError: it cannot be traced.
+            ValueError: an argument is a per-replica value, or a variable of another strategy.
+            RuntimeError: the function ends the section.
+        """
+        self._check_more()
+        strategy = context.get_strategy()
+        inputs = _Inputs(self, servers, strategy)
+        if isinstance(fn, UpdateFunction):
+            call = fn.call(strategy, args, kwargs, inputs.give)
+            traced, refs = call.traced, self._refs_of_call(call, servers)
+            if self._calls is not None:
+                self._calls.append(call)
+        else:
+            self._calls = None
+            with context.enter_update(strategy, inputs.lift):
+                own = nest.map_structure(inputs.argument, (tuple(args), dict(kwargs)))
+                traced = trace(inputs.recording, fn, *own)
+            refs = [o if isinstance(o, Ref) else self._operand(np.asarray(o), servers) for o in traced.origins]
+        if self.flushed:
+            raise RuntimeError(
+                "an update function has ended the section that it is part of; let it only compute with what it is "
+                "given, and with variables"
+            )
+        written = [refs[target].index for target, _ in traced.program.assigns]
+        for id in written:
+            self._check_copies(inputs.variables[id], servers)
+        self._written.update(written)
+        self._applies.append(Apply(self._program(traced.program), servers, tuple(refs)))
+        return self._result(traced, refs, inputs.variables)
+
+    def _result(self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable]) -> Any:
+        first, specs = self._results, traced.program.output_specs
+        self._results += len(specs)
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, OutputLeaf):
+                return Located(self, Ref("result", first + value.index), specs[value.index])
+            return variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
+
+        return None if traced.result is None else nest.map_structure(leaf, traced.result)
+
+    def _program(self, program: Program) -> int:
+        """The program's number in the plan; one that was just asked for is known by itself, which costs no hash."""
+        found = self._numbers.get(id(program))
+        if found is None:
+            found = self._programs.setdefault(program, len(self._programs))
+            self._numbers[id(program)] = found
+            self._kept.append(program)
+        return found
+
+    def _refs_of_call(self, call: Call, servers: tuple[int, ...]) -> list[Ref]:
+        """Where the inputs of a traced function's call come from; calls with the same numbers share operands."""
+        refs = []
+        for place, origin in enumerate(call.inputs):
+            if isinstance(origin, Given):
+                if isinstance(origin.source, Ref):
+                    refs.append(origin.source)
+                    continue
+                self._calls = None  # The next call may be given another array.
+                refs.append(self._operand(portable(np.array(origin.source)), servers))
+            else:
+                shared = self._shared.get((id(origin), servers))
+                if shared is None:
+                    shared = self._shared[id(origin), servers] = self._operand(origin, servers)
+                    self._sources.append((call.trace, place))
+                refs.append(shared)
+        return refs
+
+    @staticmethod
+    def _check_copies(variable: ServerVariable, servers: tuple[int, ...]) -> None:
+        if set(variable.place) != set(servers):
+            raise LocalityError(
+                f"variable {variable.name!r} has copies that this update does not reach, and they must stay equal; "
+                "assign it with update_non_slot(variable.devices, ...)"
+            )
+
+    def _operand(self, array: Array, servers: tuple[int, ...]) -> Ref:
+        self._operands.append((array, servers))
+        return Ref("operand", len(self._operands) - 1)
+
+    def pin(self, ref: Ref, servers: tuple[int, ...]) -> None:
+        """A reduction that has no place yet gets one where it is used."""
+        if ref.kind == "reduction" and ref.index in self._floating:
+            floating = self._reductions[ref.index]
+            placed = tuple(sorted({*floating.servers, *servers}))
+            self._reductions[ref.index] = replace(floating, servers=placed)
+
+    def order_snapshot(self, path: str, round: int, state: str) -> None:
+        """Records that a checkpoint of all servers is wanted, of the round that this section will be; see its order."""
+        self._snapshot = SnapshotOrder(path, tuple(range(self._servers)), round, state)
+
+    def give_back(self, value: Any) -> None:
+        """Notes which of the section's values the program will look at: the leaves of a nest."""
+        for leaf in nest.flatten(value):
+            if isinstance(leaf, Located) and leaf.section is self:
+                self._returned.add(leaf.ref)
+
+    def give_back_unused(self) -> None:
+        """Notes all values that no program of the section takes: the program may look at any of them."""
+        used = {ref for apply in self._applies for ref in apply.args}
+        reductions = {Ref("reduction", index) for index in range(len(self._reductions))}
+        results = {Ref("result", index) for index in range(self._results)}
+        self._returned |= (reductions | results) - used
+
+    # ---- Repeating ----
+
+    def complete(self, numbers: list[Number]) -> Kept | None:
+        """Ends the recording.
+
+        Args:
+            numbers: among the arguments of update functions, which may be others when this is repeated.
+
+        Returns:
+            What was recorded; None if that may depend on anything but reductions and these numbers.
+        """
+        if self._calls is None or any(call.numbers and repr(call.numbers) != repr(numbers) for call in self._calls):
+            return None
+        self._whole = self._plan()
+        traces = {call.trace: bool(call.numbers) for call in self._calls}
+        return Kept(self._whole, frozenset(self._written), traces, tuple(self._sources))
+
+    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue] = ()) -> bool:
+        """Records, behind the same reductions, all that another section of the same strategy has recorded.
+
+        Args:
+            kept: that.
+            numbers: in place of those that it was recorded with.
+            local: this process's contributions to the same reductions, where these are not recorded yet.
+
+        Returns:
+            Whether it does: False if the reductions are others, or something else was recorded, or an update function
+            would do something else by now. Then nothing is done.
+        """
+        only_reduced = not (self._applies or self._operands or self._returned or self._snapshot)
+        same = not self._reductions if local else tuple(self._reductions) == kept.plan.reductions
+        if not (only_reduced and same):
+            return False
+        operands = kept.operands(numbers)
+        if operands is None:
+            return False
+        places = (operand.servers for operand in kept.plan.operands)
+        self._operands = list(zip(operands, places, strict=True))
+        if local:
+            self._reductions, self._local = list(kept.plan.reductions), list(local)
+        self._written.update(kept.written)
+        self._whole = kept.plan
+        return True
+
+    def _check_more(self) -> None:
+        if self._whole is not None:
+            raise RuntimeError("this section is complete, and repeats as a whole; record what follows in another one")
+
+    # ---- Sending ----
+
+    def outgoing(self) -> Outgoing:
+        """The section as it is sent."""
+        weights = tuple([local.weight for local in self._local])
+        contributions = tuple([local.array for local in self._local])
+        operands = tuple([array for array, _ in self._operands])
+        return Outgoing(self._whole or self._plan(), weights, contributions, operands)
+
+    def _plan(self) -> Plan:
+        return Plan(
+            tuple(r if r.servers else replace(r, servers=self._place()) for r in self._reductions),
+            tuple(Operand(spec_of(array), servers) for array, servers in self._operands),
+            tuple(self._programs),
+            tuple(self._applies),
+            tuple(sorted(self._returned)),
+            self._snapshot,
+        )
+
+    def _place(self) -> tuple[int, ...]:
+        """Where a reduction without a place is made: it shares a server with the others if it can."""
+        used = {s for r in self._reductions for s in r.servers} | {s for a in self._applies for s in a.servers}
+        if used:
+            return (min(used),)
+        words = repr([(r.op, r.tensor, r.target) for r in self._reductions])
+        return (zlib.crc32(words.encode()) % self._servers,)
+
+    def arrived(self, values: dict[Ref, Array]) -> None:
+        """The section has been sent, and these values came back."""
+        self._values = values
+
+    def value(self, ref: Ref) -> Array:
+        """A value of the section; sends it first if need be."""
+        if self._values is None:
+            self.check_thread()
+            self._returned.add(ref)
+            self._flush(self)
+        values = self._values or {}
+        if ref not in values:
+            raise RuntimeError(
+                "this value stayed on the servers when its section ended; look at it before, or return it from "
+                "the function given to merge_call"
+            )
+        return values[ref]
+
+    def state(self, ref: Ref) -> str:
+        """What is known of a value, in words; never ends the section."""
+        if self._values is None:
+            return "not flushed yet"
+        return f"value={self._values[ref]}" if ref in self._values else "stayed on the servers"
+
+
+class _Inputs:
+    """The inputs of one program: turns what an update function takes into tracers."""
+
+    def __init__(self, section: Section, servers: tuple[int, ...], strategy: Any) -> None:
+        self.section = section
+        self.strategy = strategy
+        self.servers = servers
+        self.variables: dict[int, ServerVariable] = {}
+        self.recording = Recording(self.lift)
+
+    def give(self, value: Any) -> Given | None:
+        """What a variable, an array, a located or a mirrored value is as an input; None for all else."""
+        if isinstance(value, Variable):
+            return self._variable(value)
+        if isinstance(value, Located):
+            if value.section is self.section and not value.section.flushed:
+                self.section.pin(value.ref, self.servers)
+                return Given("value", value.spec, value.ref)
+            return self._array(value.section.value(value.ref))
+        if isinstance(value, Mirrored):
+            return self._array(to_numpy(value.values[0]))
+        if isinstance(value, PerReplica):
+            raise ValueError(
+                "update takes no per-replica values; reduce them first with reduce_to(op, value, variable)"
+            )
+        return self._array(value) if is_array(value) else None
+
+    @staticmethod
+    def _array(value: Any) -> Given:
+        array = to_numpy(value)
+        return Given("operand", spec_of(array), array)
+
+    def _variable(self, value: Variable) -> Given:
+        value.check_strategy(self.strategy)
+        if isinstance(value, SyncOnReadVariable):
+            value.refuse_update()
+        on_server = cast(ServerVariable, value)  # A strategy with sections has no third kind.
+        handle = on_server.handle
+        self.variables[handle.id] = on_server
+        return Given("variable", handle.spec.tensor, Ref("variable", handle.id), value)
+
+    def lift(self, value: Any) -> Tracer | None:
+        """The tracer of a variable or of a located or mirrored value; None for all else."""
+        found = self.give(value) if isinstance(value, Readable | DistributedValues) else None
+        if found is None:
+            return None
+        if found.kind == "variable":
+            return self.recording.variable(found.spec, found.variable.name, found.source)
+        return (
+            self.recording.value(found.spec, found.source)
+            if found.kind == "value"
+            else self.recording.operand(found.source)
+        )
+
+    def argument(self, value: Any) -> Any:
+        """An argument as the update function sees it: Python scalars and unknown things as they are."""
+        if isinstance(value, Settings):
+            return value.view(lambda number: number)
+        tracer = self.lift(value)
+        if tracer is not None:
+            return tracer
+        return self.recording.operand(value) if is_array(value) else value

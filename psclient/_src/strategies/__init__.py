@@ -1,0 +1,1 @@
+"""The strategies that users construct: on parameter servers, and mirrored in one process."""

@@ -1,0 +1,245 @@
+"""`ParameterServerStrategy`: where a training script begins."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+from psclient._src.chief.driver import Chief
+from psclient._src.cluster_resolver.base import ClusterResolver
+from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
+from psclient._src.config import check_lane, job_from, lane_from, refused_from, security_from, timeouts_from
+from psclient._src.consistency import Async, Sync
+from psclient._src.devices import local_devices
+from psclient._src.distribute.strategy import Strategy
+from psclient._src.processes import shutdown
+from psclient._src.processes.embedded_server import EmbeddedServer
+from psclient._src.rounds.backend import RemoteBackend
+from psclient._src.rounds.membership import Group
+from psclient._src.rounds.placement import Placement, PsStrategy, check_ps_strategy
+from psclient._src.rounds.rounds import Exchange
+from psclient._src.telemetry import Exporter
+from psclient._src.transport.remote_server import RemoteServer, connect
+from psclient._src.transport.session import Session
+from pswire.cluster import ClusterSpec, Task, TaskConfig
+from pswire.errors import CheckpointError, ConfigError, PSError
+from pswire.limits import Timeouts
+from pswire.security.identity import task_name
+from pswire.transport.traffic import LaneName
+
+log = logging.getLogger("psclient")
+
+
+class ParameterServerStrategy(Strategy):
+    """Trains with variables on parameter servers, as `tf.distribute` does.
+
+    Every process of the job runs the same script. Without a cluster, one local server is started for it.
+
+    One thread at a time runs replicas, reduces, updates, creates variables and saves; it is refused to another as
+    long as what the first has recorded is not sent, at the end of its scope at the latest. All threads may read
+    variables. A fork of the process has no part in the job: it may only compute with what was read before.
+
+    Args:
+        devices: the local replicas' devices, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs,
+            or one CPU.
+        consistency: `Sync()`, the default, or `Async()`; the same in all processes.
+        cluster_resolver: tells the cluster and this process's task; by default `TFConfigClusterResolver()`.
+        timeouts: by default what `PS_TIMEOUT_*` say.
+        ps_strategy: which server holds a new variable that is not created beside another; the same in all processes.
+            "greedy" takes the one with the fewest bytes, "round_robin" the next in turn, as TensorFlow does by
+            default; both pass over servers whose memory limit leaves no room.
+        lane: the fastest way for values to travel that may be used: "shm", "tcp" or "grpc"; where it does not work
+            the next one is. By default what `PS_LANE` says, else the fastest that works.
+        deterministic: insists that the same job computes the same bits again, on any number of servers: contributions
+            are summed in task order, whenever they come, and batches are those of the checkpoint. So it is with every
+            `Sync()` job whose workers stay; asynchronous updates come as they come, and are refused.
+
+    Raises:
+        ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane`, a certificate or the token is wrong; another process
+            has another consistency; `deterministic` and `Async()`.
+        Unreachable: a server does not answer.
+        ChiefLost: no chief began the job in time.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        consistency: Sync | Async | None = None,
+        cluster_resolver: ClusterResolver | None = None,
+        timeouts: Timeouts | None = None,
+        ps_strategy: PsStrategy = "greedy",
+        lane: LaneName | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        check_ps_strategy(ps_strategy)
+        _check_deterministic(deterministic, consistency)
+        self._lane = lane_from() if lane is None else check_lane(lane)
+        self._ps_strategy = ps_strategy
+        self.consistency = consistency or Sync()
+        self._timeouts = timeouts or timeouts_from()
+        self._timeouts.check()
+        resolver = cluster_resolver or TFConfigClusterResolver()
+        config = task_of(resolver)
+        self._devices = local_devices(devices)  # after the resolver, which may say which GPUs are this task's
+        self._resolver = resolver if config else None
+        self._embedded = EmbeddedServer(timeouts=self._timeouts) if config is None else None
+        self._config = config or _embedded_config(self._embedded)
+        self._servers: list[RemoteServer] = []
+        self._chief: Chief | None = None
+        self._exporter: Exporter | None = None
+        self._owner = os.getpid()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._failed = False
+        self._unsaved: CheckpointError | None = None
+        self._last_error = _last_error()
+        try:
+            self._connect()
+        except BaseException:
+            self._failed = True
+            self.close()
+            raise
+        shutdown.register(self.close)
+
+    def _connect(self) -> None:
+        cluster, task = self._config.cluster, self._config.task
+        security = self._embedded.security if self._embedded else security_from(task_name(task))
+        self._exporter = Exporter(task, security)
+        job, refused = job_from(), refused_from()
+        self._servers = connect(cluster, self._timeouts, self._lane, security, refused=refused)
+        self._session = Session(
+            task,
+            self._servers,
+            len(self._devices),
+            timeouts=self._timeouts,
+            consistency=self.consistency.mode,
+            job=job,
+            # Server 0 hears a farewell; no call waits any longer for the others, one of which may be lost.
+            broken=partial(_fail, self._servers[1:]),
+        )
+        runs_script = task.job == "chief"
+        if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
+            servers = connect(cluster, self._timeouts, security=security, drives=True, refused=refused)
+            self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end, job)
+            self._exporter.add_chief(self._chief)
+            self._chief.start()
+        self._session.open()
+        self._session.await_job()
+        expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
+        self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
+        self._exporter.add_worker(self._exchange, self._servers)
+        limits = [server.status().memory_limit for server in self._servers]
+        self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits))
+        super().__init__(self._remote)
+
+    # ---- What it is ----
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What tells the cluster and this process's task; None where one server was started for this process."""
+        return self._resolver
+
+    @property
+    def round(self) -> int:
+        """The number of the next round; a process that comes back starts at the group's."""
+        return self._remote.group.round
+
+    @property
+    def task(self) -> Task:
+        """Which task this process is."""
+        return self._config.task
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Payload bytes sent and received so far, in bytes."""
+        lanes = [each for server in self._servers for each in server.traffic.values()]
+        return sum(each.sent for each in lanes), sum(each.received for each in lanes)
+
+    # ---- The end ----
+
+    def close(self) -> None:
+        """Leaves the job; called at the end of the process if it is not called before.
+
+        A clean end tells the others that this process has done its part. Does nothing in a fork of the process.
+
+        Raises:
+            CheckpointError: what was saved last is not there; all else is done.
+        """
+        if os.getpid() != self._owner:
+            return
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+        shutdown.unregister(self.close)
+        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
+        failed = self._failed or _last_error() is not self._last_error
+        error = "the script failed" if failed else ""
+        if not error and hasattr(self, "extended"):
+            error = self._flush_last()
+        if hasattr(self, "_runner"):
+            super().close()
+        if hasattr(self, "_session"):
+            # Only the servers may know that the job cannot go on, and that its end need not be waited for.
+            error = self._session.leave(error)
+        if self._chief:
+            self._chief.stop(abandon=bool(error))
+        for server in self._servers:
+            server.close()
+        if self._exporter:
+            self._exporter.stop()
+        if self._embedded:
+            self._embedded.stop()
+        if self._unsaved is not None:
+            raise self._unsaved
+
+    def _flush_last(self) -> str:
+        try:
+            # A script that has caught why its session ended does not leave cleanly either.
+            self._session.check()
+            self._remote.flush()
+            self._wait_saved()
+        except PSError as error:
+            log.error("%s does not leave cleanly: %s", self.task, error)
+            return str(error)
+        return ""
+
+    def _wait_saved(self) -> None:
+        """What was saved last is complete before the job ends; that it failed keeps nobody from leaving."""
+        try:
+            self._remote.saved()
+        except CheckpointError as error:
+            self._unsaved = CheckpointError(f"the last {error.message}", str(self.task))
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._failed = self._failed or kind is not None
+        super().__exit__(kind, *rest)
+
+
+def _fail(servers: Sequence[RemoteServer], error: PSError) -> None:
+    """The session is over: all calls to these servers end with an error."""
+    for server in servers:
+        server.fail(error)
+
+
+def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
+    if embedded is None:
+        raise ConfigError("there is neither a cluster nor an embedded server")
+    cluster = ClusterSpec({"ps": (embedded.address,), "worker": ("127.0.0.1:0",)})
+    return TaskConfig(cluster, Task("worker", 0))
+
+
+def _check_deterministic(deterministic: bool, consistency: Sync | Async | None) -> None:
+    if deterministic and isinstance(consistency, Async):
+        raise ConfigError(
+            "deterministic=True needs rounds that all workers make together, and Async() lets each update come when it "
+            "comes; take consistency=Sync(), or leave deterministic out"
+        )
+
+
+def _last_error() -> BaseException | None:
+    return getattr(sys, "last_value", None)

@@ -1,0 +1,148 @@
+"""The metrics of a worker and of a chief, for Prometheus: read from what is counted anyway, when somebody asks.
+
+docs/observability.md says what they are good for. What a script counts with `prometheus_client` is served with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from psclient._src.config import metrics_from
+from pswire.cluster import Task
+from pswire.security.identity import Security
+from pswire.telemetry.metrics import ALL, PROCESS, Process, Reading, Row, Values
+
+if TYPE_CHECKING:
+    from psclient._src.chief.driver import Chief
+    from psclient._src.rounds.rounds import Exchange
+    from psclient._src.transport.remote_server import RemoteServer
+    from pswire.telemetry.prometheus import Page
+
+log = logging.getLogger("psclient")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker's metrics are of.
+
+    Attributes:
+        exchange: its rounds.
+        servers: its connections.
+    """
+
+    exchange: Exchange
+    servers: Sequence[RemoteServer]
+
+
+def _phases(worker: Worker) -> Values:
+    found = worker.exchange.measures
+    return {("computing",): found.computing, ("waiting",): found.waiting, ("reading",): found.reading}
+
+
+def _payloads(worker: Worker) -> Values:
+    moved: dict[tuple[str, ...], float] = {}
+    for server in worker.servers:
+        for lane, each in server.traffic.items():
+            moved[lane, "received"] = moved.get((lane, "received"), 0) + each.received
+            moved[lane, "sent"] = moved.get((lane, "sent"), 0) + each.sent
+    return moved
+
+
+def _rounds(worker: Worker) -> Values:
+    return {(outcome,): count for outcome, count in worker.exchange.measures.rounds.items()}
+
+
+WORKER = "paramserver_worker_"
+CHIEF = "paramserver_chief_"
+
+OF_WORKERS: tuple[Row[Worker], ...] = (
+    Row(WORKER + "rounds", "counter", "Rounds that this process has made.", _rounds, ("outcome",)),
+    Row(WORKER + "round", "gauge", "The next round.", lambda w: {ALL: w.exchange.group.round}),
+    Row(
+        WORKER + "phase_seconds",
+        "histogram",
+        "Its time: computing between two rounds, waiting for a round, reading what it does not have.",
+        _phases,
+        ("phase",),
+    ),
+    Row(
+        WORKER + "payload_bytes",
+        "counter",
+        "Bytes of payloads that travelled, repeats included.",
+        _payloads,
+        ("lane", "direction"),
+    ),
+    Row(
+        WORKER + "contributions_left_out",
+        "counter",
+        "Contributions of others that this process's rounds were completed without, on each server.",
+        lambda w: {ALL: w.exchange.measures.left_out},
+    ),
+)
+
+OF_CHIEFS: tuple[Row[Chief], ...] = (
+    Row(CHIEF + "epochs", "counter", "Epochs of this job.", lambda c: {ALL: c.driven.epochs}),
+    Row(CHIEF + "members", "gauge", "Members of the newest epoch.", lambda c: {ALL: c.driven.members}),
+    Row(CHIEF + "plans_approved", "counter", "Plans of this job that may run.", lambda c: {ALL: c.driven.plans}),
+    Row(
+        CHIEF + "missing",
+        "gauge",
+        "Tasks of the cluster without a session: always 1.",
+        lambda c: {(str(task),): 1.0 for task in c.driven.missing},
+        ("task",),
+    ),
+    Row(
+        CHIEF + "checkpoints",
+        "counter",
+        "Checkpoints of this job.",
+        lambda c: {(outcome,): count for outcome, count in c.driven.checkpoints.items()},
+        ("outcome",),
+    ),
+    Row(
+        CHIEF + "checkpoint_seconds",
+        "histogram",
+        "From a checkpoint's order until its manifest was written, or it failed.",
+        lambda c: {ALL: c.driven.saving},
+    ),
+)
+
+
+class Exporter:
+    """Serves a process's metrics over HTTP, if `PS_METRICS_PORT` says where.
+
+    Args:
+        task: which task this process is.
+        security: what it shows.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+
+    def __init__(self, task: Task, security: Security) -> None:
+        self._readings: list[Reading] = [(PROCESS, Process(task, security.expiry))]
+        self._page: Page | None = None
+        host, port = metrics_from()
+        if port is None:
+            return
+        from pswire.telemetry.prometheus import Page
+
+        self._page = Page(host, port, self._readings.copy)
+        # Who has it picked has no other way to know.
+        log.log(logging.INFO if port else logging.WARNING, "metrics are at %s", self._page.url)
+
+    def add_worker(self, exchange: Exchange, servers: Sequence[RemoteServer]) -> None:
+        """This process is a worker."""
+        self._readings.append((OF_WORKERS, Worker(exchange, servers)))
+
+    def add_chief(self, chief: Chief) -> None:
+        """This process drives."""
+        self._readings.append((OF_CHIEFS, chief))
+
+    def stop(self) -> None:
+        """Ends; a second call does nothing."""
+        page, self._page = self._page, None
+        if page:
+            page.close()

@@ -1,0 +1,236 @@
+"""Mistakes in the functions that users write: at which line of theirs they are, and what to write instead.
+
+`fail` raises at the user's line that is running. The others are for what Python does not tell: a function that did not
+run though it was called, a step that assigns nothing, noise in a function that is traced once, arrays that would
+better be variables.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, GeneratorType
+from typing import Any, NoReturn
+
+from psclient._src import nest
+from psclient._src.tracing.guards import Surroundings
+from pswire.errors import ProgramError
+from pswire.model.tensor import Array
+
+log = logging.getLogger("psclient")
+
+LARGE = 1 << 20
+"""Bytes of an array that a function brings along, from which on it is said that they travel at each call."""
+
+_NOT_THE_USERS = frozenset({"psclient", "numpy", "cupy", "cupyx"})
+_VALUE = "its value is not known while the update function is traced; leave it an array"
+_SHAPE = "values keep their shapes, but for reductions and broadcasting; create the variable in another shape"
+_SPREAD = "np.mean(np.square(x - np.mean(x)))"
+_CAST = "write x.astype(dtype)"
+
+_INSTEAD: dict[str, str] = {
+    **dict.fromkeys(("item", "numpy", "tolist", "get", "cpu", "detach", "tobytes", "data"), _VALUE),
+    **dict.fromkeys(("T", "mT", "transpose", "reshape", "flatten", "ravel", "squeeze", "view", "resize"), _SHAPE),
+    **dict.fromkeys(("to", "float", "double", "half", "int", "long", "bool", "type", "cuda"), _CAST),
+    "std": f"write np.sqrt({_SPREAD})",
+    "var": f"write {_SPREAD}",
+    **dict.fromkeys(("assign", "assign_add", "assign_sub"), "only variables are assigned; write x = value"),
+    **dict.fromkeys(("value", "read_value"), "it is a value already"),
+    "norm": "write np.linalg.norm(x)",
+    "fill": "write v.assign(value)",
+    "real": "complex values have no parts here",
+    "imag": "complex values have no parts here",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Brought:
+    """An array or a number that an update function brought along, and did not get as an argument.
+
+    Attributes:
+        value: what the function had; whatever NumPy makes an array of.
+        array: its copy.
+        line: of the user's code, where it met what the function got.
+        function: that has this line.
+    """
+
+    value: object
+    array: Array
+    line: str
+    function: str
+
+    @classmethod
+    def here(cls, value: object, array: Array) -> Brought:
+        """At the user's line that is running."""
+        return cls(value, array, *_place(users_frame()))
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number of Python."""
+        return isinstance(self.value, int | float | complex)
+
+    def same(self, other: Brought) -> bool:
+        """Whether two calls brought the same."""
+        if self.is_number:
+            return repr(self.value) == repr(other.value)
+        return (str(self), self.array.tobytes()) == (str(other), other.array.tobytes())
+
+    def __str__(self) -> str:
+        return f"{self.array.dtype}[{','.join(map(str, self.array.shape))}]"
+
+
+class UnknownAttribute(ProgramError, AttributeError):
+    """What arrays have and tracers do not: code that asks with `hasattr` gets its answer."""
+
+
+def instead_of(name: str, functions: Sequence[str]) -> str:
+    """What to write in place of an attribute that tracers do not have.
+
+    Args:
+        name: the attribute's.
+        functions: the names of NumPy's functions that are known.
+    """
+    if name in functions:
+        return f"write np.{name}(x)"
+    return _INSTEAD.get(name, "write NumPy functions or ps.ops")
+
+
+def users_frame() -> FrameType | None:
+    """The innermost frame that runs outside of this package and NumPy; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+        frame = frame.f_back
+    return frame
+
+
+def users_line() -> str:
+    """Where the user's code is: "file:line", or "" if none runs."""
+    return _place(users_frame())[0]
+
+
+def users_function() -> str:
+    """The name of the user's function that runs, with its class's; "" if none does."""
+    return _place(users_frame())[1]
+
+
+def _place(frame: FrameType | None) -> tuple[str, str]:
+    """The line of a frame, and its function's name; both "" without one."""
+    return (f"{frame.f_code.co_filename}:{frame.f_lineno}", _short(frame.f_code.co_qualname)) if frame else ("", "")
+
+
+def fail(message: str, kind: type[ProgramError] = ProgramError, at: str = "") -> NoReturn:
+    """Raises an error at the user's line.
+
+    Args:
+        message: what is wrong, and what to write instead.
+        kind: of the error.
+        at: the line, where it is not the innermost one that runs outside of this package and NumPy.
+    """
+    where = at or users_line()
+    raise kind(f"{where}: {message}" if where else message)
+
+
+def refuse_result(fn: Callable[..., Any], result: Any) -> None:
+    """Raises `ProgramError` if a call of an update function has run nothing of it: a generator or a coroutine."""
+    if not isinstance(result, GeneratorType | CoroutineType | AsyncGeneratorType):
+        return
+    if isinstance(result, CoroutineType):
+        result.close()  # Or Python says that it was never awaited.
+    name, line = _named(fn)
+    fail(
+        f"{name} returns a {type(result).__name__}, of which nothing has run; write a plain function without `yield` "
+        "and `async`, that returns values and no generator expression",
+        at=line,
+    )
+
+
+def refuse_slots(optimizer: Any) -> None:
+    """Raises an error if an optimizer's slots are not names, or its `update` does not take them.
+
+    Raises:
+        TypeError: `slots` is one word, of which each letter would be a name, or has a name twice.
+        ProgramError: at the line of `update`, what it would be called with.
+    """
+    slots = optimizer.slots
+    if isinstance(slots, str) or len(set(slots)) < len(slots):
+        raise TypeError(
+            f"slots of {type(optimizer).__name__} is {slots!r}, and must be a tuple of names, each of them once; "
+            'of one name write slots = ("momentum",)'
+        )
+    taken = ("v", "gradient", "iterations", *slots)
+    try:
+        inspect.signature(optimizer.update).bind(*taken)
+    except TypeError as error:
+        name, line = _named(optimizer.update)
+        fail(f"{name} is called with ({', '.join(taken)}): {error}; take these, or change slots", at=line)
+
+
+def refuse_step(optimizer: Any, returned: Any, variables: Sequence[Any], assigned: bool) -> None:
+    """Raises `ProgramError` if an optimizer's `update` returns something, which is lost, or assigns nothing.
+
+    Args:
+        optimizer: whose.
+        returned: what it returned; variables, and None, are nothing.
+        variables: what it could assign.
+        assigned: whether it has assigned the variable that it is to update.
+    """
+    name, line = _named(optimizer.update)
+    if not all(any(leaf is known for known in (None, *variables)) for leaf in nest.flatten(returned)):
+        refuse_result(optimizer.update, returned)
+        fail(f"{name} returns a value, which is lost; assign it, as in v.assign(value), and return nothing", at=line)
+    if not assigned:
+        fail(f"{name} does not assign its variable, so that a step changes nothing; write v.assign_sub(step)", at=line)
+
+
+def refuse_changing(brought: Sequence[Brought], again: Sequence[Brought]) -> None:
+    """Raises `ProgramError` if a function that is to be traced once brings something else along in another call.
+
+    Args:
+        brought, again: in two calls that should do the same.
+    """
+    for one, other in zip(brought, again, strict=False):
+        if not one.same(other):
+            what = "a number" if one.is_number else f"an array ({one})"
+            fail(
+                f"{one.function} makes {what} that is another one in each call, such as noise; it is traced "
+                "once, and would use the first one ever after; pass it as an argument, or add it to the gradient",
+                at=one.line,
+            )
+
+
+def warn_of_large(brought: Iterable[Brought], fn: Callable[..., Any], around: Surroundings | None) -> None:
+    """Says of large arrays, once for each, that they travel to the servers in each call.
+
+    Args:
+        brought: what a function brought along.
+        fn: the function.
+        around: what it reads by name, where that is known.
+    """
+    for one in brought:
+        if one.array.nbytes >= LARGE and hasattr(one.value, "nbytes"):  # A list may be an argument.
+            name = (around or Surroundings([fn])).name_of(one.value) or "an array"
+            _warn_once(
+                f"{one.line}: {one.function} brings {name} along ({one}, {one.array.nbytes / 2**20:.0f} MiB), which "
+                "travels to the servers in each call; make it a variable with colocate_vars_with, and pass that"
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(message: str) -> None:
+    log.warning(message)
+
+
+def _short(name: str) -> str:
+    return name.rpartition("<locals>.")[2]
+
+
+def _named(fn: Callable[..., Any]) -> tuple[str, str]:
+    """A function's name, and the line where it begins."""
+    own = inspect.unwrap(getattr(fn, "func", fn))
+    code = getattr(own, "__code__", None)
+    line = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
+    return _short(getattr(own, "__qualname__", repr(own))), line

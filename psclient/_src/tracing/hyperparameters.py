@@ -1,0 +1,218 @@
+"""Objects of which update functions read numbers and words: optimizers, schedules.
+
+An update function gets, in place of such an object, one of the same class that has the same numbers and words, and
+nothing else: all that it says is known before, so that calls can be told apart by it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from operator import is_
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from psclient._src import nest
+from psclient._src.tracing.diagnostics import fail
+from psclient._src.tracing.symbolic_numbers import Number
+
+NUMBERS = frozenset({int, float, complex})
+"""Types of what may change from call to call, without another trace."""
+
+WORDS = (
+    *(bool, str, bytes, type(None), enum.Enum, type, np.dtype),
+    *(types.FunctionType, types.BuiltinFunctionType, np.ufunc),
+)
+"""Types of what makes another trace if it changes."""
+
+
+_PLAIN = NUMBERS | {bool, str, type(None)}
+"""What most attributes are: an optimizer's are looked at in each step."""
+
+_VIEW = "_stands_for_another"
+
+_LAST = "_last_settings"
+"""Most steps find the settings of the step before, which know what they are."""
+
+
+def is_view(configured: Configured) -> bool:
+    """Whether it is what an update function gets in place of a configured object."""
+    return _VIEW in vars(configured)
+
+
+class Configured:
+    """Base of objects of which an update function reads numbers and words: optimizers, schedules.
+
+    Among the arguments of an update function stand its `settings`; the function gets an object of the same class that
+    has the same attributes, its class's included: numbers, words, functions, tuples of these, and other configured
+    objects. It lacks all else, and nothing can be assigned to it.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_view(self):
+            fail(
+                f"{type(self).__name__}.{name} is assigned in an update function, which runs beside the variable; that "
+                "would be lost; keep it in a slot of the optimizer, or in a local name"
+            )
+        super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            why = ""
+            if is_view(self):
+                why = (
+                    "; an update function sees only attributes that are numbers, words, functions or tuples of these; "
+                    "keep arrays in slots of the optimizer"
+                )
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{why}")
+
+    def settings(self) -> Settings:
+        """What an update function sees of it, as of now."""
+        return self.settings_with()
+
+    def settings_with(self, **replaced: Any) -> Settings:
+        """As `settings`, with other values of some attributes."""
+        kind: Any = type(self)
+        names = tuple(itertools.chain.from_iterable(map(vars, kind.__mro__)))
+        taken = {name: _taken(value) for name, value in (vars(self) | replaced).items()}
+        known = {name: _taken(getattr(kind, name)) for name in _readable(kind, names) if name not in taken}
+        attributes = {name: value for name, value in (known | taken).items() if value is not _LEFT_OUT}
+        last: Settings | None = vars(self).get(_LAST)
+        if last is not None and last.same(kind, names, attributes):
+            return last
+        for name, value in taken.items():
+            if value is _LEFT_OUT and hasattr(kind, name):
+                raise TypeError(
+                    f"attribute {name!r} of {kind.__name__} hides the class's own, and update functions see "
+                    "numbers, words, functions and tuples only; make it one of these, or give it another name"
+                )
+        made = vars(self)[_LAST] = Settings(kind, names, attributes)
+        return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _readable(kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of a class's names that its objects read as attributes; functions become methods, and stay with it.
+
+    Args:
+        kind: the class.
+        names: all that it and its bases have; a class may get more.
+    """
+    found = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    return tuple(
+        name
+        for name, value in found.items()
+        if not (name.startswith("__") or isinstance(value, types.FunctionType) or _taken(value) is _LEFT_OUT)
+    )
+
+
+class Settings:
+    """The attributes of a configured object, as an argument of update functions.
+
+    Args:
+        kind: its class.
+        names: of all that the class and its bases have: a new one, of a method as well, may hide another.
+        attributes: by name.
+
+    Attributes:
+        kind: the class.
+        key: all but the numbers.
+        numbers: in order.
+    """
+
+    def __init__(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, Any]) -> None:
+        self.kind = kind
+        self._names = names
+        self._attributes = attributes
+        self.numbers: list[Number] = []
+        self.view(self.numbers.append)
+        self.key = _Key((kind, names, *((name, _key(value)) for name, value in attributes.items())))
+
+    def same(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, Any]) -> bool:
+        """Whether they are of this class, with these names, and have these very attributes."""
+        mine = self._attributes
+        if self.kind is not kind or self._names != names or [*mine] != [*attributes]:
+            return False
+        return all(map(is_, mine.values(), attributes.values()))
+
+    def view(self, number: Callable[[Number], Any]) -> Any:
+        """An object of the class with these attributes.
+
+        Args:
+            number: what shall stand for a number.
+        """
+        made: Any = object.__new__(self.kind)
+        made.__dict__ = {name: _seen(value, number) for name, value in self._attributes.items()}
+        vars(made)[_VIEW] = True
+        return made
+
+    def kinds(self) -> Iterator[type]:
+        """The class, and those of configured objects among the attributes."""
+        yield self.kind
+        for value in self._leaves():
+            if isinstance(value, Settings):
+                yield from value.kinds()
+
+    def functions(self) -> Iterator[types.FunctionType]:
+        """The functions among the attributes, and among those of configured objects there."""
+        for value in self._leaves():
+            if isinstance(value, Settings):
+                yield from value.functions()
+            elif isinstance(value, types.FunctionType):
+                yield value
+
+    def _leaves(self) -> list[Any]:
+        return nest.flatten(tuple(self._attributes.values()))
+
+
+class _Key:
+    """A hashable that knows its hash."""
+
+    def __init__(self, value: Hashable) -> None:
+        self.value = value
+        self._hash = hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Key) and self.value == other.value)
+
+
+_LEFT_OUT = object()
+
+
+def _taken(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Configured):
+        return value.settings()
+    if isinstance(value, tuple | list):
+        items = tuple(map(_taken, value))
+        if type(value) is tuple and all(map(is_, value, items)):
+            return value
+        return _LEFT_OUT if _LEFT_OUT in items else items
+    if isinstance(value, np.generic):
+        value = value.item()
+    return value if type(value) in NUMBERS or isinstance(value, WORDS) else _LEFT_OUT
+
+
+def _seen(value: Any, number: Callable[[Number], Any]) -> Any:
+    if isinstance(value, Settings):
+        return value.view(number)
+    if isinstance(value, tuple):
+        return tuple(_seen(item, number) for item in value)
+    return number(value) if type(value) in NUMBERS else value
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, Settings):
+        return value.key
+    if isinstance(value, tuple):
+        return tuple(map(_key, value))
+    return (type(value),) if type(value) in NUMBERS else (type(value), value)

@@ -1,0 +1,341 @@
+"""Update functions that are traced once, and not again for other numbers.
+
+    @ps.update_function
+    def decay(v, rate):
+        v.assign_sub(rate * v)
+
+A Python function may read whatever it likes, so that nobody can see from outside whether two calls of it do the same.
+`update_function` is the author's promise that what it does depends on its arguments alone. Then a call whose arguments
+have the same structure, shapes and dtypes makes the same program; numbers among them are the program's operands.
+
+Also seen, for a new trace, is that a global, a variable of an enclosing function, or a method of a configured object's
+class is another object than when the function was traced: of the function itself, of those that it wraps or is given,
+and of functions that it finds that way. Not seen is what changes within an object: an item of a list, an attribute of a
+module or of another object, an array in place; nor what an installed package's functions read.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from psclient._src import context, nest
+from psclient._src.arraylike import Readable
+from psclient._src.tracing.diagnostics import fail, refuse_changing, users_function
+from psclient._src.tracing.guards import Surroundings
+from psclient._src.tracing.hyperparameters import NUMBERS, WORDS, Settings
+from psclient._src.tracing.recorder import Recording, ScalarOrigin, Traced, trace
+from psclient._src.tracing.symbolic_numbers import Number, Tape
+from psclient._src.tracing.tracer import Tracer
+from psclient._src.values import DistributedValues
+from pswire.model.program import InputKind
+from pswire.model.tensor import Array, TensorSpec
+
+MAX_TRACES = 1024
+"""For how many kinds of arguments a function keeps traces; then it forgets all of them."""
+
+MAX_TRACES_OF_ONE_KIND = 8
+"""How many traces it keeps that differ by what the function saw of numbers."""
+
+
+class Given(NamedTuple):
+    """A leaf of the arguments that becomes an input of the program.
+
+    Attributes:
+        kind: of the input.
+        spec: its dtype and shape.
+        source: what it is to the caller; the same for two leaves that are one input. Of an operand its array.
+        variable: the variable, if it is one.
+    """
+
+    kind: InputKind
+    spec: TensorSpec
+    source: Any
+    variable: Any = None
+
+
+class Call(NamedTuple):
+    """One call of an update function.
+
+    Attributes:
+        traced: what it does.
+        inputs: of the program: what was given, and arrays of the function's own and of numbers. Such an array is the
+            same object in one call and the next, as long as the numbers are the same.
+        trace: knows the same with other numbers.
+        numbers: among the arguments.
+    """
+
+    traced: Traced
+    inputs: list[Given | Array]
+    trace: Trace
+    numbers: list[Number]
+
+
+class Trace:
+    """What one call of an update function did, for other calls of it.
+
+    Args:
+        traced: the origins are places among what was given, arrays of the function's own, or scalars.
+        tape: what it computed from numbers.
+        numbers: in that call.
+        around: what the function read by other ways.
+        names: of the variables in that call, if the function has asked for one; else None.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        tape: Tape,
+        numbers: list[Number],
+        around: Surroundings,
+        names: tuple[str, ...] | None = None,
+    ) -> None:
+        self._names = names
+        self._around = around
+        self._traced = traced
+        self._tape = tape
+        self._remember(numbers, tape.values)
+
+    def call(self, given: Sequence[Given], numbers: list[Number]) -> Call | None:
+        """The same with other arguments; None where the function would have seen other numbers, or other globals."""
+        if self._names is not None and self._names != _names(given):
+            return None
+        arrays = self.operands(numbers)
+        return None if arrays is None else self._with(given, arrays, numbers)
+
+    def operands(self, numbers: list[Number]) -> list[Array | None] | None:
+        """Of each input the array, if it is the function's own or of a number; None in all where `call` gives none."""
+        if not self._around.unchanged():
+            return None
+        # Equal numbers may differ as operands: 0.0 == -0.0.
+        word, arrays = self._last
+        if word != repr(numbers):
+            values = self._tape.replay(numbers)
+            if values is None:
+                return None
+            try:
+                arrays = self._remember(numbers, values)
+            except OverflowError:  # Beyond an operand's dtype: a new trace says at which line, or takes another way.
+                return None
+        return arrays
+
+    def same(self, given: Sequence[Given], numbers: list[Number]) -> Call:
+        """The same with other inputs, and with the numbers of the last call."""
+        return self._with(given, self._last[1], numbers)
+
+    def _with(self, given: Sequence[Given], arrays: Sequence[Array | None], numbers: list[Number]) -> Call:
+        found = zip(self._traced.origins, arrays, strict=True)
+        inputs = [given[cast(int, place)] if array is None else array for place, array in found]
+        return Call(self._traced, inputs, self, numbers)
+
+    def _remember(self, numbers: list[Number], values: Sequence[Any]) -> list[Array | None]:
+        arrays = [_array(origin, values) for origin in self._traced.origins]
+        self._last = (repr(numbers), arrays)
+        return arrays
+
+
+def _array(origin: Any, values: Sequence[Any]) -> Array | None:
+    """The array of an operand; None if it was given."""
+    if isinstance(origin, ScalarOrigin):
+        with np.errstate(all="ignore"):
+            return np.asarray(values[origin.place], origin.dtype)
+    return origin if isinstance(origin, np.ndarray) else None
+
+
+class UpdateFunction:
+    """A function for `update` and `update_non_slot` that depends on its arguments alone; see `update_function`.
+
+    Args:
+        fn: the function.
+    """
+
+    __name__: str
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._traces: dict[Hashable, tuple[Trace, ...]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, as a strategy without servers does."""
+        own = [arg.view(_itself) if isinstance(arg, Settings) else arg for arg in args]
+        return self._fn(*own, **kwargs)
+
+    def call(
+        self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any], give: Callable[[Any], Given | None]
+    ) -> Call:
+        """Finds the trace of a call, or makes it.
+
+        Args:
+            strategy: whose update it is.
+            args, kwargs: its arguments.
+            give: what a leaf of them becomes as an input of the program; None for what does not become one.
+
+        Raises:
+            ProgramError: it cannot be traced, or there is no telling whether an argument is another one.
+        """
+        given, numbers, key = _opened(args, kwargs, give)
+        try:
+            known = self._traces.get(key, ())
+        except TypeError as error:
+            fail(f"an argument of {self.__name__} cannot be compared: {error}; give arrays, numbers, words or tuples")
+        for found in known:
+            call = found.call(given, numbers)
+            if call is not None:
+                return call
+        made = self._trace(strategy, args, kwargs, give, given, numbers)
+        call = made.same(given, numbers)  # Once the trace is known, another thread may give it other numbers.
+        if len(self._traces) >= MAX_TRACES:
+            self._traces.clear()
+        self._traces[key] = (made, *known[: MAX_TRACES_OF_ONE_KIND - 1])
+        return call
+
+    def _trace(
+        self,
+        strategy: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        give: Callable[[Any], Given | None],
+        given: Sequence[Given],
+        numbers: list[Number],
+    ) -> Trace:
+        around = _around(self._fn, (args, kwargs))
+
+        def record() -> tuple[Traced, Tape, Recording]:
+            return self._record(strategy, args, kwargs, give, given, numbers, around)
+
+        traced, tape, recording = record()
+        brought = [*recording.brought, *tape.brought]
+        # What changes its surroundings is traced at each call, and may do what it likes.
+        if around.unchanged() and any(one.is_number or around.name_of(one.value) is None for one in brought):
+            _, tape_again, again = record()
+            refuse_changing(brought, [*again.brought, *tape_again.brought])
+        return Trace(traced, tape, numbers, around, _names(given) if recording.named else None)
+
+    def _record(
+        self,
+        strategy: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        give: Callable[[Any], Given | None],
+        given: Sequence[Given],
+        numbers: list[Number],
+        around: Surroundings,
+    ) -> tuple[Traced, Tape, Recording]:
+        recording, tape = Recording(self._refuse), Tape(numbers)
+        places = itertools.count()
+        inputs = [_tracer(recording, given, place) for place in range(len(given))]
+
+        def scalar(_: Number) -> Any:
+            return tape.scalar(next(places))
+
+        rest = iter(inputs)
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, Settings):
+                return value.view(scalar)
+            if type(value) in NUMBERS:
+                return scalar(value)
+            return value if isinstance(value, WORDS) or give(value) is None else next(rest)
+
+        own, named = nest.map_structure(leaf, (tuple(args), dict(kwargs)))
+        with context.enter_update(strategy, self._refuse):
+            traced = trace(recording, self._fn, own, named, around)
+        return traced, tape, recording
+
+    def _refuse(self, value: Any) -> None:
+        """What a function brings along from elsewhere: arrays are its own, all else belongs among its arguments."""
+        if isinstance(value, Readable | DistributedValues):
+            fail(
+                f"{users_function() or self.__name__} uses {value!r}, which is not among its arguments; pass it, or in "
+                "an optimizer keep it in a slot, and a number as an attribute"
+            )
+
+
+def update_function(fn: Callable[..., Any]) -> UpdateFunction:
+    """Promises that an update function depends on its arguments alone: then it is traced once, and not for each call.
+
+    A call whose arguments have the same structure, dtypes and shapes, and the same words and functions, does what the
+    first one did. Numbers (int, float, complex) may differ: they are operands of one program. What the function
+    reads by closure or as a global is looked at again for each call: another object, or another number, makes
+    another trace, as the module says; what is inside of such an object has to stay what it is. In any context.
+
+    Args:
+        fn: for `strategy.extended.update` and `update_non_slot`. Not a method.
+    """
+    return UpdateFunction(fn)
+
+
+def _around(fn: Callable[..., Any], args: Any) -> Surroundings:
+    """What a function may read by other ways than its arguments, as of now."""
+    leaves = nest.flatten(args)
+    settings = [leaf for leaf in leaves if isinstance(leaf, Settings)]
+    given = [leaf for leaf in leaves if isinstance(leaf, types.FunctionType)]
+    given += [function for one in settings for function in one.functions()]
+    return Surroundings([fn, *given], [kind for one in settings for kind in one.kinds()])
+
+
+def _tracer(recording: Recording, given: Sequence[Given], place: int) -> Tracer:
+    one = given[place]
+    first = place if one.kind == "operand" else next(i for i, other in enumerate(given) if _same(one, other))
+    if one.kind == "variable":
+        return recording.variable(one.spec, one.variable.name, first)
+    return (recording.value if one.kind == "value" else recording.argument)(one.spec, first)
+
+
+def _names(given: Sequence[Given]) -> tuple[str, ...]:
+    return tuple(one.variable.name for one in given if one.variable is not None)
+
+
+def _same(one: Given, other: Given) -> bool:
+    return other.kind != "operand" and bool(other.source == one.source)
+
+
+def _opened(
+    args: Sequence[Any], kwargs: Mapping[str, Any], give: Callable[[Any], Given | None]
+) -> tuple[list[Given], list[Number], Hashable]:
+    """The inputs and the numbers among the arguments, and what is the same for all calls that do the same."""
+    given: list[Given] = []
+    numbers: list[Number] = []
+    key: list[Hashable] = []
+    sources: dict[Any, int] = {}
+    for leaf in nest.flatten((args, kwargs)):
+        kind = type(leaf)
+        if kind is Settings:
+            numbers += leaf.numbers
+            key.append(leaf.key)
+        elif kind in NUMBERS:
+            numbers.append(leaf)
+            key.append((kind,))
+        elif isinstance(leaf, WORDS):
+            key.append((kind, leaf))
+        elif (found := give(leaf)) is None:
+            fail(
+                f"a {kind.__name__} stands among the arguments, which may change without a word; give numbers, words, "
+                "arrays, or a Configured object"
+            )
+        else:
+            place = len(given)
+            first = place if found.kind == "operand" else sources.setdefault(found.source, place)
+            key.append((found.kind, found.spec, first))
+            given.append(found)
+    return given, numbers, (_structure((args, kwargs)), *key)
+
+
+def _structure(value: Any) -> Hashable:
+    """How a nest is built, without its leaves."""
+    kind = type(value)
+    how = nest.children_of(kind)
+    if how is None:
+        return None
+    children = [None if nest.children_of(type(item)) is None else _structure(item) for item in how(value)]
+    return (kind, tuple(value), *children) if issubclass(kind, dict) else (kind, *children)
+
+
+def _itself(number: Number) -> Number:
+    return number

@@ -1,0 +1,75 @@
+"""How this package uses gRPC's channels: their settings, and calls of raw bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from grpc.experimental import ChannelOptions
+
+from pswire.limits import Timeouts
+from pswire.security.identity import Security
+
+OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),  # retries are ours: they know the keys and the deadlines
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # An answer is read by the thread that waits for it: a push or pull of one message makes no thread of gRPC's.
+    (ChannelOptions.SingleThreadedUnaryStream, 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Of every channel."""
+
+KEEPALIVE = 5.0
+"""Seconds at most that nothing may come on a connection until a sign of life is asked for, and until it is missed."""
+
+NOBODY = "nothing listens there"
+
+REASONS = {
+    "lookup failed": "the host's name is unknown",
+    "DNS": "the host's name is unknown",
+    "Connection refused": NOBODY,
+    "No route": "there is no route to the host",
+    "Deadline": "it is silent",
+    "timed out": "it is silent",
+}
+"""What gRPC's details mean to people, by a part of them."""
+
+Interceptor = (
+    grpc.UnaryUnaryClientInterceptor
+    | grpc.UnaryStreamClientInterceptor
+    | grpc.StreamUnaryClientInterceptor
+    | grpc.StreamStreamClientInterceptor
+)
+
+
+def open_channel(address: str, security: Security, name: str, lease: float = Timeouts().lease) -> grpc.Channel:
+    """A channel to a server.
+
+    Args:
+        address: `host:port`.
+        security: what this process shows and asks for.
+        name: on the server's certificate, whatever its address is.
+        lease: seconds; a connection whose packets vanish is given up after half of it, so that a beat gets through on
+            another one.
+    """
+    pause = int(1000 * min(lease / 4, KEEPALIVE))
+    options = (*OPTIONS, ("grpc.keepalive_time_ms", pause), ("grpc.keepalive_timeout_ms", pause))
+    if not security.tls:
+        return grpc.insecure_channel(address, options=options)
+    credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.certificate)
+    return grpc.secure_channel(address, credentials, options=(*options, ("grpc.ssl_target_name_override", name)))
+
+
+def stub(channel: grpc.Channel, path: str, streams: tuple[bool, bool]) -> Any:
+    """A callable of raw bytes: without serializers, gRPC hands them through."""
+    kinds = {
+        (False, False): channel.unary_unary,
+        (False, True): channel.unary_stream,
+        (True, False): channel.stream_unary,
+        (True, True): channel.stream_stream,
+    }
+    return kinds[streams](path)

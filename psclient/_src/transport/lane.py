@@ -1,0 +1,366 @@
+"""One lane of a client: pushes and pulls over a plain socket, their data in the socket or in shared memory.
+
+A thread for each lane receives; calls are sent by the thread that makes them, as far as the system takes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import selectors
+import socket
+import ssl
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+from psclient._src.transport import forks
+from psclient._src.transport.silence import Silence
+from pswire.encoding.verbs import parse, refusal_from_pb
+from pswire.errors import InvalidRequest, PSError
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.transport.payload import Assembly, Payload
+from pswire.transport.shared_memory import CLIENT_BYTES, Hold, Mirror, Ring, Segment
+from pswire.transport.sockets import Channel, Kind, Link, Message, tune
+from pswire.transport.tls_socket import Sealed, Stream
+from pswire.transport.traffic import LaneName, Traffic
+
+SHARED = "/dev/shm"
+"""What a server and its clients have in common where the shm lane works."""
+
+CONNECT_SECONDS = 5.0
+"""How long it may take to connect, and to be welcomed."""
+
+
+class LaneLost(Exception):
+    """A lane is broken, or cannot be opened: what was under way on it goes another way."""
+
+
+Header = pb.RoundHeader | pb.PullHeader
+Answered = tuple[Any, Payload]
+"""The header of an answer, a `Header`, and its payload."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a server offers to a session.
+
+    Attributes:
+        session: whose lanes they are.
+        token: what shows it.
+        host, port: of the tcp lane; the port is 0 where there is none.
+        path: of the shm lane's socket; "" where there is none.
+        in_flight: bytes of a contribution that the server holds before they are used.
+        name: on the server's certificate.
+        tls: what the tcp lane is encrypted with; None for nothing.
+    """
+
+    session: int
+    token: bytes
+    host: str
+    port: int
+    path: str
+    in_flight: int = CLIENT_BYTES
+    name: str = ""
+    tls: ssl.SSLContext | None = None
+
+
+@dataclass
+class _Call:
+    """A call under way.
+
+    Attributes:
+        kind: of the answer's header.
+        future: its answer.
+        assembly: collects the answer's payload, once its size is known.
+        header: the answer's, once it is there.
+    """
+
+    kind: type[pb.RoundHeader] | type[pb.PullHeader]
+    future: Future[Answered]
+    assembly: Assembly | None = None
+    header: Header | None = None
+
+
+class Lane:
+    """A connection to a server's lane. May be used by any thread.
+
+    Args:
+        name: which one, "tcp" or "shm".
+        offer: the server's.
+        lease: seconds of silence after which it is broken.
+        traffic: counts what travels.
+        replaces: whether it takes the place of all that the server has of this session.
+
+    Attributes:
+        answered: how many calls were.
+
+    Raises:
+        LaneLost: it cannot be opened; the message says why.
+    """
+
+    def __init__(self, name: LaneName, offer: Offer, lease: float, traffic: Traffic, replaces: bool = False) -> None:
+        self.name = name
+        self._silence = Silence(lease)
+        self._traffic = traffic
+        self.answered = 0
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # guards the calls, and that it is lost once
+        self._why: str | None = None
+        self._mirror: Mirror | None = None
+        self._freed: deque[int] = deque()
+        self._over = self._rung = False
+        self._welcome = threading.Event()  # or the end
+        self._welcomed = False
+        self._bell, self._rope = socket.socketpair()
+        self._rope.setblocking(False)
+        self._sockets: list[Stream] = [self._bell, self._rope]
+        said = pb.LaneHello(session=offer.session, token=offer.token, lease=lease, replaces=replaces)
+        hello = Message(Kind.HELLO, header=said.SerializeToString()).head()
+        try:
+            self._sock = _connect(name, offer, lease)
+            self._sockets.append(self._sock)
+            ring = self._introduce(hello, offer.in_flight if name == "shm" else 0)
+            self._link = Link(self._sock)
+            self._link.trust()
+            self._channel = Channel(self._link, ring, True, self._ring_bell, traffic)
+        except (OSError, InvalidRequest) as error:
+            self._drop()
+            raise LaneLost(_why(name, offer, error)) from None
+        _LANES.add(self)
+        threading.Thread(target=self._run, name=f"lane {name}", daemon=True).start()
+        self._welcome.wait(CONNECT_SECONDS)
+        if not self._welcomed:
+            self.close(self._why or f"{offer.host}:{offer.port} does not answer")
+            raise LaneLost(self._why)
+
+    def _introduce(self, hello: bytes, shared: int) -> Ring | None:
+        """Says who it is; hands over so many bytes of memory, if any, and the answer's first byte brings more."""
+        if not shared:
+            self._sock.sendall(hello)
+            return None
+        segment, file = Segment.make(shared)
+        files: list[int] = [file]
+        try:
+            sock = cast(socket.socket, self._sock)  # memory is shared on this host alone, by plain sockets
+            socket.send_fds(sock, [b"\0" + hello], [file])
+            _, taken, _, _ = socket.recv_fds(sock, 1, 1)
+            files += taken
+            if len(taken) != 1:
+                raise OSError("the server hands over no memory")
+            self._mirror = Mirror(Segment.take(taken[0]).memory, self._let_go)
+        finally:
+            for each in files:
+                os.close(each)
+        return Ring(segment.memory)
+
+    def _let_go(self, place: int, _: int) -> None:
+        """Data are needed no more; told by any thread, at any time."""
+        self._freed.append(place)
+        self._ring_bell()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Is gone for the server, once nobody looks at its memory any more: until then it writes nothing else there."""
+        if not self._over:
+            return
+        _LINGERING.add(self)  # first: another thread may let go of the last place, and find it there
+        mirror = self._mirror
+        if mirror is None or not mirror.looked_at:
+            self._mirror = None  # else only a collection of garbage would give its memory back
+            _LINGERING.discard(self)
+            self._drop()
+
+    def push(self, header: bytes, payload: Payload) -> Future[Answered]:
+        """Sends a contribution; the future gives the answer's header and payload, or raises `LaneLost`."""
+        return self._ask(Kind.PUSH, header, payload, pb.RoundHeader)
+
+    def pull(self, header: bytes) -> Future[Answered]:
+        """Asks for values; as `push`."""
+        return self._ask(Kind.PULL, header, Payload(), pb.PullHeader)
+
+    def _ask(
+        self, kind: Kind, header: bytes, payload: Payload, answer: type[pb.RoundHeader] | type[pb.PullHeader]
+    ) -> Future[Answered]:
+        call = _Call(answer, Future())
+        number = next(self._numbers)
+        with self._lock:
+            if self._why is not None:
+                call.future.set_exception(LaneLost(self._why))
+                return call.future
+            self._calls[number] = call
+        self._channel.send(kind, number, header, payload)
+        return call.future
+
+    def close(self, why: str) -> None:
+        """Ends the lane; calls under way raise `LaneLost`."""
+        with self._lock:
+            if self._why is not None:
+                return
+            self._why = why
+            calls, self._calls = list(self._calls.values()), {}
+        self._welcome.set()
+        self._ring_bell()
+        for call in calls:
+            call.future.set_exception(LaneLost(why))
+
+    def silent(self) -> str:
+        """The server has answered a beat, elsewhere: why this lane is broken, "" if it is not."""
+        # Of a call that has not left the server knows nothing.
+        with self._lock:
+            calls = set(self._calls)
+        waiting = bool(calls and calls - self._channel.unsent())
+        return self._silence.beat(waiting, time.monotonic())
+
+    def _drop(self) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+    def keep(self) -> list[Hold]:
+        """Before a fork of the process: what it may look at stays as it is until these are gone."""
+        mirror = self._mirror
+        return mirror.keep() if mirror is not None else []
+
+    def forget(self) -> None:
+        """In a fork of the process: it is not ours, and ends when the process ends that opened it."""
+        self._why = "a fork has no part in the job"
+        self._drop()
+
+    # ---- The thread that receives ----
+
+    def _ring_bell(self) -> None:
+        if not self._rung:
+            self._rung = True
+            with suppress(OSError):  # nobody listens any more
+                self._rope.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._bell, selectors.EVENT_READ)
+                selector.register(self._sock, selectors.EVENT_READ)
+                while self._why is None:
+                    self._turn(selector)
+        except (OSError, PSError) as error:
+            self.close(str(error))
+        finally:
+            self.close("it has failed")  # whatever happened: nobody waits for what cannot come
+            self._channel.close()
+            self._over = True
+            self._leave()
+
+    def _turn(self, selector: selectors.BaseSelector) -> None:
+        for key, events in selector.select():
+            if key.fileobj is self._bell:
+                self._bell.recv(4096)
+                self._rung = False  # first: what comes from now on rings again
+                self._channel.let_go([self._freed.popleft() for _ in range(len(self._freed))])
+                selector.modify(self._sock, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            elif events & selectors.EVENT_WRITE and not self._channel.flush():
+                selector.modify(self._sock, selectors.EVENT_READ)
+            if key.fileobj is self._sock and events & selectors.EVENT_READ:
+                self._silence.heard = True
+                for message in self._link.receive():
+                    self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        if message.kind is Kind.WELCOME:
+            self._welcomed = True
+            self._welcome.set()
+        elif message.kind is Kind.FREED:
+            self._channel.freed(message.place)
+        elif message.kind is Kind.ALIVE:
+            said = parse(pb.LaneAlive, message.header)
+            self._silence.word(said.received, said.paused, self._link.sent, time.monotonic())
+        else:
+            self._answer(message)
+
+    def _answer(self, message: Message) -> None:
+        data = self._data(message) if message.size else None
+        call = self._calls.get(message.call)
+        if call is None:
+            return  # nobody waits for it any more
+        if message.kind is Kind.REFUSAL:
+            self._end(message.call, refusal_from_pb(parse(pb.Refusal, message.header)))
+            return
+        if message.kind is Kind.ANSWER or message.header:
+            header = parse(call.kind, message.header)
+            call.assembly = call.assembly or Assembly(header.size, self._traffic)
+            call.header = header if message.kind is Kind.ANSWER else None
+        if call.assembly is None:
+            raise InvalidRequest("a part of an answer without a header")
+        if data is not None:
+            call.assembly.add(message.offset, (data,))
+        if call.header is not None and call.assembly.payload.whole:
+            self._end(message.call, (call.header, call.assembly.payload))
+
+    def _end(self, number: int, answer: Answered | PSError) -> None:
+        with self._lock:
+            call = self._calls.pop(number, None)
+        if call is None:
+            return
+        self.answered += 1
+        forks.release()
+        self._channel.drop(number)  # where an answer came before all was sent
+        if isinstance(answer, PSError):
+            call.future.set_exception(answer)
+        else:
+            call.future.set_result(answer)
+
+    def _data(self, message: Message) -> memoryview:
+        if message.data is not None:
+            return message.data
+        if self._mirror is None:
+            raise InvalidRequest("data without memory")
+        return self._mirror.read(message.place, message.size)
+
+
+_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+"""Those of this process."""
+
+_LINGERING: set[Lane] = set()
+"""Those that are closed, while somebody looks at a server's memory."""
+
+
+def _keep() -> list[Hold]:
+    return [hold for lane in list(_LANES) for hold in lane.keep()]
+
+
+def _forget() -> None:
+    for lane in list(_LANES):
+        lane.forget()
+
+
+forks.watch(_keep, _forget)
+
+
+def _connect(name: LaneName, offer: Offer, lease: float) -> Stream:
+    if name == "shm":
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(CONNECT_SECONDS)
+        sock.connect(offer.path)
+        return sock
+    sock = socket.create_connection((offer.host, offer.port), CONNECT_SECONDS)
+    tune(sock, lease, breaks=False)
+    if offer.tls is None:
+        return sock
+    sealed = Sealed(sock, offer.tls, offer.name)
+    try:
+        sealed.shake()
+    except OSError:
+        sealed.close()
+        raise
+    return sealed
+
+
+def _why(name: LaneName, offer: Offer, error: Exception) -> str:
+    said = getattr(error, "verify_message", None) or getattr(error, "strerror", None) or error
+    if name == "shm":
+        return f"{offer.path} cannot be used ({said}); do server and client share {SHARED}?"
+    return f"{offer.host}:{offer.port} cannot be reached ({said})"

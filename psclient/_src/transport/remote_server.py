@@ -1,0 +1,418 @@
+"""The gRPC rim of a client: `RemoteServer` is a `ParameterServer` that lives elsewhere.
+
+Every call is sent again, with growing pauses, until it was answered or its deadline has passed; the
+server knows repeats by their keys. What no server answered becomes `Unreachable`, or `ServerLost` once
+there was a session to lose.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from psclient._src.transport import tls_diagnosis
+from psclient._src.transport.daemon_threads import Threads, check_startable
+from psclient._src.transport.grpc_channel import Interceptor, open_channel, stub
+from psclient._src.transport.lane import Answered, Lane, Offer
+from psclient._src.transport.lane_selector import Lanes
+from psclient._src.transport.retries import Attempts
+from psclient._src.transport.staging import Parts
+from pswire.api import (
+    ALL,
+    Begun,
+    Contribution,
+    CreateReply,
+    Opened,
+    PullReply,
+    RestoreOrder,
+    RestoreReply,
+    RoundReply,
+    Shard,
+    Watched,
+)
+from pswire.cluster import ClusterSpec, Task
+from pswire.encoding import messages as replies
+from pswire.encoding import values
+from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, Metadata, batches, bearer, parse
+from pswire.errors import InvalidRequest, PSError
+from pswire.limits import PART_BYTES, Refused, Timeouts
+from pswire.model.log import Done, Entry, Mode, Start
+from pswire.model.plan import Plan, Turn, VariableSpec
+from pswire.model.status import ServerStatus
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.security.identity import Security, certificate_name, task_name
+from pswire.transport.grpc_frames import Frame, frames
+from pswire.transport.payload import Assembly, Part, Payload
+from pswire.transport.traffic import LaneName, traffic
+
+log = logging.getLogger("psclient.calls")
+
+SLOWEST = 10e6
+"""Bytes per second that the slowest network carries; the deadline of `Create` allows for its value."""
+
+T = TypeVar("T")
+Header = TypeVar("Header", pb.RoundHeader, pb.PullHeader)
+
+
+class RemoteServer:
+    """A server at an address. All methods may be called from any thread.
+
+    Arrays of a payload are read until its call is over; they must not change before that.
+
+    Args:
+        address: `host:port`.
+        task: the server's task, for messages.
+        timeouts: of the cluster.
+        interceptors: of gRPC, the first outermost; tests inject faults with them.
+        lane: the fastest lane that may be used.
+        security: what this process shows to the server, and asks it for.
+        decides: as in `Attempts`.
+
+    Attributes:
+        traffic: payload bytes of each lane.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        task: Task,
+        timeouts: Timeouts | None = None,
+        interceptors: Sequence[Interceptor] = (),
+        lane: LaneName = "grpc",
+        security: Security | None = None,
+        decides: bool = True,
+    ) -> None:
+        self.address = address
+        self.task = task
+        self.traffic = traffic()
+        self._timeouts = timeouts or Timeouts()
+        self._threads = Threads(f"call {task}")
+        self._lane = lane
+        self._lanes: dict[int, Lanes] = {}  # of each session
+        shown = security or Security()
+        self._tls = shown.client_context() if shown.tls else None
+        self._name = certificate_name(task_name(task))
+        self._channel = open_channel(address, shown, self._name, self._timeouts.lease)
+        channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
+        # On the network there is no difference between one message and a stream of one, for which gRPC needs no thread.
+        self._stubs = {n: stub(channel, v.path, v.streams if v.streams[0] else (False, True)) for n, v in VERBS.items()}
+        # A call that is held for as long as the process lives is ended while it waits: a stream that is read by the
+        # thread that waits for it may then keep its connection for good.
+        self._watch = stub(channel, VERBS["Watch"].path, (False, False))
+        self._push_whole = stub(channel, VERBS["Push"].path, (False, True))
+        self._token: Metadata = ((TOKEN_KEY, bearer(shown.token)),) if shown.token else ()
+        self._metadata: Metadata = self._token  # of every call; `open` adds to it
+        self._failed = threading.Event()  # wakes who pauses
+        mismatch = partial(tls_diagnosis.mismatch, address, shown, self._name)
+        self._attempts = Attempts(
+            address, task, self._timeouts, self._failed, self._check, self._missing, mismatch, decides
+        )
+        self._lock = threading.Lock()  # guards the two below
+        self._calls: set[Any] = set()
+        self._failure: PSError | None = None
+
+    # ---- The verbs ----
+
+    def open(
+        self,
+        task: Task,
+        replicas: int,
+        session: int,
+        drives: bool,
+        mode: Mode = "sync",
+        job: str = "",
+        term: int = 0,
+    ) -> Opened:
+        """As `ParameterServer.open`; binds later calls to the incarnation that answered."""
+        request = pb.OpenRequest(
+            task=values.task_to_pb(task),
+            replicas=replicas,
+            session=session,
+            drives=drives,
+            mode=values.mode_to_pb(mode),
+            job=job,
+            term=term,
+        )
+        m = parse(pb.OpenReply, self._ask("Open", request))
+        self._metadata = (*self._token, (INCARNATION_KEY, str(m.incarnation)))
+        self._attempts.opened = True
+        if replicas:
+            host = self.address.rpartition(":")[0].strip("[]")
+            offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path, m.in_flight, self._name, self._tls)
+            old = self._lanes.get(m.session)
+            lanes = Lanes(str(self.task), offer, self._timeouts.lease, self._threads, self.traffic, self._lane)
+            self._lanes[m.session] = lanes
+            if old is not None:
+                old.close("the session was opened again")
+        return Opened(m.session, m.incarnation, m.token, m.server, m.device, m.term)
+
+    def beat(self, session: int, round: int, plan_id: bytes) -> None:
+        """As `ParameterServer.beat`."""
+        self._ask("Beat", pb.BeatRequest(session=session, round=round, plan_id=plan_id))
+        if lanes := self._lanes.get(session):
+            lanes.beat_answered()
+
+    def leave(self, session: int, error: str) -> None:
+        """As `ParameterServer.leave`."""
+        self._ask("Leave", pb.LeaveRequest(session=session, error=error))
+
+    def create(
+        self,
+        session: int,
+        ordinal: int,
+        id: int,
+        spec: VariableSpec,
+        servers: tuple[int, ...],
+        value: Payload | None,
+    ) -> CreateReply:
+        """As `ParameterServer.create`."""
+        header = pb.CreateHeader(
+            session=session,
+            ordinal=ordinal,
+            id=id,
+            spec=values.spec_to_pb(spec),
+            servers=servers,
+            has_value=value is not None,
+        ).SerializeToString()
+
+        def once(seconds: float) -> bytes:
+            parts = value.parts() if value else ()
+            call = self._start(self._stubs["Create"].future, self._frames(header, parts), seconds)
+            with self._under_way(call):
+                return bytes(call.result())
+
+        extra = value.size / SLOWEST if value else 0.0
+        m = parse(pb.CreateReply, self._attempts.until_answered(VERBS["Create"], once, extra))
+        return CreateReply(m.id, tuple(m.servers), m.initialized, m.restored)
+
+    def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
+        """As `ParameterServer.propose`."""
+        request = pb.ProposeRequest(
+            session=session,
+            plan=values.plan_to_pb(plan) if plan else None,
+            entry=entry,
+            start=values.start_to_pb(start) if start else None,
+        )
+        self._ask("Propose", request)
+
+    def watch(self, session: int, after: int, version: int) -> Future[Watched]:
+        """As `ParameterServer.watch`; of long news it may give the first part, the next call the rest."""
+        data = pb.WatchRequest(session=session, after=after, version=version).SerializeToString()
+
+        def once(seconds: float) -> bytes:
+            call = self._start(self._watch.future, data, seconds)
+            with self._under_way(call):
+                return bytes(call.result())
+
+        again = partial(self._attempts.until_answered, VERBS["Watch"], once)
+        return self._threads.submit(lambda: replies.watched_from_pb(parse(pb.WatchReply, again())))
+
+    def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
+        """As `ParameterServer.approve`; a long list travels in several calls."""
+        length, ends = index, any(isinstance(entry, Done) for entry in entries[-1:])
+        for batch in batches([values.entry_to_pb(entry) for entry in entries]):
+            request = pb.ApproveRequest(token=token, index=index, entries=batch)
+            length = parse(pb.ApproveReply, self._ask("Approve", request, ends)).length
+            index += len(batch)
+            if length < index:
+                break
+        return length
+
+    def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
+        """As `ParameterServer.push`; the payload may still grow. A broken stream is sent again, whole."""
+        header = replies.contribution_to_pb(contribution, payload.size).SerializeToString()
+
+        def once(seconds: float) -> RoundReply:
+            alone, parts = payload.whole and payload.size <= PART_BYTES, Parts(payload)
+            messages = self._frames(header, parts)
+            start, request = (self._push_whole, next(messages)) if alone else (self._stubs["Push"], messages)
+            try:
+                call = self._start(start, request, seconds)
+                return replies.round_from_pb(*self._receive(call, pb.RoundHeader))
+            finally:
+                parts.end()  # gRPC's thread would wait for them, however the call has ended
+
+        again = partial(self._attempts.until_answered, VERBS["Push"], once)
+        return self._ask_on_lane(
+            contribution.session, lambda lane: lane.push(header, payload), replies.round_from_pb, again
+        )
+
+    def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
+        """As `ParameterServer.pull`."""
+        data = pb.PullRequest(session=session, variables=variables, after=after).SerializeToString()
+
+        def once(seconds: float) -> PullReply:
+            return replies.pull_from_pb(*self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader))
+
+        again = partial(self._attempts.until_answered, VERBS["Pull"], once)
+        return self._ask_on_lane(session, lambda lane: lane.pull(data), replies.pull_from_pb, again)
+
+    def _ask_on_lane(
+        self,
+        session: int,
+        ask: Callable[[Lane], Future[Answered]],
+        decode: Callable[[Any, Payload], T],
+        otherwise: Callable[[], T],
+    ) -> Future[T]:
+        """Calls on the best lane of a session that works; over gRPC where none does."""
+        self._check()
+
+        def over_grpc() -> Future[T]:
+            self._check()
+            return self._threads.submit(otherwise)
+
+        lanes = self._lanes.get(session)
+        return lanes.ask(ask, decode, over_grpc) if lanes else over_grpc()
+
+    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
+        """As `ParameterServer.snapshot`."""
+        request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
+        ask = partial(self._ask, "Snapshot", request)
+        return self._threads.submit(lambda: replies.shard_from_pb(parse(pb.SnapshotReply, ask())))
+
+    def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
+        """As `ParameterServer.restore`."""
+        said = replies.order_to_pb(order)
+        request = pb.RestoreRequest(session=session, path=path, turn=values.turn_to_pb(turn), order=said)
+        ask = partial(self._ask, "Restore", request)
+        return self._threads.submit(lambda: replies.restored_from_pb(parse(pb.RestoreReply, ask())))
+
+    def status(self) -> ServerStatus:
+        """As `ParameterServer.status`."""
+        return replies.status_from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
+
+    # ---- The end ----
+
+    def fail(self, error: PSError) -> None:
+        """Makes all calls under way, and all that come, raise an error at once; the first one stays."""
+        with self._lock:
+            self._failure = self._failure or error
+            calls = list(self._calls)
+        self._failed.set()
+        for lanes in list(self._lanes.values()):
+            lanes.close(error.message)
+        for call in calls:
+            call.cancel()
+
+    def close(self) -> None:
+        """Ends the connection; calls under way and later ones raise `PSError`."""
+        self.fail(PSError(f"the connection to {self.address} is closed", str(self.task)))
+        self._channel.close()
+        self._threads.close()
+
+    # ---- One attempt ----
+
+    def _start(self, start: Callable[..., Any], request: bytes | Iterator[bytes], seconds: float) -> Any:
+        """Starts a call; it is a future, or an iterator over the frames of its reply."""
+        if not isinstance(request, bytes):
+            check_startable()  # gRPC needs threads to send more than one message, and would wait for them for good
+        try:
+            return start(request, timeout=seconds, metadata=self._metadata)
+        except ValueError:  # so gRPC says that `close` came first
+            self._check()
+            raise
+
+    @contextmanager
+    def _under_way(self, call: Any) -> Iterator[None]:
+        """Lets `fail` cancel a call."""
+        with self._lock:
+            self._calls.add(call)
+        try:
+            if self._failed.is_set():
+                call.cancel()
+            yield
+        finally:
+            call.cancel()  # does nothing to a call that has ended
+            with self._lock:
+                self._calls.discard(call)
+
+    def _ask(self, name: str, request: Message, ends: bool = False) -> bytes:
+        """A verb of one request and one reply, until it is answered, or the server has ended by it."""
+        data = request.SerializeToString()
+        return self._attempts.until_answered(VERBS[name], partial(self._once, name, data), ends=ends)
+
+    def _once(self, name: str, data: bytes, seconds: float) -> bytes:
+        """The same, once; may be called where no thread can be started."""
+        call = self._start(self._stubs[name], data, seconds)
+        with self._under_way(call):
+            return b"".join(call)
+
+    def _frames(self, header: bytes, parts: Iterable[Part]) -> Iterator[bytes]:
+        for frame in frames(header, parts):
+            message = frame.encode()
+            self.traffic["grpc"].add(sent=sum(map(len, frame.data or ())))
+            yield message
+
+    def _receive(self, call: Any, kind: type[Header]) -> tuple[Header, Payload]:
+        """The header and the payload of a stream."""
+        header: Header | None = None
+        with self._under_way(call):
+            for message in call:
+                frame = Frame.decode(message)
+                if header is None or frame.header:
+                    # Of an answer that is sent while it is made the first header has the size, and the last one all.
+                    told = parse(kind, frame.header)
+                    if header is None:
+                        assembly = Assembly(told.size, self.traffic["grpc"])
+                    header = told
+                assembly.add(frame.offset, frame.data or ())
+        if header is None:
+            raise InvalidRequest(f"{self.address} answered without a header", str(self.task))
+        return header, assembly.check_whole()
+
+    # ---- What is said of it ----
+
+    def _missing(self) -> str:
+        """Whom the server waits for, in words, if it can still say it."""
+        try:
+            status = replies.status_from_pb(parse(pb.StatusReply, self._once("Status", b"", self._timeouts.beat)))
+        except (grpc.RpcError, grpc.FutureCancelledError, PSError):
+            return "; the server does not answer"
+        tasks = sorted({task for waiting in status.waiting for task in waiting.missing})
+        return f"; it waits for {', '.join(map(str, tasks))}" if tasks else ""
+
+    def _check(self) -> None:
+        """Raises what `fail` was told; anew, since one exception cannot be raised by two threads."""
+        if self._failure:
+            raise type(self._failure)(self._failure.message, self._failure.task)
+
+
+def connect(
+    cluster: ClusterSpec,
+    timeouts: Timeouts,
+    lane: LaneName = "grpc",
+    security: Security | None = None,
+    drives: bool = False,
+    refused: Refused = "lost",
+) -> list[RemoteServer]:
+    """A connection to each parameter server of a cluster, in order.
+
+    Args:
+        cluster: where they are.
+        timeouts: of the cluster.
+        lane: the fastest one that may be used.
+        security: what this process shows.
+        drives: whether it is the chief's: it decides for all which server is lost. What concerns server 0, which would
+            have to tell of it, each process decides.
+        refused: what it means that nothing listens at a server's address any more.
+    """
+    tasks = cluster.tasks("ps")
+    return [
+        RemoteServer(
+            cluster.address(task),
+            task,
+            timeouts,
+            lane=lane,
+            security=security,
+            decides=refused == "lost" and (drives or task.index == 0),
+        )
+        for task in tasks
+    ]

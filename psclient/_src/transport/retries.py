@@ -1,0 +1,175 @@
+"""Calls of gRPC that are sent again until they are answered, and what is told where they are not."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+
+from psclient._src.transport.grpc_channel import NOBODY, REASONS
+from pswire.cluster import Task
+from pswire.encoding.verbs import UNANSWERED, Verb, refused
+from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerLost, Unreachable
+from pswire.limits import Timeouts
+
+log = logging.getLogger("psclient.calls")
+
+FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
+"""Seconds between two attempts: the first pause, and what it doubles up to."""
+
+WAIT_SECONDS = 600.0
+"""How long a call waits at the server before it is sent again."""
+
+T = TypeVar("T")
+
+
+class Attempts:
+    """The calls of one connection. May be used by any thread.
+
+    Args:
+        address: the server's, `host:port`.
+        task: the server's, for messages.
+        timeouts: of the cluster.
+        failed: set once no attempt is to be made any more; wakes who pauses.
+        check: raises why.
+        missing: whom the server waits for, in words.
+        mismatch: why both ends cannot speak, in words, "" if that is not known: gRPC does not tell it.
+        decides: whether the server is lost once nothing listens at its address any more; else that is silence, which is
+            waited for, and somebody else decides.
+
+    Attributes:
+        opened: whether there is a session to lose.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        task: Task,
+        timeouts: Timeouts,
+        failed: threading.Event,
+        check: Callable[[], None],
+        missing: Callable[[], str],
+        mismatch: Callable[[], str],
+        decides: bool = True,
+    ) -> None:
+        self.opened = False
+        self._address = address
+        self._task = str(task)
+        self._timeouts = timeouts
+        self._failed = failed
+        self._check = check
+        self._missing = missing
+        self._mismatch = mismatch
+        self._decides = decides
+        self._silent_since: float | None = None  # when the answers stopped; the next one resets it
+
+    def until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0, ends: bool = False) -> T:
+        """Repeats an attempt until it is answered, its deadline has passed, or the server is lost.
+
+        Args:
+            verb: which.
+            once: makes one attempt that may take so many seconds.
+            extra: seconds beside the verb's own deadline.
+            ends: whether the server ends by it: where nobody listens any more, nobody will answer.
+
+        Raises:
+            PSError: the server's answer, or why there is none.
+        """
+        limit = getattr(self._timeouts, verb.deadline) + extra if verb.deadline else float("inf")
+        started = time.monotonic()
+        spoke, pause = started, FIRST_PAUSE
+        while True:
+            self._check()
+            now = time.monotonic()
+            seconds = self._attempt_seconds(verb, limit - (now - started), extra)
+            try:
+                result = once(seconds)
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                self._check()
+                # An attempt that took longer than it may was stopped with this process, and heard nothing meanwhile.
+                why = self._unanswered(verb, error, max(now, time.monotonic() - seconds))
+            else:
+                self._silent_since = None
+                return result
+            gone = ends and why == NOBODY
+            self._give_up(verb, limit, time.monotonic() - started, why, gone)
+            if time.monotonic() - spoke > self._timeouts.word:
+                spoke = time.monotonic()
+                log.warning("no answer from %s at %s (%s) yet; trying on", self._task, self._address, why)
+            self._failed.wait(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LAST_PAUSE)
+
+    def _attempt_seconds(self, verb: Verb, left: float, extra: float) -> float:
+        """A prompt verb's answer counts as lost after half a lease: the network may have swallowed it."""
+        longest = WAIT_SECONDS if verb.waits else self._timeouts.lease / 2 + extra
+        return max(min(left, longest), 0.001)
+
+    def _unanswered(self, verb: Verb, error: Exception, began: float) -> str:
+        """Why an attempt has no answer; raises the error that the server answered with, if it did."""
+        if not isinstance(error, grpc.Call):
+            return "cancelled"
+        code, details = error.code().name, error.details() or ""
+        answer = refused(details, error.trailing_metadata() or ())
+        if answer is not None or code not in UNANSWERED:
+            self._silent_since = None
+            raise (answer or self._foreign(code, details)) from None
+        if code == "DEADLINE_EXCEEDED" and verb.waits:
+            return "it has not answered yet"  # which it may do on purpose
+        if self._silent_since is None:
+            self._silent_since = began if code == "DEADLINE_EXCEEDED" else time.monotonic()
+        if code == "UNAVAILABLE" and not self.opened:
+            self._check_security()
+        found = (words for part, words in REASONS.items() if part in details)
+        return next(found, code.lower().replace("_", " "))
+
+    def _check_security(self) -> None:
+        """Raises `ConfigError` if it is known that no attempt can succeed."""
+        why = self._mismatch()
+        if why:
+            raise ConfigError(f"{self._address}: {why}", self._task)
+
+    def _foreign(self, code: str, details: str) -> PSError:
+        """What answers is no server of ours, or is one that a message is too large for."""
+        if code == "UNIMPLEMENTED":
+            return Unreachable(
+                f"what answers at {self._address} is no parameter server of this version; correct the address",
+                self._task,
+            )
+        return InvalidRequest(f"the call was refused: {details} ({code})", self._task)
+
+    def _give_up(self, verb: Verb, limit: float, elapsed: float, why: str, gone: bool) -> None:
+        """Raises what is to be told to the caller, if there is no use in trying again."""
+        since = self._silent_since
+        silence = 0.0 if since is None else time.monotonic() - since
+        if self.opened and verb.name != "Open":
+            if gone or (why == NOBODY and self._decides):
+                raise ServerLost(
+                    f"was lost ({NOBODY} any more, at {self._address}); its variables are gone; "
+                    "restart from a checkpoint",
+                    self._task,
+                )
+            if silence >= self._timeouts.server:
+                raise ServerLost(
+                    f"was lost: no answer at {self._address} for {silence:.3g} s (PS_TIMEOUT_SERVER; {why}); "
+                    "restart from a checkpoint",
+                    self._task,
+                )
+            if silence:
+                return  # it may be back where it was: nothing is late that it holds up
+        if elapsed >= limit:
+            raise self._late(verb, elapsed, why)
+
+    def _late(self, verb: Verb, elapsed: float, why: str) -> PSError:
+        if verb.waits:
+            text = f"{verb.name} did not complete within {elapsed:.3g} s{self._missing()}"
+            return BY_NAME[verb.late](text, self._task)
+        return Unreachable(
+            f"no answer at {self._address} for {elapsed:.3g} s ({why}); "
+            "start this task, or correct its address in TF_CONFIG",
+            self._task,
+        )

@@ -1,0 +1,330 @@
+"""This process's life with the servers: its sessions, its lease, and how it waits.
+
+One thread per server beats, and one call is held at server 0, which tells at once how the session ends; any thread may
+wait. Whatever ends the session ends every wait at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from typing import Any, TypeVar
+
+from psclient._src.devices import Device
+from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.patience import Deadline, Patience
+from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
+from pswire.cluster import Task
+from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
+from pswire.limits import Timeouts
+from pswire.model.log import Done, Entry, JobStarted, Lost, Mode
+from pswire.telemetry import logging_setup
+
+log = logging.getLogger("psclient")
+
+T = TypeVar("T")
+
+FATAL = (ServerLost, Fenced, Diverged, ChiefLost)
+"""After one of these the session is over: its process has to start again."""
+
+
+class Session:
+    """One process's life with the servers.
+
+    Args:
+        task: who this process is.
+        servers: all parameter servers, in order; a test may hand cores in place of connections.
+        replicas: how many local replicas it has; 0 for a chief that only drives.
+        drives: whether it is a chief's session, which gets a fencing token.
+        timeouts: how long everything may take.
+        consistency: how this process makes its rounds; of no meaning where it drives.
+        job: the identity of the job that it belongs to.
+        broken: called once with the error that ends the session.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        servers: Sequence[ParameterServer],
+        replicas: int,
+        drives: bool = False,
+        timeouts: Timeouts | None = None,
+        consistency: Mode = "sync",
+        job: str = "",
+        broken: Callable[[PSError], object] = lambda error: None,
+    ) -> None:
+        self.task = task
+        self.servers = tuple(servers)
+        self.replicas = replicas
+        self.timeouts = timeouts or Timeouts()
+        self.consistency = consistency
+        self.job = job
+        self.number = 0
+        self.token = 0
+        self.incarnations: tuple[int, ...] = ()
+        self.devices: tuple[str, ...] = ()
+        """Where each server holds its variables, as `/job:ps/task:0/device:CPU:0`."""
+        self.waits = (-1, b"")
+        """The round and the plan that this process waits for, for the beats."""
+        self._drives = drives
+        self._patience = Patience(self.timeouts.lease, self.timeouts.beat)
+        self._tell = broken
+        self._broken: Future[None] = Future()
+        self._ended = threading.Event()
+        self._beats: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._threads = Threads("word")
+
+    @property
+    def keeper(self) -> ParameterServer:
+        """Server 0, which keeps the log and the sessions."""
+        return self.servers[0]
+
+    def open(self, waits: bool = True) -> None:
+        """Opens the session on every server and begins to beat.
+
+        Args:
+            waits: whether to wait until another process that has the task is gone, if it goes within its lease.
+
+        Raises:
+            Unreachable: a server does not answer.
+            TaskTaken: another process is this task, and does not end.
+            ConfigError: the servers hold another job; the job's other processes have another consistency.
+            ServerLost: a server of the running job was lost meanwhile.
+        """
+        key = secrets.randbits(62) | 1
+        opened = [self._open_first(key) if waits else self._open_at(self.keeper, key)]
+        self.number = opened[0].session
+        logging_setup.follow(lambda: (-1, self.number))
+        self._hold()
+        self._start_beating(0)
+        for index, server in enumerate(self.servers[1:], 1):
+            opened.append(self._unless_broken(partial(self._open_at, server, self.number)))
+            # A server that is not there yet, or hangs, must not cost the lease that server 0 keeps.
+            self._start_beating(index)
+        term = max(answer.term for answer in opened)
+        if self._drives and term > opened[0].term:
+            # Another server remembers a later chief: this one's token has to be above that.
+            opened[0] = self._open_at(self.keeper, key, term)
+        self.token = opened[0].token
+        self.incarnations = tuple(answer.incarnation for answer in opened)
+        self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
+
+    def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
+        return server.open(self.task, self.replicas, session, self._drives, self.consistency, self.job, term)
+
+    def _open_first(self, key: int) -> Opened:
+        """Opens the session at server 0; where another process has the task, waits until its lease is over."""
+        until, told = time.monotonic() + self.timeouts.lease + 2 * self.timeouts.beat, False
+        while True:
+            try:
+                return self._open_at(self.keeper, key)
+            except TaskTaken as error:
+                if time.monotonic() > until:
+                    raise
+                if not told:
+                    told = True
+                    log.warning("waits for it to end, for at most its lease of %g s: %s", self.timeouts.lease, error)
+            self._ended.wait(self.timeouts.beat / 2)
+
+    def _unless_broken(self, work: Callable[[], T]) -> T:
+        """What a call gives that may wait for long, or what ends the session meanwhile."""
+        future = self._threads.submit(work)
+        both: tuple[Future[Any], ...] = (future, self._broken)
+        wait(both, return_when=FIRST_COMPLETED)
+        if not future.done():
+            self.check()
+        return future.result()
+
+    def _start_beating(self, index: int) -> None:
+        self._patience.heard(index)
+        thread = threading.Thread(target=self._beat, args=(index,), daemon=True, name=f"beat-{index}")
+        self._beats.append(thread)
+        thread.start()
+
+    def _hold(self) -> None:
+        """Holds a call at server 0 that is answered when the session ends, and ends when this process does."""
+
+        def answered(told: Future[Watched]) -> None:
+            error = told.exception()
+            if not self._ended.is_set() and isinstance(error, PSError):
+                self.end(error)
+
+        self.keeper.watch(self.number, 0, UNTIL_ENDED).add_done_callback(answered)
+
+    def await_job(self) -> None:
+        """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
+        deadline, after = self.deadline(self.timeouts.start), 0
+        while True:
+            watched = self.wait(
+                self.keeper.watch(self.number, after, -1),
+                deadline,
+                lambda: ChiefLost(
+                    f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
+                    "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
+                ),
+                lambda: "waits for a chief to begin the job",
+            )
+            if self._is_mine(watched.entries):
+                return
+            after = watched.start + len(watched.entries)
+
+    def _is_mine(self, entries: Sequence[Entry]) -> bool:
+        jobs = [(entry.incarnations, entry.name) for entry in entries if isinstance(entry, JobStarted)]
+        over = any(isinstance(entry, Done | Lost) for entry in entries)
+        return jobs == [(self.incarnations, self.job)] and not over
+
+    def look(self, after: int = -1) -> Watched:
+        """The sessions and proposals as they are now.
+
+        Args:
+            after: how many entries of the log not to send; by default all that there are.
+        """
+        known = self.keeper.status().log if after < 0 else after
+        news = self.keeper.watch(self.number, known, 0)
+        keeper = Task("ps", 0)
+        return self.wait(
+            news,
+            self.deadline(self.timeouts.call),
+            lambda: Unreachable(f"no news for {self.timeouts.call:g} s", str(keeper)),
+            lambda: f"waits for news of {keeper}",
+            lambda: False,
+        )
+
+    def leave(self, error: str = "") -> str:
+        """Ends the session; a clean end tells the chief that this process has done its part.
+
+        Args:
+            error: why it does not end cleanly; "" if it does, for all that this process knows.
+
+        Returns:
+            The same; where the session had failed already, and this process did not know, why it had.
+        """
+        if self._ended.is_set():
+            return error or str(self._error() or "")
+        self._ended.set()
+        self._threads.close()
+        if self.number and not self._keeper_lost():
+            try:
+                self.keeper.leave(self.number, error)
+            except (ServerLost, Unreachable) as failure:
+                log.debug("could not say goodbye: %s", failure)
+            except PSError as failure:
+                log.warning("%s does not leave cleanly: %s", self.task, failure)
+                return error or str(failure)
+        return error
+
+    def close(self) -> None:
+        """Waits for the beats to end, after `leave`."""
+        logging_setup.follow(None)
+        for thread in self._beats:
+            thread.join(self.timeouts.beat + self.timeouts.call)
+
+    def _keeper_lost(self) -> bool:
+        error = self._error()
+        return isinstance(error, ServerLost) and error.task == str(Task("ps", 0))
+
+    def _beat(self, index: int) -> None:
+        while not self._ended.wait(self.timeouts.beat):
+            try:
+                self.servers[index].beat(self.number, *self.waits)
+                self._patience.heard(index)
+            except PSError as error:
+                if not self._ended.is_set():
+                    self.end(error)
+                return
+
+    def end(self, error: PSError) -> None:
+        """The session is over: whoever waits, and whoever calls from now on, is told why."""
+        if isinstance(error, Fenced):
+            error = self._reason(error)
+        with self._lock:
+            if self._broken.done():
+                return
+            self._broken.set_exception(error)
+        self._tell(error)
+        if isinstance(error, Diverged):
+            # The others may wait on servers that cannot know.
+            self.leave(f"{type(error).__name__}: {error.message}")
+
+    def _reason(self, error: Fenced) -> PSError:
+        """Why the session was ended, which server 0 knows: the others learn of it by an epoch."""
+        try:
+            self.keeper.beat(self.number, *self.waits)
+        except PSError as told:
+            return told
+        return error
+
+    def _error(self) -> BaseException | None:
+        return self._broken.exception() if self._broken.done() else None
+
+    def check(self) -> None:
+        """Raises the error that ended this session, if one did."""
+        if self._broken.done():
+            self._broken.result()
+
+    def deadline(self, seconds: float) -> Deadline:
+        """When waits that begin now are over; the time in which a server is silent does not count."""
+        return self._patience.deadline(seconds)
+
+    def wait(
+        self,
+        future: Future[T],
+        deadline: Deadline,
+        late: Callable[[], PSError],
+        word: Callable[[], str],
+        needs_chief: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Waits for an answer, and ends when the session does.
+
+        Args:
+            future: the answer.
+            deadline: when the wait is over.
+            late: gives what is raised then.
+            word: what to log every `timeouts.word` seconds.
+            needs_chief: whether the answer cannot come without a chief.
+
+        Raises:
+            PSError: the answer's error, `late`, what ended the session, or `ChiefLost`.
+        """
+        spoken: Future[None] | None = None
+        both: tuple[Future[Any], ...] = (future, self._broken)
+        while True:
+            wait(both, max(min(deadline.left(), self.timeouts.word), 0), FIRST_COMPLETED)
+            if future.done():
+                return self._take(future)
+            self.check()
+            if deadline.left() <= 0:
+                raise late()
+            if spoken is None or spoken.done():
+                # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
+                spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
+
+    def _speak(self, word: Callable[[], str], needs_chief: Callable[[], bool]) -> None:
+        try:
+            log.warning("%s %s", self.task, word())
+            if needs_chief():
+                self._check_chief()
+        except (PSError, TimeoutError) as error:
+            log.debug("%s cannot say whom it waits for: %s", self.task, error)
+
+    def _take(self, future: Future[T]) -> T:
+        error = future.exception()
+        if isinstance(error, FATAL):
+            self.end(error)
+            self.check()
+        return future.result()
+
+    def _check_chief(self) -> None:
+        silent = self.keeper.status().chief
+        if self.timeouts.chief < silent < float("inf"):
+            error = ChiefLost(
+                f"the chief has been silent for {silent:.0f} s, and what {self.task} waits for needs one; "
+                "start the chief again"
+            )
+            self.end(error)

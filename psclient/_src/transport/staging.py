@@ -1,0 +1,103 @@
+"""Payloads that are sent while they are still being read: from a GPU, tensor after tensor."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from psclient._src.devices import Download
+from pswire.model.tensor import Array, align, as_bytes
+from pswire.transport.payload import Cutter, Part, Payload
+
+Sent = Array | Download
+"""A host array, `portable`, or one that a copy from a GPU is filling."""
+
+
+class StagedPayload(Payload):
+    """A payload over host arrays of which some are still being filled: it grows, and is sent meanwhile.
+
+    Pinned memory is held by the payload, and the payload by whoever may have to send it again: by the push until it is
+    answered, and by the lane until all is sent. Nothing else of it is kept, so that the memory is in its pool again
+    when the round's values are there, and the next round takes the same.
+
+    Args:
+        arrays: in the order in which they travel.
+    """
+
+    def __init__(self, arrays: Iterable[Sent]) -> None:
+        end = 0
+        self._left: deque[tuple[int, Sent]] = deque()
+        for array in arrays:
+            if array.nbytes:
+                self._left.append((align(end), array))
+                end = align(end) + array.nbytes
+        super().__init__((), end)
+        self.grow()
+
+    def grow(self) -> None:
+        """Takes in what is there, up to the first array that is not. Called by one thread."""
+        while self._left:
+            offset, array = self._left[0]
+            here = array.here if isinstance(array, Download) else array
+            if here is None:
+                return
+            self._left.popleft()
+            self.add(offset, as_bytes(here))
+
+
+def pack(arrays: Sequence[Sent]) -> Payload:
+    """A payload over arrays; it has to be filled where some are still on their way."""
+    if Download in map(type, arrays):
+        return StagedPayload(arrays)
+    return Payload.pack(arrays)  # type: ignore[arg-type]
+
+
+def fill(arrays: Iterable[Sent | None], payloads: Iterable[Payload]) -> None:
+    """Waits for arrays in the order in which their copies were begun; payloads grow with each.
+
+    Args:
+        arrays: all that are on their way in the payloads, and others.
+        payloads: of which some may be staged.
+
+    Raises:
+        Exception: the device's error, if a copy has failed; the payloads will never be whole.
+    """
+    staged = [payload for payload in payloads if isinstance(payload, StagedPayload)]
+    if not staged:
+        return
+    for array in arrays:
+        if isinstance(array, Download):
+            array.wait()
+            for payload in staged:
+                payload.grow()
+
+
+class Parts:
+    """The parts of a payload, each as soon as it is there. Iterated by one thread, ended by any.
+
+    Args:
+        payload: whole, or growing.
+    """
+
+    def __init__(self, payload: Payload) -> None:
+        self._cutter = Cutter(payload)
+        self._more = threading.Event()
+        self._ended = False
+
+    def end(self) -> None:
+        """There is no use in more parts: whoever waits for one gets none."""
+        self._ended = True
+        self._more.set()
+
+    def __iter__(self) -> Iterator[Part]:
+        while not self._ended:
+            part = self._cutter.next()
+            if part is not None:
+                yield part
+            elif self._cutter.done:
+                return
+            else:
+                self._cutter.when(0, self._more.set)
+                self._more.wait()
+                self._more.clear()

@@ -1,0 +1,101 @@
+"""Finds out why no connection comes to be, where both ends do not agree on TLS."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+from pswire.security.identity import Security
+
+SECONDS = 2.0
+"""How long one step of the probe may take."""
+
+PROTOCOL = "h2"
+"""What gRPC speaks within TLS."""
+
+NO_TLS = (
+    "it speaks without TLS, and this process has a certificate; start the server with --tls-cert, --tls-key and "
+    "--tls-ca, or this process without (PS_TLS_CERT, PS_TLS_KEY, PS_TLS_CA)"
+)
+ONLY_TLS = (
+    "the server expects TLS, and this process has no certificate; give it --tls-cert, --tls-key and --tls-ca (or "
+    "PS_TLS_CERT, PS_TLS_KEY, PS_TLS_CA; psctl certs makes the files)"
+)
+NOT_OURS = "the server's certificate is not signed by our CA; give both the files of one psctl certs"
+
+FOUND = {
+    "hostname mismatch": "the certificate of the server there is not {name}'s; correct the addresses of the servers "
+    "(TF_CONFIG, --address), or give the server its own certificate",
+    "unable to get local issuer certificate": NOT_OURS,
+    "self-signed certificate": NOT_OURS,
+    "self signed certificate": NOT_OURS,
+    "certificate signature failure": NOT_OURS,
+    "certificate has expired": "the server's certificate has expired; psctl certs OUT --renew makes a new one",
+    "certificate is not yet valid": "the server's certificate is not yet valid; set the clock of one of both machines",
+}
+"""What is wrong with a server's certificate, by what OpenSSL says of it."""
+
+PLAIN = ("WRONG_VERSION_NUMBER", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE")
+"""What OpenSSL says of who answers, and not in TLS."""
+
+REFUSED = (
+    "the server does not take our certificate: it has expired, or is not signed by the server's CA; give both the "
+    "files of one psctl certs (--renew makes new certificates)"
+)
+
+
+def mismatch(address: str, security: Security, name: str) -> str:
+    """Why two ends cannot speak, in words, and what to do; "" if that is not known.
+
+    Args:
+        address: the server's, `host:port`.
+        security: what this process shows, and asks for.
+        name: that the server's certificate must have.
+    """
+    found = _found(address, security, name)
+    # A server that ends may look the same, once.
+    return found if found != REFUSED else _found(address, security, name)
+
+
+def _found(address: str, security: Security, name: str) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        sock = socket.create_connection((host.strip("[]"), int(port)), SECONDS)
+    except (OSError, ValueError):
+        return ""  # nobody is there yet, which has nothing to do with TLS
+    with sock:
+        if not security.tls:
+            return ONLY_TLS if _speaks_tls(sock) else ""
+        return _with_certificates(sock, security, name)
+
+
+def _speaks_tls(sock: socket.socket) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols([PROTOCOL])
+    try:
+        context.wrap_socket(sock).close()
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+    except OSError:
+        return False
+    return True
+
+
+def _with_certificates(sock: socket.socket, security: Security, name: str) -> str:
+    context = security.client_context()
+    context.set_alpn_protocols([PROTOCOL])
+    try:
+        with context.wrap_socket(sock, server_hostname=name) as sealed:
+            # A server that takes our certificate speaks first; another one goes, most often without a word.
+            return "" if sealed.recv(1) else REFUSED
+    except ssl.SSLCertVerificationError as error:
+        said = error.verify_message
+        found = (words.format(name=name) for part, words in FOUND.items() if part in said.lower())
+        return next(found, f"the server's certificate is not good: {said}")
+    except ssl.SSLError as error:
+        reason = error.reason or ""
+        return REFUSED if "ALERT" in reason else NO_TLS if reason in PLAIN else ""
+    except OSError:
+        return ""  # it is silent, or has gone

@@ -1,0 +1,172 @@
+"""Values that are more than one: one for each local replica, and how they are taken apart and merged.
+
+A lazy value that lives on servers is a single object that all replicas share: nothing here touches it,
+and it comes back from a merge as itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from psclient._src import nest
+from psclient._src.devices import to_numpy
+from psclient._src.nest import Nest
+from pswire.model.tensor import Array
+
+
+class DistributedValues:
+    """One value for each local replica, in the order of the replicas.
+
+    Args:
+        values: of each local replica; a variable with copies may override the property instead.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = tuple(values)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values, by local replica."""
+        return self._values
+
+    def component(self, local_replica_id: int) -> Any:
+        """The value of one local replica; raises `ValueError` if there is none."""
+        if not 0 <= local_replica_id < len(self.values):
+            name, count = type(self).__name__, len(self.values)
+            raise ValueError(f"a {name} of {count} values has none for local replica {local_replica_id}")
+        return self.values[local_replica_id]
+
+    def __repr__(self) -> str:
+        lines = ",\n".join(f"  {index}: {value!r}" for index, value in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n{lines}\n}}"
+
+
+class PerReplica(DistributedValues):
+    """A value that differs by replica."""
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        raise TypeError(
+            "a PerReplica value has one value for each replica and is no array; reduce it with "
+            "strategy.reduce, or take it apart with strategy.experimental_local_results"
+        )
+
+
+class Mirrored(DistributedValues):
+    """A value that is the same on every replica. As an array it is the first replica's."""
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        return np.array(to_numpy(self.values[0]), dtype=dtype, copy=copy)
+
+
+class Component:
+    """One replica's part of a variable that has one for each: base class of such parts.
+
+    Attributes:
+        distributed_container: the variable; a merge of all its parts, in order, gives it back.
+    """
+
+    distributed_container: DistributedValues
+
+
+def select(value: Nest, local_replica_id: int) -> Nest:
+    """The nest as one local replica sees it: of each distributed value its component, all else as it is.
+
+    Raises:
+        ValueError: a distributed value has none for this replica.
+    """
+
+    def component(leaf: Any) -> Any:
+        return leaf.component(local_replica_id) if isinstance(leaf, DistributedValues) else leaf
+
+    return nest.map_structure(component, value)
+
+
+def unwrap(value: Nest, replicas: int) -> list[Nest]:
+    """The nest as each of so many local replicas sees it.
+
+    Raises:
+        ValueError: a distributed value is of another number of replicas.
+    """
+
+    def component(leaf: Any, replica: int) -> Any:
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        if len(leaf.values) != replicas:
+            raise ValueError(
+                f"a {type(leaf).__name__} of {len(leaf.values)} values is given to {replicas} local replicas; give one "
+                "that this strategy has made"
+            )
+        return leaf.component(replica)
+
+    return [nest.map_structure(partial(component, replica=replica), value) for replica in range(replicas)]
+
+
+def regroup(given: Sequence[Nest]) -> Nest:
+    """Merges what the local replicas gave, leaf by leaf.
+
+    The same object from all comes back itself, the components of one variable become the variable,
+    and all else becomes `PerReplica`. Of a single nest the leaves stay what they are.
+
+    Args:
+        given: one nest for each local replica, in order.
+
+    Raises:
+        ValueError: the structures differ; the message names the path.
+    """
+    return _merged(_merge, given)
+
+
+def regroup_results(results: Sequence[Nest]) -> Nest:
+    """Merges what the local replicas computed, as `regroup`; but Python numbers always become `PerReplica`.
+
+    Python shares small numbers: whether two equal ones are the same object says nothing.
+    """
+    return _merged(_merge_result, results)
+
+
+def merge_copies(results: Sequence[Nest]) -> Nest:
+    """Merges what an update returned for each copy of a variable, as `regroup`; but what differs is `Mirrored`."""
+    return _merged(partial(_merge, kind=Mirrored), results)
+
+
+def _merged(merge: Callable[..., Any], given: Sequence[Nest]) -> Nest:
+    alone = len(given) == 1 and not any(isinstance(leaf, Component) for leaf in nest.flatten(given[0]))
+    return given[0] if alone else nest.map_structure(merge, *given)
+
+
+def _merge_result(*leaves: Any) -> Any:
+    shared = len(leaves) > 1 and isinstance(leaves[0], bool | int | float | complex)
+    return PerReplica(leaves) if shared else _merge(*leaves)
+
+
+def _merge(*leaves: Any, kind: type[DistributedValues] = PerReplica) -> Any:
+    first = leaves[0]
+    if isinstance(first, Component):
+        whole = first.distributed_container
+        if len(whole.values) == len(leaves) and all(map(operator.is_, leaves, whole.values)):
+            return whole
+    return first if all(leaf is first for leaf in leaves) else kind(leaves)
+
+
+def container(value: Any) -> Any:
+    """The variable of which a value is a component; anything else itself."""
+    return value.distributed_container if isinstance(value, Component) else value
+
+
+def per_replica(values: Sequence[Any]) -> Any:
+    """A `PerReplica` of leaves even if all are one object; with one local replica the bare value."""
+    return values[0] if len(values) == 1 else PerReplica(values)
+
+
+def local_results(value: Nest) -> tuple[Any, ...]:
+    """The local replicas' values, of a nest one nest for each; `(value,)` of what is not distributed."""
+    counts = [len(leaf.values) for leaf in nest.flatten(value) if isinstance(leaf, DistributedValues)]
+    if not counts:
+        return (value,)
+    return tuple(select(value, index) for index in range(max(counts)))

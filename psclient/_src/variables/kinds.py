@@ -1,0 +1,384 @@
+"""The kinds of variables, by where their values are.
+
+ServerVariable       on parameter servers: one value that all replicas see
+LocalVariable        in this process: the default strategy's
+MirroredVariable     a copy on each device of this process, kept equal
+SyncOnReadVariable   a copy for each replica, combined when it is read in cross-replica context
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from psclient._src import context
+from psclient._src.arraylike import Readable, read
+from psclient._src.devices import AnyArray, Device, as_array, device_scope, namespace, to_device, to_numpy
+from psclient._src.values import Component, DistributedValues, Mirrored
+from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
+from pswire.model.plan import Variable as Handle
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import DTYPES, Array, TensorSpec
+
+
+class ServerVariable(Variable):
+    """A variable on parameter servers.
+
+    Args:
+        strategy, spec, aggregation: as `Variable` has them.
+        handle: its number, and the servers that hold it.
+        fetch: reads its value from there.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        spec: VariableSpec,
+        aggregation: VariableAggregation,
+        handle: Handle,
+        fetch: Callable[[Handle], Array],
+    ) -> None:
+        self._describe(strategy, spec, aggregation)
+        self.handle = handle
+        self.place = handle.servers
+        self._fetch_handle = fetch
+        self._copies: dict[Device, tuple[Array, AnyArray]] = {}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The parameter devices that hold it."""
+        names = self.strategy.extended.parameter_devices
+        return tuple(names[server] for server in self.place)
+
+    def _fetch(self) -> Array:
+        return self._fetch_handle(self.handle)
+
+    def _copy_on(self, device: Device) -> AnyArray:
+        if device.kind == "cpu":
+            return self._fetch()
+        # What was read is the same object until a round changes it: so long its copy serves as well.
+        host, copy = self._copies.get(device, (None, None))
+        value = self._fetch()
+        if value is not host:
+            copy = to_device(value, device)
+            self._copies[device] = (value, copy)
+        return copy
+
+
+class Cell:
+    """An array on a device that is replaced, never changed: who has read it keeps what was read. For any thread.
+
+    Args:
+        name: of the variable, for messages.
+        spec: dtype and shape.
+        device: where it lives.
+        value: the first value, of that dtype and shape.
+    """
+
+    def __init__(self, name: str, spec: TensorSpec, device: Device, value: AnyArray) -> None:
+        self.device = device
+        self._name = name
+        self._spec = spec
+        self._lock = threading.Lock()  # guards the array between its reading and its replacement
+        self.array: AnyArray = None
+        self.write("assign", value)
+
+    def write(self, how: str, value: Any) -> None:
+        """Gives it a value, adds or subtracts one: "assign", "assign_add" or "assign_sub".
+
+        Raises:
+            TypeError: the value's dtype is of another kind.
+            ValueError: its shape does not fit.
+        """
+        taken = read(value)
+        with self._lock, device_scope(self.device):
+            fitting = self.fit(taken if how == "assign" else self._changed(how, taken))
+            self.array = namespace(self.device).array(fitting, DTYPES[self._spec.dtype])
+            if self.device.kind == "cpu":
+                self.array.flags.writeable = False
+
+    def _changed(self, how: str, delta: Any) -> AnyArray:
+        """The array with something added or subtracted, in NumPy's dtype: what is assigned is rounded once, as by
+        update programs."""
+        weak = isinstance(delta, bool | int | float | complex) and not isinstance(delta, np.generic)
+        delta = delta if weak else to_device(as_array(delta), self.device)
+        try:
+            return self.array + delta if how == "assign_add" else self.array - delta
+        except ValueError:
+            raise self._misfit(delta) from None
+
+    def _misfit(self, value: AnyArray) -> ValueError:
+        return ValueError(
+            f"variable {self._name!r} has shape {self._spec.shape}; a value of shape {tuple(value.shape)} "
+            "cannot be assigned to it"
+        )
+
+    def fit(self, value: Any) -> AnyArray:
+        """The value cast within its kind and broadcast, as NumPy does in place, and as update programs do.
+
+        Raises:
+            TypeError, ValueError: as `write`.
+        """
+        dtype = DTYPES[self._spec.dtype]
+        if isinstance(value, bool | int | float | complex):
+            value = np.asarray(value, np.result_type(dtype, value))
+        value = to_device(as_array(value), self.device)
+        if not np.can_cast(value.dtype, dtype, "same_kind"):
+            raise TypeError(
+                f"variable {self._name!r}: {value.dtype} cannot be assigned to {dtype}; "
+                f"write value.astype({dtype.name!r})"
+            )
+        try:
+            return namespace(self.device).broadcast_to(value.astype(dtype), self._spec.shape)
+        except ValueError:
+            raise self._misfit(value) from None
+
+
+class LocalVariable(Variable):
+    """A variable of the default strategy: one value, that every thread may read and assign in any context."""
+
+    place = (0,)
+
+    def __init__(
+        self,
+        strategy: Any,
+        spec: VariableSpec,
+        aggregation: VariableAggregation,
+        synchronization: VariableSynchronization,
+        device: Device,
+        value: Array,
+    ) -> None:
+        self._describe(strategy, spec, aggregation)
+        self.synchronization = synchronization
+        self._cell = Cell(self.name, self.spec, device, value)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where it lives."""
+        names: tuple[str, ...] = self.strategy.extended.parameter_devices
+        return names
+
+    def _fetch(self) -> Array:
+        return to_numpy(self._cell.array)
+
+    def _assign(self, how: str, value: Any) -> Any:
+        lift = context.update_lift()
+        if lift is not None:
+            lift(self)  # raises: it is no part of what the servers update
+        self._cell.write(how, value)
+        return self
+
+    def __repr__(self) -> str:
+        return _show(self.name, self.spec, self._cell.array)
+
+
+class Copy(Component, Readable):
+    """One replica's copy of a variable; what it is called and how it is trained are the variable's.
+
+    Attributes:
+        distributed_container: the variable.
+        device: where it is.
+    """
+
+    def __init__(self, container: CopiedVariable, device: Device, value: Array) -> None:
+        self.distributed_container: CopiedVariable = container
+        self.spec = container.spec
+        self.name = container.name
+        self.trainable = container.trainable
+        self.synchronization = container.synchronization
+        self.aggregation = container.aggregation
+        self.device = device
+        self.cell = Cell(container.name, container.spec, device, value)
+
+    def _fetch(self) -> Array:
+        return to_numpy(self.cell.array)
+
+    def _copy_on(self, device: Device) -> AnyArray:
+        return to_device(self.cell.array, device)
+
+    def value(self) -> Any:
+        """Its value, as `read_value`."""
+        return self.read_value()
+
+    def assign(self, value: Any) -> Any:
+        """In an update function, or of an ON_READ variable, assigns this copy; else the variable."""
+        return self.distributed_container.assign_copy(self, "assign", value)
+
+    def assign_add(self, delta: Any) -> Any:
+        """As `assign`."""
+        return self.distributed_container.assign_copy(self, "assign_add", delta)
+
+    def assign_sub(self, delta: Any) -> Any:
+        """As `assign`."""
+        return self.distributed_container.assign_copy(self, "assign_sub", delta)
+
+    def __repr__(self) -> str:
+        return _show(self.name, self.spec, self.cell.array)
+
+
+class CopiedVariable(Variable, DistributedValues):
+    """Base of variables with a copy for each local replica, on its device.
+
+    Args:
+        strategy, spec, aggregation: as `Variable` has them.
+        place: the parameter devices to which other variables are colocated with it.
+        devices: the local replicas', in order.
+        value: of each copy at first.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        spec: VariableSpec,
+        aggregation: VariableAggregation,
+        place: tuple[int, ...],
+        devices: Sequence[Device],
+        value: Array,
+    ) -> None:
+        self._describe(strategy, spec, aggregation)
+        self.place = place
+        DistributedValues.__init__(self, [Copy(self, device, value) for device in devices])
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of its copies."""
+        names: tuple[str, ...] = self.strategy.extended.worker_devices
+        return names
+
+    def contents(self) -> list[tuple[Cell, AnyArray]]:
+        """Where its copies are, each with what is there now, which nothing changes: so it can be put back."""
+        return [(copy.cell, copy.cell.array) for copy in self.values]
+
+    def assign_copy(self, copy: Copy, how: str, value: Any) -> Any:
+        """An assignment through one copy."""
+        raise NotImplementedError
+
+    def _mine(self) -> Copy | None:
+        """The copy of the replica or of the update in whose function the calling thread is."""
+        index = context.local_replica(self.strategy)
+        copy: Copy | None = None if index is None else self.component(index)
+        return copy
+
+    def __repr__(self) -> str:
+        return DistributedValues.__repr__(self)
+
+
+class MirroredVariable(CopiedVariable):
+    """A variable with a copy on each device of this process, kept equal by making the same updates everywhere."""
+
+    def _fetch(self) -> Array:
+        return to_numpy(self._array())
+
+    def _copy_on(self, device: Device) -> AnyArray:
+        return to_device(self._array(), device)
+
+    def _array(self) -> AnyArray:
+        mine = self._mine()
+        return (self.component(0) if mine is None else mine).cell.array
+
+    def _assign(self, how: str, value: Any) -> Any:
+        mine = self._mine()
+        if mine is not None and context.in_update():
+            return self.assign_copy(mine, how, value)
+        return super()._assign(how, value)
+
+    def assign_copy(self, copy: Copy, how: str, value: Any) -> Any:
+        if not context.in_update():
+            return self._assign(how, value)
+        copy.cell.write(how, value)
+        return copy
+
+
+class SyncOnReadVariable(CopiedVariable):
+    """A variable of which each replica assigns a copy of its own; read in cross-replica context it is the aggregate.
+
+    Source: `tf.compat.v1.distribute.StrategyExtended`, "Sync on read variables".
+
+    Attributes:
+        saved: on servers, the aggregate as of the last checkpoint; of a local strategy None.
+    """
+
+    saved: Any = None
+    synchronization = VariableSynchronization.ON_READ
+
+    def _fetch(self) -> Array:
+        mine = self._mine()
+        if mine is not None:
+            return to_numpy(mine.cell.array)
+        self._check_aggregation("read")
+        value: Array = self.strategy.extended.aggregate(self.aggregation, self, None)
+        return value.astype(DTYPES[self.spec.dtype], copy=False)  # A mean of half precision comes in single.
+
+    def _copy_on(self, device: Device) -> AnyArray:
+        mine = self._mine()
+        return to_device(self._fetch() if mine is None else mine.cell.array, device)
+
+    def assign_copy(self, copy: Copy, how: str, value: Any) -> Any:
+        copy.cell.write(how, value)
+        return copy
+
+    def _assign(self, how: str, value: Any) -> Any:
+        mine = self._mine()
+        if mine is not None:
+            return self.assign_copy(mine, how, value)
+        if how != "assign":
+            raise ValueError(
+                f"{how} of {self.name!r} in cross-replica context: an ON_READ variable has a value for each replica; "
+                f"call {how} in the function given to strategy.run, or assign the whole value"
+            )
+        if isinstance(value, DistributedValues) and not isinstance(value, Mirrored | Variable):
+            raise ValueError(f"{self.name!r} is assigned a per-replica value in cross-replica context; give one value")
+        self._check_aggregation("assigned")
+        self._spread(value.component(0) if isinstance(value, Mirrored) else read(value))
+        return self
+
+    def refuse_update(self) -> NoReturn:
+        """Raises `ValueError`: the copies of what is updated would not stay equal."""
+        raise ValueError(
+            f"{self.name!r} is an ON_READ variable, whose copies differ by replica; read it before, in cross-replica "
+            "context, and pass its value"
+        )
+
+    def share_out(self, value: Any) -> None:
+        """Gives each copy its share of a saved aggregate: of a sum over R replicas an R-th, else the value itself.
+
+        What an integer sum leaves over is replica 0's, so that the sum is what was saved.
+        """
+        rest = self._spread(value)
+        if rest is not None and self.strategy.backend.group.slice()[0] == 0:
+            self.component(0).cell.write("assign_add", rest)
+
+    def _spread(self, value: Any) -> Array | None:
+        """As `share_out`; what an integer sum leaves over is given back, and nobody has it."""
+        rest = None
+        if self.aggregation is VariableAggregation.SUM:
+            whole = to_numpy(self.component(0).cell.fit(value))
+            value, rest = _share(whole, self.strategy.num_replicas_in_sync)
+        for copy in self.values:
+            copy.cell.write("assign", value)
+        return rest
+
+    def _check_aggregation(self, what: str) -> None:
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{self.name!r} is {what} in cross-replica context, where its copies differ, and has no aggregation; "
+                "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or take its copies "
+                "with strategy.experimental_local_results"
+            )
+
+
+def _share(whole: Array, replicas: int) -> tuple[Array, Array | None]:
+    """An R-th of a sum; of an integer one its fraction is cut off, as in TensorFlow, and what that leaves over."""
+    if whole.dtype.kind not in "iu":
+        return np.true_divide(whole, replicas), None
+    rest = np.fmod(whole, replicas)
+    return (whole - rest) // replicas, rest
+
+
+def _show(name: str, spec: TensorSpec, array: AnyArray) -> str:
+    host = to_numpy(array)
+    shown = np.array2string(host, threshold=20, separator=", ") if host.ndim else str(host[()])
+    return f"<ps.Variable {name!r} shape={spec.shape} dtype={spec.dtype}, numpy={shown}>"

@@ -1,0 +1,311 @@
+"""Variables: state that strategies place, used like an array. How each kind is stored is in `stored`."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from psclient._src import context, values
+from psclient._src.arraylike import Readable
+from psclient._src.devices import to_numpy
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import Array, portable, spec_of
+
+InitialValue = npt.ArrayLike | Callable[[], npt.ArrayLike]
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are made equal."""
+
+    AUTO = "auto"
+    """As the strategy prefers, which is ON_WRITE."""
+    NONE = "none"
+    """Never; no variable of ours may be so."""
+    ON_WRITE = "on_write"
+    """With each assignment: every replica reads the same value."""
+    ON_READ = "on_read"
+    """When it is read in cross-replica context: each replica has a copy of its own that it assigns freely."""
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' values are combined: assigned ones of a variable, or the copies of one that is read."""
+
+    NONE = "none"
+    """Not at all: assigning in replica context is an error."""
+    SUM = "sum"
+    """Their sum."""
+    MEAN = "mean"
+    """Their mean."""
+    ONLY_FIRST_REPLICA = "only_first_replica"
+    """The value of replica 0."""
+
+
+_on_read: ContextVar[VariableAggregation | None] = ContextVar("on_read", default=None)
+
+
+@contextlib.contextmanager
+def on_read_scope(aggregation: VariableAggregation) -> Iterator[None]:
+    """Variables created within that do not say otherwise are ON_READ, with this aggregation."""
+    token = _on_read.set(aggregation)
+    try:
+        yield
+    finally:
+        _on_read.reset(token)
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """A variable as it was asked for: where and how, as of the thread that asked."""
+
+    nest_leaf: ClassVar[bool] = True
+
+    initial_value: InitialValue
+    dtype: npt.DTypeLike | None
+    name: str
+    trainable: bool
+    on_read: bool
+    aggregation: VariableAggregation
+    place: tuple[int, ...]
+
+
+class _Created(type):
+    """Makes the kind of variable that the current strategy has; replicas meet for it, and get the same one."""
+
+    def __call__(
+        cls,
+        initial_value: InitialValue,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: npt.DTypeLike | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> Any:
+        if context.in_update():
+            raise RuntimeError("an update function cannot create variables; create them before, in strategy.scope()")
+        synchronization, aggregation = _settled(synchronization, VariableAggregation(aggregation))
+        on_read = synchronization is VariableSynchronization.ON_READ
+        if on_read and trainable:
+            raise ValueError(
+                "a variable with synchronization ON_READ differs by replica and cannot be trained; leave "
+                "trainable=True out, or take ON_WRITE"
+            )
+        strategy = context.get_strategy()
+        trained = not on_read if trainable is None else bool(trainable)
+        place = strategy.extended.colocation
+        request = _Request(initial_value, dtype, name or "Variable", trained, on_read, aggregation, place)
+        replica = context.get_replica_context()
+        if replica is None or not context.has_strategy():
+            return _create(strategy, request)
+        return replica.merge_call(_create_together, (request,))
+
+
+def _settled(
+    synchronization: VariableSynchronization, aggregation: VariableAggregation
+) -> tuple[VariableSynchronization, VariableAggregation]:
+    found, given = VariableSynchronization(synchronization), _on_read.get()
+    if found is VariableSynchronization.NONE:
+        raise ValueError(
+            "synchronization NONE is for no variable of a strategy; take ON_READ for copies that differ by replica"
+        )
+    if found is VariableSynchronization.AUTO and given is not None:
+        return VariableSynchronization.ON_READ, given
+    return VariableSynchronization.ON_WRITE if found is VariableSynchronization.AUTO else found, aggregation
+
+
+def _create_together(strategy: Any, requests: Any) -> Any:
+    return _create(strategy, values.local_results(requests)[0])
+
+
+def _create(strategy: Any, request: _Request) -> Any:
+    value = _first_value(request.initial_value, request.dtype)
+    if request.aggregation is VariableAggregation.MEAN and value.dtype.kind in "iub":
+        raise ValueError(
+            f"a variable of {value.dtype} cannot hold a mean; take a floating dtype, or aggregate by SUM or "
+            "ONLY_FIRST_REPLICA"
+        )
+    if request.aggregation is VariableAggregation.SUM and value.dtype.kind == "b":
+        raise ValueError(
+            "a variable of bool cannot hold a sum; take an integer dtype, or aggregate by ONLY_FIRST_REPLICA"
+        )
+    spec = VariableSpec(request.name, spec_of(value), request.trainable)
+    return strategy.extended.create_variable(spec, value, request.place, request.on_read, request.aggregation)
+
+
+def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Array:
+    value: Any = initial_value() if callable(initial_value) else initial_value
+    if dtype is None and not hasattr(value, "dtype") and np.asarray(value).dtype == np.float64:
+        dtype = np.float32
+    return portable(np.asarray(to_numpy(value) if hasattr(value, "dtype") else value, dtype))
+
+
+class Variable(Readable, metaclass=_Created):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
+    """A variable of the current strategy. Create it inside `strategy.scope()`, on every process alike.
+
+    Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as
+    of the last round, on the replica's device; in an update function the value at that point. In replica
+    context the local replicas create one together. Outside of every scope it is an ordinary local variable
+    of the default strategy.
+
+    Args:
+        initial_value: array, number, nest of numbers, or a function without arguments that returns one,
+            called once. The first process's value wins, and in replica context the first replica's.
+        trainable: whether optimizers should touch it; by default True, but for ON_READ.
+        name: unique in the strategy; a repeated name gets a number.
+        dtype: a key of `pswire.model.tensor.DTYPES`, or what NumPy makes one of; by default that of the value,
+            where Python floats are float32.
+        synchronization: ON_READ for a copy per replica, combined when it is read in cross-replica context.
+        aggregation: how `assign*` in replica context, or a read of ON_READ copies, combines the replicas' values.
+
+    Attributes:
+        strategy: whose variable it is.
+        spec: dtype and shape.
+        name: unique in the strategy.
+        trainable: whether optimizers should touch it.
+        synchronization: ON_WRITE or ON_READ.
+        aggregation: as given.
+
+    Raises:
+        RuntimeError: it is created in an update function.
+        ValueError: synchronization is NONE; ON_READ and trainable; MEAN of an integer dtype; SUM of bool.
+        InvalidRequest: its dtype cannot travel.
+        VariableMismatch: another process created something else in its place.
+        MemoryLimit: its server has no room for it.
+    """
+
+    synchronization = VariableSynchronization.ON_WRITE
+    place: tuple[int, ...]
+    """The parameter devices that hold it, by number."""
+
+    if TYPE_CHECKING:  # The metaclass takes these, and makes the kind of variable that the strategy has.
+
+        def __init__(
+            self,
+            initial_value: InitialValue,
+            trainable: bool | None = None,
+            name: str | None = None,
+            dtype: npt.DTypeLike | None = None,
+            synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+            aggregation: VariableAggregation = VariableAggregation.NONE,
+        ) -> None: ...
+
+    def _describe(self, strategy: Any, spec: VariableSpec, aggregation: VariableAggregation) -> None:
+        self.strategy = strategy
+        self.spec = spec.tensor
+        self.name = spec.name
+        self.trainable = spec.trainable
+        self.aggregation = aggregation
+
+    @classmethod
+    def stored(cls, *args: Any) -> Self:
+        """Makes a variable of this very kind; for the strategies."""
+        made: Self = type.__call__(cls, *args)
+        return made
+
+    # ---- What it is ----
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that hold it."""
+        raise NotImplementedError
+
+    def check_strategy(self, strategy: Any) -> None:
+        """Raises `ValueError` if it is not a variable of this strategy."""
+        if self.strategy is not strategy:
+            where = (
+                "outside of every scope" if context.is_default(self.strategy) else "in the scope of another strategy"
+            )
+            raise ValueError(
+                f"variable {self.name!r} was created {where}; create it in this strategy's scope, or pass its value"
+            )
+
+    def __repr__(self) -> str:
+        return f"<ps.Variable {self.name!r} {self.spec} on {', '.join(self.devices)}>"
+
+    def value(self) -> Any:
+        """Its value, as `read_value`."""
+        return self.read_value()
+
+    # ---- Writing ----
+
+    def assign(self, value: Any) -> Any:
+        """Gives it a value.
+
+        In an update function this is part of the update. In cross-replica context, which is entered where
+        there is no scope, it is an update of its own, with a value that every process has alike. In replica
+        context the replicas' values are combined as `aggregation` says, and assigned once; an ON_READ
+        variable's replica assigns its own copy.
+
+        Args:
+            value: an array or number of its shape, or one that NumPy would broadcast to it; cast within its kind.
+
+        Returns:
+            The variable.
+
+        Raises:
+            ValueError: in replica context without an aggregation, or a shared value to be summed; in
+                cross-replica context a per-replica value, or an ON_READ variable without aggregation.
+        """
+        return self._assign("assign", value)
+
+    def assign_add(self, delta: Any) -> Any:
+        """Adds to it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
+        return self._assign("assign_add", delta)
+
+    def assign_sub(self, delta: Any) -> Any:
+        """Subtracts from it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
+        return self._assign("assign_sub", delta)
+
+    def _assign(self, how: str, value: Any) -> Any:
+        lift = context.update_lift()
+        if lift is not None:
+            return getattr(lift(self), how)(value)
+        elsewhere = context.get_strategy() is not self.strategy  # which is refused there, with a word
+        if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
+            return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (value,))
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"variable {self.name!r} is assigned in replica context, where each replica may have another value; "
+                "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign it in "
+                "cross-replica context"
+            )
+        return context.require_replica(how).merge_call(self._merge_assign, args=(how, value))
+
+    def _merge_assign(self, strategy: Any, how: str, value: Any) -> Any:
+        self._check_summed(strategy, how, value)
+        return self.assign_aggregate(strategy, how, value)
+
+    def assign_aggregate(self, strategy: Any, how: str, value: Any) -> Any:
+        """Combines the replicas' values as `aggregation` says, and assigns them once. In cross-replica context.
+
+        Args:
+            strategy: whose variable it is.
+            how: "assign", "assign_add" or "assign_sub".
+            value: a per-replica value, or what all replicas have alike.
+
+        Returns:
+            The variable.
+        """
+        reduced = strategy.extended.aggregate(self.aggregation, value, self)
+        truth = self.spec.dtype == "bool"  # Reductions know none: it comes as an integer.
+        return strategy.extended.update(self, lambda v, x: getattr(v, how)(x.astype(bool) if truth else x), (reduced,))
+
+    def _check_summed(self, strategy: Any, how: str, value: Any) -> None:
+        copied = isinstance(value, values.DistributedValues) and not _is_mirrored(value)
+        replicas = len(strategy.extended.worker_devices)
+        if self.aggregation is VariableAggregation.SUM and replicas > 1 and not copied:
+            raise ValueError(
+                f"{how} of variable {self.name!r}, which has aggregation SUM, gets the same value from all {replicas} "
+                "local replicas, and how often it counts is not clear; give each replica an array of its own, or take "
+                "aggregation MEAN or ONLY_FIRST_REPLICA"
+            )
+
+
+def _is_mirrored(value: Any) -> bool:
+    return isinstance(value, Variable) and value.synchronization is VariableSynchronization.ON_WRITE

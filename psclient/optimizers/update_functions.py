@@ -1,0 +1,232 @@
+"""The update functions that make a step: what all optimizers do around their own `update`.
+
+    become     each variable    keeps its gradient for the second round, where a step takes two
+    measure    each variable    how large its gradient is, and whether it is finite
+    total      each server      that of all variables together
+    begin      each server      counts the call, computes its learning rate, decides whether it makes a step
+    apply      each variable    accumulates, clips, decays, updates, averages
+
+Whatever stays is assigned by the last two, which are of one round: a call that does not come to it leaves nothing.
+They depend on their arguments alone, so that each is traced once. `optimizer` is what `Optimizer.settings` lets
+through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from psclient._src.tracing.diagnostics import fail, refuse_result, refuse_step
+from psclient._src.tracing.tracer import VariableTracer
+from psclient._src.tracing.update_function import update_function
+from psclient.optimizers.loss_scale import DynamicLossScale
+from psclient.optimizers.schedules import LearningRateSchedule
+
+SINGLE = np.dtype(np.float32)
+
+
+def state_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """In which dtype steps of a variable are computed, and its slots are kept: half precision has too few digits."""
+    return SINGLE if dtype.name in ("float16", "bfloat16") else dtype
+
+
+SMALLEST_SCALE = 2.0**-100
+"""A loss scale is not halved below this: gradients are divided by it."""
+
+
+@update_function
+def become(v: Any, value: Any) -> None:
+    """Gives a variable the value of something else, in its own dtype."""
+    v.assign(value.astype(v.dtype))
+
+
+@update_function
+def measure(v: Any, optimizer: Any, gradient: Any, accumulator: Any, scale: Any) -> dict[str, Any]:
+    """The sum of squares of a gradient, float64, and whether all of it is finite, as far as they are needed.
+
+    Args:
+        v: the variable.
+        optimizer: as the module says.
+        gradient: the sum over all replicas, multiplied by the loss scale.
+        accumulator: the variable that has the gradients of the calls before, if several make a step; else None.
+        scale: the dynamic loss scale, or None.
+    """
+    whole = _whole(optimizer, _unscaled(v, optimizer, gradient, scale), accumulator)
+    found = {}
+    if optimizer.global_clipnorm is not None:
+        found["squares"] = np.sum(np.square(whole)).astype(np.float64)
+    if isinstance(optimizer.loss_scale_factor, DynamicLossScale):
+        found["finite"] = np.all(np.isfinite(whole))
+    return found
+
+
+@update_function
+def total(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The norm of all gradients, and whether all are finite.
+
+    Args:
+        parts: of each variable what `measure` found.
+    """
+    found = dict(parts[0])
+    for part in parts[1:]:
+        for name in found:
+            found[name] = found[name] + part[name] if name == "squares" else np.logical_and(found[name], part[name])
+    if "squares" in found:
+        found["norm"] = np.sqrt(found.pop("squares"))
+    return found
+
+
+@update_function
+def begin(optimizer: Any, state: Mapping[str, Any], finite: Any) -> dict[str, Any]:
+    """Begins a step.
+
+    Args:
+        optimizer: as the module says.
+        state: the variables that all steps share, by name.
+        finite: whether all gradients are; None if it does not matter.
+
+    Returns:
+        `t`: the step's number, from 1; of a schedule `rate`; with a loss scale `scale`, by which gradients are to be
+        divided, and `finite`; where a call may make no step, `go`: whether it does.
+    """
+    before = state["iterations"].value()
+    found: dict[str, Any] = {"t": before + 1}
+    calls = before
+    if "accumulated" in state:
+        kept = state["accumulated"].value()
+        calls = before * optimizer.gradient_accumulation_steps + kept
+        found["go"] = kept + 1 >= optimizer.gradient_accumulation_steps
+    if isinstance(optimizer.learning_rate, LearningRateSchedule):
+        found["rate"] = _rate(optimizer.learning_rate, calls)
+    if finite is not None:
+        found |= {"finite": finite, "scale": state["loss_scale"].value()}
+        found["go"] = np.logical_and(finite, found["go"]) if "go" in found else finite
+        _rescale(optimizer.loss_scale_factor, state, finite)
+    if "accumulated" in state:
+        more = kept + 1 if finite is None else np.where(finite, kept + 1, kept)
+        state["accumulated"].assign(np.where(found["go"], 0, more))
+    state["iterations"].assign(np.where(found["go"], before + 1, before) if "go" in found else before + 1)
+    return found
+
+
+def _rate(schedule: Any, calls: Any) -> Any:
+    """The learning rate of a call; a schedule may also return a plain number."""
+    rate = schedule(calls)
+    refuse_result(schedule.__call__, rate)
+    shape: tuple[int, ...] = getattr(rate, "shape", ())
+    if shape or isinstance(rate, bool | str | None):
+        fail(f"the schedule {type(schedule).__name__} returns {rate!r}; it has to return one number for each step")
+    return rate if hasattr(rate, "astype") else np.full_like(calls, rate, dtype=np.float64)
+
+
+def _rescale(rule: Any, state: Mapping[str, Any], finite: Any) -> None:
+    scale, good = state["loss_scale"].value(), state["good_steps"].value() + 1
+    grown = np.logical_and(good >= rule.dynamic_growth_steps, np.isfinite(scale * 2))
+    better = np.where(grown, scale * 2, scale)
+    state["loss_scale"].assign(np.where(finite, better, np.maximum(scale / 2, SMALLEST_SCALE)))
+    state["good_steps"].assign(np.where(np.logical_and(finite, np.logical_not(grown)), good, 0))
+    state["skipped_steps"].assign_add(np.where(finite, 0, 1))
+
+
+@update_function
+def apply(
+    v: Any,
+    optimizer: Any,
+    gradient: Any,
+    accumulator: Any,
+    begun: Mapping[str, Any],
+    norm: Any,
+    average: Any,
+    decays: bool,
+    slots: Sequence[Any],
+) -> None:
+    """Makes a step of one variable; nothing of it, where `begun` says so.
+
+    Args:
+        v, optimizer, gradient, accumulator: as in `measure`.
+        begun: what `begin` returned.
+        norm: of all gradients, where they are clipped by it, else None.
+        average: the variable's moving average, or None.
+        decays: whether the variable takes part in weight decay.
+        slots: the variable's.
+    """
+    own = _unscaled(v, optimizer, gradient, begun.get("scale"))
+    if "go" not in begun:
+        _change(v, optimizer, _clipped(optimizer, own, norm), begun, average, decays, slots)
+        return
+    changing = [v, *slots] if average is None else [v, *slots, average]
+    before = [x.value() for x in changing]
+    with np.errstate(all="ignore"):  # What is not finite is left out.
+        whole = _whole(optimizer, own, accumulator)
+        _change(v, optimizer, _clipped(optimizer, whole, norm), begun, average, decays, slots)
+        for x, old in zip(changing, before, strict=True):
+            x.assign(np.where(begun["go"], x.value(), old))
+        if accumulator is not None:
+            _accumulate(accumulator, own, begun)
+
+
+def _accumulate(accumulator: Any, own: Any, begun: Mapping[str, Any]) -> None:
+    old = accumulator.value()
+    more = np.where(begun["finite"], old + own, old) if "finite" in begun else old + own
+    accumulator.assign(np.where(begun["go"], np.zeros_like(own), more))
+
+
+def _change(
+    v: Any,
+    optimizer: Any,
+    own: Any,
+    begun: Mapping[str, Any],
+    average: Any,
+    decays: bool,
+    slots: Sequence[Any],
+) -> None:
+    if "rate" in begun:
+        vars(optimizer)["_learning_rate"] = begun["rate"].astype(own.dtype)
+    if decays:
+        value = v.astype(own.dtype)
+        v.assign(value - value * optimizer.weight_decay * optimizer.learning_rate)
+    before = v.assigned if isinstance(v, VariableTracer) else v.read_value()
+    returned = optimizer.update(v, own, begun["t"], *slots)
+    refuse_step(optimizer, returned, (v, *slots), _assigned_since(before, v))
+    if average is not None:
+        _average(v, optimizer, begun["t"], average)
+
+
+def _assigned_since(before: Any, v: Any) -> bool:
+    # An array is replaced by each assignment, also by one of the same value.
+    return v.assigned > before if isinstance(v, VariableTracer) else v.read_value() is not before
+
+
+def _unscaled(v: Any, optimizer: Any, gradient: Any, scale: Any) -> Any:
+    own = gradient.astype(state_dtype(v.dtype))
+    if scale is not None:
+        return own / scale.astype(own.dtype)
+    return own if optimizer.loss_scale_factor is None else own / optimizer.loss_scale_factor
+
+
+def _whole(optimizer: Any, own: Any, accumulator: Any) -> Any:
+    if accumulator is None:
+        return own
+    return (own + accumulator.value()) / optimizer.gradient_accumulation_steps
+
+
+def _clipped(optimizer: Any, own: Any, norm: Any) -> Any:
+    if optimizer.clipvalue is not None:
+        return np.clip(own, -optimizer.clipvalue, optimizer.clipvalue)
+    if optimizer.clipnorm is not None:
+        return own * (optimizer.clipnorm / np.maximum(np.sqrt(np.sum(np.square(own))), optimizer.clipnorm))
+    if norm is not None:
+        limit = optimizer.global_clipnorm
+        # The difference is 0, or makes all gradients NaN where one is not finite.
+        return own * (limit / np.maximum(norm, limit) + (norm - norm)).astype(own.dtype)
+    return own
+
+
+def _average(v: Any, optimizer: Any, t: Any, average: Any) -> None:
+    new, rest = v.astype(average.dtype), 1 - optimizer.ema_momentum
+    average.assign(np.where(t == 1, new, optimizer.ema_momentum * average.value() + rest * new))
+    if optimizer.ema_overwrite_frequency:
+        overwrites = t % optimizer.ema_overwrite_frequency == 0
+        v.assign(np.where(overwrites, average.value().astype(v.dtype), v.value()))

@@ -1,0 +1,85 @@
+"""How two checkpoints differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pswire.checkpoint.manifest import Manifest
+from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.model.tensor import Array, TensorSpec
+
+CHUNK = 1 << 20
+"""Elements that are compared at a time."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One variable in two checkpoints.
+
+    Attributes:
+        name: its name.
+        a, b: what it is in each; None where it is not.
+        count: elements that differ; two that are no number are the same. None where shape or dtype differ.
+        largest: absolute difference of an element; infinite where only one is a number. None as above, and of bools.
+    """
+
+    name: str
+    a: TensorSpec | None
+    b: TensorSpec | None
+    count: int | None = None
+    largest: float | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether there is none."""
+        return self.count == 0
+
+    @property
+    def counted(self) -> str:
+        """`3 of 100`, "" where they cannot be compared."""
+        return "" if self.count is None or self.a is None else f"{self.count:,} of {self.a.size:,}"
+
+    def report(self) -> dict[str, Any]:
+        """As `psctl checkpoint diff --json` gives it; JSON has no infinity, which is a text there."""
+        sides = {
+            key: spec and {"dtype": spec.dtype, "shape": spec.shape} for key, spec in (("a", self.a), ("b", self.b))
+        }
+        largest = "inf" if self.largest == np.inf else self.largest
+        return {"name": self.name, **sides, "count": self.count, "largest": largest}
+
+
+def difference(a: SavedCheckpoint, b: SavedCheckpoint, name: str) -> Difference:
+    """Compares one variable; raises `CheckpointError` where it cannot be read."""
+    saved = [each.manifest.tensors.get(name) for each in (a, b)]
+    x, y = (each.spec if each else None for each in saved)
+    if x is None or x != y:
+        return Difference(name, x, y)
+    return Difference(name, x, y, *compare(a.tensor(name), b.tensor(name)))
+
+
+def compare(a: Array, b: Array) -> tuple[int, float | None]:
+    """How many elements differ, and the largest absolute difference, of arrays of one shape and dtype."""
+    flat = a.reshape(-1), b.reshape(-1)
+    count, largest = 0, 0.0
+    for begin in range(0, a.size, CHUNK):
+        x, y = (each[begin : begin + CHUNK] for each in flat)
+        differs = (x != y) & ~((x != x) & (y != y))
+        count += int(differs.sum())
+        if a.dtype != np.bool_ and differs.any():
+            largest = max(largest, _largest(x[differs], y[differs]))
+    return count, None if a.dtype == np.bool_ else largest
+
+
+def _largest(x: Array, y: Array) -> float:
+    wide = np.complex128 if np.iscomplexobj(x) else np.longdouble
+    with np.errstate(invalid="ignore", over="ignore"):
+        gaps = np.abs(x.astype(wide) - y.astype(wide))
+    return float(np.nan_to_num(gaps, nan=np.inf, posinf=np.inf).max())
+
+
+def other_differences(a: Manifest, b: Manifest) -> list[str]:
+    """What differs beside the variables: some of "positions", "objects" and "state"."""
+    return [name for name in ("positions", "objects", "state") if getattr(a, name) != getattr(b, name)]

@@ -1,0 +1,354 @@
+"""What the servers' answers say together: the job, its servers and tasks, and what is wrong. No network here.
+
+The fields of these classes are the keys of `psctl status --json`; tasks are written as `/job:ps/task:0`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psclient.psctl.observer import KEEPER, Looked
+from pswire.cluster import Task
+from pswire.errors import Unreachable
+from pswire.model.log import Epoch
+from pswire.model.status import OpenRound, ServerStatus, SessionState
+
+CHIEF = "the chief"
+"""Whom a plan waits for that nobody has approved."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong.
+
+    Attributes:
+        kind: one word for machines; `docs/psctl.md` lists them.
+        task: whom it is about, "" for nobody.
+        message: what is wrong and what to do.
+    """
+
+    kind: str
+    task: str
+    message: str
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """One server.
+
+    Attributes:
+        task, address: which one, and where it was asked.
+        state: "up", "broken" (a round failed halfway), "unreachable", or "refused": it does not answer us. Of these two
+            what follows is 0, or empty.
+        incarnation: its life, 64 bits drawn by lot.
+        started_at: when it began, by its own clock, in seconds since 1970.
+        epoch: the newest that it knows, 0 for none.
+        round: its last complete round, -1 before the first; `lag`: how many that is behind the newest of any server.
+        waiting: its open rounds: number, section in words, whether it is approved, tasks that are missing.
+        waits_for: those tasks, of all open rounds.
+        log: length of its log.
+        variables: how many it knows; `variable_bytes` those it holds, of which it may hold `memory_limit` (0: any).
+        snapshot_bytes: old values that it holds for checkpoints, of which it may hold `snapshot_limit` (0: any).
+        resident_bytes: memory of its process, 0 where it does not tell.
+        lanes: sessions of tasks by the lane that they use to it.
+        saving: checkpoints that it is writing: path, round, bytes to be written.
+        device: where its variables are.
+        version: of this package there.
+        traffic: payload bytes so far by lane and direction, such as "shm received".
+    """
+
+    task: str
+    address: str
+    state: str
+    incarnation: int = 0
+    started_at: float = 0.0
+    epoch: int = 0
+    round: int = -1
+    lag: int = 0
+    waiting: tuple[Mapping[str, Any], ...] = ()
+    waits_for: tuple[str, ...] = ()
+    log: int = 0
+    variables: int = 0
+    variable_bytes: int = 0
+    memory_limit: int = 0
+    snapshot_bytes: int = 0
+    snapshot_limit: int = 0
+    resident_bytes: int = 0
+    lanes: Mapping[str, int] = field(default_factory=dict)
+    saving: tuple[Mapping[str, Any], ...] = ()
+    device: str = ""
+    version: str = ""
+    traffic: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TaskView:
+    """One session of a task that is no server; a task that drives and trains has two.
+
+    Attributes:
+        task: which.
+        drives: whether it is the chief's, which makes no rounds.
+        state: "open", "left" (cleanly), "failed", "lost" (its lease ended), "hung" (it held a round up), or "missing".
+        session: its number, 0 for a missing one.
+        replicas: how many it has.
+        mode: "sync" or "async"; "" where it makes no rounds.
+        silent_seconds: since its last sign of life.
+        takes_part: whether it is in the newest epoch.
+        round: the last round that it has contributed to; -1 for none. Of an asynchronous task its own count.
+        lag: how many that is behind the newest of any task.
+        waits_for: whom it waits for; nobody while it computes.
+        lanes: what it uses, to any server.
+    """
+
+    task: str
+    drives: bool
+    state: str
+    session: int = 0
+    replicas: int = 0
+    mode: str = ""
+    silent_seconds: float = 0.0
+    takes_part: bool = False
+    round: int = -1
+    lag: int = 0
+    waits_for: tuple[str, ...] = ()
+    lanes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobView:
+    """All of it.
+
+    Attributes:
+        state: "none" (no chief has begun a job), "starting" (nobody takes part yet), "running", "over", "broken", or
+            "unknown" (no server answers).
+        mode: "sync" or "async"; "" while nobody takes part.
+        epoch: number of the newest epoch, 0 for none.
+        round: the newest round of any server, complete or not; -1 for none.
+        replicas: R, of the newest epoch.
+        servers, tasks: each of them.
+        problems: what is wrong.
+    """
+
+    state: str
+    mode: str
+    epoch: int
+    round: int
+    replicas: int
+    servers: tuple[ServerView, ...]
+    tasks: tuple[TaskView, ...]
+    problems: tuple[Problem, ...]
+
+
+def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
+    """What the servers' answers say.
+
+    Args:
+        looked: the answers, in the order of the addresses.
+        expected: workers and chief of the cluster, if they are known.
+    """
+    statuses = [found.status for found in looked if found.status]
+    keeper = next((status for status in statuses if status.server == KEEPER), None)
+    newest = max((s.epoch for s in statuses if s.epoch), key=lambda epoch: epoch.number, default=None)
+    servers = tuple(_server(found, max(map(_newest_round, statuses), default=-1)) for found in looked)
+    tasks = tuple(_tasks(statuses, keeper, newest, expected))
+    return JobView(
+        state=_state(statuses, newest),
+        mode=newest.members[0].mode if newest and newest.members else "",
+        epoch=newest.number if newest else 0,
+        round=max(map(_newest_round, statuses), default=-1),
+        replicas=newest.replicas if newest else 0,
+        servers=servers,
+        tasks=tasks,
+        problems=(*_problems_of_servers(looked, keeper), *_problems_of_tasks(tasks, keeper)),
+    )
+
+
+def _state(statuses: Sequence[ServerStatus], newest: Epoch | None) -> str:
+    if not statuses:
+        return "unknown"
+    if any(status.broken for status in statuses):
+        return "broken"
+    if any(status.over for status in statuses):
+        return "over"
+    if not any(status.incarnations for status in statuses):
+        return "none"
+    return "running" if newest and newest.members else "starting"
+
+
+def _newest_round(status: ServerStatus) -> int:
+    """The newest round that a server has heard of, complete or not; asynchronous ones it counts when complete."""
+    own = {place.task for place in status.places}
+    return status.round if own else max([status.round, *(waiting.round for waiting in status.waiting)])
+
+
+# ---- Servers ----
+
+
+def _server(found: Looked, newest: int) -> ServerView:
+    status = found.status
+    if status is None:
+        return ServerView(str(found.task), found.address, _why(found))
+    process = status.process
+    used = process.lanes if process else {}
+    return ServerView(
+        task=str(found.task),
+        address=found.address,
+        state="broken" if status.broken else "up",
+        incarnation=status.incarnation,
+        started_at=process.clock - process.uptime if process else 0.0,
+        epoch=status.epoch.number if status.epoch else 0,
+        round=status.round,
+        lag=newest - status.round,
+        waiting=tuple(map(_open_round, status.waiting)),
+        waits_for=_awaited(status.waiting),
+        log=status.log,
+        variables=status.variables,
+        variable_bytes=status.nbytes,
+        memory_limit=status.memory_limit,
+        snapshot_bytes=status.held,
+        snapshot_limit=status.snapshot_limit,
+        resident_bytes=process.resident if process else 0,
+        lanes=dict(Counter(used.get(m.session, "grpc") for m in status.epoch.members) if status.epoch else {}),
+        saving=tuple({"path": each.path, "round": each.round, "bytes": each.nbytes} for each in status.saving),
+        device=status.device,
+        version=process.versions.get("paramserver", "") if process else "",
+        traffic=process.traffic if process else {},
+    )
+
+
+def _why(found: Looked) -> str:
+    """The state of a server that has not answered."""
+    return "unreachable" if isinstance(found.error, Unreachable) else "refused"
+
+
+def _open_round(waiting: OpenRound) -> dict[str, Any]:
+    return {
+        "round": waiting.round,
+        "section": waiting.section,
+        "approved": waiting.approved,
+        "missing": [str(task) for task in waiting.missing],
+    }
+
+
+def _awaited(waiting: Iterable[OpenRound]) -> tuple[str, ...]:
+    """Whom rounds wait for."""
+    rounds = list(waiting)
+    missing = sorted({task for each in rounds for task in each.missing})
+    chief = [CHIEF] if any(not each.approved for each in rounds) else []
+    return (*map(str, missing), *chief)
+
+
+def _problems_of_servers(looked: Sequence[Looked], keeper: ServerStatus | None) -> Iterable[Problem]:
+    job = next((s.incarnations for s in (keeper, *(found.status for found in looked)) if s and s.incarnations), ())
+    seen: dict[int, str] = {}
+    for found in looked:
+        task, status = str(found.task), found.status
+        if status is None:
+            yield Problem(_why(found), task, found.error.message if found.error else "it does not answer")
+            continue
+        if status.incarnation in seen:
+            message = f"{found.address} and {seen[status.incarnation]} are one server; correct the addresses"
+            yield Problem("same_server", task, message)
+        seen[status.incarnation] = found.address
+        if status.broken:
+            yield Problem("broken", task, status.broken)
+        if status.incarnations not in ((), job):
+            message = f"{found.address} is a server of another job than the others; correct the addresses"
+            yield Problem("other_job", task, message)
+        elif job and status.incarnation not in job:
+            message = "it was started anew since the job began, and its variables are gone"
+            yield Problem("replaced", task, f"{message}; restart the job from a checkpoint")
+    if keeper is None and seen:
+        yield Problem("no_keeper", str(Task("ps", KEEPER)), "it keeps the sessions: nobody else knows who is there")
+    if job and len(job) != len(looked):
+        message = f"the job has {len(job)} servers, and {len(looked)} were asked; name all of them, in order"
+        yield Problem("incomplete", "", message)
+
+
+# ---- Tasks ----
+
+
+def _tasks(
+    statuses: Sequence[ServerStatus], keeper: ServerStatus | None, newest: Epoch | None, expected: Sequence[Task]
+) -> Iterable[TaskView]:
+    """Of each task the newest session, and of those that drive and train both; then those that never came."""
+    latest = {(s.member.task, not s.drives): s for s in (keeper.sessions if keeper else ())}
+    furthest = max([_round_of(s, statuses) for s in latest.values() if not s.drives], default=-1)
+    for _, session in sorted(latest.items()):
+        yield _task(session, statuses, newest, furthest)
+    came = {session.member.task for session in latest.values()}
+    if keeper:
+        yield from (TaskView(str(task), task.job == "chief", "missing") for task in expected if task not in came)
+
+
+def _task(session: SessionState, statuses: Sequence[ServerStatus], newest: Epoch | None, furthest: int) -> TaskView:
+    member, drives = session.member, session.drives
+    takes_part = newest is not None and member in newest.members
+    round = -1 if drives else _round_of(session, statuses)
+    used = [s.process.lanes.get(member.session, "grpc") for s in statuses if s.process]
+    return TaskView(
+        task=str(member.task),
+        drives=drives,
+        state=session.state,
+        session=member.session,
+        replicas=member.replicas,
+        mode="" if drives else member.mode,
+        silent_seconds=session.silent,
+        takes_part=takes_part,
+        round=round,
+        lag=furthest - round if takes_part else 0,
+        waits_for=() if drives or session.state != "open" else _waits_for(session, statuses, takes_part),
+        lanes=() if drives else tuple(sorted(set(used))),
+    )
+
+
+def _round_of(session: SessionState, statuses: Sequence[ServerStatus]) -> int:
+    """The last round to which a task has contributed."""
+    task = session.member.task
+    if session.member.mode == "async":
+        return max((place.round for s in statuses for place in s.places if place.task == task), default=-1)
+    begun = [w.round for s in statuses for w in s.waiting if task not in w.missing]
+    return max([*begun, *(status.round for status in statuses)], default=-1)
+
+
+def _waits_for(session: SessionState, statuses: Sequence[ServerStatus], takes_part: bool) -> tuple[str, ...]:
+    """Whom a task waits for that has contributed to an open round, or that nobody has taken in yet."""
+    if not takes_part:
+        return (CHIEF,)
+    own, alone = _round_of(session, statuses), session.member.mode == "async"
+    waiting = (w for s in statuses for w in s.waiting if session.member.task not in w.missing)
+    return _awaited(w for w in waiting if not alone or w.round == own)
+
+
+def _problems_of_tasks(tasks: Sequence[TaskView], keeper: ServerStatus | None) -> Iterable[Problem]:
+    if keeper is None or keeper.over:
+        return
+    drivers = [task for task in tasks if task.drives]
+    if not any(task.state == "open" for task in drivers):
+        yield _no_chief(drivers)
+    for task in tasks:
+        if task.drives or task.state not in GONE:
+            continue
+        yield Problem(task.state, task.task, GONE[task.state].format(silent=task.silent_seconds))
+
+
+def _no_chief(drivers: Sequence[TaskView]) -> Problem:
+    """Nobody approves plans, closes epochs or commits checkpoints."""
+    gone = next((task for task in drivers if task.session), None)
+    if gone is None:
+        what = "no chief has come yet; start the chief task, or worker 0 where the cluster has no chief"
+        return Problem("no_chief", "", what)
+    silent = f"the chief has been gone for {gone.silent_seconds:.0f} s ({gone.state}), and new sections, new members"
+    return Problem("no_chief", gone.task, f"{silent} and checkpoints need one; start it again")
+
+
+GONE = {
+    "lost": "no sign of life for {silent:.0f} s: its lease ended, and rounds go on without it; start it again",
+    "failed": "its process failed {silent:.0f} s ago, and rounds go on without it; see its log, and start it again",
+    "hung": "it beat, and held a round up for PS_TIMEOUT_ROUND; rounds go on without it; end its process",
+    "missing": "it has not come yet; start it with its TF_CONFIG",
+}
+"""What is wrong with a task in a state."""

@@ -1,0 +1,139 @@
+"""Connections to the servers of a cluster, for who only looks: no session, no round, nobody waits for us."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+
+from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.remote_server import RemoteServer
+from psclient.psctl.settings import Cluster, Settings
+from pswire.cluster import Task
+from pswire.errors import ConfigError, PSError, Unreachable
+from pswire.limits import Timeouts
+from pswire.model.log import Created, Entry
+from pswire.model.plan import Variable
+from pswire.model.status import ServerStatus
+from pswire.model.tensor import Array
+from pswire.security.identity import Security
+
+NOBODY = 0
+"""The session of who has none."""
+
+KEEPER = 0
+"""The server that keeps the log."""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a server has answered.
+
+    Attributes:
+        task: which server; by its place in the list of addresses, where it does not answer.
+        address: where it was asked.
+        status: its answer; None where it gave none.
+        error: why.
+        skew: seconds that its clock is ahead of ours; the network makes it wrong by at most half of `took`.
+        took: seconds from the question to the answer.
+    """
+
+    task: Task
+    address: str
+    status: ServerStatus | None = None
+    error: PSError | None = None
+    skew: float = 0.0
+    took: float = 0.0
+
+
+class Servers:
+    """A connection to each server of a cluster; a context manager that ends them. Used by one thread.
+
+    Args:
+        cluster: where they are.
+        seconds: how long each may take to answer.
+        security: what we show to it.
+    """
+
+    def __init__(self, cluster: Cluster, seconds: float, security: Security) -> None:
+        timeouts = Timeouts(call=seconds, round=seconds, lease=2 * seconds)
+        self._remote = [
+            RemoteServer(address, task, timeouts, security=security) for task, address in cluster.servers.items()
+        ]
+        self._threads = Threads("psctl")
+        self._seconds = seconds
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self._remote:
+            server.close()
+        self._threads.close()
+
+    def look(self) -> list[Looked]:
+        """Asks all servers at once."""
+        futures = [self._threads.submit(lambda server=server: _ask(server)) for server in self._remote]  # type: ignore[misc]
+        return [future.result() for future in futures]
+
+    def variables(self) -> list[Variable]:
+        """The variables of the job, in the order in which they were created.
+
+        Raises:
+            PSError: server 0 does not answer.
+        """
+        server, _ = self._find(KEEPER)
+        entries: list[Entry] = []
+        while True:
+            # A long log comes in several answers; one of another job, from its beginning.
+            try:
+                watched = server.watch(NOBODY, len(entries), 0).result(self._seconds)
+            except TimeoutError:
+                raise Unreachable(f"no answer for {self._seconds:g} s", str(server.task)) from None
+            if not watched.entries:
+                break
+            entries = [*entries[: watched.start], *watched.entries]
+        return [entry.variable for entry in entries if isinstance(entry, Created)]
+
+    def read(self, variable: Variable) -> tuple[int, Array]:
+        """The value of a variable as it is now, and the last round that it has seen.
+
+        Raises:
+            PSError: its server does not answer, or has no value of it yet.
+        """
+        server, _ = self._find(variable.servers[0])
+        reply = server.pull(NOBODY, [variable.id], -1).result()
+        return reply.round, reply.payload.tensors([variable.spec.tensor])[0]
+
+    def _find(self, number: int) -> tuple[RemoteServer, ServerStatus]:
+        """The server with a number, wherever it is in the list of addresses."""
+        looked = self.look()
+        for server, found in zip(self._remote, looked, strict=True):
+            if found.status and found.status.server == number:
+                return server, found.status
+        errors = [found.error for found in looked if found.error]
+        if errors:
+            raise errors[0]
+        raise ConfigError(f"no address leads to {Task('ps', number)}; name all servers of the job in --address")
+
+
+def connected(settings: Settings, cluster: Cluster | None = None) -> Servers:
+    """Connections to the servers that the command line names, or to those of a cluster.
+
+    Raises:
+        ConfigError: none are named, or a file is not what it should be.
+    """
+    return Servers(cluster or settings.cluster(), settings.seconds, settings.security())
+
+
+def _ask(server: RemoteServer) -> Looked:
+    began = time.time()
+    try:
+        status = server.status()
+    except PSError as error:
+        return Looked(server.task, server.address, error=error)
+    ended = time.time()
+    skew = status.process.clock - (began + ended) / 2 if status.process else 0.0
+    return Looked(Task("ps", status.server), server.address, status, None, skew, ended - began)

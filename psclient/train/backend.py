@@ -1,0 +1,109 @@
+"""What keeps the checkpoints of a strategy: its servers, or this process."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from psclient._src.variables.variable import Variable
+from psclient.train.options import CheckpointOptions
+from pswire.checkpoint.manifest import Manifest
+
+Choose = Callable[[Manifest], Mapping[str, Variable]]
+"""Told what a checkpoint has; says for each of its tensors which variable gets it."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What is to be saved.
+
+    Attributes:
+        variables: by path; the names of their tensors are their own where these differ from each other.
+        state: by path, JSON.
+        delete: names of checkpoints beside it that are to be deleted once it is complete.
+        latest: whether it is the one to go on from, once it is complete.
+    """
+
+    variables: Mapping[str, Variable]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    delete: tuple[str, ...] = ()
+    latest: bool = False
+
+    def names(self) -> dict[str, str]:
+        """For each path the name of its tensor."""
+        times = Counter(v.name for v in self.variables.values())
+        return {path: v.name if times[v.name] == 1 else path for path, v in self.variables.items()}
+
+    def order(self) -> str:
+        """What a `SnapshotOrder` says of it."""
+        said: dict[str, Any] = {"objects": self.names(), "state": dict(self.state)}
+        said |= {"delete": list(self.delete), "latest": self.latest}
+        return json.dumps(said, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was found.
+
+    Attributes:
+        path: which one; where a directory of them was asked for, its newest.
+        manifest: what it has.
+        damaged: names of those beside it that were passed over, since they are damaged, with what is wrong.
+    """
+
+    path: str
+    manifest: Manifest
+    damaged: Mapping[str, str] = field(default_factory=dict)
+
+
+class Keeper(Protocol):
+    """Saves and restores. Used by the thread that runs cross-replica code."""
+
+    def check_path(self, path: str) -> None:
+        """Before a save: raises `CheckpointError` for a path at which none can be saved, before anything is done."""
+        ...
+
+    def take_part(self) -> bool:
+        """Before a save: a process that came late is taken in here. Says whether this one has a part in saving."""
+        ...
+
+    def check_free(self, options: CheckpointOptions) -> None:
+        """Before a save: raises `CheckpointError` if the one before is being written, and is not to be waited for."""
+        ...
+
+    def save(self, path: str, content: Content) -> None:
+        """Freezes the values, and has them written; `sync` waits for it. In cross-replica context."""
+        ...
+
+    def sync(self) -> None:
+        """Waits until what was saved is complete; raises `CheckpointError` if it failed."""
+        ...
+
+    def failed(self, path: str) -> bool:
+        """Whether what was saved last at this path is known to be incomplete, since `sync` has raised that."""
+        ...
+
+    def look(self, path: str) -> Opened:
+        """Finds a checkpoint, or the newest of a directory whose manifest is whole; raises `CheckpointError`."""
+        ...
+
+    def restore(self, path: str, choose: Choose, cast: bool) -> Opened | None:
+        """Reads one; of a directory the newest that is not damaged: those before it are set aside then.
+
+        In cross-replica context.
+
+        Returns:
+            Which one; None where nothing has changed, since the variables are newer than any checkpoint.
+        """
+        ...
+
+    def was_restored(self, variable: Variable) -> bool:
+        """Whether a variable that was created after a restore began with a restored value."""
+        ...
+
+    def restored_names(self) -> frozenset[str]:
+        """The names of the variables that were created after a restore and began with a restored value."""
+        ...

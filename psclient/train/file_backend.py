@@ -1,0 +1,160 @@
+"""Checkpoints of strategies without servers: this process writes and reads the files, by the servers' rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from psclient._src.distribute.local import LocalBackend
+from psclient._src.variables.kinds import SyncOnReadVariable
+from psclient._src.variables.variable import Variable
+from psclient.psctl.saved import open_whole
+from psclient.train.backend import Choose, Content, Opened
+from psclient.train.options import CheckpointOptions
+from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.checkpoint.storage import Place, parted, place
+from pswire.checkpoint.writer import (
+    Frozen,
+    manifest_of,
+    remove_shard,
+    saved_path,
+    set_aside,
+    write_manifest,
+    write_shard,
+)
+from pswire.errors import CheckpointError, DamagedCheckpoint
+from pswire.model.plan import SnapshotOrder, VariableSpec
+from pswire.model.tensor import Array
+
+
+class FileKeeper:
+    """A `Keeper` of a strategy without servers. Paths are those of this process; nothing is left for later.
+
+    Args:
+        strategy: whose variables.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._backend: LocalBackend = strategy.backend
+
+    def check_path(self, path: str) -> None:
+        """As `Keeper.check_path`; what is above the last part is this process's own."""
+        saved_path(path, own=True)
+
+    def take_part(self) -> bool:
+        """As `Keeper.take_part`: it is this process that saves."""
+        return True
+
+    def check_free(self, options: CheckpointOptions) -> None:
+        """As `Keeper.check_free`: no save is ever under way."""
+
+    def sync(self) -> None:
+        """As `Keeper.sync`: whatever was saved is complete."""
+
+    def failed(self, path: str) -> bool:
+        """As `Keeper.failed`: `save` raises it."""
+        return False
+
+    def save(self, path: str, content: Content) -> None:
+        """As `Keeper.save`; what it has is complete when this returns.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        above, name = parted(path)
+        names = content.names()
+        values = {names[at]: v.numpy() for at, v in content.variables.items()}
+        order = SnapshotOrder(name, (0,), state=content.order())
+        try:
+            self._write(place(above), Frozen(order, 0, 0, self._backend.group.positions, values))
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {path!r} was not saved: {error}") from error
+
+    def _write(self, root: Place, frozen: Frozen) -> None:
+        later = self._backend.first_value
+        try:
+            shard = write_shard(root, frozen, lambda value: value, lambda name: None)
+            text = manifest_of([shard], frozen.order).text()
+            write_manifest(root, frozen, text, spare=later.needed if isinstance(later, Later) else ())
+        except CheckpointError:
+            with suppress(CheckpointError):  # what went wrong first is what is told
+                remove_shard(root, frozen)
+            raise
+
+    def look(self, path: str) -> Opened:
+        """As `Keeper.look`."""
+        return _opened(path, *open_whole(path))
+
+    def restore(self, path: str, choose: Choose, cast: bool) -> Opened:
+        """As `Keeper.restore`: nothing changes where anything is wrong.
+
+        Raises:
+            DamagedCheckpoint: it is not what was saved; of a directory, none that may be meant is.
+            CheckpointError: it cannot be read.
+            VariableMismatch: it has another shape or dtype.
+        """
+        damaged: dict[str, str] = {}
+        while True:
+            found, damaged = open_whole(path, damaged)
+            chosen = choose(found.manifest)
+            try:
+                values = found.read([(name, variable.spec) for name, variable in chosen.items()], cast)
+                if found.path != ".":
+                    found.check_rest(chosen)
+            except DamagedCheckpoint as error:
+                if found.path == ".":
+                    raise
+                damaged[found.name] = error.message
+            else:
+                break
+        for variable, value in zip(chosen.values(), values, strict=True):
+            if isinstance(variable, SyncOnReadVariable):
+                variable.share_out(value)
+            else:
+                variable.assign(value)
+        self._backend.group.begin_at(found.manifest.positions)
+        self._backend.first_value = Later(found, set(found.manifest.tensors) - set(chosen), cast)
+        set_aside(found.place, found.path, damaged)
+        return _opened(path, found, damaged)
+
+    def was_restored(self, variable: Variable) -> bool:
+        """As `Keeper.was_restored`."""
+        return self._backend.was_restored(variable)
+
+    def restored_names(self) -> frozenset[str]:
+        """As `Keeper.restored_names`."""
+        return self._backend.restored_names()
+
+
+class Later:
+    """What a restored checkpoint has for variables that are created later; each value is given once.
+
+    Args:
+        found: the checkpoint.
+        left: the names of the tensors that no variable has got.
+        cast: whether one may be of another dtype.
+    """
+
+    def __init__(self, found: SavedCheckpoint, left: set[str], cast: bool) -> None:
+        self._found = found
+        self._left = left
+        self._cast = cast
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The full path of the checkpoint, as long as there is anything left in it."""
+        return (self._found.full,) if self._left else ()
+
+    def __call__(self, spec: VariableSpec) -> Array | None:
+        """The first value of a new variable; None where there is none for it."""
+        if spec.saved_as is not None or spec.name not in self._left:
+            return None
+        (value,) = self._found.read([(spec.name, spec.tensor)], self._cast)
+        self._left.discard(spec.name)
+        return value
+
+
+def _opened(path: str, found: SavedCheckpoint, damaged: Mapping[str, str]) -> Opened:
+    """What is told is what was asked for, or something in it: relative where that was."""
+    return Opened(path if found.path == "." else f"{path.rstrip('/')}/{found.path}", found.manifest, damaged)

@@ -1,0 +1,106 @@
+"""Checkpoints that parameter servers write and read."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from psclient._src import values
+from psclient._src.rounds.backend import RemoteBackend
+from psclient._src.variables.variable import Variable
+from psclient.train.backend import Choose, Content, Opened
+from psclient.train.options import CheckpointOptions
+from pswire.api import RestoreReply
+from pswire.checkpoint.manifest import Manifest
+from pswire.checkpoint.writer import saved_path
+from pswire.errors import CheckpointError
+from pswire.limits import PART_BYTES
+
+log = logging.getLogger("psclient")
+
+
+class ServerKeeper:
+    """A `Keeper` of a strategy with parameter servers.
+
+    Args:
+        strategy: whose variables.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._remote: RemoteBackend = strategy.backend
+
+    def check_path(self, path: str) -> None:
+        """As `Keeper.check_path`, by the servers' own rules."""
+        saved_path(path)
+
+    def take_part(self) -> bool:
+        """As `Keeper.take_part`: synchronous processes all have one, of asynchronous ones the first."""
+        self._remote.flush()
+        # Only now does a process that came late know how many saves there were, and in which round it is.
+        self._remote.group.enter("save")
+        return not self._remote.group.alone or self._remote.group.leads
+
+    def check_free(self, options: CheckpointOptions) -> None:
+        """As `Keeper.check_free`; it is asked in a round, so that all processes go the same way."""
+        if options.if_busy == "refuse" and self._busy():
+            raise CheckpointError(
+                f"checkpoint {self._remote.saving!r} is still being written; save less often, or take if_busy='wait'"
+            )
+
+    def _busy(self) -> bool:
+        """Whether a checkpoint is being written, as the process knows that asks for them."""
+        busy = self._remote.group.saves() and self._remote.is_saving()
+        if self._remote.group.alone:
+            return busy
+        told = [np.float32(busy and not index) for index in range(len(self._remote.worker_devices))]
+        with self._remote.group.holding_back():
+            return bool(self._strategy.reduce("sum", values.per_replica(told), axis=None))
+
+    def save(self, path: str, content: Content) -> None:
+        """As `Keeper.save`: ends the open section with the order of a checkpoint."""
+        order = content.order()
+        if len(order) > PART_BYTES // 2:
+            raise ValueError(
+                f"the states and paths in checkpoint {path!r} take {len(order):,} bytes of JSON, and at most "
+                f"{PART_BYTES // 2:,} can be sent; keep in variables what is large"
+            )
+        self._remote.save(path, order)
+
+    def sync(self) -> None:
+        """As `Keeper.sync`."""
+        self._remote.saved()
+
+    def failed(self, path: str) -> bool:
+        """As `Keeper.failed`."""
+        return self._remote.failed(path)
+
+    def look(self, path: str) -> Opened:
+        """As `Keeper.look`, on server 0."""
+        return _opened(self._remote.look(path))
+
+    def restore(self, path: str, choose: Choose, cast: bool) -> Opened | None:
+        """As `Keeper.restore`: a round of all. A process that comes back to a running job has no part in it."""
+        self._remote.flush()
+        if self._remote.group.outside:
+            log.info("this process comes back to a running job: its variables stay as they are")
+            return None
+        self.sync()
+        if self._remote.group.late:
+            # The others have waited for what they saved before this process came.
+            self._remote.group.settle_saves()
+        return _opened(self._remote.restore(path, lambda reply: choose(_opened(reply).manifest), cast))
+
+    def was_restored(self, variable: Variable) -> bool:
+        """As `Keeper.was_restored`."""
+        return self._remote.was_restored(variable)
+
+    def restored_names(self) -> frozenset[str]:
+        """As `Keeper.restored_names`."""
+        return self._remote.restored_names()
+
+
+def _opened(reply: RestoreReply) -> Opened:
+    return Opened(reply.path, Manifest.parse(reply.manifest, f"the manifest of {reply.path}"), reply.damaged)

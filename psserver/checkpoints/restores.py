@@ -1,0 +1,267 @@
+"""Restores: which checkpoint is being read, what its values wait for, and what those get that are created later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+
+from psserver.effects import Answer, Submit, failing, naming, working
+from psserver.plans.prepared import Job
+from psserver.state.counters import Tally
+from psserver.state.variables import Store
+from pswire.api import RestoreOrder, RestoreReply, RestoreStage
+from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.checkpoint.storage import Place
+from pswire.checkpoint.writer import set_aside
+from pswire.cluster import Task
+from pswire.errors import Diverged, InvalidRequest, PSError
+from pswire.limits import PART_BYTES
+from pswire.model.plan import Turn, Variable
+from pswire.model.tensor import Array
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a round will commit.
+
+    Attributes:
+        turn: of which restore.
+        session: who asked first.
+        saved: the checkpoint.
+        order: what is restored of it.
+        values: for variables that live here, on the device.
+    """
+
+    turn: Turn
+    session: int
+    saved: SavedCheckpoint
+    order: RestoreOrder
+    values: dict[int, Array]
+
+
+@dataclass(frozen=True)
+class _Late:
+    """What variables get that are created after a restore.
+
+    Attributes:
+        saved: the restored checkpoint.
+        names: its tensors that the restore gave to no variable.
+        cast: whether they may be of another dtype.
+    """
+
+    saved: SavedCheckpoint
+    names: frozenset[str]
+    cast: bool
+
+
+class Restores:
+    """Guarded by the core's lock, but for `values` and `first_value`.
+
+    A restore is prepared on all servers before the round that commits it on all of them: it fails before anything has
+    changed. What came of it is told to every process of the turn.
+
+    Args:
+        task: this server.
+        lock: the core's.
+        store: the variables.
+        place: where checkpoints are.
+        files: runs work on files, one piece after another.
+        tally: counts restores.
+
+    Attributes:
+        begun: numbers of the variables whose first value here was a restored checkpoint's.
+    """
+
+    def __init__(
+        self, task: Task, lock: threading.Lock, store: Store, place: Place, files: Submit, tally: Tally
+    ) -> None:
+        self._task = task
+        self._lock = lock
+        self._store = store
+        self._place = place
+        self._files = files
+        self._tally = tally
+        self._told: dict[tuple[Turn, RestoreStage], tuple[str, Future[RestoreReply]]] = {}
+        self._preparing: Future[RestoreReply] | None = None
+        self._prepared: _Prepared | None = None
+        self._committed: Turn | None = None
+        self._late: _Late | None = None
+        self.begun: set[int] = set()
+
+    def clear(self) -> list[Future[RestoreReply]]:
+        """Forgets all; returns the answers that somebody may still wait for."""
+        told = [future for _, future in self._told.values()]
+        self._told.clear()
+        self._preparing = self._prepared = self._committed = self._late = None
+        self.begun.clear()
+        return told
+
+    # ---- Reading ----
+
+    def ask(
+        self, session: int, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
+    ) -> tuple[Future[RestoreReply], list[Answer]]:
+        """Begins a stage of a restore; gives the future of its answer, and what is to be done.
+
+        The first process of a turn has it done, and whoever comes later is told the same.
+        """
+        key = (turn, order.stage)
+        if order.stage != "look":
+            if key in self._told:
+                asked, told = self._told[key]
+                # The round that commits shows it to processes that make it together.
+                differs = asked != path and not turn.epoch
+                return (future, [failing(future, _another(path, asked))]) if differs else (told, [])
+            newest = max((other for other, _ in self._told), default=turn)
+            if turn < newest:
+                return future, [failing(future, _given_up(path, turn))]
+            # Everybody has been told what was asked for in rounds before.
+            self._told = {other: told for other, told in self._told.items() if other[0].round >= turn.round}
+            self._told[key] = path, future
+        if order.stage != "prepare":
+            return future, [lambda: self._files(working(future, partial(self._find, path, order)))]
+        self._prepared, self._preparing = None, future
+        future.add_done_callback(self._tally.prepared)
+        server = self._store.server
+        variables = [v for v in self._store.variables.values() if server in v.servers]
+        wanted = _tensors(order, variables, self._store.variables)
+        prepare = partial(
+            self._prepare, session, path, turn, order, {self._store.variables[id]: n for id, n in wanted.items()}
+        )
+        return future, [lambda: self._files(working(future, partial(prepare, future)))]
+
+    def _prepare(
+        self,
+        session: int,
+        path: str,
+        turn: Turn,
+        order: RestoreOrder,
+        wanted: Mapping[Variable, str],
+        future: Future[RestoreReply],
+    ) -> RestoreReply:
+        """Reads the values, checks them, and holds them; and checks what is left for variables of later."""
+        with naming(self._task):
+            saved = SavedCheckpoint.open(self._place, path, PART_BYTES)
+            arrays = saved.read([(name, variable.spec.tensor) for variable, name in wanted.items()], order.cast)
+            if order.checkers:
+                saved.check_rest(order.names or (), self._store.server, order.checkers)
+        put = self._store.device.put
+        values = {variable.id: put(array) for variable, array in zip(wanted, arrays, strict=True)}
+        with self._lock:
+            if self._preparing is not future:
+                raise _given_up(path, turn)
+            self._prepared = _Prepared(turn, session, saved, order, values)
+        return saved.reply
+
+    def _find(self, path: str, order: RestoreOrder) -> RestoreReply:
+        """Says which checkpoint is meant: of a directory the newest that is not known to be damaged."""
+        with naming(self._task):
+            saved, damaged = SavedCheckpoint.open_whole(self._place, path, order.damaged, PART_BYTES)
+        return replace(saved.reply, damaged=damaged)
+
+    # ---- The round that commits ----
+
+    def values(self, job: Job) -> dict[int, Array]:
+        """What a round gives to variables of what was prepared; without the lock.
+
+        Raises:
+            InvalidRequest: nothing was prepared for it.
+        """
+        commit = job.plan.restore
+        if commit is None:
+            return {}
+        with self._lock:
+            prepared = self._prepared
+            if prepared is not None and prepared.turn == commit.turn:
+                return dict(prepared.values)
+            # Each asynchronous process makes this round; the others must not undo what was pushed after the first.
+            if job.strand is not None and self._committed is not None and commit.turn <= self._committed:
+                return {}
+        raise InvalidRequest(f"nothing was prepared to restore {commit.path!r}", str(self._task))
+
+    def ran(self, job: Job) -> list[Answer]:
+        """After a round: what it has committed, or what it shows to have been given up, is not held any more.
+
+        Returns:
+            What is to be done: the server that reads the manifests sets aside what the restore has passed over.
+        """
+        prepared, commit = self._prepared, job.plan.restore
+        if prepared is None:
+            return []
+        if commit is not None and commit.turn == prepared.turn:
+            self._committed = prepared.turn
+            self._tally.restores["restored"] += 1
+            if prepared.order.late:
+                self._late = self._left(prepared)
+            self._prepared = None
+            if prepared.order.damaged and self._store.server == min(commit.servers):
+                aside = partial(set_aside, self._place, prepared.saved.path, prepared.order.damaged)
+                return [partial(self._files, aside)]
+        elif (job.strand is None and job.round >= prepared.turn.round) or prepared.session in _makers(job):
+            self._prepared = None
+        return []
+
+    # ---- Variables that are created later ----
+
+    def _left(self, prepared: _Prepared) -> _Late:
+        given = _tensors(prepared.order, list(self._store.variables.values()), self._store.variables)
+        names = frozenset(prepared.saved.manifest.tensors) - set(given.values())
+        return _Late(prepared.saved, names, prepared.order.cast)
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The full paths of checkpoints from which variables that are created later would take their values."""
+        late = self._late
+        created = {variable.spec.name for variable in self._store.variables.values()}
+        return frozenset([late.saved.full]) if late and late.names - created else frozenset()
+
+    def first_value(self, variable: Variable) -> Array | None:
+        """What the restored checkpoint has for a variable that is created only now; without the lock.
+
+        One that is saved as another begins as its creator says: the other may have changed since the restore.
+
+        Returns:
+            None if it has nothing.
+
+        Raises:
+            CheckpointError, VariableMismatch: what it has cannot be read, or does not fit.
+        """
+        late, spec = self._late, variable.spec
+        if late is None or spec.saved_as is not None or spec.name not in late.names:
+            return None
+        with naming(self._task):
+            (array,) = late.saved.read([(spec.name, spec.tensor)], late.cast)
+        value: Array = self._store.device.put(array)
+        return value
+
+
+def _makers(job: Job) -> set[int]:
+    return {part.said.session for part in job.parts}
+
+
+def _another(path: str, asked: str) -> PSError:
+    """For an asynchronous process that restores something else than the others did in its place."""
+    return InvalidRequest(
+        f"restore {path!r} is not what another process restores first: {asked!r}. Asynchronous processes restore the "
+        "same checkpoints, each in the same order"
+    )
+
+
+def _given_up(path: str, turn: Turn) -> PSError:
+    """For who comes to a restore that another process has left: those that make rounds together go separate ways."""
+    why = f"restore {path!r} was given up by a process that has begun a later one"
+    if turn.epoch:
+        return Diverged(f"the processes do not run the same program: {why}")
+    return InvalidRequest(why)
+
+
+def _tensors(order: RestoreOrder, variables: list[Variable], known: Mapping[int, Variable]) -> dict[int, str]:
+    """For each of these variables that a restore changes the name of its tensor; `known` are those of all servers."""
+    if order.names is None:
+        return {v.id: v.spec.saved_name for v in variables if v.spec.saved_name}
+    # Variables that are saved as one always have one value; only one of them can be named.
+    by_saved_name = {known[id].spec.saved_name: name for name, id in order.names.items() if id in known}
+    return {v.id: by_saved_name[v.spec.saved_name] for v in variables if v.spec.saved_name in by_saved_name}

@@ -1,0 +1,256 @@
+"""Checkpoints that are being taken: which round's values are frozen, and who waits until they are written."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import PurePosixPath
+
+from psserver.checkpoints.restores import Restores
+from psserver.effects import Answer, Submit, answering, do, failing, naming, working
+from psserver.plans.prepared import Job
+from psserver.state.counters import Tally
+from psserver.state.rounds import Rounds
+from psserver.state.variables import Store
+from pswire.api import Shard
+from pswire.checkpoint.storage import Place
+from pswire.checkpoint.writer import Frozen, remove_shard, write_manifest, write_shard
+from pswire.cluster import Task
+from pswire.errors import CheckpointError
+from pswire.model.log import Snapshotted
+from pswire.model.plan import Plan, SnapshotOrder, Variable
+from pswire.model.status import Saving
+
+log = logging.getLogger("psserver")
+
+
+@dataclass(eq=False)
+class _Save:
+    """A checkpoint that is ordered, until the log says that it is complete, or failed.
+
+    Attributes:
+        order: by its plan.
+        closed: how many rounds were closed here when its plan was approved: the next one is its own.
+        frozen: this server's values, once its round has run; less those that are written.
+        shard: answered when they are written.
+        manifest: answered when the manifest is; None before it is asked for.
+    """
+
+    order: SnapshotOrder
+    closed: int
+    frozen: Frozen | None = None
+    shard: Future[Shard] = field(default_factory=Future)
+    manifest: Future[Shard] | None = None
+
+
+class Snapshots:
+    """Guarded by the core's lock.
+
+    A server begins to write its shard as soon as the round has run, so that values are held no longer than its disk
+    takes, whatever becomes of the chief, who asks when it is written.
+
+    Args:
+        task: this server.
+        lock: the core's.
+        store: the variables.
+        rounds: after which they are frozen.
+        restores: what is still to be read.
+        place: where checkpoints are.
+        limit: bytes of old values that are held for checkpoints which are being written; 0 for no limit.
+        files: runs work on files, one piece after another.
+        progress: what can be answered or run after a change; called under the lock.
+        tally: counts what is written.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        lock: threading.Lock,
+        store: Store,
+        rounds: Rounds,
+        restores: Restores,
+        place: Place,
+        limit: int,
+        files: Submit,
+        progress: Callable[[], list[Answer]],
+        tally: Tally,
+    ) -> None:
+        self._task = task
+        self._lock = lock
+        self._store = store
+        self._rounds = rounds
+        self._restores = restores
+        self._place = place
+        self.limit = limit
+        self._files = files
+        self._progress = progress
+        self._tally = tally
+        self._saves: dict[bytes, _Save] = {}
+        self._due: list[Answer] = []
+        self._excess = 0  # bytes by which the round that waits would go beyond the limit
+
+    def __len__(self) -> int:
+        return len(self._saves)
+
+    def clear(self) -> list[Future[Shard]]:
+        """Forgets all; returns who still waits."""
+        waiting = [future for save in self._saves.values() for future in (save.shard, save.manifest) if future]
+        self._saves.clear()
+        self._due.clear()
+        return waiting
+
+    # ---- From the order to the end ----
+
+    def order(self, plan: Plan) -> None:
+        """A plan is approved: where it orders a checkpoint, its round is waited for."""
+        if plan.snapshot is not None:
+            self._saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
+
+    def freeze(self, job: Job) -> None:
+        """After a round: keeps its values if its plan orders a checkpoint. Held arrays never change: this is free."""
+        save = self._saves.get(job.plan.id)
+        if save is None:
+            return  # it orders none, or that has failed on another server before this one came to it
+        # One without a value has lost its creator, and whoever creates it next gives it one.
+        mine = [v for v in self._saved() if min(v.servers) == self._store.server and self._store.initialized(v.id)]
+        values = {v.spec.saved_name: self._store.value(v.id) for v in mine}
+        frozen = save.frozen = Frozen(save.order, self._store.server, job.round, job.positions, values)
+        save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
+        self._due.append(partial(self._files, working(save.shard, partial(self._write_shard, save, frozen))))
+
+    def _saved(self) -> list[Variable]:
+        """What all servers save together: of variables that always have one value the first created."""
+        first: dict[str, Variable] = {}
+        for _, variable in sorted(self._store.variables.items()):
+            first.setdefault(variable.spec.saved_name, variable)
+        return [variable for name, variable in first.items() if name]
+
+    def settle(self, entry: Snapshotted) -> None:
+        """A checkpoint is complete, or failed: nothing is held for it any more; the file of a failed one is removed."""
+        save = self._saves.pop(entry.plan_id, None)
+        if save is not None and entry.error:
+            self._due.append(failing(save.shard, CheckpointError(f"it was given up: {entry.error}", str(self._task))))
+            if save.frozen is not None:
+                self._due.append(partial(self._files, partial(self._remove, save.frozen)))
+
+    def answers(self) -> list[Answer]:
+        """Work on files that is due, and the reason for those whose round will not come."""
+        answers, self._due = self._due, []
+        for plan_id, save in self._saves.items():
+            error = self._why_never(plan_id, save)
+            if error is not None:
+                answers.append(failing(save.shard, error))
+        return answers
+
+    def _why_never(self, plan_id: bytes, save: _Save) -> CheckpointError | None:
+        """Why a save that has no values will have none; None if it has some, or may get them."""
+        if save.frozen is not None:
+            return None
+        refused = self._rounds.refused.get(plan_id)
+        if refused is not None:
+            return CheckpointError(f"its section was refused: {refused.message}", str(self._task))
+        if self._rounds.closed > save.closed:
+            return CheckpointError(
+                f"the round that was to be saved as {save.order.path!r} failed, or those who began it are gone; "
+                "save again",
+                str(self._task),
+            )
+        return None
+
+    # ---- What it holds ----
+
+    @property
+    def held(self) -> int:
+        """Bytes of old values that are held for checkpoints."""
+        return self._held(())
+
+    @property
+    def saving(self) -> tuple[Saving, ...]:
+        """The checkpoints that are being written here."""
+        return tuple(
+            Saving(frozen.order.path, frozen.round, sum(value.nbytes for value in frozen.values.values()))
+            for frozen in self._frozen()
+        )
+
+    def blocks(self, ids: Iterable[int]) -> bool:
+        """Whether a round that replaces these variables has to wait: more old values would be held than may be."""
+        self._excess = self._held(ids) - self.limit if self.limit and self._saves else 0
+        return self._excess > 0
+
+    def _held(self, replaced: Iterable[int]) -> int:
+        """Bytes of values that are to be written, and that no variable has once these are replaced."""
+        writes = frozenset(replaced)
+        kept = {id(value) for number, value in self._store.values().items() if number not in writes}
+        held = {id(value): value.nbytes for frozen in self._frozen() for value in frozen.values.values()}
+        return sum(nbytes for key, nbytes in held.items() if key not in kept)
+
+    def _frozen(self) -> Iterator[Frozen]:
+        return (save.frozen for save in self._saves.values() if save.frozen is not None)
+
+    # ---- For the chief ----
+
+    def ask(self, plan_id: bytes, manifest: str, future: Future[Shard]) -> Answer:
+        """Somebody waits for the shard, or has the manifest written and waits for that. A resend is answered alike."""
+        save = self._saves.get(plan_id)
+        if save is None or (manifest and save.frozen is None):
+            why = "no checkpoint of this plan is being written here"
+            return failing(future, CheckpointError(why, str(self._task)))
+        if not manifest:
+            return partial(save.shard.add_done_callback, partial(_follow, future))
+        if save.manifest is not None:
+            return partial(save.manifest.add_done_callback, partial(_follow, future))
+        save.manifest = Future()
+        save.manifest.add_done_callback(partial(_follow, future))
+        return partial(self._files, working(save.manifest, partial(self._write_manifest, save, manifest)))
+
+    # ---- On the thread for files ----
+
+    def _write_shard(self, save: _Save, frozen: Frozen) -> Shard:
+        try:
+            with naming(self._task):
+                return write_shard(self._place, frozen, self._store.device.get, partial(self._let_go, save, frozen))
+        finally:
+            with self._lock:
+                frozen.values.clear()
+                answers = self._progress()
+            do(answers)
+
+    def _let_go(self, save: _Save, frozen: Frozen, name: str) -> None:
+        """A variable's bytes are written: rounds need not spare its array, and one may run that waited for this."""
+        with self._lock:
+            if save not in self._saves.values():
+                raise CheckpointError("nobody waits for it any more: it was given up, or the job was started anew")
+            # Not before it can make a difference: to look at many small variables takes longer than to write one.
+            waited = self._excess > 0
+            self._excess -= frozen.values.pop(name).nbytes
+            answers = self._progress() if waited and self._excess <= 0 else []
+        do(answers)
+
+    def _write_manifest(self, save: _Save, text: str) -> Shard:
+        with self._lock:
+            frozen, spare = save.frozen, self._restores.needed
+        if frozen is None:
+            raise ValueError("a manifest without a shard")
+        with naming(self._task):
+            return write_manifest(self._place, frozen, text, partial(self._busy, save), spare)
+
+    def _busy(self, but: _Save) -> Collection[str]:
+        """Paths of other checkpoints that are being written."""
+        with self._lock:
+            return {str(PurePosixPath(save.order.path)) for save in self._saves.values() if save is not but}
+
+    def _remove(self, frozen: Frozen) -> None:
+        try:
+            remove_shard(self._place, frozen)
+        except Exception as error:  # object stores have errors of their own
+            log.warning("cannot remove the part of %s, which failed: %s", frozen.order.path, error)
+
+
+def _follow(future: Future[Shard], other: Future[Shard]) -> None:
+    """Answers a future as another was, unless its caller has gone away."""
+    error = other.exception()
+    (answering(future, other.result()) if error is None else failing(future, error))()

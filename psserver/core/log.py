@@ -1,0 +1,253 @@
+"""The log: what was decided in a job, in one order. Server 0's is the one; the chief copies it to the others.
+
+Server 0 appends creations and starts itself, since clients ask it for them; all else is the chief's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from psserver.checkpoints.snapshots import Snapshots
+from psserver.plans.divergence import Section
+from psserver.plans.memory import plan_bytes
+from psserver.sizes import human
+from psserver.state.rounds import Rounds
+from psserver.state.variables import Store
+from pswire.cluster import Task
+from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, ServerLost, VariableMismatch
+from pswire.limits import MAX_PLANS, MAX_SAVES, MAX_VARIABLES
+from pswire.model.log import (
+    Approved,
+    Created,
+    Done,
+    Entry,
+    EpochClosed,
+    JobStarted,
+    Lost,
+    Snapshotted,
+    Start,
+    Started,
+    forget_state,
+)
+from pswire.model.plan import Plan, Variable, VariableSpec, are_some_of
+
+log = logging.getLogger("psserver")
+
+
+class Log:
+    """The entries, and what follows from them for variables and plans. Guarded by the core's lock.
+
+    Args:
+        task: this server, for messages.
+        store: where variables are declared.
+        rounds: where plans are approved and epochs closed.
+        snapshots: where checkpoints are ordered.
+    """
+
+    def __init__(self, task: Task, store: Store, rounds: Rounds, snapshots: Snapshots) -> None:
+        self._task = task
+        self._store = store
+        self._rounds = rounds
+        self._snapshots = snapshots
+        self.entries: list[Entry] = []
+        self.proposed: dict[bytes, Plan] = {}
+        self._names: dict[str, int] = {}
+        self._creators: dict[int, Task] = {}
+        self._ordered = 0
+        self.over = False
+        """Whether the job is done."""
+        self.lost: ServerLost | None = None
+        """Why nobody goes on: a server of the job is lost."""
+
+    def begins_anew(self, entries: Sequence[Entry]) -> bool:
+        """Whether these entries are of another job than the one that the log is about."""
+        return bool(entries) and isinstance(entries[0], JobStarted) and entries[0] not in self.entries[:1]
+
+    def clear(self) -> None:
+        """Forgets a job: its entries, its names, its proposals."""
+        for table in (self.entries, self.proposed, self._names, self._creators):
+            table.clear()
+        self._ordered, self.over, self.lost = 0, False, None
+
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        """The lives of all servers of the job; none while there is no job."""
+        first = self.entries[0] if self.entries else None
+        return first.incarnations if isinstance(first, JobStarted) else ()
+
+    @property
+    def servers(self) -> int:
+        """How many servers the job has; raises `InvalidRequest` while there is no job."""
+        if not self.incarnations:
+            raise InvalidRequest("no chief has begun a job on this server yet", str(self._task))
+        return len(self.incarnations)
+
+    # ---- By the chief ----
+
+    def append(self, index: int, entries: Sequence[Entry]) -> int:
+        """Takes what is new of the chief's log; returns up to where the two agree."""
+        have, end = len(self.entries), index + len(entries)
+        if index > have:
+            return have
+        if list(entries[: have - index]) != self.entries[index:end]:
+            # Server 0's log has grown by itself: the chief has to look again before it decides.
+            return index
+        for entry in entries[have - index :]:
+            self._take(entry)
+        return end
+
+    def _take(self, entry: Entry) -> None:
+        """Appends one entry and does what it says."""
+        match entry:
+            case Created():
+                self._declare(entry.variable)
+            case Approved():
+                self._approve(entry.plan)
+                self.proposed.pop(entry.plan.id, None)
+            case EpochClosed():
+                self._rounds.close_epoch(entry.epoch)
+            case Snapshotted():
+                self._settle(entry)
+            case Done():
+                self.over = True  # whatever somebody who came too late creates
+            case Lost():
+                self.lost = ServerLost(entry.reason, str(Task("ps", entry.server)))
+        self.entries.append(entry)
+
+    # What was decided stays decided: a server that cannot do it tells those who need it, and not the chief.
+
+    def _declare(self, variable: Variable) -> None:
+        if self._store.variables.get(variable.id, variable) != variable:
+            self._store.forget(variable.id)  # who declared another one here was not its creator
+        try:
+            self._store.declare(variable)
+        except MemoryLimit as error:
+            log.warning("%s; who creates it here is told the same", error)
+
+    def _approve(self, plan: Plan) -> None:
+        try:
+            self.verify(plan)
+        except PSError as error:
+            log.warning("refuses a plan: %s", error)
+            self._rounds.refuse(plan, error)
+        else:
+            self._rounds.approve(plan)
+        if plan.snapshot is not None:
+            self._ordered += plan.id in self._rounds.plans
+            self._snapshots.order(plan)
+
+    def _settle(self, entry: Snapshotted) -> None:
+        self._snapshots.settle(entry)
+        plan = forget_state(self.entries, entry.plan_id)
+        if plan is not None and plan.id in self._rounds.plans:
+            self._rounds.plans[plan.id] = plan
+
+    # ---- By clients, at server 0 ----
+
+    def name(self, task: Task, ordinal: int, spec: VariableSpec, servers: tuple[int, ...]) -> Variable:
+        """Finds a variable, or names a new one.
+
+        Args:
+            task: who creates it.
+            ordinal: how many variables that process created before.
+            spec: what it says of it.
+            servers: who holds it; empty asks for one that is there, wherever it is.
+
+        Raises:
+            VariableMismatch, Diverged: another process created something else in its place, or placed it elsewhere.
+            InvalidRequest: there are no such servers.
+            MemoryLimit: it does not fit on this server.
+        """
+        known = self._names.get(spec.name)
+        if known is not None or ordinal < len(self._creators):
+            there = self._store.variables[ordinal if known is None else known]
+            if there.spec != spec or there.id != ordinal:
+                raise VariableMismatch(
+                    f"{task} creates variable {spec} as its number {ordinal}; {self._creators[there.id]} created "
+                    f"{there.spec} as number {there.id}. Every process must create the same variables in the "
+                    "same order"
+                )
+            if servers and set(servers) != set(there.servers):
+                raise VariableMismatch(
+                    f"{task} creates variable {spec} on servers {servers}; {self._creators[there.id]} created it on "
+                    f"{there.servers}. Give every process the same ps_strategy, and create variables beside the same "
+                    "others"
+                )
+            return there
+        if ordinal > len(self._creators):
+            raise Diverged(f"{task} creates its variable number {ordinal}, and the job has {len(self._creators)}")
+        count = self.servers
+        if not are_some_of(servers, count):
+            raise InvalidRequest(f"servers {servers[:8]} of {count}; name each once")
+        if ordinal >= MAX_VARIABLES:
+            raise InvalidRequest(f"a job has at most {MAX_VARIABLES} variables; put several into one tensor")
+        variable = Variable(ordinal, spec, servers)
+        self._store.declare(variable)
+        self._names[spec.name] = variable.id
+        self._creators[variable.id] = task
+        self.entries.append(Created(variable))
+        return variable
+
+    def start(self, start: Start) -> None:
+        """Notes where the new members of an epoch begin.
+
+        Raises:
+            InvalidRequest: there is no such epoch.
+            Diverged: that was said otherwise.
+        """
+        newest = self._rounds.epoch
+        if newest is None or not 0 < start.epoch <= newest.number:
+            raise InvalidRequest(f"epoch {start.epoch} is not known here; no member begins in it")
+        for item in self.entries:
+            if isinstance(item, Started) and item.start.epoch == start.epoch:
+                if item.start != start:
+                    raise Diverged(f"epoch {start.epoch} begins at {item.start}, not at {start}")
+                return
+        self.entries.append(Started(start))
+
+    def propose(self, plan: Plan) -> bool:
+        """Keeps a plan for the chief to approve; returns whether it is new.
+
+        Raises:
+            PSError: why it may not run.
+        """
+        if plan.id in self._rounds.plans or plan.id in self.proposed:
+            return False
+        self._check_room(plan)
+        self.verify(plan)
+        self.proposed[plan.id] = plan
+        return True
+
+    def _check_room(self, plan: Plan) -> None:
+        """Raises `InvalidRequest` if there are too many plans; one that saves is there for one round only."""
+        saves = sum(one.snapshot is not None for one in self.proposed.values())
+        if plan.snapshot is not None:
+            if len(self._snapshots) + saves >= MAX_SAVES:
+                raise InvalidRequest(
+                    f"{MAX_SAVES} checkpoints were ordered and are not complete; is the chief running? Wait for each "
+                    "with checkpoint.sync() before the next one is saved"
+                )
+        elif len(self._rounds.plans) - self._ordered + len(self.proposed) - saves >= MAX_PLANS:
+            raise InvalidRequest(
+                f"{MAX_PLANS} different sections were run; a section whose shapes change every time cannot be "
+                "reused: pad the shapes, or reduce over an axis first"
+            )
+
+    def verify(self, plan: Plan) -> None:
+        """Raises `PSError` if a plan may not run here."""
+        plan.verify(self._store.variables, self.servers)
+        limit = self._store.memory_limit
+        need = plan_bytes(plan, self._store.server) if limit else 0
+        if need > limit:
+            raise MemoryLimit(
+                f"a section needs {human(need)} while it runs, and the limit is {human(limit)}; raise --memory-limit, "
+                f"or make several sections of it ({Section(plan, self._store.variables)})",
+                str(self._task),
+            )
+
+    def describe(self, plan_id: bytes) -> str:
+        """A section in words, for messages; one that is known here is a `Section`."""
+        plan = self._rounds.plans.get(plan_id) or self.proposed.get(plan_id)
+        # Proposals are at server 0; the others know what the chief has approved.
+        return Section(plan, self._store.variables) if plan else f"a section not yet approved ({plan_id.hex()[:8]})"

@@ -1,0 +1,205 @@
+"""Where a server keeps its arrays: NumPy on the CPU, CuPy on a GPU, by the same code.
+
+The only module of the server that imports CuPy, and only for a GPU. CuPy imports without a driver, so
+what is looked for is a device, not the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from pswire.errors import ConfigError
+from pswire.model.tensor import Array
+
+_NAME = re.compile(r"cpu(?::0)?|gpu(?::(?P<gpu>\d+))?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The CPU, or one GPU. May be used from any thread.
+
+    Attributes:
+        gpu: which GPU; None for the CPU.
+    """
+
+    gpu: int | None = None
+
+    def __str__(self) -> str:
+        return "cpu" if self.gpu is None else f"gpu:{self.gpu}"
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """Reads `cpu`, `gpu` or `gpu:1`.
+
+        Raises:
+            ConfigError: it is none of these, or that GPU is not there; the message says what to do.
+        """
+        match = _NAME.fullmatch(text)
+        if not match:
+            raise ConfigError(f"{text!r} is no device; write cpu or gpu:0")
+        if text.lower().startswith("cpu"):
+            return cls()
+        index = int(match["gpu"] or 0)
+        count = _gpu_count()
+        if index >= count:
+            seen = "gpu:0" if count == 1 else f"gpu:0 to gpu:{count - 1}"
+            raise ConfigError(
+                f"there is no gpu:{index}: "
+                + (f"this machine has {seen}" if count else "CUDA finds no device; check the driver (nvidia-smi)")
+                + "; or start with --device cpu"
+            )
+        return cls(index)
+
+    @property
+    def xp(self) -> Any:
+        """The array API namespace of this device's arrays.
+
+        NumPy is one itself; what `array_api_compat` makes of it takes longer to import than the rest of NumPy.
+        """
+        if self.gpu is None:
+            return np
+        _cupy()
+        from array_api_compat import cupy as cupy_api
+
+        return cupy_api
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which new arrays of the calling thread are made on this device."""
+        if self.gpu is None:
+            return contextlib.nullcontext()
+        scope: contextlib.AbstractContextManager[Any] = _cupy().cuda.Device(self.gpu)
+        return scope
+
+    def put(self, array: Array) -> Any:
+        """A host array on this device, as it is now; on the CPU it is the array itself.
+
+        On a GPU the calling thread does not wait for the copy; its current stream does.
+        """
+        return array if self.gpu is None else _copies(self).put(np.asarray(array))
+
+    def get(self, array: Any) -> Array:
+        """An array of this device in host memory; on the CPU it is the array itself.
+
+        Of a GPU's it is in pinned memory, which is used again when the array is gone; the calling thread waits for
+        the copy, and for nothing that its current stream is given later.
+        """
+        if self.gpu is None or isinstance(array, np.ndarray | np.generic):
+            return np.asarray(array)
+        return _copies(self).get(array)
+
+    def elementwise(self, inputs: str, outputs: str, operation: str, preamble: str, scalars: Sequence[bool]) -> Any:
+        """A `cupy.ElementwiseKernel`, compiled, for this GPU.
+
+        Args:
+            inputs, outputs: parameters such as `float32 a0, float32 a1`.
+            operation: CUDA statements for one element.
+            preamble: CUDA functions that they call.
+            scalars: for each input whether it has one element, for all.
+        """
+        cupy = _cupy()
+        # Without contraction a product is rounded before it is added to something, as the interpreter does.
+        kernel = cupy.ElementwiseKernel(
+            inputs, outputs, operation, "update", preamble=preamble, options=("--fmad=false",)
+        )
+        # CuPy compiles at a call, and once more for arguments that lie otherwise: these lie as those of rounds.
+        taken = zip(inputs.split(", "), scalars, strict=True)
+        kernel(*(cupy.zeros(() if scalar else 2, parameter.split()[0]) for parameter, scalar in taken))
+        return kernel
+
+
+class _Copies:
+    """The one stream of a GPU on which arrays come from the host, and go there. May be used by any thread.
+
+    A copy begins when the calling thread's current stream has done what it was given so far; so no stream waits for
+    more than it needs. Host memory is pinned, from CuPy's pool, where it goes back to with the last array, or payload,
+    that is made of it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._cupy: Any = _cupy()
+        self._device = device
+        with device.scope():
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._lock = threading.Lock()  # guards what is held, which is in the order of the copies
+        self._held: deque[tuple[Any, Any, Array]] = deque()
+
+    def put(self, host: Array) -> Any:
+        with self._device.scope():
+            there = self._cupy.empty(host.shape, host.dtype)
+            pinned = self._pinned(there)
+            pinned[...] = host
+            current = self._cupy.cuda.get_current_stream()
+            # The array is the current stream's, which may still be reading what was in this memory before.
+            self._stream.wait_event(self._now(current))
+            there.data.copy_from_host_async(pinned.ctypes.data, pinned.nbytes, self._stream)
+            current.wait_event(self._copied(there, pinned))
+            return there
+
+    def get(self, array: Any) -> Array:
+        with self._device.scope():
+            there = self._cupy.ascontiguousarray(array).reshape(array.shape)
+            host = self._pinned(there)
+            self._stream.wait_event(self._now(self._cupy.cuda.get_current_stream()))
+            there.data.copy_to_host_async(host.ctypes.data, host.nbytes, self._stream)
+            done = self._copied(there, host)
+        done.synchronize()
+        self._let_go()
+        return host
+
+    def _now(self, stream: Any) -> Any:
+        """The event at the end of what a stream was given so far; who waits for it sleeps."""
+        return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))
+
+    def _pinned(self, like: Any) -> Array:
+        """A host array of the dtype and shape of another."""
+        if not like.nbytes:
+            return np.empty(like.shape, like.dtype)
+        memory = self._cupy.cuda.alloc_pinned_memory(like.nbytes)
+        return np.frombuffer(memory, like.dtype, like.size).reshape(like.shape)
+
+    def _copied(self, there: Any, host: Array) -> Any:
+        """The event at the end of a copy, until which both arrays are held: nobody else may get their memory."""
+        with self._lock:
+            done = self._now(self._stream)
+            self._held.append((done, there, host))
+        self._let_go()
+        return done
+
+    def _let_go(self) -> None:
+        with self._lock:
+            while self._held and self._held[0][0].done:
+                self._held.popleft()
+
+
+@cache
+def _copies(device: Device) -> _Copies:
+    return _Copies(device)
+
+
+def _cupy() -> ModuleType:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            f"a GPU is asked for, but CuPy cannot be imported ({error}); install paramserver[gpu], or start "
+            "with --device cpu"
+        ) from None
+    return cupy  # type: ignore[no-any-return,unused-ignore]
+
+
+def _gpu_count() -> int:
+    cupy = _cupy()
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:  # also: there is no driver
+        return 0

@@ -1,0 +1,214 @@
+"""One application of a program in a round: its steps, their kernels, and the memory that they write.
+
+A kernel writes into a variable's own array where nobody else holds it and nothing of the round that may still fail
+comes after. Everywhere else it writes into new arrays, which are made before the round begins to write.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from psserver.plans.prepared import Application
+from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role, Sum
+from psserver.programs.kernels.kernels import Kernel, Kernels, Stage
+from psserver.programs.kernels.launch import Copy, Pieces
+from pswire.model.plan import Ref
+from pswire.model.tensor import DTYPES, Array, TensorSpec
+
+MAX_PARTS = 8
+"""Contributions that a kernel sums; of more, the reducer makes one value first."""
+
+Room = dict[tuple[Role, int], Array]
+"""New arrays that a stage writes: of assigned inputs, by input, and of outputs."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The contributions to a reduction that nothing but one kernel reads.
+
+    Attributes:
+        combined: how they become one value.
+        pieces: of each contribution.
+        total: the sum of the weights.
+    """
+
+    combined: Sum
+    pieces: Sequence[Pieces]
+    total: float
+
+
+class Call:
+    """An application of a program in one round.
+
+    Args:
+        number: which, among those of the server.
+        application: the same.
+        kernels: gives stages and kernels.
+        parts: the contributions to a reduction, by its number; None where a kernel cannot sum them.
+    """
+
+    def __init__(
+        self, number: int, application: Application, kernels: Kernels, parts: Callable[[int], Parts | None]
+    ) -> None:
+        self.numbers = range(number, number + 1)
+        self._application = application
+        self._args = application.apply.args
+        self._kernels = kernels
+        found = {number: part for number, index in application.alone if (part := parts(index)) is not None}
+        sums = {number: part.combined for number, part in found.items()}
+        program = application.program
+        self.stages = (
+            kernels.stages(program, application.reduced, sums) if application.distinct else kernels.interpreted(program)
+        )
+        self._parts = found
+        self.suspects: Set[int] = frozenset()
+        """Reductions whose sums are not finite, as a kernel saw."""
+        self.unsure: Set[int] = frozenset()
+        """Variables that it has assigned, and that may not be finite."""
+        self._in_place: list[frozenset[int]] = [frozenset()] * len(self.stages)
+        self._rooms: list[Room] = [{} for _ in self.stages]
+
+    @property
+    def width(self) -> int:
+        """How many stages it has."""
+        return len(self.stages)
+
+    def target(self, stage: Stage, index: int) -> int:
+        """The variable that is an input of a stage."""
+        return self._args[stage.step.args[index]].index
+
+    def reserve(self, safe: Sequence[bool], own: Set[int], fresh: Set[int]) -> None:
+        """Decides where kernels write, and makes the arrays for it; on a GPU kernels make their own.
+
+        Args:
+            safe: for each stage whether nothing after it may fail.
+            own: variables whose arrays nobody else holds.
+            fresh: variables whose values are new ones of this round.
+        """
+        for at, (stage, secure) in enumerate(zip(self.stages, safe, strict=True)):
+            if stage.kernel is not None and self._kernels.device.gpu is None:
+                mine = own | fresh if secure else fresh
+                self._in_place[at] = frozenset(
+                    t for t in stage.targets - stage.step.kept if self.target(stage, t) in mine
+                )
+                self._rooms[at] = _room(stage, stage.targets - self._in_place[at])
+
+    @property
+    def copies(self) -> bool:
+        """Whether it gives back what must be copied when it is done, which takes memory."""
+        outputs = self._application.program.outputs
+        made = {number for stage in self.stages for number in stage.step.results}
+        return len(set(outputs)) < len(outputs) or not made.issuperset(outputs)
+
+    @property
+    def assigned(self) -> set[int]:
+        """Numbers of the variables that it assigns."""
+        return {self.target(stage, target) for stage in self.stages for target in stage.targets}
+
+    def run(self, value: Callable[[Ref], Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
+        """Runs all stages.
+
+        Args:
+            value: gives a value of the round; of a reduction it is asked once.
+            xp: the array namespace.
+
+        Returns:
+            The new value of each assigned variable, by its number, and the outputs.
+        """
+        known: dict[int, Any] = {}
+
+        def get(number: int) -> Any:
+            if number not in known:
+                known[number] = value(self._args[number])
+            return known[number]
+
+        program = self._application.program
+        if self.stages[0].step.program is program:  # Interpreted as a whole: its results are the outputs.
+            written, outputs = self._run(0, get, xp)
+            return {self._args[target].index: array for target, array in written.items()}, outputs
+        assigned: dict[int, Any] = {}
+        own: set[int] = set()
+        for at, stage in enumerate(self.stages):
+            step = stage.step
+            written, results = self._run(at, get, xp)
+            known.update(zip(step.results, results, strict=True))
+            known.update((number, written[target]) for number, target in step.shared)
+            assigned.update((self.target(stage, target), array) for target, array in written.items())
+            own.update(step.results)
+            for number in step.done:
+                del known[number]
+        outputs = []
+        for number in program.outputs:
+            outputs.append(get(number) if number in own else xp.array(get(number), copy=True, order="C"))
+            own.discard(number)
+        return assigned, outputs
+
+    def _run(self, at: int, get: Callable[[int], Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
+        stage = self.stages[at]
+        step, kernel = stage.step, stage.kernel
+        inputs = {index: get(number) for index, number in stage.inputs}
+        if kernel is None or self._kernels.device.gpu is not None:
+            self.unsure = self.unsure | {self.target(stage, target) for target in stage.targets}
+        if kernel is None:
+            self._kernels.interpretations += 1
+            return step.script.run(list(inputs.values()), xp)
+        if self._kernels.device.gpu is not None:
+            began = time.perf_counter()
+            done = _on_gpu(kernel, inputs, xp)
+            self._kernels.crew.seconds += time.perf_counter() - began
+            return done
+        room, self._rooms[at] = self._rooms[at], {}  # so that they are let go when nobody needs them
+        arrays = [self._memory(stage, parameter, inputs, room) for parameter in kernel.parameters]
+        seen = self._kernels.crew.launch(kernel.function, prod(step.shape or ()), arrays, kernel.singles)
+        if seen & SUMS:
+            self.suspects = self.suspects | {self._args[number].index for number in stage.parts.values()}
+        if seen & ASSIGNED:
+            self.unsure = self.unsure | {self.target(stage, target) for target in stage.targets}
+        written = {t: inputs[t] if t in self._in_place[at] else room["array", t] for t in stage.targets}
+        return written, [room["output", index] for index in range(len(step.results))]
+
+    def _memory(self, stage: Stage, parameter: Parameter, inputs: Mapping[int, Any], room: Room) -> Pieces | Copy:
+        """What a kernel on the CPU reads or writes for a parameter."""
+        index = parameter.value
+        match parameter.role:
+            case "part":
+                return self._parts[stage.parts[index]].pieces[parameter.place]
+            case "total":
+                return [np.asarray(self._parts[stage.parts[index]].total, DTYPES[parameter.dtype])]
+            case "output":
+                return [room["output", index]]
+        array = np.ascontiguousarray(inputs[index])
+        if ("array", index) not in room:
+            return [array]
+        new = room["array", index]
+        return Copy(array, new) if stage.kernel and index in stage.kernel.read else [new]
+
+
+def _room(stage: Stage, targets: Set[int]) -> Room:
+    """New arrays for what is not assigned in place, and for outputs."""
+    program = stage.step.program
+    room: Room = {("array", target): _empty(program.inputs[target].spec) for target in targets}
+    for index, spec in enumerate(program.output_specs):
+        room["output", index] = _empty(spec)
+    return room
+
+
+def _on_gpu(kernel: Kernel, inputs: Mapping[int, Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
+    """Runs a kernel of CuPy; what it assigns is new, since its memory pool gives that for nothing."""
+    program = kernel.form.program
+    given = [inputs[p.value] for p in kernel.parameters if p.role != "output"]
+    targets = [target for target, _ in program.assigns]
+    specs = [*(program.inputs[target].spec for target in targets), *program.output_specs]
+    made = [xp.empty(spec.shape, DTYPES[spec.dtype]) for spec in specs]
+    kernel.function(*given, *made)
+    return dict(zip(targets, made, strict=False)), made[len(targets) :]
+
+
+def _empty(spec: TensorSpec) -> Array:
+    return np.empty(spec.shape, DTYPES[spec.dtype])

@@ -1,0 +1,160 @@
+"""Values that are NaN or infinite: whether an array has any, what a round found, and what people are told of it.
+
+A kernel tells for nothing whether a sum, or what it assigned, has any; only then somebody looks at each contribution.
+The values are applied all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from psserver.plans.prepared import Application, Job, outline
+from psserver.state.variables import Store
+from pswire.cluster import Task
+from pswire.model.tensor import DTYPES, Array
+
+log = logging.getLogger("psserver")
+
+CHUNK = 1 << 17
+"""Elements that are looked at together: the first that is not finite ends the search."""
+
+SMALL = 1 << 13
+"""Elements of which a product with itself is the fastest test; of more it would begin threads."""
+
+MAX_LINES = 10
+"""Warnings of one round; of the other variables only the number is told."""
+
+MAX_NAMES = 4
+"""Variables, or tasks, that one warning names."""
+
+_EXPONENTS = {DTYPES["float16"]: 0x7C00, DTYPES["bfloat16"]: 0x7F80}
+"""Of half precision the bits that all are set where a value is not finite; NumPy computes with it slowly."""
+
+_NO_SIGN = 0x7FFF
+
+
+def may_be_nonfinite(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype has NaN and infinities."""
+    return dtype.kind in "fc" or dtype in _EXPONENTS
+
+
+def is_finite(array: Array) -> bool:
+    """Whether an array on the host, of any dtype and shape, contiguous, has neither NaN nor infinities."""
+    if not may_be_nonfinite(array.dtype):
+        return True
+    flat: Any = array.reshape(-1)
+    exponent = _EXPONENTS.get(flat.dtype)
+    if exponent is None and flat.dtype.kind == "f" and flat.size <= SMALL and math.isfinite(np.vdot(flat, flat)):
+        return True  # Of large numbers the product is infinite: then it says nothing.
+    if exponent is not None:
+        flat = flat.view(np.uint16)
+    for at in range(0, flat.size, CHUNK):
+        chunk = flat[at : at + CHUNK]
+        if not (np.isfinite(chunk).all() if exponent is None else (chunk & _NO_SIGN).max() < exponent):
+            return False
+    return True
+
+
+def finite_flag(array: Any, xp: Any) -> Any:
+    """The same of an array of a device, as an array of one truth value there: nobody waits for it.
+
+    Args:
+        array: of floating numbers.
+        xp: its namespace.
+    """
+    exponent = _EXPONENTS.get(array.dtype)
+    if exponent is None:
+        return xp.all(xp.isfinite(array))
+    return xp.all((array.view(xp.uint16) & _NO_SIGN) < exponent)
+
+
+@dataclass
+class Found:
+    """What a round found.
+
+    Attributes:
+        contributions: those that have such values: the number of the reduction, and who contributed it.
+        variables: the numbers of those variables that have such values after it, and of each whether it was known to
+            have some before.
+    """
+
+    contributions: list[tuple[int, Task]] = field(default_factory=list)
+    variables: dict[int, bool] = field(default_factory=dict)
+
+
+class NonfiniteVariables:
+    """Which variables of a server have such values, and what was told of them. Guarded by the core's lock.
+
+    Args:
+        store: the variables.
+
+    Attributes:
+        ids: numbers of variables that have become so, until a round makes them finite or a checkpoint is restored.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.ids: set[int] = set()
+
+    def clear(self) -> None:
+        """Forgets all, as at the start of a job."""
+        self.ids.clear()
+
+    def restore(self, ids: Iterable[int]) -> None:
+        """Variables have a checkpoint's values: what is wrong with these is told anew."""
+        self.ids.difference_update(ids)
+
+    def over(self, job: Job, found: Found) -> tuple[str, ...]:
+        """A round has changed its variables.
+
+        Returns:
+            What is to be told of those that nobody was told of yet, in words; it is in the server's log by now.
+        """
+        if self.ids:
+            self.ids.difference_update(set(job.plan.writes(self._store.server)) - found.variables.keys())
+        if not found.variables:
+            return ()  # Also of contributions that the update kept out, as one with a loss scale does.
+        tasks: dict[int, set[Task]] = {}
+        for reduction, task in found.contributions:
+            tasks.setdefault(reduction, set()).add(task)
+        lines = []
+        for application in outline(job.plan, self._store.server).applications:
+            senders = set[Task]().union(*(tasks.get(reduction, ()) for reduction in application.needs))
+            line = self._line(application, sorted(senders), found)
+            lines += [f"round {job.round}: {line}"] if line else []
+        if len(lines) > MAX_LINES:
+            more = len(lines) - MAX_LINES
+            lines[MAX_LINES:] = [f"round {job.round}: the same is so of the updates of {more} more variables"]
+        for line in lines:
+            log.warning("%s", line)
+        return tuple(lines)
+
+    def _line(self, application: Application, senders: Sequence[Task], found: Found) -> str:
+        """What an application has done, if that is news."""
+        fresh = [id for id in application.assigned if found.variables.get(id) is False and id not in self.ids]
+        if not fresh:
+            return ""
+        self.ids.update(fresh)
+        names = [repr(self._store.variables[id].spec.name) for id in fresh]
+        why = (
+            f"the contribution of {_some(list(map(str, senders)))} has NaN or infinity, and was applied"
+            if senders
+            else "its update gave NaN or infinity, and all contributions were finite: a number was too large, "
+            "something was divided by zero, or an operand such as the learning rate was not finite"
+        )
+        return (
+            f"{'variable' if len(names) == 1 else 'variables'} {_some(names)}: {why}. The values stay so: look at that "
+            "step's loss and gradients, and restore a checkpoint from before"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of some names, and how many there are beside."""
+    more = len(names) - MAX_NAMES
+    return ", ".join([*names[:MAX_NAMES], *([f"and {more} more"] if more > 0 else [])])

@@ -1,0 +1,97 @@
+"""Sections in words, for messages: what they do, and where two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+
+from pswire.model.plan import Apply, Plan, Reduction, Variable, describe_ref
+from pswire.model.program import Node, Program
+
+LONG = 400
+"""Characters of a section in a message."""
+
+
+class Section(str):
+    """A section in words. Long ones are cut; `parts` has all that a plan says.
+
+    Args:
+        plan: the section.
+        variables: those that exist, by id.
+    """
+
+    _plan: Plan
+    _variables: Mapping[int, Variable]
+
+    def __new__(cls, plan: Plan, variables: Mapping[int, Variable]) -> Section:
+        words = plan.describe(variables)
+        made = super().__new__(cls, words if len(words) <= LONG else f"{words[:LONG]} ...")
+        made._plan, made._variables = plan, variables
+        return made
+
+    def parts(self) -> Iterator[list[list[str]]]:
+        """What the section does: reductions, updates, operands, what comes back, a checkpoint; of each its lines.
+
+        Different sections have different lines.
+        """
+        plan, variables = self._plan, self._variables
+        yield [[_reduction(index, reduction)] for index, reduction in enumerate(plan.reductions)]
+        yield [
+            list(_update(index, apply, plan.programs[apply.program], variables))
+            for index, apply in enumerate(plan.applies)
+        ]
+        yield [[f"operand {i} is {one.tensor}{_places(one.servers)}"] for i, one in enumerate(plan.operands)]
+        yield [[f"{describe_ref(ref, variables)} comes back"] for ref in plan.returned]
+        made = plan.snapshot
+        yield [[f"a checkpoint {made.path!r} of round {made.round} is made"]] if made else []
+        read = plan.restore
+        yield [[f"{read.path!r} is restored, {read.turn}, choice {read.choice}"]] if read else []
+
+
+def _places(servers: Sequence[int]) -> str:
+    return f" on {', '.join(f'/job:ps/task:{server}' for server in servers)}"
+
+
+def _reduction(index: int, reduction: Reduction) -> str:
+    about = f" for {reduction.target}" if reduction.target else ""
+    return f"reduction {index} is {reduction.op} {reduction.tensor}{about}{_places(reduction.servers)}"
+
+
+def _update(index: int, apply: Apply, program: Program, variables: Mapping[int, Variable]) -> Iterator[str]:
+    """One application: what it takes, each op, what it assigns and gives back."""
+    written = [describe_ref(apply.args[target], variables) for target, _ in program.assigns]
+    name = f"update {index}" + (f" of {' and '.join(written)}" if written else "") + _places(apply.servers)
+    specs = program.specs
+    for number, ref in enumerate(apply.args):
+        yield f"{name} takes {describe_ref(ref, variables)}, {specs[number]}, as #{number}"
+    for number, node in enumerate(program.nodes, len(program.inputs)):
+        yield f"{name} computes #{number} = {_computed(node, program)}"
+    for target, value in program.assigns:
+        yield f"{name} assigns #{value} to {describe_ref(apply.args[target], variables)}"
+    for value in program.outputs:
+        yield f"{name} gives back #{value}"
+
+
+def _computed(node: Node, program: Program) -> str:
+    args = [f"#{arg} {program.specs[arg]}" for arg in node.args]
+    return f"{node.op}({', '.join([*args, *(f'{name}={value!r}' for name, value in node.attrs)])})"
+
+
+def compared(sections: Sequence[str]) -> list[str]:
+    """The words of some sections; if all are known, each with what it does where they first differ."""
+    known = [section for section in sections if isinstance(section, Section)]
+    if len(known) < len(sections) or len(known) < 2:
+        return list(sections)
+    first = next(_differences(known), None)
+    if first is None:
+        return list(sections)
+    return [f"{section} [where they first differ: {line}]" for section, line in zip(known, first, strict=True)]
+
+
+def _differences(sections: Sequence[Section]) -> Iterator[tuple[str, ...]]:
+    """The lines in which sections differ: each reduction, update and so on is compared with that of its number."""
+    for parts in zip(*(section.parts() for section in sections), strict=True):
+        for ones in zip_longest(*parts, fillvalue=()):
+            for lines in zip_longest(*ones, fillvalue="nothing more"):
+                if len(set(lines)) > 1:
+                    yield lines

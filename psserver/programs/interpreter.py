@@ -1,0 +1,148 @@
+"""Runs update programs op by op over NumPy or CuPy. No state, no locks: callable from any thread.
+
+The reference for the fused kernels, and what runs where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pswire.errors import ProgramError
+from pswire.model.program import OPS, Attr, Node, Op, Program
+from pswire.model.tensor import DTYPES, TensorSpec
+
+Copied = tuple[int, bool]
+"""The number of a value, and whether it is copied to be a result: what it is may be somebody else's."""
+
+
+class Script:
+    """A program, ready to run.
+
+    Args:
+        program: a verified program, or one that is verified here.
+
+    Raises:
+        ProgramError: it is not what it should be.
+    """
+
+    def __init__(self, program: Program) -> None:
+        specs, dead = program.specs, _dead_after(program)
+        first = len(program.inputs)
+        self.program = program
+        self._inputs = [(DTYPES[item.spec.dtype], item.spec.shape) for item in program.inputs]
+        self._steps = [
+            (OPS[node.op], node.args, dict(node.attrs), DTYPES[specs[number].dtype], dead[number])
+            for number, node in enumerate(program.nodes, first)
+        ]
+        gone = {number for numbers in dead for number in numbers}
+        own = {number for number, node in enumerate(program.nodes, first) if not OPS[node.op].view} - gone
+        self._assigns = [(target, self._copied(value, own)) for target, value in program.assigns]
+        self._outputs = [self._copied(value, own) for value in program.outputs]
+
+    @staticmethod
+    def _copied(value: int, own: set[int]) -> Copied:
+        mine = value in own
+        own.discard(value)
+        return value, not mine
+
+    def run(self, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
+        """Runs it; as `run`."""
+        self._check(inputs)
+        values: list[Any] = list(inputs)
+        with np.errstate(all="ignore"):
+            for op, args, attrs, dtype, dead in self._steps:
+                values.append(_step(op, [values[arg] for arg in args], attrs, dtype, xp))
+                for number in dead:
+                    values[number] = None
+
+        def result(copied: Copied) -> Any:
+            value = values[copied[0]]
+            if copied[1]:
+                return xp.array(value, copy=True, order="C")
+            return value if value.flags.c_contiguous else xp.array(value, order="C")
+
+        assigned = {target: result(copied) for target, copied in self._assigns}
+        return assigned, [result(copied) for copied in self._outputs]
+
+    def _check(self, inputs: Sequence[Any]) -> None:
+        expected = self.program.inputs
+        if len(inputs) != len(expected):
+            raise ProgramError(f"the program has {len(expected)} inputs, and {len(inputs)} are given")
+        for index, ((dtype, shape), array) in enumerate(zip(self._inputs, inputs, strict=True)):
+            if array.dtype != dtype or array.shape != shape:
+                given = TensorSpec(array.dtype.name, tuple(array.shape))
+                raise ProgramError(f"input {index} of the program is {expected[index].spec}, and {given} is given")
+
+
+def run(program: Program, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
+    """Runs a program.
+
+    Args:
+        program: a verified program, or one that is verified here.
+        inputs: arrays of `xp`, of the shapes and dtypes of `program.inputs`; they are only read.
+        xp: the array namespace, `numpy` or `array_api_compat.cupy`.
+
+    Returns:
+        The new value of each assigned input, by the input's index, and the outputs. All are arrays in C
+        order, of the shapes and dtypes of `program.specs`; none shares memory with another or an input.
+
+    Raises:
+        ProgramError: the program or an input is not what it should be, or an op refuses these values, such
+            as a negative power of an integer. Nothing has changed then.
+    """
+    return Script(program).run(inputs, xp)
+
+
+def peak_bytes(program: Program) -> int:
+    """Memory that `run` needs at most beside its inputs, in bytes; to be checked before it runs.
+
+    What `broadcast_to` gives counts whole, although it is only a view: what reads it takes that long.
+    """
+    sizes = [spec.nbytes for spec in program.specs]
+    dead = _dead_after(program)
+    first = len(program.inputs)
+    held = peak = 0
+    for number, node in enumerate(program.nodes, first):
+        held += sizes[number]
+        peak = max(peak, held + _cast_bytes(node, program.specs, number))
+        held -= sum(sizes[gone] for gone in dead[number] if gone >= first)
+    results = [*(value for _, value in program.assigns), *program.outputs]
+    return max(peak, held + sum(sizes[value] for value in results))
+
+
+def _cast_bytes(node: Node, specs: Sequence[TensorSpec], number: int) -> int:
+    """Memory for arguments in the result's dtype, or for a result in another one."""
+    if node.op == "mean" and specs[number].dtype == "float16":
+        return 4 * specs[number].size  # NumPy sums these in float32.
+    if not OPS[node.op].casts:
+        return 0
+    dtype = specs[number].dtype
+    return sum(specs[arg].size * DTYPES[dtype].itemsize for arg in node.args if specs[arg].dtype != dtype)
+
+
+def _dead_after(program: Program) -> list[list[int]]:
+    """For each value, the values that nothing reads once it is there."""
+    count = len(program.inputs) + len(program.nodes)
+    last = list(range(count))
+    for number, node in enumerate(program.nodes, len(program.inputs)):
+        for arg in node.args:
+            last[arg] = number
+    kept = {*(value for _, value in program.assigns), *program.outputs}
+    dead: list[list[int]] = [[] for _ in range(count)]
+    for number, user in enumerate(last):
+        if number not in kept:
+            dead[user].append(number)
+    return dead
+
+
+def _step(op: Op, args: Sequence[Any], attrs: Mapping[str, Attr], dtype: np.dtype[Any], xp: Any) -> Any:
+    try:
+        value = op.call(xp, args, attrs) if op.call else getattr(xp, op.numpy)(*args)
+    except (TypeError, ValueError) as error:
+        raise ProgramError(f"{op.name} of {', '.join(str(a.dtype) for a in args)}: {error}") from None
+    if isinstance(value, np.generic):
+        value = np.asarray(value)  # NumPy makes scalars of arrays without dimensions.
+    return value if value.dtype == dtype else value.astype(dtype)

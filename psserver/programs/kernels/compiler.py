@@ -1,0 +1,283 @@
+"""Compiles kernels, in the background, and remembers them by their text.
+
+The only place where text is run, and that text comes from `source`. Numba is imported with the first kernel, so that a
+server starts without it, and goes on interpreting where it cannot be imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from psserver.devices import Device
+from psserver.programs.kernels.background import Background
+from psserver.programs.kernels.codegen import Form, Parameter, parameters
+from psserver.programs.kernels.row_groups import ARRAYS, NUMBERS, grouping
+from pswire.model.tensor import DTYPES
+
+log = logging.getLogger("psserver")
+
+PATIENCE = 2
+"""A kernel is compiled when it is asked for the second time: what runs once is interpreted in less time."""
+
+MAX_POINTERS = 200
+"""What a kernel on the CPU takes at most; more takes the compiler long, and ctypes has a limit."""
+
+STOP_SECONDS = 1.0
+"""How long the end of a server waits for a kernel that is being compiled."""
+
+WAIT_SECONDS = 20.0
+"""How long a kernel is waited for where interpreting would take longer."""
+
+MAX_KERNELS = 1000
+"""Kernels of one server. Whoever makes more has a program that is another one in each round."""
+
+NumbaKernel = Callable[..., Any]
+"""Takes sizes and addresses; releases the GIL while it runs. One of a text returns a number."""
+
+Definition = Callable[[Any], Callable[..., None]]
+
+
+class Compiler:
+    """Kernels of one device, by their text. May be called from any thread.
+
+    Args:
+        device: for which they are.
+        patience: see `PATIENCE`.
+
+    Attributes:
+        compiled, failed: how many kernels were compiled, and could not be.
+        seconds: for which kernels were compiled.
+    """
+
+    def __init__(self, device: Device, patience: int = PATIENCE) -> None:
+        self._device = device
+        self._patience = patience
+        self.compiled = self.failed = 0  # Written by the background's thread alone, as the seconds are.
+        self.seconds = 0.0
+        self._background = Background("kernels")
+        self._lock = threading.Lock()
+        self._asked: dict[object, int] = {}  # Guarded by the lock, as all below.
+        self._kernels: dict[object, Future[Any]] = {}
+        self._late = set[object]()  # Waited for once, in vain: a round may ask for one as often as it has variables.
+        self._told = False
+
+    def elementwise(self, form: Form, now: bool = False) -> Any | None:
+        """The kernel of a form: a `NumbaKernel` or a `cupy.ElementwiseKernel`; None while there is none.
+
+        Args:
+            form: what it does.
+            now: whether to wait until it is compiled, also where it was never asked for before.
+        """
+        if self._device.gpu is not None:
+            scalars = [p.single for p in parameters(form) if p.role != "output"]
+            return self._get(form.cuda, lambda: self._device.elementwise(*form.cuda, scalars), now)
+        return self._pointed(form.numba, 1, parameters(form), now)
+
+    def rows(self, form: Form) -> NumbaKernel | None:
+        """The kernel of a form for rows of tables in host memory; None while there is none."""
+        buffers = [p for p in parameters(form) if p.role == "part"]
+        index = Parameter("array", 0, "int64")
+        return self._pointed(form.rows, 4, [index] * 3 + parameters(form) + buffers)
+
+    def groups(self) -> NumbaKernel | None:
+        """`groups.grouping`, compiled; None while it is not."""
+        return self._get(grouping, lambda: self._numba(grouping, NUMBERS, ["int64"] * ARRAYS))
+
+    def _pointed(self, text: str, sizes: int, taken: list[Parameter], now: bool = False) -> NumbaKernel | None:
+        """The kernel of a text for these pointers: the same text may be of several dtypes."""
+        if len(taken) > MAX_POINTERS:
+            return None
+        dtypes = [parameter.dtype for parameter in taken]
+        return self._get((text, *dtypes), lambda: self._numba(text, sizes, dtypes), now)
+
+    def _numba(self, kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -> NumbaKernel:
+        with _stoppable(self._background):
+            return compile_numba(kernel, sizes, dtypes)
+
+    @property
+    def texts(self) -> tuple[object, ...]:
+        """The texts of the kernels that are compiled, or are about to be."""
+        with self._lock:
+            return tuple(self._kernels)
+
+    def wait(self) -> None:
+        """Returns when everything that was asked for often enough is compiled, or has failed."""
+        with self._lock:
+            pending = list(self._kernels.values())
+        wait(pending)
+
+    def close(self) -> None:
+        """Compiles no more; breaks off what is being compiled, or leaves it alone if it does not end soon."""
+        self._background.close(STOP_SECONDS)
+
+    def _get(self, key: object, build: Callable[[], Any], now: bool = False) -> Any | None:
+        with self._lock:
+            if key not in self._kernels:
+                self._ask(key, build, 1 if now else self._patience)
+            found = self._kernels.get(key)
+        if found is not None and now and key not in self._late and wait([found], WAIT_SECONDS).not_done:
+            self._late.add(key)
+        return found.result() if found and found.done() and not found.cancelled() else None
+
+    def _ask(self, key: object, build: Callable[[], Any], patience: int) -> None:
+        if len(self._asked) >= MAX_KERNELS:
+            return
+        self._asked[key] = self._asked.get(key, 0) + 1
+        if self._asked[key] >= patience:
+            self._kernels[key] = self._background.submit(lambda: self._build(build))
+
+    def _build(self, build: Callable[[], Any]) -> Any | None:
+        began = time.perf_counter()
+        try:
+            with self._device.scope():
+                built = build()
+            self.compiled += 1
+            return built
+        except _Stopped:
+            return None
+        except Exception:  # Whatever a compiler says, there is still the interpreter.
+            self.failed += 1
+            with self._lock:
+                told, self._told = self._told, True
+            if not told:
+                log.exception("an update program cannot be compiled; it runs interpreted, as will others like it")
+            return None
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+class _Stopped(BaseException):
+    """The server ends; no `except Exception` of a compiler may keep it."""
+
+
+class _Stop:
+    """Hears of each pass of Numba's compiler, and breaks off those of a thread that is to end."""
+
+    def __init__(self, background: Background) -> None:
+        self._background = background
+        self._thread = threading.get_ident()
+
+    def notify(self, event: Any) -> None:
+        """Called by Numba, in the thread that compiles."""
+        if event.is_start and self._background.closed and threading.get_ident() == self._thread:
+            raise _Stopped
+
+
+def _stoppable(background: Background) -> ExitStack:
+    """A context in which Numba stops compiling in the calling thread as soon as it has been closed."""
+    events: Any = import_module("numba.core.event")
+    events.Listener.register(_Stop)
+    stop, stack = _Stop(background), ExitStack()
+    for kind in ("numba:compile", "numba:run_pass"):
+        stack.enter_context(events.install_listener(kind, stop))
+    return stack
+
+
+def compile_numba(kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -> NumbaKernel:
+    """Compiles a text of `source`, or a function of ours, to machine code.
+
+    Args:
+        kernel: a text that defines `kernel`, or what defines a function, given Numba's `carray`.
+        sizes: how many numbers it takes first.
+        dtypes: of the pointers that follow.
+    """
+    logging.getLogger("numba").setLevel(logging.WARNING)  # at debug level it writes a book for each kernel
+    numba: Any = import_module("numba")
+    types = numba.types
+    pointers = [types.CPointer(numba.from_dtype(DTYPES[dtype])) for dtype in dtypes]
+    is_text = isinstance(kernel, str)
+    signature = (types.intp if is_text else types.void)(*[types.intp] * sizes, *pointers)
+    function = _defined(kernel, numba) if isinstance(kernel, str) else kernel(numba.carray)
+    compiled = numba.cfunc(signature, error_model="numpy", nogil=True)(function)
+    result = ctypes.c_ssize_t if is_text else None
+    prototype = ctypes.CFUNCTYPE(result, *[ctypes.c_ssize_t] * sizes, *[ctypes.c_void_p] * len(dtypes))
+    made = prototype(compiled.address)
+    made.compiled = compiled  # type: ignore[attr-defined]  # keeps the machine code alive
+    return made
+
+
+def _defined(text: str, numba: Any) -> Callable[..., None]:
+    """The function of a text, among those that it calls."""
+    types = numba.types
+    scope: dict[str, Any] = {**_FUNCTIONS, "carray": numba.carray, "range": range, "min": min}
+    scope |= {name: numba.njit(function, error_model="numpy") for name, function in _HELPERS.items()}
+    scope |= {str(dtype): getattr(types, str(dtype)) for dtype in DTYPES if hasattr(types, str(dtype))}
+    scope["watch"] = _watching()
+    scope |= {"bool": types.boolean, "fetch": _prefetch(to_write=0, near=2), "prepare": _prefetch(to_write=1, near=3)}
+    exec(text, scope)  # Generated by `source` from the table of ops; nothing received is in it.
+    defined: Callable[..., None] = scope["kernel"]
+    return defined
+
+
+def _prefetch(to_write: int, near: int) -> Any:
+    """A function of a kernel: has an element of an array brought nearer.
+
+    Args:
+        to_write: 1 if it will be written.
+        near: 2 for the second cache, 3 for the first.
+    """
+    extending, ir = import_module("numba.extending"), import_module("llvmlite.ir")
+    types: Any = import_module("numba.core.types")
+
+    def prefetch(typing: Any, array: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(array)(context, builder, args[0]).data
+            byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+            address = builder.bitcast(builder.gep(data, [args[1]]), byte)
+            builder.call(function, [address, i32(to_write), i32(near), i32(1)])  # the last: it is data
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp), generate
+
+    return extending.intrinsic(prefetch)
+
+
+def _watching() -> Any:
+    """A function of a kernel: `total + 0 * value`, which stays zero while all values are finite.
+
+    The compiler may add in any order, which it must not elsewhere: else it could not do several elements at once.
+    """
+    extending, ir = import_module("numba.extending"), import_module("llvmlite.ir")
+
+    def watch(typing: Any, total: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            product = builder.fmul(args[1], ir.Constant(args[1].type, 0.0), flags=("contract",))
+            return builder.fadd(args[0], product, flags=("reassoc", "contract"))
+
+        return total(total, value), generate
+
+    return extending.intrinsic(watch)
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    return a if condition else b
+
+
+def _maximum(a: Any, b: Any) -> Any:
+    # Of equal ones the second, as NumPy has it: they may be zeros of different signs.
+    return a if (a > b) | (a != a) else b
+
+
+def _minimum(a: Any, b: Any) -> Any:
+    return a if (a < b) | (a != a) else b
+
+
+def _sign(a: Any) -> Any:
+    return 1 if a > 0 else -1 if a < 0 else 0 if a == 0 else a
+
+
+_HELPERS = {"where": _where, "maximum": _maximum, "minimum": _minimum, "sign": _sign}
+_FUNCTIONS: dict[str, Any] = {"sqrt": math.sqrt, "floor": np.floor, "ceil": np.ceil, "rint": np.rint}

@@ -1,0 +1,240 @@
+"""What a server keeps to run update programs compiled: their steps, their kernels, the threads that run them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from psserver.devices import Device
+from psserver.programs.kernels.codegen import Form, Parameter, Sum, parameters
+from psserver.programs.kernels.compiler import PATIENCE, Compiler
+from psserver.programs.kernels.fusion import Step, split, whole
+from psserver.programs.kernels.launch import Crew
+from pswire.model.program import Program
+
+MAX_KNOWN = 10_000
+"""Programs, forms of their steps and stages that are remembered; then all are forgotten."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A step's kernel, ready to run.
+
+    Attributes:
+        form: what it does.
+        function: what the compiler made.
+    """
+
+    form: Form
+    function: Any
+
+    @cached_property
+    def parameters(self) -> list[Parameter]:
+        """What it takes, in order."""
+        return parameters(self.form)
+
+    @cached_property
+    def read(self) -> frozenset[int]:
+        """Values that it reads."""
+        return self.form.read
+
+    @cached_property
+    def singles(self) -> list[bool]:
+        """Which of them have one element."""
+        return [parameter.single for parameter in self.parameters]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A step of a program, as it runs in every round in which the same contributions are there.
+
+    Attributes:
+        step: what it does.
+        kernel: what does it; None for the interpreter.
+        inputs: the inputs of the step that are values, each with its number in the program.
+        parts: the inputs of the step that the kernel sums, each with its number in the program.
+        may_fail: whether running it may raise an error.
+    """
+
+    step: Step
+    kernel: Kernel | None
+    inputs: tuple[tuple[int, int], ...]
+    parts: Mapping[int, int]
+    may_fail: bool
+
+    @cached_property
+    def targets(self) -> frozenset[int]:
+        """Inputs of the step that are assigned."""
+        return frozenset(target for target, _ in self.step.program.assigns)
+
+
+@dataclass
+class _Known:
+    """A step that was asked for; it is held, so that its identity stays its own."""
+
+    step: Step
+    form: Form
+    kernel: Kernel | None = None
+
+
+SMALLEST = 1 << 14
+"""Elements of an array below which the interpreter takes as long as a kernel."""
+
+
+LARGE = 1 << 26
+"""Elements of an array from which on a kernel is waited for: interpreting would take longer than compiling, and several
+times the array's memory."""
+
+SMALL_PATIENCE = 256
+"""How often a kernel for smaller ones is asked for before it is compiled: it saves little in a round."""
+
+
+class Kernels:
+    """Steps and kernels of the programs of one server. May be called from any thread; `crew` serves one at a time.
+
+    Args:
+        device: where programs run.
+        threads: that run one kernel, on the CPU.
+        patience: how often a kernel is asked for before it is compiled.
+        smallest: elements of arrays from which on there are kernels.
+
+    Attributes:
+        compiler: makes the kernels.
+        crew: runs those of the CPU.
+        interpretations: how often a program, or a step of one, ran without a kernel.
+    """
+
+    def __init__(self, device: Device, threads: int = 1, patience: int = PATIENCE, smallest: int = SMALLEST) -> None:
+        self.device = device
+        self.smallest = smallest
+        self.compiler = Compiler(device, patience)
+        self.crew = Crew(threads)
+        self.interpretations = 0
+        self._lock = threading.Lock()
+        # By identity: a plan's programs are the same objects in each round, and comparing them takes longer than
+        # all else here. What is remembered holds them, so that no number is used twice.
+        self._steps: dict[int, tuple[Program, tuple[Step, ...], Step]] = {}
+        self._known: dict[object, _Known] = {}
+        self._stages: dict[object, tuple[Program, tuple[Stage, ...]]] = {}
+        self._asked: dict[int, tuple[Program, int]] = {}
+
+    def stages(self, program: Program, reduced: Sequence[int], sums: Mapping[int, Sum]) -> tuple[Stage, ...]:
+        """How a program runs: by kernels, if those of all its elementwise steps are there, else interpreted as a whole.
+
+        Args:
+            program: what runs.
+            reduced: its inputs that are reductions, which take memory when they are first used.
+            sums: those of them that a kernel may sum, since nobody else needs them.
+        """
+        if self.device.gpu is not None:
+            sums = {}  # Summed before they go there: one value over the bus and not many.
+        key = id(program), tuple(sums.items())
+        found = self._stages.get(key)
+        if found is None:
+            stages = self._compiled(program, reduced, sums)
+            if stages is None:
+                return self.interpreted(program)
+            with self._lock:
+                self._make_room()
+                found = self._stages[key] = program, stages
+        return found[1]
+
+    def settled(self, program: Program, sums: Mapping[int, Sum]) -> bool:
+        """Whether `stages` will always give what it gives now."""
+        return (id(program), tuple(sums.items())) in self._stages
+
+    def interpreted(self, program: Program) -> tuple[Stage, ...]:
+        """How a program runs without kernels."""
+        step = self.whole(program)
+        return (Stage(step, None, tuple((index, index) for index in step.args), {}, True),)
+
+    def _compiled(self, program: Program, reduced: Sequence[int], sums: Mapping[int, Sum]) -> tuple[Stage, ...] | None:
+        """All stages; None while a kernel is not there."""
+        steps = self.steps(program)
+        if not any(step.shape is not None for step in steps):
+            return self.interpreted(program)
+        if any(step.shape is not None and prod(step.shape) < self.smallest for step in steps):
+            with self._lock:
+                self._asked[id(program)] = program, self._asked.get(id(program), (program, 0))[1] + 1
+            if self._asked[id(program)][1] < SMALL_PATIENCE:
+                return None
+        stages = [self._stage(step, program, reduced, sums) for step in steps]
+        missing = [stage for stage in stages if stage.step.shape is not None and stage.kernel is None]
+        return None if missing else tuple(stages)
+
+    def _stage(self, step: Step, program: Program, reduced: Sequence[int], sums: Mapping[int, Sum]) -> Stage:
+        parts: dict[int, int] = {}
+        kernel = None
+        if step.shape is not None:
+            # What another step reads, or what is given back, is made once for all.
+            read = Counter(number for other in self.steps(program) for number in set(other.args))
+            summed = {number for number in sums if read[number] == 1 and number not in program.outputs}
+            parts = {i: number for i, number in enumerate(step.args) if number in summed}
+            parts = {i: number for i, number in parts.items() if step.program.inputs[i].spec.shape == step.shape}
+            kernel = self.kernel(step, {i: sums[number] for i, number in parts.items()})
+        inputs = tuple((i, number) for i, number in enumerate(step.args) if i not in parts)
+        takes_memory = any(number in reduced for _, number in inputs)
+        return Stage(step, kernel, inputs, parts, step.may_fail or takes_memory)
+
+    def steps(self, program: Program) -> tuple[Step, ...]:
+        """The steps of a program."""
+        return self._of(program)[1]
+
+    def whole(self, program: Program) -> Step:
+        """A program as one step, which is interpreted."""
+        return self._of(program)[2]
+
+    def _of(self, program: Program) -> tuple[Program, tuple[Step, ...], Step]:
+        found = self._steps.get(id(program))
+        if found is None:
+            found = program, split(program), whole(program)
+            with self._lock:
+                self._make_room()
+                self._steps[id(program)] = found
+        return found
+
+    def kernel(self, step: Step, sums: Mapping[int, Sum]) -> Kernel | None:
+        """The kernel of an elementwise step with these inputs summed in it; None while it is not compiled."""
+        now = prod(step.shape or ()) >= LARGE
+        return self._kernel(step, sums, self._compile_now if now else self.compiler.elementwise)
+
+    def _compile_now(self, form: Form) -> Any | None:
+        return self.compiler.elementwise(form, now=True)
+
+    def rows(self, step: Step) -> Kernel | None:
+        """The kernel of an elementwise step on rows of tables; None while it is not compiled.
+
+        Values that are no scalars are rows, of which those for one place are summed first; variables are tables.
+        """
+        inputs = enumerate(step.program.inputs)
+        values = {i: Sum("sum", 1) for i, item in inputs if item.kind == "value" and item.spec.shape}
+        return self._kernel(step, values, self.compiler.rows)
+
+    def _kernel(self, step: Step, sums: Mapping[int, Sum], make: Callable[[Form], Any]) -> Kernel | None:
+        key = id(step), tuple(sums.items()), make
+        found = self._known.get(key)
+        if found is None:
+            with self._lock:
+                self._make_room()
+                found = self._known.setdefault(key, _Known(step, Form(step.program, dict(sums))))
+        if found.kernel is None:
+            function = make(found.form)
+            found.kernel = None if function is None else Kernel(found.form, function)
+        return found.kernel
+
+    def _make_room(self) -> None:
+        if len(self._steps) + len(self._known) + len(self._stages) >= MAX_KNOWN:
+            self._steps.clear()
+            self._known.clear()
+            self._stages.clear()
+            self._asked.clear()
+
+    def close(self) -> None:
+        """Ends all threads."""
+        self.compiler.close()
+        self.crew.close()

@@ -1,0 +1,208 @@
+"""Runs a compiled kernel over pieces of memory, by several threads.
+
+Contributions come in pieces and are not joined: a kernel is called for one run of elements after the other, each of
+which lies in one piece of every array. Threads take runs in turn.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from operator import or_
+from typing import Any
+
+from pswire.model.tensor import Array
+
+RUN = 1 << 18
+"""Elements of a run at most: enough that a call costs nothing, few enough that threads end together."""
+
+TURNS = 4
+"""Runs of one thread, about, where several calls are shared: each costs a change of hands."""
+
+Pieces = Sequence[Array]
+"""One array of a kernel: 1-D or whole, contiguous; a scalar is one piece of one element."""
+
+
+Addresses = tuple[Sequence[int], Sequence[int], int]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An array that is updated in a new place, since somebody else still reads the old one.
+
+    Attributes:
+        old: what is there.
+        new: an array of the same shape.
+    """
+
+    old: Array
+    new: Array
+
+
+class Crew:
+    """The threads that run kernels, the caller's among them. May be used by one caller at a time.
+
+    Args:
+        threads: how many.
+
+    Attributes:
+        seconds: for which kernels ran; of those on a GPU until they were handed over to it.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.seconds = 0.0
+        self._helpers = threads - 1
+        self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="kernel") if self._helpers else None
+
+    def close(self) -> None:
+        """Ends the threads."""
+        pool, self._pool = self._pool, None
+        if pool:
+            pool.shutdown()
+
+    def launch(self, kernel: Any, size: int, arrays: Sequence[Pieces | Copy], scalars: Sequence[bool]) -> int:
+        """Runs a kernel once over all elements.
+
+        Args:
+            kernel: takes a number of elements, and an address for each array.
+            size: elements of each array that is no scalar.
+            arrays: as the kernel takes them.
+            scalars: for each array whether it is one.
+
+        Returns:
+            What the kernel found in any of its runs, as bits.
+        """
+        if not self._helpers:
+            addresses = [address_of(array[0]) for array in arrays if not isinstance(array, Copy) and len(array) == 1]
+            if len(addresses) == len(arrays):
+                return self.run(kernel, [(size, *addresses)])[0]
+        whole = [_pieces(array) for array, scalar in zip(arrays, scalars, strict=True) if not scalar]
+        cuts = _cuts(size, whole)
+        columns = [_addresses(_pieces(array), scalar, cuts) for array, scalar in zip(arrays, scalars, strict=True)]
+        sizes = [high - low for low, high in pairwise(cuts)]
+        copies = [
+            (_addresses([array.old], False, cuts), _addresses([array.new], False, cuts), array.old.itemsize)
+            for array in arrays
+            if isinstance(array, Copy)
+        ]
+        return reduce(or_, self.run(kernel, list(zip(sizes, *columns, strict=False)), copies), 0)
+
+    def run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses] = ()) -> list[int]:
+        """Makes calls of a kernel, in any order.
+
+        Args:
+            kernel: takes numbers and addresses.
+            calls: its arguments; the first is a number of elements, if there are copies.
+            copies: what each call copies before, from where to where, and bytes of an element.
+
+        Returns:
+            What each call returned.
+        """
+        began = time.perf_counter()
+        found = self._run(kernel, calls, copies)
+        self.seconds += time.perf_counter() - began
+        return found
+
+    def _run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> list[int]:
+        if not (self._helpers or copies):
+            return [kernel(*call) for call in calls]
+        runs = _Runs(kernel, calls, copies)
+        pool, others = self._pool, min(self._helpers, len(runs.calls) - 1)
+        futures = [pool.submit(runs.work) for _ in range(others)] if pool else []
+        try:
+            runs.work()
+        finally:
+            wait(futures)  # What they write into must not be let go before.
+        for future in futures:
+            future.result()
+        return runs.found
+
+    def cut(
+        self, calls: Sequence[tuple[int, ...]], strides: Sequence[int]
+    ) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
+        """Calls of a kernel in runs, so that threads end together also where a few calls have most of the elements.
+
+        Args:
+            calls: of each a number of elements, and addresses.
+            strides: for each address the bytes from one element to the next; 0 for a scalar.
+
+        Returns:
+            The runs, and for each of them the place of its call.
+        """
+        if not self._helpers:
+            return calls, range(len(calls))
+        run = max(RUN, sum(call[0] for call in calls) // (TURNS * (self._helpers + 1)))
+        runs = [
+            (min(run, size - at), *(address + at * stride for address, stride in zip(addresses, strides, strict=True)))
+            for size, *addresses in calls
+            for at in range(0, size, run)
+        ]
+        return runs, [place for place, (size, *_) in enumerate(calls) for _ in range(0, size, run)]
+
+
+class _Runs:
+    """Calls that are still to be made; threads take them in turn."""
+
+    def __init__(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> None:
+        self.kernel, self.calls, self.copies = kernel, calls, copies
+        self.found = [0] * len(calls)
+        self._next = iter(range(len(calls)))
+        self._lock = threading.Lock()
+
+    def _take(self) -> int | None:
+        with self._lock:
+            return next(self._next, None)
+
+    def work(self) -> None:
+        """Makes calls until none is left."""
+        while (index := self._take()) is not None:
+            call = self.calls[index]
+            for old, new, itemsize in self.copies:
+                ctypes.memmove(new[index], old[index], call[0] * itemsize)
+            self.found[index] = self.kernel(*call)
+
+
+def _pieces(array: Pieces | Copy) -> Pieces:
+    return [array.new] if isinstance(array, Copy) else array
+
+
+def _cuts(size: int, arrays: Sequence[Pieces]) -> list[int]:
+    """Where runs begin, and the end: at every end of a piece, and so that no run is too long."""
+    cuts = {*range(0, size, RUN), size}
+    for pieces in arrays:
+        at = 0
+        for piece in pieces:
+            at += piece.size
+            cuts.add(at)
+    return sorted(cuts)
+
+
+def _addresses(pieces: Pieces, scalar: bool, cuts: Sequence[int]) -> list[int]:
+    """The address of each run's first element."""
+    if scalar:
+        return [address_of(pieces[0])] * (len(cuts) - 1)
+    return list(_walk(pieces, cuts))
+
+
+def _walk(pieces: Pieces, cuts: Sequence[int]) -> Iterator[int]:
+    runs = iter(cuts[:-1])
+    run = next(runs, None)
+    start = 0
+    for piece in pieces:
+        address, end = address_of(piece), start + piece.size
+        while run is not None and run < end:
+            yield address + (run - start) * piece.itemsize
+            run = next(runs, None)
+        start = end
+
+
+def address_of(array: Array) -> int:
+    """Where an array's first element is."""
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,125 @@
+"""Which of the rows that came belong to the same row of a table.
+
+Two ways to the same arrays: NumPy, and a function for Numba, which sorts by digits and is four times as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from psserver.programs.kernels.launch import address_of
+from pswire.errors import InvalidRequest
+from pswire.model.tensor import Array
+
+DIGIT = 11
+"""Bits by which rows are sorted at a time: twice counts most tables, and the counts stay in the first cache."""
+
+DIGITS = 1 << DIGIT
+NUMBERS, ARRAYS = 3, 2
+"""What `grouping` gives takes that many numbers and then that many arrays, all of int64."""
+
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows belong together.
+
+    Attributes:
+        ids: int64[k], the places, in increasing order, each once.
+        order: int64[n], the rows in the order of their places, and of how they came.
+        starts: int64[k + 1], where each place's rows begin in `order`, and the end.
+    """
+
+    ids: Int64s
+    order: Int64s
+    starts: Int64s
+
+    @classmethod
+    def of(cls, ids: Array, size: int, kernel: Callable[..., None] | None = None) -> Groups:
+        """Finds them.
+
+        Args:
+            ids: int64[n], where each row belongs.
+            size: rows of the table.
+            kernel: `grouping`, compiled; None for NumPy.
+
+        Raises:
+            InvalidRequest: an id is no row of the table, or they are too many.
+        """
+        numbers = np.asarray(ids, np.int64, order="C")
+        if numbers.ndim != 1 or (numbers.size and (numbers.min() < 0 or numbers.max() >= size)):
+            raise InvalidRequest(f"ids of shape {numbers.shape} are not all rows of a table of {size}")
+        # Pairs packed into one number are sorted several times as fast as by a stable sort of ids.
+        bits, width = max(numbers.size - 1, 0).bit_length(), max(size - 1, 0).bit_length()
+        if bits + width > 63:
+            raise InvalidRequest(f"{numbers.size} rows for a table of {size} are too many at once")
+        return cls._by(kernel, numbers, bits, width) if kernel else cls._by_numpy(numbers, bits, width)
+
+    @classmethod
+    def _by_numpy(cls, numbers: Int64s, bits: int, width: int) -> Groups:
+        pairs = numbers << bits | np.arange(numbers.size)
+        pairs = np.sort(pairs.astype(np.uint32) if bits + width <= 32 else pairs).astype(np.int64)
+        places = pairs >> bits
+        new = np.flatnonzero(np.diff(places, prepend=-1))
+        return cls(places[new], pairs & ((1 << bits) - 1), np.append(new, numbers.size))
+
+    @classmethod
+    def _by(cls, kernel: Callable[..., None], numbers: Int64s, bits: int, width: int) -> Groups:
+        n = numbers.size
+        room = np.empty(5 * n + 2 + DIGITS, np.int64)
+        kernel(n, bits, width, address_of(numbers), address_of(room))
+        count = int(room[-1])
+        return cls(room[n : n + count], room[:n], room[2 * n : 2 * n + count + 1])
+
+    def sum(self, rows: Any, xp: Any) -> Any:
+        """One row for each place: the sum of those that belong there."""
+        total = rows[xp.asarray(self.order[self.starts[:-1]])]
+        counts = np.diff(self.starts)
+        for nth in range(1, int(counts.max(initial=0))):
+            more = np.flatnonzero(counts > nth)
+            total[xp.asarray(more)] += rows[xp.asarray(self.order[self.starts[more] + nth])]
+        return total
+
+
+def grouping(carray: Any) -> Callable[..., None]:
+    """A function that Numba compiles: sorts by digits, the lowest first, and marks where another place begins.
+
+    Args:
+        carray: Numba's.
+    """
+
+    def group(n: int, bits: int, width: int, p_ids: Any, p_room: Any) -> None:
+        ids, room = carray(p_ids, n), carray(p_room, 5 * n + 2 + DIGITS)
+        order, places, starts = room[:n], room[n : 2 * n], room[2 * n : 3 * n + 1]
+        one, other, counts = room[3 * n + 1 : 4 * n + 1], room[4 * n + 1 : 5 * n + 1], room[5 * n + 1 :]
+        for i in range(n):
+            one[i] = ids[i] << bits | i
+        for shift in range(bits, bits + width, DIGIT):
+            counts[:] = 0
+            for i in range(n):
+                counts[(one[i] >> shift) & (DIGITS - 1)] += 1
+            total = 0
+            for digit in range(DIGITS):
+                total, counts[digit] = total + counts[digit], total
+            for i in range(n):
+                digit = (one[i] >> shift) & (DIGITS - 1)
+                other[counts[digit]] = one[i]
+                counts[digit] += 1
+            one, other = other, one
+        count, last = 0, -1
+        for i in range(n):
+            place = one[i] >> bits
+            order[i] = one[i] & ((1 << bits) - 1)
+            if place != last:
+                places[count], starts[count], last = place, i, place
+                count += 1
+        starts[count], room[-1] = n, count
+
+    return group

@@ -1,0 +1,411 @@
+"""Who is there: the sessions of a job, their leases, and the chief's fencing token. Server 0 keeps it.
+
+A plain state machine: it has no clock (time is an argument) and no network. It decides nothing about
+epochs: it says what happened, and the chief closes an epoch.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import inf
+
+from psserver.plans.divergence import compared
+from pswire.cluster import Task
+from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, TaskTaken
+from pswire.limits import Timeouts
+from pswire.model.log import Epoch, Member, Mode
+from pswire.model.status import SessionState
+
+MAX_SESSIONS = 1024
+"""That may be open at a time, if nobody says another number."""
+
+REMEMBERED = 64
+"""How many times as many are remembered that have ended: the chief has to hear of them."""
+
+STILL_SECONDS = 5.0
+"""How long nobody may have looked at leases and deadlines: it is done a few times a second."""
+
+DRAWN = 30
+"""Bits of a token that are drawn by lot, so that nobody can guess it; those above are the chief's term."""
+
+MAX_TERM = 1 << 32
+"""Terms beyond this were made up."""
+
+PARTED_BEATS = 2
+"""A process whose connection ends within so many beats after its last sign of life has ended; one whose connection
+ends later may be cut off."""
+
+ENTRY = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
+"""Where new members wait; everybody is told."""
+
+ENDED = {
+    "left": "it left",
+    "failed": "it failed",
+    "lost": "its lease ended",
+    "replaced": "the task was started again",
+    "hung": "it beat, and held up a round for longer than PS_TIMEOUT_ROUND: its script hangs, or computes for too long",
+}
+
+
+@dataclass
+class _Session:
+    member: Member
+    drives: bool
+    seen: float
+    key: int
+    token: int
+    state: str = "open"
+    entry: str = ""
+    error: PSError | None = None
+    waits: tuple[int, bytes] = (-1, b"")
+    joined: int | None = None  # once it takes part: its first round, or -1 where it began together with all others
+    parted: float | None = None  # when its connection ended, if nothing was heard since
+
+    def vanished(self, beat: float) -> bool:
+        """Whether its connection ended as it does where a process ends, and not because a network was cut."""
+        return self.parted is not None and self.parted - self.seen <= PARTED_BEATS * beat
+
+
+class Membership:
+    """All sessions of the job. Guarded by the core's lock.
+
+    Args:
+        lease: seconds after which a silent session is lost.
+        beat: seconds between two signs of life.
+        first: below all numbers of sessions that are given; what an earlier server 0 gave is far from them, by chance.
+        limit: sessions that may be open at a time.
+        epoch: gives the newest, whose members alone decide for all; None while there is none, and all do.
+        held: whether there is a job, with variables, that is not over.
+    """
+
+    def __init__(
+        self,
+        lease: float,
+        beat: float = Timeouts.beat,
+        first: int = 0,
+        limit: int = MAX_SESSIONS,
+        epoch: Callable[[], Epoch | None] = lambda: None,
+        held: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.lease = lease
+        self.token = 0
+        """The newest; its holder alone is chief."""
+        self.job = ""
+        """The identity of the job that sessions are of."""
+        self.version = 0
+        self._beat = beat
+        self._held = held
+        self._heard = -inf  # the last sign of life of any process that takes part in rounds
+        self._limit = limit
+        self._epoch = epoch
+        self._last = first
+        self._sessions: dict[int, _Session] = {}
+
+    def open(
+        self,
+        task: Task,
+        replicas: int,
+        drives: bool,
+        key: int,
+        now: float,
+        mode: Mode = "sync",
+        job: str = "",
+        term: int = 0,
+    ) -> tuple[int, int]:
+        """Begins a session and ends the one that the task had; one with the same key is the same session.
+
+        Returns:
+            Its number and its fencing token, 0 for those that do not drive.
+
+        Raises:
+            TaskTaken: another process is this task, or chief, and is alive.
+            ConfigError: there is another job; it takes part in rounds, and others make them in another mode; there are
+                too many.
+        """
+        for number, session in self._sessions.items():
+            if key and session.key == key:
+                if drives and session.state == "open" and term > self.term:
+                    session.token = self._draw(term)
+                return number, session.token
+        if not drives:
+            self._hear(now)
+        self._check_job(task, job)
+        if not drives:
+            self._check_mode(task, mode)
+        rivals = [s for s in self._open_or_driving() if s.drives == drives and (drives or s.member.task == task)]
+        for rival in rivals:
+            self._check_gone(rival, task, now)
+        self._check_room(task)
+        for rival in rivals:
+            self._end(rival, "replaced")
+        self.job = job
+        self._last += 1
+        token = self._draw(term) if drives else 0
+        self._sessions[self._last] = _Session(Member(task, self._last, replicas, mode), drives, now, key, token)
+        self.version += 1
+        return self._last, token
+
+    @property
+    def term(self) -> int:
+        """How many chiefs there were, as far as is known."""
+        return self.token >> DRAWN
+
+    def _draw(self, term: int) -> int:
+        """A new token, above all that this server has given, and that the caller has heard of."""
+        if term > MAX_TERM:
+            raise InvalidRequest(f"there was no chief's term {term}")
+        self.token = max(self.term, term) + 1 << DRAWN | secrets.randbits(DRAWN)
+        return self.token
+
+    def _check_job(self, task: Task, job: str) -> None:
+        """Raises `ConfigError` for another job than the one that is here, while that is not over."""
+        here = ", ".join(str(session.member.task) for session in self._open_or_driving())
+        if job == self.job or not (self._held() or here):
+            return
+        mine, theirs = (f"the job {name!r}" if name else "a job without a name" for name in (job, self.job))
+        join = f"set PS_JOB={self.job}" if self.job else "unset PS_JOB"
+        why = f"{here} of it are here" if here else "its variables are, and it was not left cleanly"
+        raise ConfigError(
+            f"{task} is of {mine}, and these servers hold {theirs}: {why}. To take part in that one {join}; to discard "
+            "it once its processes have ended, run psctl job end"
+        )
+
+    def _check_gone(self, rival: _Session, task: Task, now: float) -> None:
+        """Raises `TaskTaken` while the process of a session may be alive."""
+        silent = now - (rival.seen if rival.parted is None else rival.parted)
+        if now - rival.seen > self.lease or (rival.parted is not None and silent >= self._beat):
+            return
+        what = "chief of this job" if rival.drives else f"{task} of this job"
+        other = "" if rival.member.task == task else f", as {rival.member.task}"
+        raise TaskTaken(
+            f"another process is {what}{other}, and was heard of {now - rival.seen:.1f} s ago; end it first, or "
+            "correct the task in this process's TF_CONFIG",
+            str(task),
+        )
+
+    def part(self, number: int, now: float) -> None:
+        """The connection of a session's process has ended; unless it is heard of again, so has the process."""
+        if number in self._sessions:
+            self._sessions[number].parted = now
+
+    def _hear(self, now: float) -> None:
+        """A process that takes part in rounds has given a sign of life.
+
+        Where none did for long, this server was cut off: then all of them get a whole lease to be heard of again.
+        """
+        if now - self._heard > self.lease / 2:
+            for session in self._open():
+                if not session.vanished(self._beat):
+                    session.seen = now
+        self._heard = now
+
+    def _check_room(self, task: Task) -> None:
+        others = [session for session in self._open_or_driving() if session.member.task != task]
+        if len(others) >= self._limit:
+            raise ConfigError(
+                f"{task} would be one more than the {self._limit} sessions that may be open here; end those that are "
+                "not needed, or start the servers with a larger --max-sessions"
+            )
+        self.check_count(len(self._sessions))
+
+    def check_count(self, known: int) -> None:
+        """Raises `ConfigError` if there are too many sessions, those included that have ended."""
+        if known >= REMEMBERED * self._limit:
+            raise ConfigError(
+                f"the tasks of this job were started {known} times already; start the job anew, or its "
+                "servers with a larger --max-sessions"
+            )
+
+    def _check_mode(self, task: Task, mode: Mode) -> None:
+        for other in (session.member for session in self._open()):
+            if other.task != task and other.mode != mode:
+                raise ConfigError(
+                    f"{task} runs with consistency {mode!r}, and {other.task} with {other.mode!r}; "
+                    "give every process of the job the same: ps.Sync() or ps.Async()"
+                )
+
+    def check(self, number: int) -> None:
+        """Raises the reason if a session has ended, `Fenced` if there never was one."""
+        session = self._sessions.get(number)
+        if session is None:
+            raise Fenced("this session is unknown here: its job is over, or was started anew; restart the process")
+        if session.state != "open":
+            raise session.error or Fenced(
+                f"this session was ended: {ENDED[session.state]}; restart the process to take part again",
+                str(session.member.task),
+            )
+
+    def _takes_part(self, number: int) -> bool:
+        epoch = self._epoch()
+        return epoch is None or epoch.session(number) is not None
+
+    def check_part(self, number: int) -> None:
+        """Raises `InvalidRequest` for a session that is no member: it decides nothing for those who are."""
+        if not self._takes_part(number):
+            raise InvalidRequest(f"session {number} takes part in no epoch yet; wait until the chief has taken it in")
+
+    def task(self, number: int) -> Task:
+        """Whose session it is."""
+        return self._sessions[number].member.task
+
+    def beat(self, number: int, waits: tuple[int, bytes], now: float, describe: Callable[[bytes], str]) -> None:
+        """Renews an open session's lease; ends all sessions if two wait in one round for different plans.
+
+        Where one of the two makes its first round in a group that was there, it differs from that, and ends alone.
+        """
+        self.touch(number, now)
+        session = self._sessions[number]
+        if waits[0] < 0 or not self._takes_part(number):
+            session.waits = (-1, b"")
+            return
+        session.waits = waits
+        for other in self._open():
+            if other.waits[0] == waits[0] and other.waits[1] != waits[1]:
+                self._tell_apart(other, session, waits[0], describe)
+
+    def _tell_apart(self, one: _Session, other: _Session, round: int, describe: Callable[[bytes], str]) -> None:
+        """Two sessions make different sections in one round."""
+        newcomers = [session for session in (one, other) if session.joined == round]
+        positions = [(session.member.task, describe(session.waits[1])) for session in (one, other)]
+        if not newcomers:
+            self.fail_all(diverged(round, positions))
+        elif len(newcomers) == 1:  # of two newcomers that differ an older member will tell which is wrong
+            newcomers[0].error = newcomer_diverged(newcomers[0].member.task, round, positions)
+            self._end(newcomers[0], "failed")
+
+    def take_part(self, members: Iterable[Member], round: int) -> None:
+        """Notes of those who did not take part before from which round they do; -1 where all begin together."""
+        for member in members:
+            session = self._sessions.get(member.session)
+            if session is not None and session.joined is None:
+                session.joined = round
+
+    def exclude(self, numbers: Iterable[int]) -> None:
+        """The chief has closed an epoch without these: those of them that still beat have held the others up."""
+        for number in numbers:
+            if number in self._sessions:
+                self._end(self._sessions[number], "hung")
+
+    def leave(self, number: int, error: str) -> None:
+        """Ends a session, cleanly or not; a divergence ends all.
+
+        Raises:
+            PSError: why a session cannot end cleanly: it has failed, or its task was started again.
+        """
+        session = self._sessions.get(number)
+        if session is None or session.state == "left":
+            return
+        if session.state in ("failed", "replaced", "hung"):
+            if not error:
+                self.check(number)
+            return
+        # Who was thought dead and says goodbye has done its part all the same; nobody else would say it.
+        session.state = "open"
+        self._end(session, "failed" if error else "left")
+        if error.startswith(Diverged.__name__) and self._takes_part(number):
+            self.fail_all(Diverged(error.partition(": ")[2]))
+
+    def expire(self, now: float) -> list[Task]:
+        """Ends the sessions whose lease is over; returns their tasks.
+
+        While none of the processes that take part in rounds is heard of, it is more likely that this server is cut off
+        than that all have died at once: then only those are lost whose connections ended as their processes did.
+        """
+        cut = now - self._heard > self.lease / 2
+        late = [s for s in self._open_or_driving() if now - s.seen > self.lease]
+        lost = [s for s in late if s.drives or not cut or s.vanished(self._beat)]
+        for session in lost:
+            self._end(session, "lost")
+        return [session.member.task for session in lost]
+
+    def fail_all(self, error: PSError) -> None:
+        """Ends every session that takes part in rounds, with one error for all."""
+        for session in self._open():
+            session.error = error
+            self._end(session, "failed")
+
+    def begin_anew(self, numbers: Iterable[int]) -> None:
+        """Ends the sessions of a job that is over, and forgets all that have ended: a new job waits for everyone."""
+        for number in numbers:
+            if number in self._sessions:
+                self._end(self._sessions[number], "replaced")
+        self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
+
+    def forgive(self, seconds: float) -> None:
+        """Prolongs all leases."""
+        self._heard += seconds
+        for session in self._open_or_driving():
+            session.seen += seconds
+            session.parted = None if session.parted is None else session.parted + seconds
+
+    def enter(self, number: int, entry: str) -> None:
+        """Notes where a new member waits to be taken in; raises `InvalidRequest` for what is no such place."""
+        if not ENTRY.fullmatch(entry):
+            raise InvalidRequest("new members wait at dataset:N, plan:HEX or save, and nowhere else")
+        if self._sessions[number].entry != entry:
+            self._sessions[number].entry = entry
+            self.version += 1
+
+    def touch(self, number: int, now: float) -> None:
+        """Any call is a sign of life."""
+        session = self._sessions.get(number)
+        if session is None:
+            return
+        session.seen, session.parted = now, None
+        if not session.drives:
+            self._hear(now)
+
+    def chief_silent(self, now: float) -> float:
+        """Seconds since any chief was heard of; infinite where there never was one."""
+        return min((now - s.seen for s in self._sessions.values() if s.drives), default=float("inf"))
+
+    def chief_left(self) -> bool:
+        """Whether the chief's session was ended by the chief itself."""
+        drivers = [s for s in self._sessions.values() if s.drives]
+        return bool(drivers) and drivers[-1].state == "left"
+
+    def states(self, now: float, drivers: bool = False) -> tuple[SessionState, ...]:
+        """All sessions that take part in rounds; with `drivers` those of chiefs as well."""
+        return tuple(
+            SessionState(s.member, "failed" if s.state == "replaced" else s.state, s.entry, now - s.seen, s.drives)
+            for s in self._sessions.values()
+            if drivers or not s.drives
+        )
+
+    def _open_or_driving(self) -> list[_Session]:
+        return [s for s in self._sessions.values() if s.state == "open"]
+
+    def _open(self) -> list[_Session]:
+        return [s for s in self._sessions.values() if s.state == "open" and not s.drives]
+
+    def _end(self, session: _Session, state: str) -> None:
+        if session.state == "open":
+            session.state = state
+            session.waits = (-1, b"")
+            self.version += 1
+
+
+def _told(positions: Iterable[tuple[Task, str]]) -> str:
+    """Who does what, in words."""
+    tasks, sections = zip(*positions, strict=True)
+    return "; ".join(f"{task} is at: {section}" for task, section in zip(tasks, compared(sections), strict=True))
+
+
+def diverged(round: int, positions: Iterable[tuple[Task, str]]) -> Diverged:
+    """The error for processes that do different things in one round."""
+    return Diverged(
+        f"the processes do not run the same program: in round {round} {_told(positions)}. "
+        "Every process must make the same sequence of sections"
+    )
+
+
+def newcomer_diverged(task: Task, round: int, positions: Iterable[tuple[Task, str]]) -> NewcomerDiverged:
+    """The error for a process that joins a running job, and does something else than its members."""
+    return NewcomerDiverged(
+        f"it joined a running job, and does not run the job's program: in its first round, {round}, "
+        f"{_told(positions)}. Start it with the script and the arguments of the others, which go on without it",
+        str(task),
+    )

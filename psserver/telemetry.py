@@ -1,0 +1,230 @@
+"""A server's metrics, for Prometheus: read from what is counted anyway, when somebody asks.
+
+docs/observability.md says what they are good for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from psserver.config import ServerConfig
+from psserver.core.core import Core
+from psserver.state.counters import Tally
+from pswire.model.status import ServerStatus
+from pswire.telemetry.metrics import ALL, PROCESS, Process, Row, Values
+from pswire.transport.traffic import LaneName, Traffic
+
+if TYPE_CHECKING:
+    from pswire.telemetry.prometheus import Page
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A server, as somebody finds it who asks for its metrics.
+
+    Attributes:
+        core: the server proper.
+        status: what it tells of itself.
+        traffic: payload bytes of each lane.
+    """
+
+    core: Core
+    status: ServerStatus
+    traffic: Mapping[LaneName, Traffic]
+
+    @property
+    def tally(self) -> Tally:
+        """What it has counted."""
+        return self.core.tally
+
+
+def _phases(seen: Seen) -> Values:
+    tally = seen.tally
+    return {("waiting",): tally.waiting, ("applying",): tally.applying, ("answering",): tally.answering}
+
+
+def _payloads(seen: Seen) -> Values:
+    moved: dict[tuple[str, ...], float] = {}
+    for lane, each in seen.traffic.items():
+        moved |= {(lane, "received"): each.received, (lane, "sent"): each.sent}
+    return moved
+
+
+def _sessions(seen: Seen) -> Values:
+    return Counter((session.state,) for session in seen.status.sessions if not session.drives)
+
+
+def _chief(seen: Seen) -> Values:
+    return {} if math.isinf(seen.status.chief) else {ALL: seen.status.chief}
+
+
+def _compiled(seen: Seen) -> Values:
+    compiler = seen.core.kernels.compiler
+    return {("compiled",): compiler.compiled, ("failed",): compiler.failed}
+
+
+def _by_outcome(counter: Counter[str]) -> Values:
+    return {(outcome,): count for outcome, count in counter.items()}
+
+
+OUTCOME = ("outcome",)
+SERVER = "paramserver_server_"
+
+ROWS: tuple[Row[Seen], ...] = (
+    # Rounds.
+    Row(SERVER + "rounds", "counter", "Rounds that are over.", lambda s: _by_outcome(s.tally.rounds), OUTCOME),
+    Row(
+        SERVER + "round",
+        "gauge",
+        "The last complete round, -1 before the first; of asynchronous workers how many there were, less one.",
+        lambda s: {ALL: s.status.round},
+    ),
+    Row(
+        SERVER + "round_phase_seconds",
+        "histogram",
+        "A round's time: waiting for contributions since the first one came, applying, and answering.",
+        _phases,
+        ("phase",),
+    ),
+    Row(
+        SERVER + "contributions_left_out",
+        "counter",
+        "Contributions of members that were lost, which rounds were completed without.",
+        lambda s: {ALL: s.tally.left_out},
+    ),
+    Row(
+        SERVER + "nonfinite_contributions",
+        "counter",
+        "Contributions with NaN or infinity, one for each member, reduction and round.",
+        lambda s: {ALL: s.tally.nonfinite_contributions},
+    ),
+    Row(
+        SERVER + "nonfinite_variables",
+        "gauge",
+        "Variables that rounds have made NaN or infinite and that are so still.",
+        lambda s: {ALL: s.tally.nonfinite_variables},
+    ),
+    Row(
+        SERVER + "staleness_rounds",
+        "histogram",
+        "Of asynchronous workers: rounds of others between a worker's read and the application of its push.",
+        lambda s: {ALL: s.tally.staleness},
+    ),
+    Row(
+        SERVER + "in_flight_bytes",
+        "gauge",
+        "Bytes of contributions that are held and not used yet.",
+        lambda s: {ALL: s.tally.in_flight},
+    ),
+    Row(
+        SERVER + "payload_bytes",
+        "counter",
+        "Bytes of payloads that travelled, repeats included.",
+        _payloads,
+        ("lane", "direction"),
+    ),
+    # Variables.
+    Row(SERVER + "variables", "gauge", "Variables that it knows.", lambda s: {ALL: s.status.variables}),
+    Row(SERVER + "variable_bytes", "gauge", "Bytes of those that live here.", lambda s: {ALL: s.status.nbytes}),
+    Row(
+        SERVER + "memory_limit_bytes",
+        "gauge",
+        "Bytes that variables may take, 0 for no limit.",
+        lambda s: {ALL: s.status.memory_limit},
+    ),
+    # Checkpoints.
+    Row(
+        SERVER + "held_checkpoints",
+        "gauge",
+        "Checkpoints whose values are held, since they are not all written yet.",
+        lambda s: {ALL: len(s.status.saving)},
+    ),
+    Row(
+        SERVER + "held_checkpoint_bytes",
+        "gauge",
+        "Bytes of old values that are held for checkpoints.",
+        lambda s: {ALL: s.status.held},
+    ),
+    Row(
+        SERVER + "checkpoint_shards",
+        "counter",
+        "This server's parts of checkpoints.",
+        lambda s: _by_outcome(s.tally.shards),
+        OUTCOME,
+    ),
+    Row(
+        SERVER + "checkpoint_written_bytes",
+        "counter",
+        "Bytes of those that were saved.",
+        lambda s: {ALL: s.tally.shard_bytes},
+    ),
+    Row(
+        SERVER + "checkpoint_shard_seconds",
+        "histogram",
+        "How long they were written.",
+        lambda s: {ALL: s.tally.writing},
+    ),
+    Row(
+        SERVER + "restores",
+        "counter",
+        "Checkpoints that were read into variables.",
+        lambda s: _by_outcome(s.tally.restores),
+        OUTCOME,
+    ),
+    # Kernels.
+    Row(
+        SERVER + "kernel_seconds",
+        "counter",
+        "Seconds for which kernels ran; on a GPU those until they were handed over to it.",
+        lambda s: {ALL: s.core.kernels.crew.seconds},
+    ),
+    Row(SERVER + "kernels_compiled", "counter", "Kernels that were to be compiled.", _compiled, OUTCOME),
+    Row(
+        SERVER + "kernel_compile_seconds",
+        "counter",
+        "Seconds for which kernels were compiled, beside the rounds.",
+        lambda s: {ALL: s.core.kernels.compiler.seconds},
+    ),
+    Row(
+        SERVER + "programs_interpreted",
+        "counter",
+        "Programs, or steps of them, that ran without a kernel.",
+        lambda s: {ALL: s.core.kernels.interpretations},
+    ),
+    # Who is there; server 0 knows.
+    Row(SERVER + "sessions", "gauge", "Sessions of workers, on server 0.", _sessions, ("state",)),
+    Row(
+        SERVER + "lease_losses",
+        "counter",
+        "Sessions that were ended since their processes were silent, on server 0.",
+        lambda s: {ALL: s.tally.lost},
+    ),
+    Row(
+        SERVER + "chief_silent_seconds",
+        "gauge",
+        "Seconds since a chief was heard of, on server 0; nothing before the first.",
+        _chief,
+    ),
+)
+
+
+def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], config: ServerConfig, port: int) -> Page:
+    """Serves a server's metrics over HTTP from now on, in a thread of its own.
+
+    Args:
+        core: the server proper.
+        traffic: payload bytes of each lane.
+        config: which task it is, and on which host it listens.
+        port: where, 0 to pick one.
+
+    Raises:
+        ConfigError: the port cannot be had.
+    """
+    from pswire.telemetry.prometheus import Page
+
+    process = Process(config.task, config.security.expiry)
+    return Page(config.metrics_host, port, lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))])

@@ -1,0 +1,399 @@
+"""The gRPC rim of a server: protobuf in, our values inside, protobuf out. It decides nothing.
+
+Messages come as raw bytes and are decoded here, so that a malformed one is refused as `InvalidRequest`.
+Waiting verbs are called on the event loop and must return their future at once; a call that waits is a
+coroutine and costs no thread. Of the others, those that do work run in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from psserver.transport.access import Gate
+from psserver.transport.grpc_answers import Bell, Frames, Growing
+from psserver.transport.lane_server import Lanes
+from psserver.transport.process import process_status
+from pswire.api import ParameterServer, RoundReply, Watched
+from pswire.cluster import Task
+from pswire.encoding import messages as replies
+from pswire.encoding import values
+from pswire.encoding.verbs import INCARNATION_KEY, VERBS, fitting, parse, refusal
+from pswire.errors import InvalidRequest, PSError, ServerLost
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.transport.grpc_frames import Frame
+from pswire.transport.payload import EMPTY, Assembly, Payload
+
+log = logging.getLogger("psserver")
+
+HEADER_SECONDS = 10.0
+"""How long a stream may take to begin."""
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler = Callable[[ParameterServer, Any, Context], Awaitable[Any]]
+Method = Callable[[Any, Context], Awaitable[Any]]
+Answer = Callable[[ParameterServer, bytes], Message]
+
+
+# ---- Verbs of one request and one reply, that answer at once ----
+
+
+def _open(core: ParameterServer, data: bytes) -> pb.OpenReply:
+    m = parse(pb.OpenRequest, data)
+    mode = values.mode_from_pb(m.mode)
+    opened = core.open(values.task_from_pb(m.task), m.replicas, m.session, m.drives, mode, m.job, m.term)
+    return pb.OpenReply(
+        session=opened.session,
+        incarnation=opened.incarnation,
+        token=opened.token,
+        server=opened.server,
+        device=opened.device,
+        term=opened.term,
+    )
+
+
+def _beat(core: ParameterServer, data: bytes) -> Message:
+    m = parse(pb.BeatRequest, data)
+    core.beat(m.session, m.round, m.plan_id)
+    return pb.Empty()
+
+
+def _leave(core: ParameterServer, data: bytes) -> Message:
+    m = parse(pb.LeaveRequest, data)
+    core.leave(m.session, m.error)
+    return pb.Empty()
+
+
+def _propose(core: ParameterServer, data: bytes) -> Message:
+    m = parse(pb.ProposeRequest, data)
+    plan = values.plan_from_pb(m.plan) if m.HasField("plan") else None
+    start = values.start_from_pb(m.start) if m.HasField("start") else None
+    core.propose(m.session, plan, m.entry, start)
+    return pb.Empty()
+
+
+def _approve(core: ParameterServer, data: bytes) -> Message:
+    m = parse(pb.ApproveRequest, data)
+    entries = [values.entry_from_pb(entry) for entry in m.entries]
+    return pb.ApproveReply(length=core.approve(m.token, m.index, entries))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A verb that answers at once.
+
+    Attributes:
+        answer: decodes the request, calls the core, encodes the reply.
+        threaded: whether it may take long enough to run beside the event loop. A beat must not wait for
+            a free thread: it keeps a lease.
+    """
+
+    answer: Answer
+    threaded: bool = True
+
+
+PROMPT: Mapping[str, Prompt] = {
+    "Beat": Prompt(_beat, threaded=False),
+    "Leave": Prompt(_leave),
+    "Propose": Prompt(_propose),
+    "Approve": Prompt(_approve),
+}
+
+
+# ---- Verbs of one request and one reply, that wait ----
+
+
+Encode = Callable[[Any], Message]
+
+
+def _watch(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
+    m = parse(pb.WatchRequest, data)
+    return core.watch(m.session, m.after, m.version), partial(_watched, m.version)
+
+
+def _watched(known: int, watched: Watched) -> Message:
+    """News, cut to one message. The rest comes with the next call, at once: its version is still the old."""
+    reply = replies.watched_to_pb(replace(watched, entries=(), plans=()))
+    # A log may be long: what does not fit is not encoded.
+    entries, plans = map(values.entry_to_pb, watched.entries), map(values.plan_to_pb, watched.plans)
+    found: list[Any] = fitting(chain[Message](entries, plans))
+    reply.entries.extend(found[: len(watched.entries)])
+    reply.plans.extend(found[len(watched.entries) :])
+    if len(found) < len(watched.entries) + len(watched.plans):
+        reply.version = known
+    return reply
+
+
+def _snapshot(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
+    m = parse(pb.SnapshotRequest, data)
+    return core.snapshot(m.token, m.plan_id, m.manifest), replies.shard_to_pb
+
+
+def _restore(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
+    m = parse(pb.RestoreRequest, data)
+    turn, order = values.turn_from_pb(m.turn), replies.order_from_pb(m.order)
+    return core.restore(m.session, m.path, turn, order), replies.restored_to_pb
+
+
+Ask = Callable[[ParameterServer, bytes], tuple[Future[Any], Encode]]
+
+WAITING: Mapping[str, Ask] = {"Watch": _watch, "Snapshot": _snapshot, "Restore": _restore}
+"""For each verb: decodes the request and calls the core; gives the future, and what encodes its result."""
+
+
+# ---- The service ----
+
+
+class Service(grpc.GenericRpcHandler):
+    """Answers every verb over a core. All methods but `close` are called by gRPC, on its event loop.
+
+    Args:
+        gate: to the server proper, which is called from the event loop and from threads.
+        task: which task this is, for messages.
+        incarnation: the core's life; calls that name another are refused with `ServerLost`.
+        lanes: the other ways to push and pull; what bounds their messages bounds ours.
+    """
+
+    def __init__(self, gate: Gate, task: Task, incarnation: int, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._gate = gate
+        self._task = str(task)
+        self._incarnation = str(incarnation)
+        self._bells: set[Bell] = set()
+        self._frames = Frames(lanes.traffic["grpc"])
+        self._closed = False
+        own: dict[str, Handler] = {
+            "Open": self._open,
+            "Create": self._create,
+            "Push": self._push,
+            "Pull": self._pull,
+            "Status": self._status,
+        }
+        prompt = {name: self._prompt(row) for name, row in PROMPT.items()}
+        waiting = {name: self._waiting(ask) for name, ask in WAITING.items()}
+        self._methods = {
+            VERBS[name].path: _method(VERBS[name].streams, self._told(name, handler))
+            for name, handler in {**prompt, **waiting, **own}.items()
+        }
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler of a method, None for a method that is none of ours."""
+        return self._methods.get(details.method)
+
+    def close(self) -> None:
+        """Ends all calls that wait, and all that come, with `ServerLost`. On the event loop."""
+        self._closed = True
+        for bell in self._bells:
+            bell.ring()
+        self._lanes.end(self._ended())
+
+    def _ended(self) -> ServerLost:
+        return ServerLost("was stopped; its variables are gone; start it and restart from a checkpoint", self._task)
+
+    # ---- What every call goes through ----
+
+    def _told(self, name: str, handler: Handler) -> Method:
+        """Adds to a handler what all have: the gate, the guard, and errors that reach the client as such."""
+
+        async def told(request: Any, context: Context) -> Any:
+            try:
+                metadata = context.invocation_metadata() or ()
+                core = self._gate.admit(metadata, context.auth_context)
+                if VERBS[name].guarded:
+                    self._guard(metadata)
+                return await handler(core, request, context)
+            except PSError as error:
+                status, details, trailing = refusal(error)
+            except Exception:  # a bug of ours must reach the client as an error, not as silence
+                log.exception("internal error in %s", name)
+                status, details, trailing = refusal(self._internal(name))
+            return await context.abort(grpc.StatusCode[status], details, trailing)
+
+        return told
+
+    def _guard(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        for key, value in metadata:
+            if key == INCARNATION_KEY and value != self._incarnation:
+                raise ServerLost(
+                    "was replaced by a new process; its variables are gone; restart from a checkpoint",
+                    self._task,
+                )
+
+    def _internal(self, name: str) -> PSError:
+        return PSError(f"internal error in {name}; see the log of {self._task}", self._task)
+
+    async def _wait(self, future: Future[T]) -> T:
+        """Waits for a future of the core without owning it: a client that goes away cancels nothing."""
+        if not future.done():
+            bell = Bell()
+            future.add_done_callback(lambda _: bell.ring())
+            await self._hear(bell)
+        return future.result()
+
+    async def _hear(self, bell: Bell) -> None:
+        """Waits for a bell, or for the end of this server."""
+        if not self._closed:
+            self._bells.add(bell)
+            try:
+                await bell.heard()
+            finally:
+                self._bells.discard(bell)
+        if self._closed:
+            raise self._ended()
+
+    # ---- One request, one reply ----
+
+    async def _open(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
+        reply = await asyncio.to_thread(_open, core, data)
+        reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
+        reply.lane_token, reply.in_flight = self._lanes.token(reply.session), self._lanes.in_flight
+        return reply.SerializeToString()
+
+    async def _status(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
+        parse(pb.Empty, data)
+        status = replace(core.status(), process=process_status(self._lanes))
+        return replies.status_to_pb(status).SerializeToString()
+
+    def _prompt(self, row: Prompt) -> Handler:
+        async def handler(core: ParameterServer, data: bytes, context: Context) -> bytes:
+            if row.threaded:
+                reply = await asyncio.to_thread(row.answer, core, data)
+            else:
+                reply = row.answer(core, data)
+            return reply.SerializeToString()
+
+        return handler
+
+    def _waiting(self, ask: Ask) -> Handler:
+        async def handler(core: ParameterServer, data: bytes, context: Context) -> bytes:
+            future, encode = ask(core, data)
+            try:
+                return encode(await self._wait(future)).SerializeToString()
+            except asyncio.CancelledError:
+                if ask is _watch:
+                    future.cancel()  # it changes nothing, and that its caller went away says that a process may be gone
+                raise
+
+        return handler
+
+    # ---- Streams ----
+
+    # Messages are read through the context, which is what gRPC's iterator over them does, with a generator more.
+
+    async def _create(self, core: ParameterServer, messages: object, context: Context) -> bytes:
+        first = await _first(context)
+        header = parse(pb.CreateHeader, first.header)
+        spec = values.spec_from_pb(header.spec)
+        value = await self._received(first, context, spec.tensor.nbytes) if header.has_value else None
+        reply = await asyncio.to_thread(
+            core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
+        )
+        message = pb.CreateReply(
+            id=reply.id, servers=reply.servers, initialized=reply.initialized, restored=reply.restored
+        )
+        return message.SerializeToString()
+
+    async def _push(self, core: ParameterServer, messages: object, context: Context) -> None:
+        first = await _first(context)
+        header = parse(pb.PushHeader, first.header)
+        assembly = self._assembly(first, header.size)
+        answer = Growing()
+        future = core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
+        future.add_done_callback(lambda _: answer.bell.ring())
+        rest = partial(_rest, context, assembly, self._lanes.in_flight)
+        receiving = None if assembly.payload.whole else asyncio.ensure_future(answer.receive(rest))
+        try:
+            await self._send_answer(context, future, answer)
+        finally:
+            if receiving:
+                receiving.cancel()
+
+    async def _send_answer(self, context: Context, future: Future[RoundReply], answer: Growing) -> None:
+        """Sends an answer, and its parts as they come to be. The first header tells their size, the last one all."""
+        while not future.done() or not answer.sent:
+            part = answer.next()
+            if part is None:
+                if future.done() and (answer.cutter is None or future.exception()):
+                    break
+                await self._hear(answer.bell)
+            else:
+                await context.write(self._frames.encoded(answer.header(), answer.payload or EMPTY, part))
+        reply = future.result()
+        if answer.cutter is None:
+            await self._send(context, replies.round_to_pb(reply), reply.payload)
+        else:
+            await context.write(Frame(replies.round_to_pb(reply).SerializeToString()).encode())
+
+    async def _pull(self, core: ParameterServer, data: bytes, context: Context) -> None:
+        m = parse(pb.PullRequest, data)
+        reply = await self._wait(core.pull(m.session, tuple(m.variables), m.after))
+        await self._send(context, replies.pull_to_pb(reply), reply.payload)
+
+    async def _send(self, context: Context, message: Message, payload: Payload) -> None:
+        """Sends an answer that is whole; its first part rides with the header."""
+        header = message.SerializeToString()
+        for part in payload.parts():
+            await context.write(self._frames.encoded(header, payload, part))
+            header = b""
+        if not payload.size:
+            await context.write(Frame(header).encode())
+
+    def _assembly(self, first: Frame, size: int) -> Assembly:
+        """Where a payload is collected whose first part is there."""
+        assembly = self._lanes.assembly(size, "grpc")
+        assembly.add(first.offset, first.data or ())
+        return assembly
+
+    async def _received(self, first: Frame, context: Context, size: int) -> Payload:
+        """A payload whose first part is there, once it is whole."""
+        assembly = self._assembly(first, size)
+        await _rest(context, assembly, self._lanes.in_flight)
+        return assembly.payload
+
+
+def _method(streams: tuple[bool, bool], handler: Method) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of raw bytes: without serializers, gRPC hands them through."""
+    kinds: dict[tuple[bool, bool], Callable[[Any], grpc.RpcMethodHandler[Any, Any]]] = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return kinds[streams](handler)
+
+
+async def _rest(context: Context, assembly: Assembly, in_flight: int) -> None:
+    """Collects the parts of a payload until it is whole; reads no more than `in_flight` bytes before they are used."""
+    bell = Bell()
+    while not assembly.payload.whole:
+        if assembly.payload.crowded(in_flight, bell.ring):
+            await bell.heard()
+        message = await context.read()
+        if message is grpc.aio.EOF:
+            break
+        frame = Frame.decode(message)
+        if frame.header or frame.data is None:
+            raise InvalidRequest("a frame within a stream has a header, or no part")
+        assembly.add(frame.offset, frame.data)
+    assembly.check_whole()
+
+
+async def _first(context: Context) -> Frame:
+    try:
+        async with asyncio.timeout(HEADER_SECONDS):
+            message = await context.read()
+    except TimeoutError:
+        raise InvalidRequest(f"a stream's header did not come within {HEADER_SECONDS:g} s") from None
+    if message is grpc.aio.EOF:
+        raise InvalidRequest("a stream ended before its header")
+    return Frame.decode(message)

@@ -1,0 +1,59 @@
+"""What others may ask a server by gRPC's own means: whether it serves (`grpc.health.v1`), and what (reflection)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pswire.encoding.verbs import SERVICE
+
+if TYPE_CHECKING:
+    import grpc
+
+LOOK_SECONDS = 0.5
+"""How often it is looked whether the server is alive."""
+
+
+class Health:
+    """Tells whether a server serves. All methods belong to one event loop.
+
+    Args:
+        well: whether the server does what it is there for.
+    """
+
+    def __init__(self, well: Callable[[], bool]) -> None:
+        self._well = well
+        self._servicer: Any = health.aio.HealthServicer()
+        self._looking: asyncio.Task[None] | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Answers on a server that is not started yet: for all of it, which is "", and for our service."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+
+    async def start(self) -> None:
+        """Looks at the server from now on."""
+        await self._tell()
+        self._looking = asyncio.ensure_future(self._look())
+
+    async def stop(self) -> None:
+        """The server ends: it does not serve any more, whatever comes."""
+        if self._looking:
+            self._looking.cancel()
+        await self._servicer.enter_graceful_shutdown()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self._tell()
+
+    async def _tell(self) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if self._well() else statuses.NOT_SERVING
+        for service in ("", SERVICE):
+            await self._servicer.set(service, status)

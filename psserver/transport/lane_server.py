@@ -1,0 +1,213 @@
+"""The lanes of a server: pushes and pulls over plain sockets, their data in the socket or in shared memory.
+
+One event loop serves all clients. What a client sends is read into memory once, or not at all where the memory is
+shared; answers are sent by the thread that makes them, as far as the system takes them, and then by the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import logging
+import os
+import secrets
+import socket
+from pathlib import Path
+
+from psserver.config import ServerConfig
+from psserver.transport import unix_socket
+from psserver.transport.access import Roles
+from psserver.transport.lane_connection import Connection
+from psserver.transport.tls_handshake import Handshake
+from pswire.api import ParameterServer
+from pswire.errors import InvalidRequest, MemoryLimit, PSError
+from pswire.security.identity import named
+from pswire.transport.payload import Assembly
+from pswire.transport.shared_memory import Ring, Segment
+from pswire.transport.sockets import tune
+from pswire.transport.tls_socket import Sealed
+from pswire.transport.traffic import LaneName, traffic
+
+log = logging.getLogger("psserver.lanes")
+
+MAX_STRANGERS = 256
+"""Connections that have not said who they are; the oldest has to go."""
+
+MAX_TOKENS = 4096
+"""Sessions that may open lanes; of those without one the oldest can no more, and pushes and pulls over gRPC."""
+
+MAX_CONNECTIONS = 8
+"""Of one session; it uses one, and for a moment a second. The oldest has to go."""
+
+REST_SECONDS = 1.0
+"""How long nobody is let in once the system has no room for a connection."""
+
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""What the system says then."""
+
+SILENCE_SECONDS = 30.0
+"""How long a client's host may not acknowledge anything."""
+
+
+class Lanes:
+    """Listens for the lanes of all sessions. All methods belong to the event loop, but `token`.
+
+    Args:
+        core: the server proper.
+        config: where it listens, with which certificate, and what it may hold. Of the memory for answers only what was
+            once in use at a time is taken; twice the largest model whose values are used where they are is best.
+        roles: whose sessions are whose; None where there are no certificates.
+    """
+
+    def __init__(self, core: ParameterServer, config: ServerConfig, roles: Roles | None = None) -> None:
+        self.in_flight = config.in_flight
+        self._shared_memory = config.shared_memory
+        self.core = core
+        self.task = str(config.task)
+        self.traffic = traffic()
+        """Payload bytes of each lane, that of gRPC included."""
+        self.max_payload_bytes = config.max_payload_bytes
+        self._roles = roles
+        self._tls = config.security.server_context() if config.security.tls else None
+        self.port = 0
+        """Of the tcp lane, once it listens."""
+        self.path = ""
+        """Of the shm lane's socket, once it listens; "" where the system has none."""
+        self._host = config.host
+        self._wanted = config.data_port
+        self._tokens: dict[int, bytes] = {}
+        self._listeners: list[socket.socket] = []
+        self._outbox: tuple[Ring, int] | None = None
+        self.connections: list[Connection] = []
+        self._handshakes: list[Handshake] = []
+        self.leaving: set[Connection] = set()
+        """Those that are over, and whose clients may still look at our memory."""
+        self.ended: PSError | None = None
+        """Why no call is taken any more."""
+        self._resting = False
+
+    def token(self, session: int) -> bytes:
+        """What the client of a session says to show that it is."""
+        if session not in self._tokens and len(self._tokens) >= MAX_TOKENS:
+            busy = {connection.session for connection in list(self.connections)}
+            del self._tokens[next((old for old in self._tokens if old not in busy), next(iter(self._tokens)))]
+        return self._tokens.setdefault(session, secrets.token_bytes(16))
+
+    def let_in(self, connection: Connection, session: int, token: bytes) -> None:
+        """A client has said whose it is; raises `InvalidRequest` or `Forbidden` if that is not shown."""
+        known = self._tokens.get(session)
+        if known is None or not hmac.compare_digest(known, token):
+            raise InvalidRequest("a connection has not shown whose it is")
+        if self._roles is not None and connection.names is not None:
+            self._roles.check_session(connection.names, session)
+        others = [other for other in self.connections if other.session == session]
+        if len(others) >= MAX_CONNECTIONS:
+            others[0].close("its client has opened too many others")
+
+    def replace(self, connection: Connection) -> None:
+        """Ends all others of its session: its client has given them up, and may not have been able to say so."""
+        for other in [other for other in self.connections if other.session == connection.session]:
+            if other is not connection:
+                other.close("its client has opened another")
+
+    def outbox(self) -> tuple[Ring, int]:
+        """Where answers are written for all clients that share memory, and its file; raises `OSError` if it fails."""
+        if self._outbox is None:
+            segment, file = Segment.make(self._shared_memory)
+            self._outbox = Ring(segment.memory), file
+        return self._outbox
+
+    def assembly(self, size: int, lane: LaneName) -> Assembly:
+        """Where a message's payload is collected; raises `MemoryLimit` for one that announces too much."""
+        if size > self.max_payload_bytes:
+            raise MemoryLimit(
+                f"a message of {size} bytes is above this server's limit of {self.max_payload_bytes}; "
+                "give the server more memory, or spread the variables over more servers",
+                self.task,
+            )
+        return Assembly(size, self.traffic[lane])
+
+    def start(self) -> None:
+        """Listens from now on; raises `OSError` where the port cannot be had."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        tcp = socket.create_server((self._host.strip("[]"), self._wanted), family=family, backlog=MAX_STRANGERS)
+        self.port = tcp.getsockname()[1]
+        self._listen(tcp, False)
+        if not self._shared_memory:
+            return
+        with contextlib.suppress(OSError):  # a system without Unix sockets, or a place that cannot be written
+            unix, path = unix_socket.listen(MAX_STRANGERS)
+            self._listen(unix, True)
+            self.path = str(path)
+
+    def _listen(self, listener: socket.socket, shared: bool) -> None:
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._heed(listener, shared)
+
+    def _heed(self, listener: socket.socket, shared: bool) -> None:
+        if listener in self._listeners:  # else the server has ended meanwhile
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener, shared)
+
+    def _accept(self, listener: socket.socket, shared: bool) -> None:
+        try:
+            sock, _ = listener.accept()
+            if not shared:
+                tune(sock, SILENCE_SECONDS, breaks=True)
+        except OSError as error:
+            if error.errno in FULL:
+                self._rest(listener, shared, error)
+            return
+        self._resting = False
+        strangers: list[Handshake | Connection] = list(self._handshakes)
+        strangers += [connection for connection in self.connections if connection.session is None]
+        if len(strangers) >= MAX_STRANGERS:
+            strangers[0].close("too many connections that say nothing")
+        if self._tls is None or shared:
+            self.connections.append(Connection(self, sock, shared))
+        else:
+            self._handshakes.append(Handshake(self._tls, sock, self._shaken))
+
+    def _shaken(self, handshake: Handshake, sealed: Sealed | None) -> None:
+        """A handshake is over; with a connection if it has succeeded."""
+        self._handshakes.remove(handshake)
+        if sealed is not None:
+            self.connections.append(Connection(self, sealed, False, named(sealed.peer_names())))
+
+    def _rest(self, listener: socket.socket, shared: bool, error: OSError) -> None:
+        """Lets nobody in for a moment: who waits would have the loop try again and again."""
+        if not self._resting:
+            log.warning("%s lets nobody in for now (%s)", self.task, error.strerror)
+        self._resting = True
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        loop.call_later(REST_SECONDS, self._heed, listener, shared)
+
+    def end(self, error: PSError) -> None:
+        """Answers all calls that wait, and all that come, with an error."""
+        self.ended = error
+        for connection in list(self.connections):
+            connection.end(error)
+
+    def stop(self) -> None:
+        """Ends all connections."""
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.remove_reader(listener)
+            listener.close()
+        self._listeners.clear()
+        if self.path:
+            Path(self.path).unlink(missing_ok=True)
+        for handshake in list(self._handshakes):
+            handshake.close("the server ends")
+        for connection in list(self.connections):
+            connection.close("the server ends", gone=True)
+        for connection in self.leaving:
+            loop.remove_reader(connection.sock)
+            connection.drop()
+        self.leaving.clear()
+        if self._outbox is not None:
+            os.close(self._outbox[1])
+            self._outbox = None

@@ -1,0 +1,261 @@
+"""One listening server: binds a port, serves a core on it, ends in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from psserver.config import ServerConfig
+from psserver.transport.access import Gate
+from psserver.transport.grpc_service import Service
+from psserver.transport.health import Health
+from psserver.transport.lane_server import Lanes
+from pswire.api import ParameterServer
+from pswire.cluster import join_address
+from pswire.errors import ConfigError
+from pswire.security.identity import Security
+from pswire.transport.traffic import LaneName, Traffic
+
+log = logging.getLogger("psserver")
+
+KEEPALIVE_MS = 10_000
+"""Pause after which a silent client is asked for a sign of life, and how long it may take to give it."""
+
+MAX_CALLS = 1024
+"""Calls that one client may have under way over gRPC; more of them wait in the client."""
+
+HANDSHAKE_MS = 10_000
+"""How long a client may take to introduce itself to gRPC."""
+
+EXPOSED = (
+    "whoever reaches this machine could read and change the variables; give --tls-cert, --tls-key, --tls-ca and "
+    "--token-file (psctl certs makes them), or --insecure where nobody else is on the network"
+)
+
+
+class Server:
+    """Serves a core over gRPC. All methods belong to one event loop.
+
+    Args:
+        core: the server proper.
+        config: which task it is, where it listens, and what it asks of clients.
+        well: whether the core does what it is there for, as probes are told.
+    """
+
+    def __init__(self, core: ParameterServer, config: ServerConfig, well: Callable[[], bool] = lambda: True) -> None:
+        self._config = config
+        self._health = Health(well)
+        gate = Gate(core, config.task, config.security)
+        self._lanes = Lanes(core, config, gate.roles)
+        self._service = Service(gate, config.task, core.status().incarnation, self._lanes)
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def traffic(self) -> Mapping[LaneName, Traffic]:
+        """Payload bytes of each lane."""
+        return self._lanes.traffic
+
+    async def start(self) -> int:
+        """Listens from now on.
+
+        Returns:
+            The port.
+
+        Raises:
+            ConfigError: the port is in use, the address is not this machine's, or it is for other machines and
+                nothing keeps these out.
+        """
+        config = self._config
+        await asyncio.get_running_loop().run_in_executor(None, _check, config)
+        server = grpc.aio.server(handlers=(self._service,), options=_options())
+        try:
+            port = _listen(server, join_address(config.host, config.port), config.security)
+        except RuntimeError:
+            raise ConfigError(_cannot(config.host, config.port, "gRPC refused it")) from None
+        try:
+            self._lanes.start()
+        except OSError as error:
+            raise ConfigError(_cannot(config.host, config.data_port, error.strerror or str(error))) from None
+        self._health.register(server)
+        await server.start()
+        await self._health.start()
+        self._server = server
+        return port
+
+    async def stop(self, grace: float) -> None:
+        """Ends: calls that wait are told `ServerLost`; answers under way get `grace` seconds."""
+        self._service.close()
+        await self._health.stop()
+        if self._server:
+            await self._server.stop(grace)
+            self._server = None
+        self._lanes.stop()
+
+
+async def serve(server: Server, stopped: asyncio.Event, ready: Callable[[int], None], grace: float) -> None:
+    """Serves until an event.
+
+    Args:
+        server: the server; it is started and stopped.
+        stopped: ends it.
+        ready: called with the port once it listens.
+        grace: seconds that answers under way get at the end.
+    """
+    ready(await server.start())
+    try:
+        await stopped.wait()
+    finally:
+        await server.stop(grace)
+        await leave_nothing(grace)
+
+
+async def leave_nothing(grace: float) -> None:
+    """Waits for what else runs on this loop, which ends with the server: gRPC's own tasks end a moment after it.
+
+    A loop that ends before them has them logged, as errors of calls that were answered.
+    """
+    if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(rest, timeout=grace)
+
+
+class ServerThread:
+    """A server on an event loop of its own, in a background thread: for tests, and for embedding.
+
+    Args:
+        core: the server proper; the caller closes it.
+        config: which task it is, where it listens, and what it asks of clients.
+        grace: seconds that answers under way get at the end.
+
+    Attributes:
+        port: where it listens, once entered.
+    """
+
+    def __init__(self, core: ParameterServer, config: ServerConfig, grace: float = 1.0) -> None:
+        self.port = config.port
+        self._host = config.host
+        self._server = Server(core, config)
+        self._grace = grace
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=f"serve {config.task}", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the server."""
+        return join_address(self._host, self.port)
+
+    def __enter__(self) -> ServerThread:
+        """Returns once the server listens; raises `ConfigError` as `Server.start` does."""
+        self._thread.start()
+        self._ready.wait()
+        if self._error:
+            raise self._error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the server and its thread; a second call does nothing. From any thread but its own."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(serve(self._server, self._stopped, self._listening, self._grace))
+        except BaseException as error:  # told to who started the thread
+            self._error = error
+        finally:
+            self._loop.close()
+            self._ready.set()
+
+    def _listening(self, port: int) -> None:
+        self.port = port
+        self._ready.set()
+
+
+def _options() -> list[tuple[str, int]]:
+    return [
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_concurrent_streams", MAX_CALLS),
+        ("grpc.so_reuseport", 0),  # else two servers would share a port, and each get half of the calls
+        # A host that loses its power says nothing: without pings what it has half sent would be kept for ever.
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
+        ("grpc.http2.max_pings_without_data", 0),  # no limit
+        # Clients ping, too, and as often as they like: else they would be refused with too_many_pings.
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def _listen(server: grpc.aio.Server, address: str, security: Security) -> int:
+    if not security.tls:
+        return server.add_insecure_port(address)
+    pair = security.key, security.certificate
+    return server.add_secure_port(address, grpc.ssl_server_credentials([pair], security.ca, require_client_auth=True))
+
+
+def _check(config: ServerConfig) -> None:
+    """Finds out whether it can listen there, and whether it should."""
+    host, port = config.host, config.port
+    try:
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(_cannot(host, port, error.strerror or str(error))) from None
+    _probe(host, port, addresses)
+    if not all(_is_loopback(address) for *_, address in addresses):
+        _check_exposed(config)
+
+
+def _is_loopback(address: Any) -> bool:
+    return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+
+
+def _check_exposed(config: ServerConfig) -> None:
+    """Whether it may listen to other machines."""
+    missing = [what for what, given in (("TLS", config.security.tls), ("a token", config.security.token)) if not given]
+    if not missing:
+        return
+    text = f"{config.task} listens to other machines on {config.host} without {' and '.join(missing)}: {EXPOSED}"
+    if not config.insecure:
+        raise ConfigError(text)
+    log.warning("INSECURE: %s", text)
+
+
+def _probe(host: str, port: int, addresses: Sequence[Any]) -> None:
+    """Binds and lets go: gRPC itself does not say why it cannot bind, and prints lines of its own."""
+    failures = [error for address in addresses if (error := _bind_error(*address))]
+    if any(error.errno == errno.EADDRINUSE for error in failures):
+        raise ConfigError(f"port {port} on {host} is in use by another process; stop it or choose another with --port")
+    if failures and len(failures) >= len(addresses):  # one address of several, such as ::1, may be missing
+        raise ConfigError(_cannot(host, port, failures[0].strerror or str(failures[0])))
+
+
+def _bind_error(family: int, kind: int, protocol: int, _: str, address: Any) -> OSError | None:
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error
+    return None
+
+
+def _cannot(host: str, port: int, why: str) -> str:
+    return f"cannot listen on {join_address(host, port)} ({why}); choose another with --host or --port"

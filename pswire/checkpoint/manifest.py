@@ -1,0 +1,222 @@
+"""The manifest of a checkpoint: what its files have. JSON, written last; docs/checkpoints.md has its schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, count
+from pathlib import PurePosixPath
+from typing import Any
+
+from pswire import strict_json
+from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest
+from pswire.model.log import Position
+from pswire.model.tensor import TensorSpec
+from pswire.strict_json import Malformed
+from pswire.versions import version
+
+MANIFEST = "manifest.json"
+"""Its name. A directory without one is no checkpoint: it is what a crash has left behind."""
+
+LATEST = "latest"
+"""The file beside checkpoints that names the one to go on from. Without it that is the one with the greatest number."""
+
+MAX_MANIFEST = 16 << 20
+"""Bytes of a manifest: some 50,000 variables. What is larger is neither written nor read."""
+
+MAX_LATEST = 4 << 10
+"""Bytes of the file `latest`."""
+
+FORMAT = 2
+"""What is written. Format 1 has no checksums, sizes, objects or state; it is read, too."""
+
+_MAX_DATASET = (1 << 32) - 1
+
+_CHECKSUM = re.compile(r"xxh3:[0-9a-f]{32}")
+
+
+def number(name: str) -> tuple[str, int]:
+    """A checkpoint's name without its number, and the number: `ckpt-12` is ("ckpt", 12), `best` is ("best", -1)."""
+    stem, dash, digits = name.rpartition("-")
+    numbered = dash and digits.isascii() and digits.isdecimal() and len(digits) < 20
+    return (stem, int(digits)) if numbered else (name, -1)
+
+
+def rank(name: str) -> tuple[int, str]:
+    """The order of the checkpoints in a directory: the newest has the greatest.
+
+    It is the number that tells, then the name; no clock does: files are copied, and the clocks of hosts differ. Those
+    without a number come before all that have one.
+    """
+    stem, found = number(name)
+    return found, stem
+
+
+def shard_name(place: int, count: int, save: str) -> str:
+    """The name of a checkpoint's file.
+
+    Args:
+        place: which one it is.
+        count: of how many.
+        save: eight hexadecimal digits that no other save has: it disturbs nothing that is there.
+    """
+    return f"shard-{place:05d}-of-{count:05d}-{save}.safetensors"
+
+
+_ASIDE = re.compile(r"\.damaged(\.[0-9]+)?$")
+
+
+def aside(name: str, taken: Collection[str]) -> str:
+    """The name under which a damaged checkpoint is kept: `ckpt-7.damaged`, or `.damaged.2` where that is taken."""
+    first = f"{name}.damaged"
+    return next(one for one in chain([first], (f"{first}.{n}" for n in count(2))) if one not in taken)
+
+
+def is_aside(name: str) -> bool:
+    """Whether a checkpoint of this name is one that was set aside: no job goes on from it by itself."""
+    return _ASIDE.search(name) is not None
+
+
+def is_ours(file: str) -> bool:
+    """Whether a save makes files of such a name; it begins with a dot while the file is being written."""
+    return file.startswith(("shard-", ".shard-", f".{MANIFEST}."))
+
+
+def latest_text(name: str) -> str:
+    """What the file `latest` says when a checkpoint of this name is the newest."""
+    return json.dumps({"format": 1, "latest": name}) + "\n"
+
+
+def latest_in(text: str) -> str:
+    """The name in the text of the file `latest`; raises `Malformed` where it is not as this version writes it."""
+    said = strict_json.parse(text)
+    name = said.get("latest") if isinstance(said, dict) and said.get("format") == 1 else None
+    if not isinstance(name, str):
+        raise Malformed(f"{text[:80]!r} is not such as {latest_text('ckpt-3').strip()}")
+    return name
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        file: the name of the file that has it, in the checkpoint's directory.
+        spec: dtype and shape.
+        checksum: of its bytes as they lie in the file, `xxh3:` and 32 hexadecimal digits; "" where there is none.
+    """
+
+    file: str
+    spec: TensorSpec
+    checksum: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint has.
+
+    Attributes:
+        round: the round whose state it is.
+        positions: the datasets' positions after that round.
+        tensors: by the names that checkpoints have variables by.
+        files: the bytes of each file.
+        objects: for each path in what `Checkpoint(**objects)` tracked the name of its tensor.
+        state: by path what `state_dict` of other objects gave: JSON.
+        saved_at: seconds since 1970.
+        library: what has written it.
+    """
+
+    round: int
+    positions: tuple[Position, ...]
+    tensors: Mapping[str, Saved]
+    files: Mapping[str, int] = field(default_factory=dict)
+    objects: Mapping[str, str] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    saved_at: float = 0.0
+    library: str = ""
+
+    @property
+    def shards(self) -> list[str]:
+        """The names of its files, of which an older format gives no sizes."""
+        return sorted({*self.files, *(saved.file for saved in self.tensors.values())})
+
+    def text(self) -> str:
+        """The JSON text: a line for each tensor, so that one of many thousands still travels in one message."""
+        content = {
+            "format": FORMAT,
+            "library": self.library or f"paramserver {version('paramserver')}",
+            "saved_at": self.saved_at,
+            "round": self.round,
+            "positions": [vars(position) for position in self.positions],
+            "files": dict(self.files),
+            "objects": dict(self.objects),
+            "state": dict(self.state),
+        }
+        head = json.dumps(content, indent=1).removesuffix("\n}")
+        lines = (f"  {json.dumps(name)}: {_entry(saved)}" for name, saved in sorted(self.tensors.items()))
+        return f'{head},\n "tensors": {{\n' + ",\n".join(lines) + "\n }\n}\n"
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Manifest:
+        """Reads a JSON text.
+
+        Args:
+            text: what was in the file.
+            where: the file, for messages.
+
+        Raises:
+            DamagedCheckpoint: it is no manifest, or names what is outside of its directory.
+            CheckpointError: it is one of a newer format.
+        """
+        try:
+            data = strict_json.fields(strict_json.parse(text))
+            if strict_json.integer(strict_json.field(data, "format")) > FORMAT:
+                raise CheckpointError(f"{where} has format {data['format']}; this version reads 1 and {FORMAT}")
+            found = cls._read(data)
+        except (Malformed, InvalidRequest) as error:
+            raise DamagedCheckpoint(f"{where} is no manifest of a checkpoint: {error}") from error
+        outside = [
+            file for file in found.shards if file in ("", "..") or "\0" in file or PurePosixPath(file).name != file
+        ]
+        if outside:
+            raise DamagedCheckpoint(f"{where} names a file outside of its directory: {outside[0][:80]!r}")
+        return found
+
+    @classmethod
+    def _read(cls, data: dict[str, Any]) -> Manifest:
+        def words(key: str) -> Iterator[tuple[str, Any]]:
+            return iter(strict_json.fields(data.get(key, {})).items())
+
+        return cls(
+            strict_json.integer(strict_json.field(data, "round")),
+            tuple(map(_position, strict_json.items(strict_json.field(data, "positions")))),
+            {name: _saved(entry) for name, entry in strict_json.fields(strict_json.field(data, "tensors")).items()},
+            {file: strict_json.integer(size) for file, size in words("files")},
+            {path: strict_json.text(name) for path, name in words("objects")},
+            {path: strict_json.shallow(state) for path, state in words("state")},
+            strict_json.number(data.get("saved_at", 0)),
+            strict_json.text(data.get("library", "")),
+        )
+
+
+def _entry(saved: Saved) -> str:
+    spec = {"dtype": saved.spec.dtype, "shape": saved.spec.shape}
+    return json.dumps({"file": saved.file, **spec, "checksum": saved.checksum})
+
+
+def _position(data: Any) -> Position:
+    said = strict_json.fields(data)
+    dataset, epoch, index = (strict_json.integer(strict_json.field(said, key)) for key in ("dataset", "epoch", "index"))
+    return Position(strict_json.integer(dataset, _MAX_DATASET), epoch, index)
+
+
+def _saved(data: Any) -> Saved:
+    entry = strict_json.fields(data)
+    file, checksum = strict_json.text(strict_json.field(entry, "file")), strict_json.text(entry.get("checksum", ""))
+    if checksum and not _CHECKSUM.fullmatch(checksum):
+        raise Malformed(f"{checksum[:80]!r} is no checksum")
+    shape = tuple(map(strict_json.integer, strict_json.items(strict_json.field(entry, "shape"))))
+    spec = TensorSpec(strict_json.text(strict_json.field(entry, "dtype")), shape).check()
+    return Saved(file, spec, checksum)

@@ -1,0 +1,364 @@
+"""Reading checkpoints where they lie: by servers, by strategies without servers, and by tools."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import IO
+
+from pswire.api import RestoreReply
+from pswire.checkpoint import safetensors_stream
+from pswire.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    MAX_LATEST,
+    MAX_MANIFEST,
+    Manifest,
+    Saved,
+    is_aside,
+    latest_in,
+    number,
+    rank,
+)
+from pswire.checkpoint.safetensors_stream import Entry, read_saved, told, verify_saved
+from pswire.checkpoint.storage import Place, below
+from pswire.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, VariableMismatch
+from pswire.model.tensor import DTYPES, Array, TensorSpec
+from pswire.strict_json import Malformed
+
+log = logging.getLogger("pswire")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that was opened: it is complete. Used by one thread.
+
+    Attributes:
+        place: where it is.
+        path: below the place.
+        manifest: what it has.
+        text: the same, as it was read.
+    """
+
+    place: Place
+    path: str
+    manifest: Manifest
+    text: str
+    _headers: dict[str, dict[str, Entry]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.manifest.tensors
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return PurePosixPath(self.full).name
+
+    @property
+    def full(self) -> str:
+        """Its path, for people."""
+        return self.place.full(self.path)
+
+    @property
+    def reply(self) -> RestoreReply:
+        """What a server tells of it."""
+        return RestoreReply(self.path, self.manifest.positions, self.text)
+
+    @classmethod
+    def open(cls, place: Place, path: str = ".", limit: int = MAX_MANIFEST) -> SavedCheckpoint:
+        """Opens a checkpoint, or the newest in a directory of them.
+
+        Args:
+            place: where it is.
+            path: which.
+            limit: bytes that its manifest may have.
+
+        Raises:
+            NoCheckpoint: there is none.
+            DamagedCheckpoint: its manifest is broken.
+            CheckpointError: its manifest cannot be read, or is longer; or the path leaves the place.
+        """
+        path = below(path)
+        return cls._open(place, path if _is_one(place, path) else newest(place, path), limit)
+
+    @classmethod
+    def open_whole(
+        cls, place: Place, path: str, damaged: Mapping[str, str] | None = None, limit: int = MAX_MANIFEST
+    ) -> tuple[SavedCheckpoint, dict[str, str]]:
+        """As `open`, but in a directory a checkpoint is passed over that is damaged, for the one before it.
+
+        Args:
+            place, path, limit: as `open` takes them.
+            damaged: names of checkpoints in the directory that are known to be damaged, with what is wrong.
+
+        Returns:
+            The checkpoint, and with `damaged` those that were found to be so here. Of no manifest more is known than
+            that it can be read.
+
+        Raises:
+            NoCheckpoint: there is none.
+            DamagedCheckpoint: the one that `path` names is, or all are.
+            CheckpointError: as `open`.
+        """
+        path, known = below(path), dict(damaged or {})
+        if _is_one(place, path):
+            return cls._open(place, path, limit), known
+        for name in _some(place, path).downwards:
+            if name not in known:
+                try:
+                    return cls._open(place, str(PurePosixPath(path) / name), limit), known
+                except DamagedCheckpoint as error:
+                    known[name] = error.message
+        raise DamagedCheckpoint(
+            f"every checkpoint in {place.full(path)} from the newest on downwards is damaged, and none is left to go "
+            f"back to: {listed(known)}; restore another one by its path, or move them away to begin anew"
+        )
+
+    @classmethod
+    def _open(cls, place: Place, path: str, limit: int) -> SavedCheckpoint:
+        where = str(PurePosixPath(path) / MANIFEST)
+        full = place.full(where)
+        with told(full):
+            text = _text(place, where, MAX_MANIFEST, limit)
+        return cls(place, path, Manifest.parse(text, full), text)
+
+    # ---- Its tensors ----
+
+    def read(self, wanted: Sequence[tuple[str, TensorSpec]], cast: bool = False) -> list[Array]:
+        """Reads tensors: nothing but these, each file in one go.
+
+        Args:
+            wanted: which, and what each has to be.
+            cast: whether one may be of another dtype, and is cast.
+
+        Returns:
+            In the order of `wanted`; each has memory of its own.
+
+        Raises:
+            CheckpointError: the checkpoint does not have one of them, or its bytes are not those that were saved.
+            VariableMismatch: it has another shape or dtype.
+        """
+        saved = [self._check(name, spec, cast) for name, spec in wanted]
+        found: dict[int, Array] = {}
+        for file in sorted({one.file for one in saved}):
+            mine = [place for place, one in enumerate(saved) if one.file == file]
+            found |= self._read(file, {place: wanted[place][0] for place in mine})
+        return [found[place].astype(DTYPES[spec.dtype], copy=False) for place, (_, spec) in enumerate(wanted)]
+
+    def tensor(self, name: str) -> Array:
+        """One tensor, as it was saved; raises as `read`, and `KeyError` where the checkpoint has none of this name."""
+        (array,) = self.read([(name, self.manifest.tensors[name].spec)])
+        return array
+
+    def _check(self, name: str, spec: TensorSpec, cast: bool) -> Saved:
+        tensors = self.manifest.tensors
+        if name not in tensors:
+            raise CheckpointError(
+                f"the checkpoint {self.full} has no variable {name!r}; it has {', '.join(sorted(tensors)[:8])}"
+            )
+        found = tensors[name].spec
+        if found.shape != spec.shape or (found.dtype != spec.dtype and not cast):
+            fits = found.shape == spec.shape
+            wish = "restore it with CheckpointOptions(cast=True)" if fits else "create the variable as it was saved"
+            raise VariableMismatch(f"the checkpoint {self.full} has {name!r} as {found}, not {spec}; {wish}")
+        return tensors[name]
+
+    def _read(self, name: str, wanted: Mapping[int, str]) -> dict[int, Array]:
+        """Reads tensors of one file."""
+        path = str(PurePosixPath(self.path) / name)
+        saved = self.manifest.tensors
+        with told(self.place.full(path)):
+            self._check_size(name, path)
+            with self.place.open(path) as file:
+                entries = self._header(name, path, file)
+                return {place: read_saved(file, entries, tensor, saved[tensor]) for place, tensor in wanted.items()}
+
+    def _check_size(self, name: str, path: str) -> None:
+        if not self.place.exists(path):
+            raise Malformed("the file is missing")
+        size, expected = self.place.size(path), self.manifest.files.get(name)
+        if expected not in (None, size):
+            raise Malformed(f"it has {size} bytes, and had {expected} when it was saved")
+
+    def _header(self, name: str, path: str, file: IO[bytes]) -> dict[str, Entry]:
+        if name not in self._headers:
+            # An entry of a manifest takes more bytes than one of a header, but for names that it has twice.
+            self._headers[name] = safetensors_stream.read_header(file, self.place.size(path), 2 * len(self.text) + 4096)
+        return self._headers[name]
+
+    # ---- Whether it is whole ----
+
+    def verify(self) -> Iterator[tuple[str, str]]:
+        """What is wrong, by file: sizes, headers, tensors that are missing or not known, checksums.
+
+        Raises:
+            CheckpointError: a file cannot be read, so that nobody knows.
+        """
+        for file in self.manifest.shards:
+            yield from ((file, fault) for fault in self._faults(file))
+
+    def check_rest(self, taken: Collection[str], place: int = 0, count: int = 1) -> None:
+        """Checks what nobody has read yet; of every `count` files one, from file `place` on.
+
+        Args:
+            taken: the names of tensors that `read` has checked, here or elsewhere.
+            place, count: which files.
+
+        Raises:
+            DamagedCheckpoint: something is not as it was saved.
+            CheckpointError: a file cannot be read.
+        """
+        for file in self.manifest.shards[place::count]:
+            for fault in self._faults(file, taken):
+                full = self.place.full(str(PurePosixPath(self.path) / file))
+                raise DamagedCheckpoint(f"{full} cannot be read: {fault}")
+
+    def _faults(self, name: str, but: Collection[str] = ()) -> Iterator[str]:
+        """What is wrong with a file; of the tensors in `but` nothing is read."""
+        path = str(PurePosixPath(self.path) / name)
+        mine = {tensor: saved for tensor, saved in self.manifest.tensors.items() if saved.file == name}
+        with told(self.place.full(path)):
+            try:
+                self._check_size(name, path)
+            except Malformed as error:
+                yield str(error)
+                if not self.place.exists(path):
+                    return
+            with self.place.open(path) as file:
+                try:
+                    entries = self._header(name, path, file)
+                except Malformed as error:
+                    yield str(error)
+                    return
+                unknown = sorted(set(entries) - set(mine))
+                yield from (f"it has {tensor!r}, which the manifest does not name" for tensor in unknown)
+                for tensor, saved in sorted(mine.items()):
+                    try:
+                        if tensor not in but:
+                            verify_saved(file, entries, tensor, saved)
+                    except Malformed as error:
+                        yield str(error)
+
+
+def _is_one(place: Place, path: str) -> bool:
+    """Whether a path is a checkpoint's, and no directory of them."""
+    with told(place.full(path)):
+        return place.exists(str(PurePosixPath(path) / MANIFEST))
+
+
+def _text(place: Place, path: str, most: int, limit: int) -> str:
+    """The text of a small file; no more is read than it may have.
+
+    Raises:
+        Malformed: it has more than `most` bytes, which no version has ever written, or is no text.
+        CheckpointError: it has more than `limit`.
+    """
+    size = place.size(path)
+    if size > most:
+        raise Malformed(f"it has {size:,} bytes, and {most:,} are the most that one is written with")
+    if size > limit:
+        raise CheckpointError(
+            f"{place.full(path)} has {size:,} bytes, and a server can tell its processes {limit:,}; read it with a "
+            "strategy without servers, and save it with fewer variables, or with shorter names"
+        )
+    data = b""
+    with place.open(path) as file:
+        while len(data) <= limit and (piece := file.read(limit + 1 - len(data))):
+            data += piece
+    if len(data) > limit:
+        raise Malformed(f"it has grown beyond {limit:,} bytes while it was read")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise Malformed(str(error)) from error
+
+
+def listed(damaged: Mapping[str, str]) -> str:
+    """Damaged checkpoints with what is wrong with each, the newest first, for messages."""
+    return "; ".join(f"{name}: {damaged[name]}" for name in sorted(damaged, key=rank, reverse=True))
+
+
+# ---- Those in a directory ----
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoints in a directory, by their names.
+
+    Attributes:
+        whole: those that are complete, in the order of `rank`.
+        torn: directories in which no manifest can be seen, in that order.
+        aside: damaged ones that were set aside, in that order.
+        latest: the newest of the complete ones: which the file `latest` names, else the last; None without any.
+        named: what the file `latest` names, be it there or not.
+    """
+
+    whole: tuple[str, ...]
+    torn: tuple[str, ...]
+    aside: tuple[str, ...]
+    latest: str | None
+    named: str | None
+
+    @classmethod
+    def within(cls, place: Place, directory: str = ".") -> Found:
+        """Looks into a directory; raises `CheckpointError` where it cannot be read."""
+        with told(place.full(directory)):
+            named = named_latest(place, directory)
+            found = place.listing(directory)
+            # What was named before may have been deleted since, when another one had taken its place.
+            while MANIFEST not in found.get(named or "", ()) and named != (again := named_latest(place, directory)):
+                named, found = again, place.listing(directory)
+            names = sorted(found, key=rank)
+            aside = tuple(filter(is_aside, names))
+            whole = tuple(name for name in names if MANIFEST in found[name] and name not in aside)
+            torn = tuple(name for name in names if MANIFEST not in found[name] and name not in aside)
+        return cls(whole, torn, aside, named if named in whole else next(reversed(whole), None), named)
+
+    @property
+    def downwards(self) -> list[str]:
+        """From where a job may go on: the newest, then those before it, nearest first, of its own stem at first.
+
+        Those above it, from which a job has once gone back, are left out.
+        """
+        if self.latest is None:
+            return []
+        stem, top = number(self.latest)[0], rank(self.latest)
+        older = [name for name in self.whole if rank(name) < top]
+        return [self.latest, *sorted(older, key=lambda name: (number(name)[0] == stem, rank(name)), reverse=True)]
+
+
+def named_latest(place: Place, directory: str) -> str | None:
+    """What the file `latest` names; None where there is no such file, or nothing in it that is understood."""
+    path = str(PurePosixPath(directory) / LATEST)
+    try:
+        return latest_in(_text(place, path, MAX_LATEST, MAX_LATEST)) if place.exists(path) else None
+    except (CheckpointError, Malformed) as error:
+        log.warning("%s/%s is passed over, and the greatest number is the newest: %s", directory, LATEST, error)
+        return None
+
+
+def newest(place: Place, directory: str = ".") -> str:
+    """The path of the newest complete checkpoint in a directory.
+
+    Raises:
+        NoCheckpoint: there is none.
+        CheckpointError: one that may be newer cannot be seen.
+    """
+    return str(PurePosixPath(directory) / str(_some(place, directory).latest))
+
+
+def _some(place: Place, directory: str) -> Found:
+    """What is in a directory, which has at least one complete checkpoint; raises as `newest`."""
+    found = Found.within(place, directory)
+    hidden = [name for name in found.torn if name == found.named]
+    if found.named is None or found.named not in (*found.whole, *found.torn):
+        last = rank(found.latest or "")
+        hidden = [name for name in found.torn if number(name)[1] >= 0 and rank(name) > last]
+    for name in hidden:
+        with told(place.full(directory)):
+            place.exists(str(PurePosixPath(directory) / name / MANIFEST))  # raises what keeps it from being seen
+    if found.latest is None:
+        raise NoCheckpoint(f"there is no complete checkpoint in {place.full(directory)}; save one first, or train anew")
+    return found

@@ -1,0 +1,232 @@
+"""The safetensors format, as a stream: tensor after tensor, none of them held twice, each with its checksum.
+
+A file is the length of its header in eight bytes, the header, which is JSON, and the tensors' bytes without a gap. It
+says for each tensor where it lies. `safetensors.numpy.load_file` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+import xxhash
+
+from pswire import strict_json
+from pswire.checkpoint.manifest import Saved
+from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest, PSError
+from pswire.model.tensor import DTYPES, Array, TensorSpec, as_bytes
+from pswire.strict_json import Malformed
+
+_NAMES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+"""The format's names of our dtypes. It knows no complex128: its parts lie in one more dimension, and the metadata says
+so."""
+
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+_METADATA = "__metadata__"
+
+MAX_HEADER = 100_000_000
+"""Bytes: no reader of the format takes more."""
+
+PIECE = 1 << 20
+"""Bytes that are summed while they are in the cache, and then written, or were just read."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file.
+
+    Attributes:
+        spec: its dtype and shape.
+        offset: of its first byte in the file.
+    """
+
+    spec: TensorSpec
+    offset: int
+
+
+def ordered(specs: Mapping[str, TensorSpec]) -> list[str]:
+    """The names in the order of their bytes: large items first, so that each tensor is aligned to its own."""
+    return sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].itemsize, name))
+
+
+def header(specs: Mapping[str, TensorSpec]) -> bytes:
+    """What comes before the tensors, which follow as `ordered` says; its length is a multiple of 8."""
+    if _METADATA in specs:
+        raise CheckpointError(f"the safetensors format keeps the name {_METADATA!r} for itself; rename the variable")
+    parted = {name: "complex128" for name in ordered(specs) if specs[name].dtype == "complex128"}
+    content: dict[str, Any] = {_METADATA: parted} if parted else {}
+    end = 0
+    for name in ordered(specs):
+        spec, start = specs[name], end
+        end += spec.nbytes
+        dtype, shape = ("F64", (*spec.shape, 2)) if name in parted else (_NAMES[spec.dtype], spec.shape)
+        content[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(f"{len(specs)} variables of one server are too many for a safetensors file; add servers")
+    return len(text).to_bytes(8, "little") + text
+
+
+def append(file: IO[bytes], array: Array) -> str:
+    """Writes the next tensor, which is in C order; returns its checksum."""
+    digest, data = xxhash.xxh3_128(), as_bytes(array)
+    for start in range(0, len(data), PIECE):
+        piece = data[start : start + PIECE]
+        digest.update(piece)
+        file.write(piece)
+    return f"xxh3:{digest.hexdigest()}"
+
+
+def read_header(file: IO[bytes], size: int, limit: int = MAX_HEADER) -> dict[str, Entry]:
+    """What a file has.
+
+    Args:
+        file: which.
+        size: its bytes.
+        limit: the most that its header may have: what a manifest says in few bytes takes no many here.
+
+    Raises:
+        Malformed: it is no safetensors file, or is cut short; the message says why.
+    """
+    length = int.from_bytes(_exactly(file, min(8, size)), "little")
+    if not 2 <= length <= min(limit, MAX_HEADER, size - 8):
+        raise Malformed("its header is broken, or it is cut short")
+    try:
+        content = strict_json.fields(strict_json.parse(_exactly(file, length)))
+        parted = strict_json.fields(content.pop(_METADATA, {}))
+        found = {name: _entry(name, entry, parted, 8 + length) for name, entry in content.items()}
+    except (Malformed, InvalidRequest) as error:
+        raise Malformed(f"its header is broken: {error}") from error
+    if any(entry.offset + entry.spec.nbytes > size for entry in found.values()):
+        raise Malformed("its header names bytes that it does not have: it is broken, or cut short")
+    return found
+
+
+def _entry(name: str, data: Any, parted: Mapping[str, Any], base: int) -> Entry:
+    entry = strict_json.fields(data)
+    kind = strict_json.text(strict_json.field(entry, "dtype"))
+    if kind not in _DTYPES:
+        raise Malformed(f"the dtype {kind[:80]!r} is not known")
+    shape = tuple(map(strict_json.integer, strict_json.items(strict_json.field(entry, "shape"))))
+    dtype = _DTYPES[kind]
+    if parted.get(name) == "complex128" and dtype == "float64" and shape[-1:] == (2,):
+        dtype, shape = "complex128", shape[:-1]
+    spec = TensorSpec(dtype, shape).check()
+    bounds = [strict_json.integer(one) for one in strict_json.items(strict_json.field(entry, "data_offsets"))]
+    if len(bounds) != 2 or bounds[1] - bounds[0] != spec.nbytes:
+        raise Malformed(f"{name!r} has the bytes {bounds[:3]}, and not the {spec.nbytes} of {spec}")
+    return Entry(spec, base + bounds[0])
+
+
+def read(file: IO[bytes], entry: Entry) -> tuple[Array, str]:
+    """A tensor, in memory of its own, and the checksum of its bytes; `Malformed` where the file is cut short."""
+    array: Array = np.empty(entry.spec.shape, DTYPES[entry.spec.dtype])
+    digest, data = xxhash.xxh3_128(), as_bytes(array)
+    file.seek(entry.offset)
+    for start in range(0, len(data), PIECE):
+        piece = data[start : start + PIECE]
+        _fill(file, piece)
+        digest.update(piece)
+    return array, f"xxh3:{digest.hexdigest()}"
+
+
+def _checksum(file: IO[bytes], entry: Entry) -> str:
+    """The checksum of a tensor's bytes, which are not kept; `Malformed` where the file is cut short."""
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(PIECE, entry.spec.nbytes)))
+    file.seek(entry.offset)
+    for start in range(0, entry.spec.nbytes, PIECE):
+        piece = buffer[: entry.spec.nbytes - start]
+        _fill(file, piece)
+        digest.update(piece)
+    return f"xxh3:{digest.hexdigest()}"
+
+
+def _exactly(file: IO[bytes], size: int) -> bytearray:
+    data = bytearray(size)
+    _fill(file, memoryview(data))
+    return data
+
+
+def _fill(file: Any, data: memoryview) -> None:
+    while len(data):
+        count = file.readinto(data)
+        if not count:
+            raise Malformed("it is cut short")
+        data = data[count:]
+
+
+def read_saved(file: IO[bytes], entries: Mapping[str, Entry], name: str, saved: Saved) -> Array:
+    """A tensor of a checkpoint, in memory of its own.
+
+    Args:
+        file: which has it.
+        entries: the file's header.
+        name: which tensor.
+        saved: what the manifest says of it.
+
+    Raises:
+        Malformed: the file does not have it, or not as it was saved.
+    """
+    array, checksum = read(file, _found(entries, name, saved))
+    _compare(name, saved, checksum)
+    return array
+
+
+def verify_saved(file: IO[bytes], entries: Mapping[str, Entry], name: str, saved: Saved) -> None:
+    """As `read_saved`, in little memory: raises `Malformed` unless the tensor is as it was saved."""
+    _compare(name, saved, _checksum(file, _found(entries, name, saved)))
+
+
+def _found(entries: Mapping[str, Entry], name: str, saved: Saved) -> Entry:
+    if name not in entries:
+        raise Malformed(f"it does not have {name!r}, which the manifest names")
+    if entries[name].spec != saved.spec:
+        raise Malformed(f"it has {name!r} as {entries[name].spec}, not {saved.spec}")
+    return entries[name]
+
+
+def _compare(name: str, saved: Saved, checksum: str) -> None:
+    if saved.checksum not in ("", checksum):
+        raise Malformed(f"the bytes of {name!r} are not those that were saved: {checksum}, not {saved.checksum}")
+
+
+@contextmanager
+def told(where: str, verb: str = "read") -> Iterator[None]:
+    """Has whatever goes wrong told with its place: libraries of object stores have errors of their own.
+
+    What is `Malformed` is a `DamagedCheckpoint`, all else a `CheckpointError`.
+
+    Args:
+        where: the file, or its directory.
+        verb: what could not be done with it.
+    """
+    try:
+        yield
+    except PSError:
+        raise
+    except Malformed as error:
+        raise DamagedCheckpoint(f"{where} cannot be {verb}: {error}") from error
+    except Exception as error:
+        why = str(error) if isinstance(error, OSError | ValueError) else repr(error)
+        raise CheckpointError(f"{where} cannot be {verb}: {why}") from error

@@ -1,0 +1,377 @@
+"""Writing a checkpoint: a directory with one safetensors file per server, and a manifest written last.
+
+Without a manifest there is no checkpoint: a directory without one is what a crash left behind. No save touches a file
+of another one before it is complete itself, so that whatever goes wrong leaves what was there.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import PurePosixPath
+from typing import IO, Any
+
+from pswire import strict_json
+from pswire.api import Shard
+from pswire.checkpoint import safetensors_stream
+from pswire.checkpoint.manifest import (
+    LATEST,
+    MANIFEST,
+    MAX_MANIFEST,
+    Manifest,
+    Saved,
+    aside,
+    is_aside,
+    is_ours,
+    latest_text,
+    number,
+    shard_name,
+)
+from pswire.checkpoint.reader import SavedCheckpoint, named_latest
+from pswire.checkpoint.safetensors_stream import told
+from pswire.checkpoint.storage import Place, below, parted
+from pswire.errors import CheckpointError
+from pswire.model.log import Position
+from pswire.model.plan import SnapshotOrder
+from pswire.model.tensor import Array, portable, spec_of
+from pswire.strict_json import Malformed
+
+log = logging.getLogger("pswire")
+
+Busy = Callable[[], Collection[str]]
+"""Asked after a directory was listed: whatever is in the list was ordered before."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """One server's variables right after a round. The arrays never change, so this costs nothing.
+
+    Attributes:
+        order: the plan's order.
+        server: which server.
+        round: the round.
+        positions: the datasets' positions after it.
+        values: arrays on the device, by the name that checkpoints have them by; less those that are written.
+        save: what sets its file apart from those of other saves at the same path. Plans do not: a job that goes on
+            from an older checkpoint makes those that it made before.
+    """
+
+    order: SnapshotOrder
+    server: int
+    round: int
+    positions: tuple[Position, ...]
+    values: dict[str, Array]
+    save: str = field(default_factory=lambda: secrets.token_hex(4))
+
+    @property
+    def directory(self) -> PurePosixPath:
+        """Where the checkpoint is; raises `CheckpointError` where that is not below the root, or the name is taken."""
+        return PurePosixPath(saved_path(self.order.path))
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return shard_name(self.order.servers.index(self.server), len(self.order.servers), self.save)
+
+
+MAX_NAME = 200
+"""Bytes of each part of a checkpoint's path: file systems take 255, and a damaged one gets a longer name."""
+
+MAX_PATH = 1000
+"""Bytes of a checkpoint's path; no object store takes many more."""
+
+
+def saved_path(path: str, own: bool = False) -> str:
+    """Checks a path at which a checkpoint is to be saved.
+
+    Servers and whoever orders them to save ask this one function, so that nothing is ordered which they refuse.
+
+    Args:
+        path: below the servers' root.
+        own: whether it is one of this process's own instead, such as "/data/ckpt-1" or "s3://bucket/ckpt-1".
+
+    Returns:
+        Its plain form; of an own one the last part.
+
+    Raises:
+        CheckpointError: it could lead elsewhere, or is no name for a checkpoint; the message says what to write.
+    """
+    plain = PurePosixPath(parted(path)[1] if own else below(path))
+    why = ""
+    if path.endswith("/") or plain.name in ("", "..") or plain.name.startswith("-"):
+        why = "there is no name after its last slash, and before a number"
+    elif not str(plain).isprintable():
+        why = "it has characters that cannot be seen"
+    elif any(len(part.encode()) > MAX_NAME for part in plain.parts) or len(str(plain).encode()) > MAX_PATH:
+        why = f"it is too long: at most {MAX_NAME} bytes in each of its parts, and {MAX_PATH} in all"
+    elif plain.name == LATEST:
+        why = f"the name {LATEST!r} is that of the file which names the newest checkpoint; choose another one"
+    elif is_aside(plain.name):
+        why = "such a name is that of a damaged checkpoint which was set aside; choose another one"
+    if why:
+        raise CheckpointError(f"no checkpoint can be saved at {path[:300]!r}: {why}; write such as 'run1/ckpt'")
+    return str(plain)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the state of a `SnapshotOrder` says.
+
+    Attributes:
+        objects, state: as a `Manifest` has them.
+        delete: names of checkpoints beside it that are to be deleted once it is complete.
+        latest: whether it is the one to go on from then.
+    """
+
+    objects: Mapping[str, str]
+    state: Mapping[str, Any]
+    delete: tuple[str, ...]
+    latest: bool
+
+    @classmethod
+    def of(cls, order: SnapshotOrder) -> _Said:
+        """Reads it; raises `CheckpointError` where it is not such."""
+        try:
+            said = strict_json.fields(strict_json.parse(order.state or "{}"))
+            objects = strict_json.fields(said.get("objects", {}))
+            return cls(
+                {path: strict_json.text(name) for path, name in objects.items()},
+                {key: strict_json.shallow(value) for key, value in strict_json.fields(said.get("state", {})).items()},
+                tuple(map(strict_json.text, strict_json.items(said.get("delete", [])))),
+                said.get("latest") is True,
+            )
+        except Malformed as error:
+            raise CheckpointError(f"what is to be saved as {order.path[:300]!r} is malformed: {error}") from error
+
+
+def write_shard(place: Place, frozen: Frozen, get: Callable[[Array], Array], written: Callable[[str], object]) -> Shard:
+    """Writes one server's file.
+
+    Args:
+        place: below which no path may lead out.
+        frozen: what to write.
+        get: brings an array to the host.
+        written: told of each variable whose bytes are written, so that it may be let go of.
+
+    Raises:
+        CheckpointError: for a path that leaves the place, and for whatever goes wrong there; it names the file.
+    """
+    path = str(frozen.directory / frozen.file)
+    specs = {name: spec_of(value) for name, value in frozen.values.items()}
+    sums: dict[str, str] = {}
+
+    def fill(file: IO[bytes]) -> int:
+        file.write(head)
+        for name in safetensors_stream.ordered(specs):
+            sums[name] = safetensors_stream.append(file, portable(get(frozen.values[name])))
+            written(name)
+        return len(head) + sum(spec.nbytes for spec in specs.values())
+
+    with told(place.full(path), "written"):
+        head = safetensors_stream.header(specs)
+        nbytes = place.write(path, fill)
+    tensors = tuple((name, spec, sums[name]) for name, spec in specs.items())
+    where = place.full(str(frozen.directory))
+    return Shard(where, frozen.file, frozen.round, frozen.positions, tensors, nbytes)
+
+
+def remove_shard(place: Place, frozen: Frozen) -> None:
+    """Removes the file of a save that failed, if it is there; what the place raises is a `CheckpointError`.
+
+    It stays where a manifest names it: one that could not be made lasting is there all the same.
+    """
+    directory = frozen.directory
+    with told(place.full(str(directory / frozen.file)), "removed"):
+        there = place.exists(str(directory / MANIFEST))
+        if not there or frozen.file not in SavedCheckpoint.open(place, str(directory)).manifest.shards:
+            place.remove(str(directory / frozen.file))
+
+
+def manifest_of(shards: Sequence[Shard], order: SnapshotOrder) -> Manifest:
+    """The manifest of a checkpoint whose files are written; raises `CheckpointError` where the order is malformed.
+
+    Args:
+        shards: all of one round.
+        order: by which they were written.
+    """
+    said = _Said.of(order)
+    return Manifest(
+        shards[0].round,
+        shards[0].positions,
+        {name: Saved(shard.file, spec, checksum) for shard in shards for name, spec, checksum in shard.tensors},
+        {shard.file: shard.nbytes for shard in shards},
+        said.objects,
+        said.state,
+        time.time(),
+    )
+
+
+def write_manifest(
+    place: Place, frozen: Frozen, text: str, busy: Busy = frozenset, spare: Collection[str] = ()
+) -> Shard:
+    """Writes the manifest, which makes the checkpoint one; says that it is the newest, if that is ordered.
+
+    Then what the order replaces is deleted, and what crashed saves left removed. What cannot be is told in the log.
+
+    Args:
+        place: below which no path may lead out.
+        frozen: whose checkpoint it is.
+        text: JSON.
+        busy: gives the paths of checkpoints that are being written, other saves at this one's path included.
+        spare: full paths of checkpoints that somebody still reads: none of their files is removed.
+
+    Raises:
+        CheckpointError: as `write_shard`; also where the text is no manifest, or a file that it names is not there.
+    """
+    directory = frozen.directory
+    where, said, data = str(directory / MANIFEST), _Said.of(frozen.order), text.encode()
+    with told(place.full(where), "written"):
+        if len(data) > MAX_MANIFEST:
+            raise Malformed(f"it has {len(data):,} bytes, and none may have more than {MAX_MANIFEST:,}")
+        manifest = Manifest.parse(text, place.full(where))
+    _check_shards(place, directory, manifest)
+    with told(place.full(where), "written"):
+        place.put(where, data)
+    if said.latest:
+        latest = str(directory.parent / LATEST)
+        with told(place.full(latest), "written"):
+            place.put(latest, latest_text(directory.name).encode())
+    above = place.full(str(directory.parent))
+    _tried(above, partial(_tidy, place, directory, manifest, said.delete, busy, spare))
+    return Shard(place.full(str(directory)), MANIFEST, frozen.round, frozen.positions, ())
+
+
+def set_aside(place: Place, restored: str, damaged: Mapping[str, str]) -> None:
+    """Gives damaged checkpoints names by which no job goes on from them, now that one before them is restored.
+
+    None of their files is changed. What cannot be done is told in the log: they are passed over again then.
+
+    Args:
+        place: where they are.
+        restored: the path of the one that was restored.
+        damaged: names of those beside it, with what is wrong.
+    """
+    path = PurePosixPath(below(restored))
+    above = str(path.parent)
+    if damaged:
+        _tried(place.full(above), partial(_set_aside, place, above, path.name, damaged), "set aside what is damaged")
+
+
+def _set_aside(place: Place, above: str, restored: str, damaged: Mapping[str, str]) -> None:
+    listed = place.listing(above)
+    if named_latest(place, above) in damaged:  # else the greatest number would be the newest
+        latest = str(PurePosixPath(above) / LATEST)
+        _tried(place.full(latest), lambda: place.put(latest, latest_text(restored).encode()), "name the newest")
+    for name, why in damaged.items():
+        if name in listed and PurePosixPath(name).name == name != restored:
+            kept = aside(name, listed)
+            place.move(str(PurePosixPath(above) / name), kept)
+            log.info("%s/%s is damaged, and kept as %s: %s", place.full(above), name, kept, why)
+
+
+def _check_shards(place: Place, directory: PurePosixPath, manifest: Manifest) -> None:
+    """Raises `CheckpointError` unless the files that a manifest names are there: each server has written its own."""
+    for file in manifest.shards:
+        path = str(directory / file)
+        with told(place.full(path), "found"):
+            size = place.size(path) if place.exists(path) else None
+        if size is None or size != manifest.files.get(file, size):
+            raise CheckpointError(
+                f"{place.full(path)} {'is not there' if size is None else f'has {size} bytes'}, though a server has "
+                f"written {manifest.files.get(file, 'some')} bytes of it; servers on several hosts need a place "
+                "that all of them see: a shared directory, or a URL such as s3://bucket/run, as --checkpoint-root"
+            )
+
+
+def _tried(where: str, call: Callable[[], object], what: str = "remove what is not needed") -> None:
+    """The checkpoint is complete, or restored, whatever this does."""
+    try:
+        call()
+    except Exception as error:  # object stores have errors of their own
+        log.warning("cannot %s in %s: %s", what, where, error)
+
+
+def _tidy(
+    place: Place,
+    directory: PurePosixPath,
+    manifest: Manifest,
+    names: Sequence[str],
+    busy: Busy,
+    spare: Collection[str],
+) -> None:
+    """Deletes these checkpoints, and what crashed saves left. The directory, which may be large, is listed once."""
+    listed = place.listing(str(directory.parent))
+    for name in names:
+        _tried(place.full(str(directory.parent)), partial(delete, place, directory, name, listed, spare))
+    sweep(place, directory, manifest, listed, busy(), spare)
+
+
+def sweep(
+    place: Place,
+    directory: PurePosixPath,
+    manifest: Manifest,
+    listed: Mapping[str, frozenset[str]],
+    writing: Collection[str],
+    spare: Collection[str],
+) -> None:
+    """Removes what crashed saves left: in a checkpoint what its manifest does not name, and earlier ones without one.
+
+    Earlier is what has the checkpoint's name and a smaller number: a job numbers its checkpoints upwards. Complete
+    ones, those of other names, and files that no save makes are left alone.
+
+    Args:
+        place, spare: as `write_manifest` takes them.
+        directory: the checkpoint.
+        manifest: what it has.
+        listed: what is beside it.
+        writing: what was being written after that was listed.
+    """
+    stem, mine = number(directory.name)
+    for name, files in listed.items():
+        path = directory.parent / name
+        if path == directory:
+            left = files - {MANIFEST, *manifest.shards}
+        elif MANIFEST not in files and number(name)[0] == stem and -1 < number(name)[1] < mine:
+            left = files if all(map(is_ours, files)) else frozenset()
+        else:
+            continue
+        if str(path) not in writing and place.full(str(path)) not in spare:
+            _tried(place.full(str(path)), partial(_remove, place, path, left))
+
+
+def delete(
+    place: Place,
+    directory: PurePosixPath,
+    name: str,
+    listed: Mapping[str, frozenset[str]],
+    spare: Collection[str] = (),
+) -> None:
+    """Deletes a checkpoint beside one that is complete and takes its place. What is none is left alone.
+
+    Args:
+        place, spare: as `write_manifest` takes them.
+        directory: the one that is complete.
+        name: of the other one.
+        listed: what is beside it.
+
+    Raises:
+        CheckpointError: the name leads elsewhere.
+    """
+    old = directory.parent / name
+    if old.name != name or name == "..":
+        raise CheckpointError(f"{name!r} is no name of a checkpoint beside {directory}")
+    files = listed.get(name, frozenset())
+    if MANIFEST in files and old != directory and place.full(str(old)) not in spare:
+        # Without it, it is none any more, however far this comes.
+        place.remove(str(old / MANIFEST))
+        _remove(place, old, files)
+
+
+def _remove(place: Place, directory: PurePosixPath, files: Collection[str]) -> None:
+    for file in files:
+        if is_ours(file):
+            place.remove(str(directory / file))

@@ -1,0 +1,8 @@
+"""The values that clients and servers exchange: frozen dataclasses that know no encoding.
+
+plan     variables, and plans of sections
+program  update programs and their verifier
+tensor   dtypes and shapes
+log      entries of server 0's log
+status   what a server says of itself
+"""

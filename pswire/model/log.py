@@ -1,0 +1,189 @@
+"""What server 0 decides and keeps: who takes part from which round, and the log of all decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pswire.cluster import Task
+from pswire.model.plan import Plan, Variable
+
+Mode = Literal["sync", "async"]
+"""How the updates of different workers relate: rounds that all make together, or rounds of each worker alone."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a dataset stands.
+
+    Attributes:
+        dataset: its number, in the order in which the script distributed its datasets.
+        epoch: passes over it that were begun, minus one.
+        index: the next global batch of that pass.
+    """
+
+    dataset: int
+    epoch: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where members that are new to an epoch begin.
+
+    Attributes:
+        epoch: which epoch.
+        round: their first round.
+        positions: the datasets' positions then.
+    """
+
+    epoch: int
+    round: int
+    positions: tuple[Position, ...] = ()
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process that takes part in rounds.
+
+    Attributes:
+        task: who it is.
+        session: which life of that task.
+        replicas: how many local replicas it has.
+        mode: how it makes its rounds; all members of an epoch have the same.
+    """
+
+    task: Task
+    session: int
+    replicas: int
+    mode: Mode = "sync"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Who takes part. Approves, by being committed, every plan that was approved before.
+
+    Attributes:
+        number: counts from 1.
+        members: in task order.
+        entry: where the older members take the new ones in: `dataset:<number>` before its next batch,
+            `plan:<hex>` before a round of that plan, or "" where the epoch has no new members.
+        start: where new members begin, if no older member is there to say it.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    entry: str = ""
+    start: Start | None = None
+
+    @property
+    def replicas(self) -> int:
+        """R, the replicas of all members."""
+        return sum(member.replicas for member in self.members)
+
+    def session(self, number: int) -> Member | None:
+        """The member with a session, or None."""
+        return next((member for member in self.members if member.session == number), None)
+
+
+# Entries of the log that server 0 keeps and the chief copies to the others.
+
+
+@dataclass(frozen=True)
+class JobStarted:
+    """A chief began a job; servers drop what they held before.
+
+    Attributes:
+        job: the session of the chief that began it: no two jobs of a server 0 have the same.
+        incarnations: the lives of all servers.
+        name: the job's identity, "" for the one without a name.
+    """
+
+    job: int
+    incarnations: tuple[int, ...]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Created:
+    """A variable exists."""
+
+    variable: Variable
+
+
+@dataclass(frozen=True)
+class Approved:
+    """A plan may run, from now on."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class EpochClosed:
+    """The epoch before this one has ended; this one holds."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True)
+class Started:
+    """An older member says where the new ones of its epoch begin."""
+
+    start: Start
+
+
+@dataclass(frozen=True)
+class Snapshotted:
+    """A checkpoint is complete, or failed with an error.
+
+    Attributes:
+        plan_id: the plan that asked for it.
+        round: the round whose state it holds.
+        path: the directory, as the server resolved it.
+        error: why it failed; "" if it did not.
+    """
+
+    plan_id: bytes
+    round: int
+    path: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Done:
+    """The job is over: all members have left cleanly, it was given up, or discarded."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A server is lost, its variables with it: nobody goes on.
+
+    Attributes:
+        server: which.
+        reason: how the chief knows, as `ServerLost` says it.
+    """
+
+    server: int
+    reason: str
+
+
+Entry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done | Lost
+
+
+def forget_state(entries: list[Entry], plan_id: bytes) -> Plan | None:
+    """Once a checkpoint is complete, or failed, drops from a log the state that was to be saved in it: it may be large.
+
+    Args:
+        entries: the log; the plan's approval is replaced by one that is equal to it.
+        plan_id: the plan that ordered it.
+
+    Returns:
+        The plan without the state; None where it was not approved, or orders nothing.
+    """
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        if isinstance(entry, Approved) and entry.plan.id == plan_id and entry.plan.snapshot is not None:
+            plan = replace(entry.plan, snapshot=replace(entry.plan.snapshot, state=""))
+            entries[index] = Approved(plan)
+            return plan
+    return None

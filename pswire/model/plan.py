@@ -1,0 +1,371 @@
+"""What processes and servers agree on: variables, plans, epochs and the log that holds them.
+
+All are frozen values; equal values have equal `repr`, from which a plan's id is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Literal, NamedTuple
+
+from pswire.errors import InvalidRequest, LocalityError, ProgramError
+from pswire.limits import MAX_NAME, PART_BYTES
+from pswire.model.program import Program
+from pswire.model.tensor import DTYPES, TensorSpec
+
+ReduceOp = Literal["sum", "mean", "first"]
+REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "first")
+
+
+@dataclass(frozen=True)
+class VariableSpec:
+    """A variable as its creators describe it.
+
+    Attributes:
+        name: unique in the job, by creation order.
+        tensor: dtype and shape.
+        trainable: whether optimizers should touch it; kept for checkpoints and tools.
+        saved_as: the name that checkpoints have it by: None for its own; "" for scratch, which they leave out; else
+            that of another variable, whose value it always has.
+    """
+
+    name: str
+    tensor: TensorSpec
+    trainable: bool = True
+    saved_as: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.tensor}"
+
+    @property
+    def saved_name(self) -> str:
+        """The name that checkpoints have it by; "" if they do not have it."""
+        return self.name if self.saved_as is None else self.saved_as
+
+    def check(self) -> VariableSpec:
+        """Returns itself; raises `InvalidRequest` for a name or a tensor that cannot be."""
+        names = (self.name, self.saved_as or self.name)
+        if not all(0 < len(name) <= MAX_NAME and name.isprintable() for name in names):
+            raise InvalidRequest(f"a variable's name has 1 to {MAX_NAME} printable characters")
+        self.tensor.check()
+        return self
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable as the cluster knows it.
+
+    Attributes:
+        id: its number in creation order.
+        spec: what its creators said.
+        servers: the servers that hold a copy; more than one only for non-slot variables.
+    """
+
+    id: int
+    spec: VariableSpec
+    servers: tuple[int, ...]
+
+
+RefKind = Literal["variable", "reduction", "operand", "result"]
+REF_KINDS: tuple[RefKind, ...] = ("variable", "reduction", "operand", "result")
+
+
+class Ref(NamedTuple):
+    """A value within a plan.
+
+    Attributes:
+        kind: which of the plan's lists it is in; "result" counts the outputs of all applications, in order.
+        index: a variable's id, else the place in that list.
+    """
+
+    kind: RefKind
+    index: int  # type: ignore[assignment]  # nobody asks it where a value is
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Contributions in, one value out.
+
+    Attributes:
+        op: "sum"; "mean": the sum over the sum of the weights; "first": of the contributions that are there the first.
+        tensor: dtype and shape of a contribution and of the value.
+        servers: where the value is made; every worker sends its contribution to each.
+        target: what it is for, in words, for messages.
+    """
+
+    op: ReduceOp
+    tensor: TensorSpec
+    servers: tuple[int, ...]
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value that every process sends alike, such as a learning rate.
+
+    Attributes:
+        tensor: dtype and shape.
+        servers: where it is used.
+    """
+
+    tensor: TensorSpec
+    servers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Apply:
+    """One program applied beside its variables.
+
+    Attributes:
+        program: index into the plan's programs.
+        servers: where it runs; on each of them, all that it reads must be.
+        args: what the program's inputs are.
+    """
+
+    program: int
+    servers: tuple[int, ...]
+    args: tuple[Ref, ...]
+
+
+@dataclass(frozen=True)
+class SnapshotOrder:
+    """A checkpoint that the section asks for.
+
+    Attributes:
+        path: where, below the servers' checkpoint root.
+        servers: all servers of the job.
+        round: the round of the section, so that no two orders are the same.
+        state: JSON text of the process that proposes it, `{"objects": ..., "state": ...}`, for the manifest. No part of
+            the plan's identity: processes may differ in it.
+    """
+
+    path: str
+    servers: tuple[int, ...]
+    round: int = 0
+    state: str = field(default="", compare=False, repr=False)
+
+
+@dataclass(frozen=True, order=True)
+class Turn:
+    """Which restore of a job: the same one for all processes that make the same calls; later ones are greater.
+
+    Attributes:
+        round: of the process that asks, the next one; 0 where workers are asynchronous.
+        epoch: the one that it has taken in; 0 where workers are asynchronous.
+        ordinal: how many restores it began before, in that round and epoch; where workers are asynchronous, at all.
+    """
+
+    round: int = 0
+    epoch: int = 0
+    ordinal: int = 0
+
+
+@dataclass(frozen=True)
+class RestoreCommit:
+    """The variables get what the servers have prepared for a restore.
+
+    Attributes:
+        path: what was asked for, a checkpoint or a directory of them.
+        servers: all servers of the job.
+        turn: which restore.
+        choice: a digest of which variable gets which tensor, so that processes that want different things are told.
+    """
+
+    path: str
+    servers: tuple[int, ...]
+    turn: Turn = Turn()
+    choice: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one cross-replica section reduces and updates. The same on every process, or they diverged.
+
+    Attributes:
+        reductions, operands, programs, applies: the parts, in the order of the section's calls.
+        returned: values that every process gets back.
+        snapshot: a checkpoint to take after the section's updates.
+        restore: a restore that the round completes; nothing else is in such a plan.
+    """
+
+    reductions: tuple[Reduction, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    programs: tuple[Program, ...] = ()
+    applies: tuple[Apply, ...] = ()
+    returned: tuple[Ref, ...] = ()
+    snapshot: SnapshotOrder | None = None
+    restore: RestoreCommit | None = None
+
+    @cached_property
+    def id(self) -> bytes:
+        """SHA-256 of the plan: equal plans, and only they, have equal ids."""
+        return hashlib.sha256(repr(self).encode()).digest()
+
+    @cached_property
+    def remembered(self) -> dict[object, object]:
+        """What somebody found out about this plan, and would find out again in each round."""
+        return {}
+
+    @cached_property
+    def servers(self) -> tuple[int, ...]:
+        """The servers that take part in a round of this plan."""
+        found = {server for item in self._placed for server in item.servers}
+        for order in (self.snapshot, self.restore):
+            found.update(order.servers if order else ())
+        return tuple(sorted(found))
+
+    @property
+    def _placed(self) -> tuple[Reduction | Operand | Apply, ...]:
+        """All that has servers."""
+        return (*self.reductions, *self.operands, *self.applies)
+
+    def writes(self, server: int) -> tuple[int, ...]:
+        """Ids of the variables that the plan assigns on a server, in the order in which their last values are there."""
+        return self._writes.get(server, ())
+
+    @cached_property
+    def _writes(self) -> dict[int, tuple[int, ...]]:
+        last: dict[int, dict[int, None]] = {}
+        for apply in self.applies:
+            for server, (target, _) in product(apply.servers, self.programs[apply.program].assigns):
+                written, id = last.setdefault(server, {}), apply.args[target].index
+                written.pop(id, None)
+                written[id] = None
+        return {server: tuple(written) for server, written in last.items()}
+
+    @cached_property
+    def streams(self) -> frozenset[int]:
+        """The servers that may apply this plan bit by bit, as contributions come: where that is worth it, and if no
+        value can be refused halfway."""
+        if any(program.may_refuse for program in self.programs):
+            return frozenset()
+        sent = Counter[int]()
+        for reduction in self.reductions:
+            sent.update(dict.fromkeys(reduction.servers, reduction.tensor.nbytes))
+        return frozenset(server for server, nbytes in sent.items() if nbytes > PART_BYTES)
+
+    def given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
+        """What a server gives back: each returned value comes from the first server that has it."""
+        return [(ref, spec) for ref in self.returned for first, spec in [self._home(ref)] if first == server]
+
+    def _home(self, ref: Ref) -> tuple[int, TensorSpec]:
+        if ref.kind == "reduction":
+            reduction = self.reductions[ref.index]
+            return reduction.servers[0], reduction.tensor
+        servers, spec = self.results[ref.index]
+        return servers[0], spec
+
+    @cached_property
+    def results(self) -> tuple[tuple[tuple[int, ...], TensorSpec], ...]:
+        """Servers and spec of each output of each application, numbered through the plan."""
+        return tuple(
+            (apply.servers, spec) for apply in self.applies for spec in self.programs[apply.program].output_specs
+        )
+
+    def describe(self, variables: Mapping[int, Variable]) -> str:
+        """The section in words, for messages: `reduce sum float32[3] for 'w'; update variable 'w'`.
+
+        Args:
+            variables: the variables that exist, by id.
+        """
+        words = [f"reduce {r.op} {r.tensor}{' for ' + r.target if r.target else ''}" for r in self.reductions]
+        for apply in self.applies:
+            written = [apply.args[target] for target, _ in self.programs[apply.program].assigns]
+            words += ["update " + " and ".join(describe_ref(ref, variables) for ref in written)] if written else []
+        if self.snapshot:
+            words.append(f"checkpoint {self.snapshot.path!r}")
+        if self.restore:
+            words.append(f"restore {self.restore.path!r}")
+        return "; ".join(words) or "nothing"
+
+    def check_programs(self) -> None:
+        """Verifies the programs by themselves, which `verify` then need not do again; raises `ProgramError`."""
+        for program in self.programs:
+            program.specs  # noqa: B018
+
+    def verify(self, variables: Mapping[int, Variable], servers: int) -> Plan:
+        """Checks everything that can be known before a round.
+
+        Args:
+            variables: the variables that exist, by id.
+            servers: how many servers the cluster has.
+
+        Returns:
+            Itself.
+
+        Raises:
+            ProgramError, LocalityError, InvalidRequest: what is wrong with it.
+        """
+        for placed in self._placed:
+            if not are_some_of(placed.servers, servers):
+                raise InvalidRequest(f"a plan names servers {placed.servers[:8]} of {servers}; name each once")
+        for reduction in self.reductions:
+            spec = reduction.tensor.check()
+            if reduction.op not in REDUCE_OPS:
+                raise InvalidRequest(f"unknown reduction {reduction.op!r}")
+            if spec.dtype == "bool" or (reduction.op == "mean" and DTYPES[spec.dtype].kind in "iu"):
+                raise InvalidRequest(f"{reduction.op} of {spec.dtype} is not defined; send another dtype")
+        if self.snapshot and self.snapshot.servers != tuple(range(servers)):
+            raise InvalidRequest("a checkpoint is of all servers")
+        if self.restore and (self.restore.servers != tuple(range(servers)) or self._placed or self.snapshot):
+            raise InvalidRequest("a restore is of all servers, and of nothing else")
+        self.check_programs()
+        results = 0
+        for apply in self.applies:
+            if not 0 <= apply.program < len(self.programs):
+                raise InvalidRequest("a plan applies a program that it does not have")
+            program = self.programs[apply.program]
+            if len(apply.args) != len(program.inputs):
+                raise ProgramError("a program is applied to a wrong number of arguments")
+            for ref, item in zip(apply.args, program.inputs, strict=True):
+                where, spec = self._locate(ref, variables, results)
+                if spec != item.spec:
+                    raise ProgramError(f"a program takes {item.spec} and is given {spec}")
+                if (ref.kind == "variable") != (item.kind == "variable"):
+                    raise ProgramError("a program assigns to what is no variable")
+                if not set(apply.servers) <= set(where):
+                    raise LocalityError(
+                        "a value never crosses servers inside a section: "
+                        f"{describe_ref(ref, variables)} lives on server {where[0]}, the update on server "
+                        f"{apply.servers[0]}; read the value first, or create the variables together with "
+                        "colocate_vars_with"
+                    )
+            for target, _ in program.assigns:
+                if set(variables[apply.args[target].index].servers) != set(apply.servers):
+                    raise LocalityError("an update must reach all copies of the variables that it assigns")
+            results += len(program.outputs)
+        for ref in self.returned:
+            if ref.kind not in ("reduction", "result"):
+                raise InvalidRequest("a plan returns a value that is neither reduced nor computed")
+            self._locate(ref, variables, results)
+        return self
+
+    def _locate(self, ref: Ref, variables: Mapping[int, Variable], results: int) -> tuple[tuple[int, ...], TensorSpec]:
+        """Servers and spec of a value; `results` counts the results that are there already."""
+        if ref.kind == "variable" and ref.index in variables:
+            variable = variables[ref.index]
+            return variable.servers, variable.spec.tensor
+        if ref.kind == "reduction" and 0 <= ref.index < len(self.reductions):
+            return self.reductions[ref.index].servers, self.reductions[ref.index].tensor
+        if ref.kind == "operand" and 0 <= ref.index < len(self.operands):
+            return self.operands[ref.index].servers, self.operands[ref.index].tensor
+        if ref.kind == "result" and 0 <= ref.index < results:
+            return self.results[ref.index]
+        raise InvalidRequest(f"a plan uses {ref.kind} {ref.index}, which is not there")
+
+
+def are_some_of(servers: tuple[int, ...], count: int) -> bool:
+    """Whether these are numbers of servers, at least one, and none twice; `count` is how many servers there are."""
+    return 0 < len(servers) <= count and len(set(servers)) == len(servers) and all(0 <= s < count for s in servers)
+
+
+def describe_ref(ref: Ref, variables: Mapping[int, Variable]) -> str:
+    """A value in words, for messages."""
+    if ref.kind == "variable" and ref.index in variables:
+        return f"variable {variables[ref.index].spec.name!r}"
+    return f"{ref.kind} {ref.index}"

@@ -1,0 +1,129 @@
+"""Reads certificates, and says in words what is wrong with them. Loaded only where there is TLS."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import cache
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+from pswire.errors import ConfigError
+from pswire.security.identity import ADMIN, DOMAIN, certificate_name, ends_soon, named
+
+NEW = "psctl certs OUT --renew makes new ones"
+
+log = logging.getLogger("pswire")
+
+
+class Pair(NamedTuple):
+    """A file: its path, and what is in it."""
+
+    path: str
+    data: bytes
+
+
+def check(certificate: Pair, key: Pair, ca: Pair, name: str) -> float:
+    """Whether a process may show a certificate; see `SecurityOptions.read`. Warns where it soon may not.
+
+    Args:
+        certificate, key, ca: the files.
+        name: of the task, or `ADMIN`.
+
+    Returns:
+        Until when it may, in Unix seconds.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    chain, roots = load(certificate), load(ca)
+    dated = [(certificate.path, chain[0]), *((ca.path, root) for root in roots)]
+    for path, one in dated:
+        _check_dates(path, one, datetime.now(UTC))
+    _check_name(certificate.path, chain[0], name)
+    _check_key(certificate, chain[0], key)
+    if not _is_signed(chain, roots):
+        raise ConfigError(
+            f"{certificate.path} is not signed by {ca.path}; all tasks of a job need certificates of one CA: take "
+            "those of one psctl certs, or add what is between them to the file"
+        )
+    last, path = min((one.not_valid_after_utc, path) for path, one in dated)
+    if ends_soon(last.timestamp()):
+        _warn(path, f"{last:%Y-%m-%d %H:%M}")
+    return last.timestamp()
+
+
+def load(file: Pair) -> list[x509.Certificate]:
+    """The certificates of a PEM file, at least one; raises `ConfigError` where there is none."""
+    try:
+        return x509.load_pem_x509_certificates(file.data)
+    except ValueError:
+        raise ConfigError(f"{file.path} has no certificate in PEM (-----BEGIN CERTIFICATE-----)") from None
+
+
+def names(certificate: x509.Certificate) -> frozenset[str]:
+    """The tasks that a certificate names, as `task_name` writes them."""
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return frozenset()
+    return named(found.get_values_for_type(x509.DNSName))
+
+
+def _check_dates(path: str, certificate: x509.Certificate, now: datetime) -> None:
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > last:
+        raise ConfigError(f"{path} has expired: it was good until {last:%Y-%m-%d %H:%M} UTC; {NEW}")
+    if now < first:
+        raise ConfigError(
+            f"{path} is not yet valid: it is good from {first:%Y-%m-%d %H:%M} UTC, and here it is "
+            f"{now:%Y-%m-%d %H:%M}; set the clock of one of both machines"
+        )
+
+
+@cache  # once: some processes read their files several times
+def _warn(path: str, last: str) -> None:
+    log.warning("%s is good until %s UTC, and no longer; %s", path, last, NEW)
+
+
+def _check_key(certificate: Pair, first: x509.Certificate, key: Pair) -> None:
+    try:
+        public = load_pem_private_key(key.data, None).public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise ConfigError(f"{key.path} has no private key in PEM without a password; {NEW}") from None
+    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+    if public.public_bytes(*form) != first.public_key().public_bytes(*form):
+        raise ConfigError(f"{key.path} is not the key of {certificate.path}; take both from one directory")
+
+
+def _check_name(path: str, certificate: x509.Certificate, name: str) -> None:
+    found = names(certificate)
+    if name not in found:
+        whose = f"is {', '.join(sorted(found))}'s" if found else f"names no task (a DNS name that ends with {DOMAIN})"
+        who = "psctl" if name == ADMIN else f"this process, {name}"
+        raise ConfigError(
+            f"{path} {whose}, and not of {who}; give the certificate with the name {certificate_name(name)}: "
+            "in a path {task} becomes the task"
+        )
+
+
+def _is_signed(chain: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> bool:
+    """Whether each certificate is signed by the next, and one of them by a root."""
+    for one, after in zip(chain, [*chain[1:], None], strict=True):
+        if any(_signs(root, one) for root in roots):
+            return True
+        if after is None or not _signs(after, one):
+            return False
+    return False
+
+
+def _signs(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""Who a process is to the others, and how it shows it: a certificate that names its task, and the token of its job.
+
+The DNS name on a certificate is the task's, `ps-0.paramserver`, and no host's: where a process runs does not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import ssl
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pswire.cluster import Task
+from pswire.errors import ConfigError
+
+DOMAIN = ".paramserver"
+"""With what the names on certificates end."""
+
+ADMIN = "admin"
+"""Who looks at a job and takes no part in it: `psctl`."""
+
+PREFIX = "PS_"
+"""`PS_TLS_CERT` says what `--tls-cert` says; each field of `SecurityOptions` has such a name."""
+
+PLACEHOLDER = "{task}"
+"""In a path it becomes the name of the process's task, as `task_name` writes it."""
+
+TOKEN_BYTES = 32
+"""Of a token that we draw; it is written with twice as many characters."""
+
+LEAST_TOKEN = 16
+"""Characters: a shorter token can be guessed."""
+
+SOON_SECONDS = 14 * 86400.0
+"""How long before their end certificates are warned of."""
+
+HOW = "psctl certs makes one for each task"
+
+
+def ends_soon(expiry: float) -> bool:
+    """Whether certificates that are good until then, in Unix seconds, are to be warned of."""
+    return expiry - time.time() < SOON_SECONDS
+
+
+def task_name(task: Task) -> str:
+    """The name of a task where no slash may be: `ps-0`."""
+    return f"{task.job}-{task.index}"
+
+
+def certificate_name(name: str) -> str:
+    """The DNS name on the certificate of a task or of `ADMIN`: `ps-0.paramserver`."""
+    return name + DOMAIN
+
+
+def named(dns_names: Iterable[str]) -> frozenset[str]:
+    """The tasks, as `task_name` writes them, that the DNS names of a certificate stand for."""
+    return frozenset(name.removesuffix(DOMAIN) for name in dns_names if name.endswith(DOMAIN))
+
+
+@dataclass(frozen=True)
+class Security:
+    """What a process shows, and what it asks others for.
+
+    Attributes:
+        certificate, key, ca: in PEM: its own certificate, with those between it and the CA; the key of that; whose
+            signature others must have. All three, or none for no TLS.
+        expiry: until when the certificates are good, the CA's too, in Unix seconds; 0 without TLS.
+        token: what every call of the job carries; "" for none.
+    """
+
+    certificate: bytes = b""
+    key: bytes = field(default=b"", repr=False)
+    ca: bytes = b""
+    expiry: float = 0.0
+    token: str = field(default="", repr=False)
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted, and both ends show certificates."""
+        return bool(self.certificate)
+
+    def server_context(self) -> ssl.SSLContext:
+        """For sockets that accept; the other end must show a certificate."""
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def client_context(self) -> ssl.SSLContext:
+        """For sockets that connect; the other end must show a certificate with the name that is asked for."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def _context(self, side: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3  # both ends are ours
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.ca.decode("ascii"))
+        if side == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # connections are few, and last
+        # OpenSSL takes keys from files alone; this one is in memory, and nobody else has its name.
+        file = os.memfd_create("key", os.MFD_CLOEXEC)
+        try:
+            os.write(file, self.key + b"\n" + self.certificate)
+            context.load_cert_chain(f"/proc/self/fd/{file}")
+        finally:
+            os.close(file)
+        return context
+
+
+@dataclass(frozen=True)
+class SecurityOptions:
+    """Where a process finds what it shows, as flags, the environment or a file say it. "" for what is not said.
+
+    Attributes:
+        tls_cert, tls_key, tls_ca: paths of PEM files, in which `{task}` is the process's own.
+        token_file: path of the file with the token, the same.
+        token: the token itself; no flag and no file says it, for others may read these.
+    """
+
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    token_file: str = ""
+    token: str = field(default="", repr=False)
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> SecurityOptions:
+        """Reads `PS_TLS_CERT`, `PS_TLS_KEY`, `PS_TLS_CA`, `PS_TOKEN_FILE` and `PS_TOKEN`."""
+        return cls(**{name: environ.get(_variable(name), "") for name in _names()})
+
+    def variables(self) -> dict[str, str]:
+        """The variables that `from_environ` reads back."""
+        return {_variable(name): getattr(self, name) for name in _names()}
+
+    def under(self, given: Mapping[str, Any]) -> SecurityOptions:
+        """With what flags say, where they say something: they win."""
+        return dataclasses.replace(self, **{name: path for name in FLAGS if (path := given.get(name))})
+
+    def read(self, name: str) -> Security:
+        """Reads and checks what these files say, so that no handshake fails for what could be known.
+
+        Args:
+            name: of the task whose they are, as `task_name` writes it, or `ADMIN`.
+
+        Raises:
+            ConfigError: a file is missing or no PEM, the key does not fit the certificate, the certificate is not of
+                now, not of this CA, or of another task; a token is too short. It names the file, and what to do.
+        """
+        return Security(*self._certificates(name), token=self._token(name))
+
+    def _certificates(self, name: str) -> tuple[bytes, bytes, bytes, float]:
+        paths = {field: getattr(self, field) for field in ("tls_cert", "tls_key", "tls_ca")}
+        missing = [_flag(field) for field, path in paths.items() if not path]
+        if len(missing) == len(paths):
+            return b"", b"", b"", 0.0
+        if missing:
+            raise ConfigError(
+                f"--tls-cert, --tls-key and --tls-ca belong together; missing: {', '.join(missing)}; give all "
+                "three, or none for no TLS"
+            )
+        files = {field: _file(path, name) for field, path in paths.items()}
+        certificate, key, ca = (_read(_flag(field), path) for field, path in files.items())
+        # Only where there is TLS: to load it takes a while.
+        from pswire.security.certificates import Pair, check
+
+        pairs = Pair(files["tls_cert"], certificate), Pair(files["tls_key"], key), Pair(files["tls_ca"], ca)
+        return certificate, key, ca, check(*pairs, name)
+
+    def _token(self, name: str) -> str:
+        where, token = PREFIX + "TOKEN", self.token
+        if self.token_file:
+            path = _file(self.token_file, name)
+            where, token = path, _read("--token-file", path).decode("ascii", "replace").strip()
+        elif not token:
+            return ""
+        if len(token) < LEAST_TOKEN or not (token.isascii() and token.isprintable()) or " " in token:
+            raise ConfigError(
+                f"{where} is no token: write at least {LEAST_TOKEN} letters and digits without blanks, such as "
+                "openssl rand -hex 32 prints"
+            )
+        return token
+
+
+FLAGS = ("tls_cert", "tls_key", "tls_ca", "token_file")
+"""Attributes of `SecurityOptions` that flags and files may give."""
+
+
+def _names() -> list[str]:
+    return [field.name for field in dataclasses.fields(SecurityOptions)]
+
+
+def _variable(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _file(path: str, name: str) -> str:
+    return path.replace(PLACEHOLDER, name)
+
+
+def _read(flag: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}; {HOW}") from error

@@ -1,0 +1,103 @@
+"""A page of metrics as Prometheus asks for them, that waits for nobody; loaded only where one is served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pswire.cluster import join_address
+from pswire.errors import ConfigError
+from pswire.telemetry.histogram import Histogram
+from pswire.telemetry.metrics import Reading, Row
+
+log = logging.getLogger("pswire")
+
+SILENT_SECONDS = 10.0
+"""How long who has connected may say nothing: it has a thread and a file of ours."""
+
+KINDS: Mapping[str, Any] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+Readings = Callable[[], Iterable[Reading]]
+"""Gives what there is to read."""
+
+
+class Metrics(Collector):
+    """Reads metrics, in the thread of whoever asks.
+
+    Args:
+        readings: which ones.
+    """
+
+    def __init__(self, readings: Readings) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as of now."""
+        for rows, source in self._readings():
+            for row in rows:
+                yield _family(row, source)
+
+
+class Page:
+    """Metrics over HTTP, with those of the process and of whatever else it counts with `prometheus_client`.
+
+    Args:
+        host: where it listens.
+        port: the same; 0 to pick one.
+        readings: our metrics.
+
+    Raises:
+        ConfigError: the port cannot be had.
+
+    Attributes:
+        url: of the page.
+    """
+
+    def __init__(self, host: str, port: int, readings: Readings) -> None:
+        registry = CollectorRegistry()
+        registry.register(Metrics(readings))
+        registry.register(REGISTRY)
+        try:
+            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics at {join_address(host, port)} ({error.strerror or error}); choose another "
+                "--metrics-port or --metrics-host"
+            ) from error
+        _harden(self._server)
+        self.url = f"http://{join_address(host, self._server.server_port)}/metrics"
+
+    def close(self) -> None:
+        """Ends."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def _family(row: Row[Any], source: Any) -> Metric:
+    family = KINDS[row.kind](row.name, row.about, labels=row.labels)
+    for labels, value in row.read(source).items():
+        if isinstance(value, Histogram):
+            family.add_metric(labels, value.buckets(), value.total)
+        else:
+            family.add_metric(labels, value)
+    return cast(Metric, family)
+
+
+def _harden(server: Any) -> None:
+    """Lets go of who says nothing, and prints nothing about who goes away."""
+    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": SILENT_SECONDS})
+    server.handle_error = _note
+
+
+def _note(request: object, address: object) -> None:
+    log.debug("who asked for metrics has gone away", exc_info=True)

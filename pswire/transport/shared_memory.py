@@ -1,0 +1,242 @@
+"""Shared memory of the shm lane: values without a copy in a socket.
+
+Each client has a segment into which it writes what it pushes. A server has one, into which it writes what it answers,
+once for all clients that want the same. Segments have no names: their file descriptors are handed over a Unix socket.
+They are gone when both ends are, however they die. They are sealed against shrinking, so that neither end can make the
+other read what is not there, and against writing by others.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pswire.errors import InvalidRequest
+from pswire.model.tensor import Array
+
+CLIENT_BYTES = 64 << 20
+"""Of a client's segment. Of each segment only what was once in use at a time takes memory."""
+
+MAX_SEGMENT_BYTES = 1 << 40
+"""What may be mapped of another process."""
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+FUTURE_WRITE = 0x10
+"""F_SEAL_FUTURE_WRITE: whoever maps it from now on only reads."""
+
+LINE = 64
+"""Data begin at multiples of a cache line."""
+
+
+class Segment:
+    """Memory that processes share.
+
+    Args:
+        fd: its file, which stays the caller's.
+        size: in bytes.
+        write: whether this process writes it.
+    """
+
+    def __init__(self, fd: int, size: int, write: bool) -> None:
+        self.size = size
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        self.memory = memoryview(mmap.mmap(fd, size, mmap.MAP_SHARED, access))
+
+    @classmethod
+    def make(cls, size: int) -> tuple[Segment, int]:
+        """A new segment, which only this process writes, and its file, which the caller closes.
+
+        Raises:
+            OSError: the system gives none.
+        """
+        fd = os.memfd_create("paramserver", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            made = cls(fd, size, True)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            try:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FUTURE_WRITE)
+            except OSError:  # before Linux 5.1
+                pass
+        except BaseException:
+            os.close(fd)
+            raise
+        return made, fd
+
+    @classmethod
+    def take(cls, fd: int, at_most: int = MAX_SEGMENT_BYTES) -> Segment:
+        """The segment of another process, to read.
+
+        Args:
+            fd: its file, which stays the caller's.
+            at_most: the bytes that the other process may have any use for.
+
+        Raises:
+            InvalidRequest: the file is none, is larger than it may be, or could shrink.
+        """
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:
+            seals = 0
+        size = os.fstat(fd).st_size
+        if seals & SEALS != SEALS or not 0 < size <= at_most:
+            raise InvalidRequest("what was handed over is no sealed segment of shared memory")
+        return cls(fd, size, False)
+
+
+@dataclass
+class _Entry:
+    """Data in a ring.
+
+    Attributes:
+        size: in bytes.
+        holders: how many have still to read them.
+        key: what they are.
+    """
+
+    size: int
+    holders: int
+    key: Hashable
+
+
+class Ring:
+    """A segment that this process writes. May be used by any thread.
+
+    The lowest free place is taken, so that memory that the processor's caches still have is used again.
+
+    Args:
+        memory: where to write.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self.size = len(memory)
+        self._bytes = np.frombuffer(memory, np.uint8)
+        self._lock = threading.Lock()
+        self._entries: dict[int, _Entry] = {}
+        self._places: dict[Hashable, int] = {}
+
+    def put(self, buffers: Sequence[memoryview], size: int, key: Hashable = None) -> int | None:
+        """Copies buffers, one after another, for one more who reads them.
+
+        Args:
+            buffers: what to write.
+            size: bytes of all.
+            key: what they are; what is there under it is not written again.
+
+        Returns:
+            Their place; None where there is no room.
+        """
+        with self._lock:
+            known = self._places.get(key)
+            if known is not None:
+                self._entries[known].holders += 1
+                return known
+            place = self._find(size)
+            if place is None:
+                return None
+            at = place
+            for buffer in buffers:
+                np.copyto(self._bytes[at : at + len(buffer)], np.frombuffer(buffer, np.uint8))
+                at += len(buffer)
+            self._entries[place] = _Entry(size, 1, key)
+            if key is not None:
+                self._places[key] = place
+            return place
+
+    def free(self, place: int) -> None:
+        """One of the readers needs it no more."""
+        with self._lock:
+            entry = self._entries[place]
+            entry.holders -= 1
+            if not entry.holders:
+                del self._entries[place]
+                self._places.pop(entry.key, None)
+
+    def _find(self, size: int) -> int | None:
+        at = 0
+        for place in sorted(self._entries):
+            if place - at >= size:
+                return at
+            at = place + -(-self._entries[place].size // LINE) * LINE
+        return at if self.size - at >= size else None
+
+
+class Hold:
+    """A place is in use as long as this object is there.
+
+    Args:
+        free: called at the end, by any thread.
+    """
+
+    def __init__(self, free: Callable[[], object]) -> None:
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free()
+
+
+class Mirror:
+    """A segment that another process writes. May be used by any thread.
+
+    Args:
+        memory: what to read.
+        freed: told a place and its bytes, by any thread, when nobody here looks at it any more.
+
+    Attributes:
+        size: of the memory, in bytes.
+    """
+
+    def __init__(self, memory: memoryview, freed: Callable[[int, int], object]) -> None:
+        self.size = len(memory)
+        self._memory = memory
+        self._freed = freed
+        self._taken: dict[int, int] = {}
+        self._held: dict[int, tuple[Hold, weakref.ref[Array]]] = {}
+
+    def read(self, place: int, size: int, reader: int = 0) -> memoryview:
+        """Data: where they are, or a copy while half of the memory is in use, so that more can come.
+
+        What is where it is is freed when the view, and all that were made of it, are gone; a copy at once.
+
+        Args:
+            place, size: where they are, in bytes.
+            reader: how many bytes somebody takes at once who lets go of what was read, or 0. If all that fits, nothing
+                is copied: the other end waits for that reader.
+
+        Raises:
+            InvalidRequest: they are not within the segment, or somebody looks at them.
+        """
+        array, half = self._look(place, size), self.size // 2
+        if 0 < reader <= half or sum(list(self._taken.values())) <= half:
+            return array.data
+        found = np.empty(size, np.uint8)
+        np.copyto(found, array)
+        return found.data
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether anybody holds what was read where it is."""
+        return bool(self._taken)
+
+    def keep(self) -> list[Hold]:
+        """What is looked at now is not freed before these are gone: a fork has the same memory, and frees nothing."""
+        return [hold for hold, _ in list(self._held.values())]
+
+    def _look(self, place: int, size: int) -> Array:
+        if place + size > self.size or place % LINE or place in self._taken:
+            raise InvalidRequest(f"{size} bytes at {place} are no place in the shared memory")
+        array = np.frombuffer(self._memory, np.uint8, size, place)
+        array.flags.writeable = False
+        self._taken[place] = size
+        self._held[place] = Hold(lambda: self._free(place)), weakref.ref(array, lambda _: self._held.pop(place, None))
+        return array
+
+    def _free(self, place: int) -> None:
+        self._freed(place, self._taken.pop(place))

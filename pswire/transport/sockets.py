@@ -1,0 +1,463 @@
+"""Messages on the plain socket of a lane, tcp or shm: both ends are the same.
+
+A message is a head of fixed size, a header, which is an encoded protobuf message or nothing, and maybe the data of a
+part. On the tcp lane the data follow in the socket; on the shm lane they lie in memory that both ends share, and the
+message says where. The receiver of such data says when it needs them no more.
+
+    kind, 3 zero bytes, size of header (4), call (8), offset (8), size of data (8), place (8), header, data
+
+Sizes are in bytes, and all numbers are little-endian. `call` is a number that the client gave; `offset` is where the
+data belong in their payload, as in `Part`.
+
+A connection whose packets vanish, in a firewall or a NAT, looks like one on which nobody has anything to say. So a
+server says several times in a client's lease that it is there (`ALIVE`), while a call of that client is under way, and
+how many bytes it has received. The system's own means are not enough: TCP takes a quarter of an hour, and knows nothing
+of what happens behind a proxy.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+from socket import (
+    IPPROTO_TCP,
+    SO_KEEPALIVE,
+    SOL_SOCKET,
+    TCP_KEEPCNT,
+    TCP_KEEPIDLE,
+    TCP_KEEPINTVL,
+    TCP_NODELAY,
+    TCP_USER_TIMEOUT,
+    socket,
+)
+
+import numpy as np
+
+from pswire.errors import InvalidRequest
+from pswire.transport.payload import Cutter, Part, Payload
+from pswire.transport.shared_memory import Ring
+from pswire.transport.tls_socket import Stream
+from pswire.transport.traffic import Traffic
+
+HEAD = struct.Struct("<B3xIQQQQ")
+
+INLINE = (1 << 64) - 1
+"""The place of data that follow in the socket."""
+
+MAX_HEADER_BYTES = 4 << 20
+"""Of one header; a hello has far less."""
+
+MAX_HELLO_BYTES = 1 << 10
+"""Of the header of a hello."""
+
+MAX_PART_BYTES = 4 << 20
+"""Of the data of one message."""
+
+SCRATCH = 1 << 16
+"""Bytes that are read at once where a message may be small."""
+
+STEPS = 16
+"""Into how many pieces a payload is cut at least whose other end is told of it while it is made: each costs a system
+call, and the other end's attention."""
+
+SMALL = 1 << 14
+"""Data of fewer bytes go in the socket also where memory is shared: to tell their place would cost as much."""
+
+BUFFERS = 256
+"""Buffers that are handed to the system at once."""
+
+BLOCKED = (BlockingIOError, InterruptedError)
+
+
+PROBES = 127
+"""Signs of life that are asked for at most; the system allows no more."""
+
+
+def tune(sock: socket, silence: float, breaks: bool) -> None:
+    """Has a TCP socket send at once, and ask the host of its other end for signs of life.
+
+    Args:
+        sock: the socket.
+        silence: seconds after which that host is silent.
+        breaks: whether the connection breaks then. On a client it does not: its lane breaks only where the server
+            answers beats meanwhile. And a server may read nothing for as long as a round takes, which
+            TCP_USER_TIMEOUT would count as silence.
+    """
+    sock.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+    # A host that loses its power says nothing.
+    sock.setsockopt(SOL_SOCKET, SO_KEEPALIVE, 1)
+    count = 2 if breaks else PROBES
+    for option, value in ((TCP_KEEPIDLE, silence / 2), (TCP_KEEPINTVL, silence / 4), (TCP_KEEPCNT, count)):
+        sock.setsockopt(IPPROTO_TCP, option, max(int(value), 1))
+    if breaks:
+        # The system asks for nothing while something is not acknowledged.
+        sock.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, int(1000 * silence))
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HELLO = 1
+    """The first of a client: who it is."""
+    WELCOME = 2
+    """The first of a server: the hello was right."""
+    PUSH = 3
+    """A PushHeader, and maybe the first part."""
+    PULL = 4
+    """A PullRequest."""
+    PART = 5
+    """A part; the first of an answer that is sent while it is made has a RoundHeader with the size."""
+    ANSWER = 6
+    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part."""
+    REFUSAL = 7
+    """The last message of a call that failed: a Refusal."""
+    FREED = 8
+    """Data in shared memory are needed no more: `place` says which."""
+    ALIVE = 9
+    """A LaneAlive of a server, while a call is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: what it is.
+        call: to which call it belongs.
+        header: an encoded protobuf message, or empty.
+        offset: where the data belong in their payload.
+        size: bytes of data.
+        place: where they are in shared memory, or `INLINE`.
+        data: the data that came in the socket.
+    """
+
+    kind: Kind
+    call: int = 0
+    header: bytes = b""
+    offset: int = 0
+    size: int = 0
+    place: int = INLINE
+    data: memoryview | None = None
+
+    def head(self) -> bytes:
+        """The head and the header as they travel."""
+        head = HEAD.pack(self.kind, len(self.header), self.call, self.offset, self.size, self.place)
+        return head + self.header
+
+
+class Link:
+    """A socket that never blocks, with messages. May be written by any thread, is read by one.
+
+    Args:
+        sock: connected; encrypted or not.
+
+    Attributes:
+        sent, received: bytes that the system has taken, and given, since the other end has said who it is.
+    """
+
+    def __init__(self, sock: Stream) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.sent = self.received = 0
+        self._out: deque[memoryview] = deque()
+        self._lock = threading.Lock()  # guards what is to be sent
+        self.max_header, self.max_data = MAX_HELLO_BYTES, 0
+        """What one message may have; more once the other end has said who it is."""
+        self._scratch = memoryview(bytearray(SCRATCH))
+        self._read = self._filled = 0
+        self._incoming = self._messages()
+
+    @property
+    def waiting(self) -> int:
+        """How many buffers the system has not taken yet."""
+        return len(self._out)
+
+    def trust(self) -> None:
+        """The other end has said who it is: its messages may be large, and bytes are counted from here."""
+        self.sent = self.received = 0
+        self.max_header, self.max_data = MAX_HEADER_BYTES, MAX_PART_BYTES
+
+    def send(self, buffers: Iterable[bytes | memoryview]) -> bool:
+        """Sends buffers, in order, as far as the system takes them; says whether something is left for `flush`.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        with self._lock:
+            self._out.extend(memoryview(buffer) for buffer in buffers if len(buffer))
+            self._flush()
+            return bool(self._out)
+
+    def flush(self) -> bool:
+        """Goes on with what is left; as `send`."""
+        with self._lock:
+            self._flush()
+            return bool(self._out)
+
+    def _flush(self) -> None:
+        while self._out:
+            try:
+                sent = self.sock.sendmsg(list(islice(self._out, BUFFERS)))
+            except BLOCKED:
+                return
+            self.sent += sent
+            while sent:
+                first = self._out[0]
+                if len(first) > sent:
+                    self._out[0] = first[sent:]
+                    return
+                sent -= len(self._out.popleft())
+
+    def receive(self) -> Iterator[Message]:
+        """The messages that are there; ends where the next one is not whole yet.
+
+        Raises:
+            OSError: the connection is broken, or the other end has closed it.
+            InvalidRequest: what came is no message.
+        """
+        while (message := next(self._incoming)) is not None:
+            yield message
+
+    def _messages(self) -> Generator[Message | None, None, None]:
+        head = bytearray(HEAD.size)
+        while True:
+            if self._filled - self._read >= HEAD.size:
+                number, header_size, call, offset, size, place = HEAD.unpack_from(self._scratch, self._read)
+                self._read += HEAD.size
+            else:
+                yield from self._fill(memoryview(head))
+                number, header_size, call, offset, size, place = HEAD.unpack(head)
+            kind = _kind(number)
+            if header_size > self.max_header or size > self.max_data:
+                raise InvalidRequest(f"a message of {header_size} and {size} bytes is larger than it may be")
+            header = bytearray(header_size)
+            yield from self._fill(memoryview(header))
+            data = None
+            if size and place == INLINE:
+                data = np.empty(size, np.uint8).data
+                yield from self._fill(data)
+            yield Message(kind, call, bytes(header), offset, size, place, data)
+
+    def _fill(self, buffer: memoryview) -> Generator[None, None, None]:
+        """Reads until a buffer is full; gives None each time that nothing is there."""
+        at = 0
+        while at < len(buffer):
+            if self._read < self._filled:
+                count = min(len(buffer) - at, self._filled - self._read)
+                buffer[at : at + count] = self._scratch[self._read : self._read + count]
+                self._read += count
+                at += count
+                continue
+            direct = len(buffer) - at >= SCRATCH
+            try:
+                count = self.sock.recv_into(buffer[at:] if direct else self._scratch)
+            except BLOCKED:
+                yield None
+                continue
+            if not count:
+                raise ConnectionResetError("the other end has closed the connection")
+            self.received += count
+            if direct:
+                at += count
+            else:
+                self._read, self._filled = 0, count
+
+
+def _kind(number: int) -> Kind:
+    try:
+        return Kind(number)
+    except ValueError:
+        raise InvalidRequest(f"a message of the unknown kind {number}") from None
+
+
+@dataclass(eq=False)
+class _Stream:
+    """A payload on its way out.
+
+    Attributes:
+        call: to which call it belongs.
+        cutter: cuts it.
+        first: kind and header of its first message.
+        part: what was cut, and has no room yet.
+        ends: whether a message comes after its last part.
+        last: kind and header of that message, once it is known.
+        listens: whether it goes on by itself when the payload has grown.
+    """
+
+    call: int
+    cutter: Cutter
+    first: tuple[Kind, bytes]
+    ends: bool
+    part: Part | None = None
+    last: tuple[Kind, bytes] | None = None
+    listens: bool = False
+
+
+class Channel:
+    """Messages with payloads on a link, in the socket or through shared memory. May be used by any thread.
+
+    Args:
+        link: the socket.
+        ring: shared memory into which the data of parts are written; None sends them in the socket.
+        waits: whether data wait until there is room in the ring, which the other end then has to make; else what has
+            no room goes in the socket.
+        blocked: called when something is left for `flush`, by any thread.
+        traffic: counts what is sent.
+    """
+
+    def __init__(
+        self, link: Link, ring: Ring | None, waits: bool, blocked: Callable[[], object], traffic: Traffic
+    ) -> None:
+        self.link = link
+        self._traffic = traffic
+        self._ring = ring
+        self._waits = waits
+        self._blocked = blocked
+        self._part_bytes = min(MAX_PART_BYTES, ring.size // 8) if ring else MAX_PART_BYTES
+        self._lock = threading.RLock()  # guards all below
+        self._streams: deque[_Stream] = deque()
+        self._unread = Counter[int]()  # how often each place of the ring was told
+        self._closed = False
+
+    def tell(self, kind: Kind, call: int = 0, header: bytes = b"") -> None:
+        """Sends a message without data."""
+        self._send((Message(kind, call, header).head(),))
+
+    def let_go(self, places: Iterable[int]) -> None:
+        """Tells the other end that data in shared memory are needed no more."""
+        self._send([Message(Kind.FREED, place=place).head() for place in places])
+
+    def send(self, kind: Kind, call: int, header: bytes, payload: Payload, ends: bool = False) -> None:
+        """Sends a header and a payload, which may still grow.
+
+        Args:
+            kind: of the first message; those after it are parts.
+            call: to which call they belong.
+            header: of the first message.
+            payload: what is sent.
+            ends: whether `end` will be called.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._streams.append(_Stream(call, Cutter(payload, self._part_bytes), (kind, header), ends))
+            self.pump()
+
+    def end(self, kind: Kind, call: int, header: bytes) -> None:
+        """Sends a message after the last part of a call's payload."""
+        with self._lock:
+            for stream in self._streams:
+                if stream.call == call:
+                    stream.last = kind, header
+                    self.pump()
+                    return
+        self.tell(kind, call, header)
+
+    def drop(self, call: int) -> None:
+        """Sends no more of a call's payload."""
+        with self._lock:
+            self._streams = deque(stream for stream in self._streams if stream.call != call)
+
+    def freed(self, place: int) -> None:
+        """The other end needs data in shared memory no more; raises `InvalidRequest` if it was not told of them."""
+        with self._lock:
+            if self._ring is None or not self._unread[place]:
+                raise InvalidRequest(f"nothing was at place {place} of the shared memory")
+            self._unread -= Counter({place: 1})  # of which those that become 0 are gone
+            self._ring.free(place)
+            self.pump()
+
+    def close(self) -> None:
+        """The other end is gone: it reads nothing more, and nothing more is sent."""
+        with self._lock:
+            self._closed = True
+            self._streams.clear()
+            if self._ring is not None:
+                for place in self._unread.elements():
+                    self._ring.free(place)
+            self._unread.clear()
+            self._ring = None
+
+    def flush(self) -> bool:
+        """Goes on with what the system did not take; says whether something is left."""
+        return self.link.flush()
+
+    @property
+    def sending(self) -> bool:
+        """Whether payloads are on their way."""
+        return bool(self._streams)
+
+    def unsent(self) -> set[int]:
+        """The calls of whose payloads nothing has left, since nothing is there yet, or there is no room."""
+        with self._lock:
+            return {stream.call for stream in self._streams if stream.first[0] is not Kind.PART}
+
+    def pump(self) -> None:
+        """Sends what can be sent of all payloads on their way."""
+        with self._lock:
+            for stream in tuple(self._streams):
+                # One that has grown meanwhile may have sent all others, too.
+                if stream in self._streams and self._run(stream):
+                    self._streams.remove(stream)
+
+    def _run(self, stream: _Stream) -> bool:
+        """Sends what there is of a payload; says whether that was the last."""
+        out: list[bytes | memoryview] = []
+        step, ready = stream.cutter.payload.size // STEPS, 0
+        while stream.part or not (stream.cutter.done and stream.first[0] is Kind.PART):
+            stream.part = stream.part or stream.cutter.next()
+            if stream.part is None and not stream.cutter.done:
+                self._send(out)
+                if not stream.listens:
+                    stream.listens = True
+                    stream.cutter.when(step, lambda: self._grown(stream))
+                return False
+            offset, buffers = stream.part or (0, [])
+            size = sum(map(len, buffers))
+            place = self._put(stream, offset, buffers, size)
+            if place is None:
+                self._send(out)
+                return False
+            (kind, header), stream.first, stream.part = stream.first, (Kind.PART, b""), None
+            out += [Message(kind, stream.call, header, offset, size, place).head()]
+            out += buffers if place == INLINE else []
+            self._traffic.add(sent=size)
+            ready += size
+            if ready > step:
+                self._send(out)
+                out, ready = [], 0
+        if stream.last is not None:
+            out.append(Message(stream.last[0], stream.call, stream.last[1]).head())
+        self._send(out)
+        return stream.last is not None or not stream.ends
+
+    def _put(self, stream: _Stream, offset: int, buffers: Sequence[memoryview], size: int) -> int | None:
+        """Where the data of a part are; None where they have to wait for room."""
+        if self._ring is None or size < SMALL:
+            return INLINE
+        # All who are sent one payload are told of one place; it does not keep the arrays of which it is a copy.
+        key = None if self._waits else (weakref.ref(stream.cutter.payload), offset, size)
+        place = self._ring.put(buffers, size, key)
+        if place is not None:
+            self._unread[place] += 1
+        return INLINE if place is None and not self._waits else place
+
+    def _grown(self, stream: _Stream) -> None:
+        with self._lock:
+            stream.listens = False
+            self.pump()
+
+    def _send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        if not buffers:
+            return
+        try:
+            if self.link.send(buffers):
+                self._blocked()
+        except OSError:
+            self._blocked()  # whoever reads the link finds out
