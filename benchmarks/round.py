@@ -53,7 +53,8 @@ from psclient._src.processes.output import Line
 from psclient._src.rounds.placement import PsStrategy
 from psclient.psctl.certificate_authority import Authority, paths
 from pswire.cluster import Task
-from pswire.security.identity import SecurityOptions, task_name
+from pswire.security.identity import SecurityOptions
+from pswire.security.names import task_name
 from pswire.transport.traffic import LANES
 
 Command = TypeVar("Command", bound=Callable[..., object])

@@ -1,7 +1,6 @@
 """Train on parameter servers, without TensorFlow, as with `tf.distribute`."""
 
 from psclient import cluster_resolver, compat, metrics, ops, optimizers, summary, train
-from psclient._src.consistency import Async, Sync
 from psclient._src.context import (
     ReplicaContext,
     get_replica_context,
@@ -14,14 +13,16 @@ from psclient._src.data.distributed import DistributedDataset
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.options import (
     ArraySpec,
+    Async,
     AutoShardPolicy,
     InputContext,
     InputOptions,
     PerReplicaSpec,
+    ReduceOp,
     RunOptions,
+    Sync,
     ValueContext,
 )
-from psclient._src.reduce_op import ReduceOp
 from psclient._src.strategies.mirrored import MirroredStrategy
 from psclient._src.strategies.parameter_server import ParameterServerStrategy
 from psclient._src.tracing.update_function import update_function

@@ -1,8 +1,9 @@
 """The ops of update functions, by their names in the Python array API standard.
 
 They work alike on tracers, NumPy arrays and CuPy arrays; a test holds that there is one for each row of
-`pswire.model.program.OPS`, beside `clip` and `vector_norm`, which are made of several. NumPy's own functions do the same in
-update functions; these are for what has no NumPy name that CuPy shares, and for those who like one place to look.
+`pswire.model.program.OPS`, beside `clip` and `vector_norm`, which are made of several. NumPy's own functions do the
+same in update functions; these are for what has no NumPy name that CuPy shares, and for those who like one place to
+look.
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ import click
 from psserver.config import ServerConfig, server_config
 from psserver.core.core import Core
 from psserver.sizes import human
-from psserver.state.sessions import MAX_SESSIONS
 from psserver.telemetry import serve_metrics
 from psserver.transport.server import Server, leave_nothing
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.checkpoint.storage import DEFAULT_ROOT
 from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError
+from pswire.limits import MAX_SESSIONS
 from pswire.model.status import ServerStatus
 from pswire.telemetry import logging_setup
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from psserver.devices import Device
 from psserver.sizes import human, parse_bytes
-from psserver.state.sessions import MAX_SESSIONS
 from pswire.checkpoint.storage import DEFAULT_ROOT
 from pswire.cluster import Task, TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
-from pswire.limits import Timeouts
-from pswire.security.identity import Security, SecurityOptions, task_name
+from pswire.limits import MAX_SESSIONS, Timeouts
+from pswire.security.identity import Security, SecurityOptions
+from pswire.security.names import task_name
 
 LEAST_IN_FLIGHT = 1 << 20
 """Bytes: less may not hold a part of a contribution."""

@@ -203,3 +203,10 @@ def _gpu_count() -> int:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:  # also: there is no driver
         return 0
+
+
+def owned(value: Array) -> Array:
+    """The array itself if it owns contiguous memory, else a copy: a view would keep a whole message alive."""
+    if isinstance(value, np.ndarray) and not (value.flags.owndata and value.flags.c_contiguous):
+        return np.array(value, order="C", copy=True)
+    return value

@@ -38,6 +38,9 @@ MAX_PLAN_ITEMS = 250_000
 MAX_VARIABLES = 100_000
 """Variables of a job: whoever may create one may create many, and all of them stay in the log."""
 
+MAX_SESSIONS = 1024
+"""Sessions that may be open at a time, if nobody says another number."""
+
 MAX_NAME = 512
 """Characters in a variable's name."""
 

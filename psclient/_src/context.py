@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from psclient._src import nest, values
 from psclient._src.devices import CPU, Device
 from psclient._src.nest import Nest
-from psclient._src.reduce_op import ReduceOp
+from psclient._src.options import ReduceOp
 
 Kind = Literal["default", "cross-replica", "replica", "update"]
 

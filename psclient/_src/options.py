@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
 import numpy as np
+
+from pswire.model.log import Mode
+from pswire.model.plan import ReduceOp as OpName
 
 
 class AutoShardPolicy(IntEnum):
@@ -140,3 +144,50 @@ class PerReplicaSpec:
     nest_leaf: ClassVar[bool] = True
 
     specs: tuple[ArraySpec, ...]
+
+
+class ReduceOp(enum.Enum):
+    """SUM, or MEAN: the sum over the number of contributing replicas, or of elements where an axis is reduced."""
+
+    SUM = "sum"
+    MEAN = "mean"
+
+    @property
+    def wire(self) -> OpName:
+        """Its name in plans."""
+        return "sum" if self is ReduceOp.SUM else "mean"
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+        """The op of a name in any case; raises `ValueError` for an unknown one."""
+        if isinstance(op, cls):
+            return op
+        try:
+            return cls(str(getattr(op, "value", op)).lower())
+        except ValueError:
+            raise ValueError(f"unknown reduction {op!r}; use ps.ReduceOp.SUM or MEAN") from None
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Synchronous rounds: every update includes each worker's contribution once and whole.
+
+    Attributes:
+        mode: "sync".
+    """
+
+    mode: ClassVar[Mode] = "sync"
+
+
+@dataclass(frozen=True)
+class Async:
+    """Each worker makes updates of its own: a push is applied once, whole and at once, and nobody waits for others.
+
+    `num_replicas_in_sync` is then this worker's number of replicas, and what a step reads may have been changed by
+    others since. The examples of a dataset are shared by all workers all the same.
+
+    Attributes:
+        mode: "async".
+    """
+
+    mode: ClassVar[Mode] = "async"

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 import numpy as np
 
 from psclient._src import context, values
-from psclient._src.rounds.section import bring
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Configured, Settings, is_view
 from psclient._src.variables.variable import Variable
-from psclient.optimizers.exclusions import Exclusions
+from psclient.optimizers.checks import Exclusions, check_gradients, check_variables
 from psclient.optimizers.last import LastStep, Step
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate, rate_now
-from psclient.optimizers.pairs import check_gradients, check_variables
 from psclient.optimizers.ranges import Range, check_number
 from psclient.optimizers.state import Needs, State, first_shared
 from psclient.optimizers.update_functions import apply, become, begin, measure, state_dtype, total
@@ -402,7 +400,7 @@ class Optimizer(Configured):
             return found
         # A value never crosses servers inside a section: the parts come here, and what they make goes back.
         names = list(parts[0])
-        arrays = iter(bring([part[name] for part in parts for name in names]))
+        arrays = iter(strategy.backend.bring([part[name] for part in parts for name in names]))
         return cast(dict[str, Any], total([{name: next(arrays) for name in names} for _ in parts]))
 
     @property
@@ -411,7 +409,7 @@ class Optimizer(Configured):
 
     def _in_stages(self, strategy: Any, variables: Sequence[Variable]) -> bool:
         """Whether a step takes two rounds: what it has to know of all gradients is on several servers."""
-        alone = getattr(strategy.backend.group, "alone", False)
+        alone = strategy.backend.group.alone
         if alone and isinstance(self.loss_scale_factor, DynamicLossScale):
             raise ValueError(
                 "with DynamicLossScale another asynchronous worker may change the scale between a loss and its "

@@ -23,7 +23,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pswire.errors import ConfigError
 from pswire.security.certificates import Pair, load
-from pswire.security.identity import PLACEHOLDER, TOKEN_BYTES, SecurityOptions, certificate_name
+from pswire.security.identity import PLACEHOLDER, TOKEN_BYTES, SecurityOptions
+from pswire.security.names import certificate_name
 
 CA_DAYS = 3650
 """How long a CA is good, in days, or as long as what it signs."""

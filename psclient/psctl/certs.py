@@ -12,7 +12,7 @@ from psclient.psctl.output import say
 from psclient.psctl.settings import Settings, as_json, settings
 from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
 from pswire.errors import ConfigError
-from pswire.security.identity import ADMIN, task_name
+from pswire.security.names import ADMIN, task_name
 
 DAYS = 365
 """How long certificates are good, if nobody says another number."""

@@ -14,10 +14,9 @@ from rich.table import Table
 from psclient.psctl.checkpoint_diff import Difference, difference, other_differences
 from psclient.psctl.checkpoint_export import export_npz, export_safetensors, widened
 from psclient.psctl.output import WIDTH, say, shape, show, size, table
-from psclient.psctl.saved import open_saved, require
 from psclient.psctl.settings import Settings, as_json, settings
 from pswire.checkpoint.manifest import MANIFEST, Manifest
-from pswire.checkpoint.reader import Found, SavedCheckpoint
+from pswire.checkpoint.reader import Found, SavedCheckpoint, open_saved, require
 from pswire.checkpoint.storage import place
 from pswire.errors import ConfigError, DamagedCheckpoint
 

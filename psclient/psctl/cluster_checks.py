@@ -21,7 +21,8 @@ from pswire.cluster import TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.model.program import PROGRAM_VERSION
 from pswire.model.status import ServerStatus
-from pswire.security.identity import Security, certificate_name, ends_soon, task_name
+from pswire.security.identity import Security
+from pswire.security.names import certificate_name, ends_soon, task_name
 
 MOST_SKEW = 1.0
 """Seconds by which clocks may differ: times of logs and checkpoints are compared, leases have clocks of their own."""

@@ -1,12 +1,76 @@
-"""`psctl health`: whether servers serve, for probes of containers."""
+"""Asks a server by gRPC's own means whether it serves (`grpc.health.v1`), as probes of containers do."""
 
 from __future__ import annotations
 
-import click
+import socket
+from typing import Any
 
-from psclient.psctl.health_client import why_not
+import click
+import grpc
+from grpc_health.v1 import health_pb2
+
+from psclient._src.transport.grpc_channel import REASONS, open_channel, stub
+from psclient._src.transport.tls_diagnosis import PROTOCOL, mismatch
 from psclient.psctl.output import say, show
 from psclient.psctl.settings import Settings, options, settings
+from pswire.cluster import check_address
+from pswire.security.identity import Security
+from pswire.security.names import ADMIN, certificate_name
+
+PATH = "/grpc.health.v1.Health/Check"
+"""Of the method, in the health service's own .proto."""
+
+Status = health_pb2.HealthCheckResponse
+
+
+def why_not(address: str, security: Security, seconds: float) -> str:
+    """Why a server does not serve; "" if it does.
+
+    A probe knows an address and no task: any certificate that our CA has signed will do.
+
+    Args:
+        address: `host:port`.
+        security: what we show.
+        seconds: how long it may take to answer.
+
+    Raises:
+        ConfigError: that is no address.
+    """
+    host, port = check_address(address, "psctl health")
+    name = certificate_name(ADMIN)  # that of no server, until it is known
+    try:
+        if security.tls:
+            name = _name_on_certificate((host.strip("[]"), port), security, seconds)
+    except OSError as error:
+        return mismatch(address, security, name) or f"there is no connection: {error.strerror or error}"
+    with open_channel(address, security, name) as channel:
+        ask = stub(channel, PATH, (False, False))
+        try:
+            data = ask(health_pb2.HealthCheckRequest().SerializeToString(), timeout=seconds)
+        except grpc.RpcError as error:
+            return mismatch(address, security, name) or _failure(error)
+    status = Status.FromString(data).status
+    return "" if status == Status.SERVING else f"it says {Status.ServingStatus.Name(status)}"
+
+
+def _name_on_certificate(place: tuple[str, int], security: Security, seconds: float) -> str:
+    """Whose certificate a server shows, which our CA has signed; raises `OSError` if it shows none."""
+    context = security.client_context()
+    context.check_hostname = False
+    context.set_alpn_protocols([PROTOCOL])
+    with socket.create_connection(place, seconds) as sock, context.wrap_socket(sock) as sealed:
+        shown = sealed.getpeercert() or {}
+    names: Any = shown.get("subjectAltName", ())
+    return next((str(value) for kind, value in names if kind == "DNS"), "")
+
+
+def _failure(error: grpc.RpcError) -> str:
+    details = error.details() or "" if isinstance(error, grpc.Call) else ""
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    if code == grpc.StatusCode.UNIMPLEMENTED:
+        return "what answers there knows no health service: it is no server of this version; correct the address"
+    found = (words for part, words in REASONS.items() if part in details)
+    return next(found, details or code.name.lower())
 
 
 @click.command()

@@ -12,7 +12,7 @@ from psclient.psctl.output import say
 from psclient.psctl.settings import Settings, options, settings
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
-from pswire.security.identity import task_name
+from pswire.security.names import task_name
 
 CHIEF = Task("chief", 0)
 

@@ -11,7 +11,8 @@ import click
 from psclient._src.config import security_options, tf_config_text
 from pswire.cluster import Task, TFConfig, check_address
 from pswire.errors import ConfigError
-from pswire.security.identity import ADMIN, FLAGS, Security, SecurityOptions, task_name
+from pswire.security.identity import FLAGS, Security, SecurityOptions
+from pswire.security.names import ADMIN, task_name
 
 Command = TypeVar("Command", bound=Callable[..., object])
 

@@ -9,10 +9,9 @@ from typing import Any
 from psclient._src.distribute.local import LocalBackend
 from psclient._src.variables.kinds import SyncOnReadVariable
 from psclient._src.variables.variable import Variable
-from psclient.psctl.saved import open_whole
 from psclient.train.backend import Choose, Content, Opened
 from psclient.train.options import CheckpointOptions
-from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.checkpoint.reader import SavedCheckpoint, open_whole
 from pswire.checkpoint.storage import Place, parted, place
 from pswire.checkpoint.writer import (
     Frozen,

@@ -20,15 +20,15 @@ from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import Report
 from psserver.core.waiting import Readers, Resends, Watchers
-from psserver.devices import Device
+from psserver.devices import Device, owned
 from psserver.effects import Answer, Submit, answering, do, failing
 from psserver.plans.memory import prepare
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.counters import Tally
 from psserver.state.guests import Guests
 from psserver.state.rounds import Rounds
-from psserver.state.sessions import DRAWN, MAX_SESSIONS, STILL_SECONDS, Membership
-from psserver.state.variables import Store, owned
+from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
+from psserver.state.variables import Store
 from pswire.api import (
     ALL,
     Begun,
@@ -45,7 +45,7 @@ from pswire.api import (
 from pswire.checkpoint.storage import place
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
-from pswire.limits import MAX_VARIABLES, Timeouts
+from pswire.limits import MAX_SESSIONS, MAX_VARIABLES, Timeouts
 from pswire.model.log import Approved, Entry, Mode, Start
 from pswire.model.plan import Plan, Turn, Variable, VariableSpec
 from pswire.model.status import ServerStatus

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from psserver.devices import owned
 from psserver.execution.batches import Batch, Ready, batches
 from psserver.execution.calls import MAX_PARTS, Call, Parts
 from psserver.execution.nonfinite import Found, finite_flag, is_finite, may_be_nonfinite
@@ -22,7 +23,6 @@ from psserver.execution.senders import Sender
 from psserver.plans.prepared import Application, Job, outline
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Sum
 from psserver.programs.kernels.kernels import Kernels
-from psserver.state.variables import owned
 from pswire.cluster import Task
 from pswire.errors import Diverged, MemoryLimit, ProgramError, PSError
 from pswire.model.plan import Plan, Ref

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 import numpy as np
 
+from psserver.devices import owned
 from psserver.execution.calls import Call
 from psserver.execution.executor import Values, told
 from psserver.execution.nonfinite import Found
 from psserver.execution.senders import Sender
 from psserver.plans.prepared import Application, Job, needs
 from psserver.programs.kernels.kernels import Kernels
-from psserver.state.variables import owned
 from pswire.cluster import Task
 from pswire.errors import ProgramError
 from pswire.limits import PART_BYTES

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from psserver.plans.prepared import Job
 from psserver.state.rounds import Record, Rounds
 from pswire.api import RestoreReply, Shard
-from pswire.telemetry.histogram import Histogram
+from pswire.telemetry.metrics import Histogram
 
 ROUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Upper bounds for how many rounds others make in the meantime."""

@@ -15,12 +15,9 @@ from math import inf
 from psserver.plans.divergence import compared
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, TaskTaken
-from pswire.limits import Timeouts
+from pswire.limits import MAX_SESSIONS, Timeouts
 from pswire.model.log import Epoch, Member, Mode
 from pswire.model.status import SessionState
-
-MAX_SESSIONS = 1024
-"""That may be open at a time, if nobody says another number."""
 
 REMEMBERED = 64
 """How many times as many are remembered that have ended: the chief has to hear of them."""

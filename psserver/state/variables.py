@@ -133,10 +133,3 @@ def _holders(values: Mapping[int, Array], id: int) -> int:
 
 _ALONE = _holders({0: np.empty(0)}, 0)
 """What `_holders` counts for an array that only the mapping holds."""
-
-
-def owned(value: Array) -> Array:
-    """The array itself if it owns contiguous memory, else a copy: a view would keep a whole message alive."""
-    if isinstance(value, np.ndarray) and not (value.flags.owndata and value.flags.c_contiguous):
-        return np.array(value, order="C", copy=True)
-    return value

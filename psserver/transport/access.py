@@ -27,7 +27,8 @@ from pswire.errors import Forbidden, Unauthenticated
 from pswire.model.log import Entry, Mode, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
 from pswire.model.status import ServerStatus
-from pswire.security.identity import Security, certificate_name, named, task_name
+from pswire.security.identity import Security
+from pswire.security.names import certificate_name, named, task_name
 from pswire.transport.payload import Payload
 
 MAX_SESSIONS = 1 << 16

@@ -8,25 +8,22 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
-from pswire.api import PullReply, RoundReply
+from pswire.api import ParameterServer, PullReply, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse, refusal_to_pb
 from pswire.errors import Fenced, Forbidden, InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Assembly, Payload
-from pswire.transport.shared_memory import Mirror, Segment
+from pswire.transport.shared_memory import Mirror, Ring, Segment
 from pswire.transport.sockets import Channel, Kind, Link, Message
 from pswire.transport.tls_socket import Stream
-from pswire.transport.traffic import LaneName
-
-if TYPE_CHECKING:
-    from psserver.transport.lane_server import Lanes
+from pswire.transport.traffic import LaneName, Traffic
 
 log = logging.getLogger("psserver.lanes")
 
@@ -57,6 +54,30 @@ TELL_SECONDS = 0.05
 """After how long a client is told of memory that is free again, though it is little."""
 
 
+class Hub(Protocol):
+    """Who accepts the connections, and has what they share. All of it belongs to the event loop."""
+
+    core: ParameterServer
+    task: str
+    in_flight: int
+    traffic: Mapping[LaneName, Traffic]
+    ended: PSError | None
+    connections: list[Connection]
+    leaving: set[Connection]
+
+    def let_in(self, connection: Connection, session: int, token: bytes) -> None:
+        """Refuses a client that does not show whose it is."""
+
+    def replace(self, connection: Connection) -> None:
+        """Ends all others of its session."""
+
+    def outbox(self) -> tuple[Ring, int]:
+        """The memory for answers to clients that share memory, and its file."""
+
+    def assembly(self, size: int, lane: LaneName) -> Assembly:
+        """A new message's payload."""
+
+
 class Connection:
     """One client's lane. Belongs to the event loop, but for what answers.
 
@@ -67,7 +88,7 @@ class Connection:
         names: the tasks that the client's certificate names; None where it has shown none.
     """
 
-    def __init__(self, lanes: Lanes, sock: Stream, shared: bool, names: frozenset[str] | None = None) -> None:
+    def __init__(self, lanes: Hub, sock: Stream, shared: bool, names: frozenset[str] | None = None) -> None:
         self.session: int | None = None
         """Whose it is, once it has said so."""
         self.lane: LaneName = "shm" if shared else "tcp"

@@ -23,7 +23,7 @@ from psserver.transport.lane_connection import Connection
 from psserver.transport.tls_handshake import Handshake
 from pswire.api import ParameterServer
 from pswire.errors import InvalidRequest, MemoryLimit, PSError
-from pswire.security.identity import named
+from pswire.security.names import named
 from pswire.transport.payload import Assembly
 from pswire.transport.shared_memory import Ring, Segment
 from pswire.transport.sockets import tune

@@ -23,7 +23,7 @@ from pswire.checkpoint.manifest import (
     rank,
 )
 from pswire.checkpoint.safetensors_stream import Entry, read_saved, told, verify_saved
-from pswire.checkpoint.storage import Place, below
+from pswire.checkpoint.storage import Place, below, place
 from pswire.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, VariableMismatch
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 from pswire.strict_json import Malformed
@@ -362,3 +362,42 @@ def _some(place: Place, directory: str) -> Found:
     if found.latest is None:
         raise NoCheckpoint(f"there is no complete checkpoint in {place.full(directory)}; save one first, or train anew")
     return found
+
+
+def open_saved(url: str) -> SavedCheckpoint:
+    """Opens a checkpoint, or the newest in a directory of them.
+
+    Args:
+        url: a local path, or an fsspec URL such as `s3://bucket/run`.
+
+    Raises:
+        ConfigError: the URL is of an unknown kind, or needs a package that is not installed.
+        NoCheckpoint: there is none.
+        DamagedCheckpoint: its manifest is broken.
+        CheckpointError: what is there cannot be read.
+    """
+    return SavedCheckpoint.open(_root(url))
+
+
+def open_whole(url: str, damaged: Mapping[str, str] | None = None) -> tuple[SavedCheckpoint, dict[str, str]]:
+    """As `open_saved`, but of a directory the newest that is not damaged; see `SavedCheckpoint.open_whole`."""
+    return SavedCheckpoint.open_whole(_root(url), ".", damaged)
+
+
+def _root(url: str) -> Place:
+    """The place at a URL, where there is a directory."""
+    root = place(url)
+    with told(url):
+        complete = root.exists(MANIFEST)
+    if not complete:
+        require(root, url, "the directory of a checkpoint")
+    return root
+
+
+def require(root: Place, url: str, what: str) -> None:
+    """Raises `NoCheckpoint`, saying what was expected, unless a place is a directory that exists."""
+    with told(url):
+        there, file = root.is_directory("."), root.exists(".")
+    if not there:
+        wrong = f"is a file, not {what}" if file else "does not exist"
+        raise NoCheckpoint(f"{url} {wrong}; give a path as it is here, the servers' checkpoint root included")

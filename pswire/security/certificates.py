@@ -13,7 +13,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from pswire.errors import ConfigError
-from pswire.security.identity import ADMIN, DOMAIN, certificate_name, ends_soon, named
+from pswire.security.names import ADMIN, DOMAIN, certificate_name, ends_soon, named
 
 NEW = "psctl certs OUT --renew makes new ones"
 

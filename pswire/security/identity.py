@@ -8,20 +8,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import ssl
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pswire.cluster import Task
 from pswire.errors import ConfigError
-
-DOMAIN = ".paramserver"
-"""With what the names on certificates end."""
-
-ADMIN = "admin"
-"""Who looks at a job and takes no part in it: `psctl`."""
 
 PREFIX = "PS_"
 """`PS_TLS_CERT` says what `--tls-cert` says; each field of `SecurityOptions` has such a name."""
@@ -35,30 +27,7 @@ TOKEN_BYTES = 32
 LEAST_TOKEN = 16
 """Characters: a shorter token can be guessed."""
 
-SOON_SECONDS = 14 * 86400.0
-"""How long before their end certificates are warned of."""
-
 HOW = "psctl certs makes one for each task"
-
-
-def ends_soon(expiry: float) -> bool:
-    """Whether certificates that are good until then, in Unix seconds, are to be warned of."""
-    return expiry - time.time() < SOON_SECONDS
-
-
-def task_name(task: Task) -> str:
-    """The name of a task where no slash may be: `ps-0`."""
-    return f"{task.job}-{task.index}"
-
-
-def certificate_name(name: str) -> str:
-    """The DNS name on the certificate of a task or of `ADMIN`: `ps-0.paramserver`."""
-    return name + DOMAIN
-
-
-def named(dns_names: Iterable[str]) -> frozenset[str]:
-    """The tasks, as `task_name` writes them, that the DNS names of a certificate stand for."""
-    return frozenset(name.removesuffix(DOMAIN) for name in dns_names if name.endswith(DOMAIN))
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from prometheus_client.registry import Collector
 
 from pswire.cluster import join_address
 from pswire.errors import ConfigError
-from pswire.telemetry.histogram import Histogram
-from pswire.telemetry.metrics import Reading, Row
+from pswire.telemetry.metrics import Histogram, Reading, Row
 
 log = logging.getLogger("pswire")
 

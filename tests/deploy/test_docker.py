@@ -19,7 +19,7 @@ from psclient._src.launch.psworker import command as psworker
 from psclient.psctl.cli import command as psctl
 from psserver.cli import command as psserver
 from pswire.cluster import Task, parse_tf_config
-from pswire.security.identity import task_name
+from pswire.security.names import task_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")

@@ -25,7 +25,7 @@ from psclient.psctl.cli import command as psctl
 from psserver.cli import command as psserver
 from pswire.cluster import parse_tf_config
 from pswire.errors import ConfigError
-from pswire.security.identity import task_name
+from pswire.security.names import task_name
 from tests.support.manifests import Manifest, Pod, containers, expanded, pods, render, templates
 
 ROOT = Path(__file__).resolve().parents[2] / "configs" / "kubernetes"

@@ -22,8 +22,8 @@ from safetensors.numpy import load_file
 
 from psclient import psctl
 from psclient.psctl.checkpoint_diff import CHUNK, compare
-from psclient.psctl.saved import open_saved
 from pswire.checkpoint.manifest import latest_text
+from pswire.checkpoint.reader import open_saved
 from pswire.model.tensor import DTYPES, Array
 from tests.support.checkpoints import write_checkpoint
 

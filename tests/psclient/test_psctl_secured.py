@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from psclient import psctl
-from psclient.psctl.health_client import why_not
+from psclient.psctl.health import why_not
 from psserver.transport.server import ServerThread
 from pswire.security.identity import Security
 from tests.support.certificates import Certificates, guarded

@@ -15,7 +15,7 @@ from psclient._src import context, values
 from psclient._src.context import ReplicaContext
 from psclient._src.devices import Device
 from psclient._src.distribute.replicas import ReplicaRunner, RunAgain
-from psclient._src.reduce_op import ReduceOp
+from psclient._src.options import ReduceOp
 from psclient._src.values import Mirrored, PerReplica
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psserver.devices import Device
-from psserver.state.variables import Store, owned
+from psserver.devices import Device, owned
+from psserver.state.variables import Store
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
 from pswire.model.plan import Variable, VariableSpec
 from pswire.model.tensor import TensorSpec

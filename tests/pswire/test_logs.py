@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pswire.telemetry import logging_setup
-from pswire.telemetry.histogram import Histogram
+from pswire.telemetry.metrics import Histogram
 
 SECONDS = 30
 

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from psclient.psctl.cli import command
 from pswire.cluster import Task
 from pswire.errors import ConfigError
-from pswire.security.identity import Security, SecurityOptions, certificate_name, named, task_name
+from pswire.security.identity import Security, SecurityOptions
+from pswire.security.names import certificate_name, named, task_name
 from tests.support.certificates import NAMES, Certificates, options
 
 Break = Callable[[Certificates, Path], object]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient._src.rounds.section import Section, bring
+from psclient._src.rounds.section import Section
 from tests.support.strategies import by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
 
 
@@ -33,7 +33,7 @@ def test_values_are_brought_together(monkeypatch):
         with strategy.scope():
             found = [strategy.extended.update(v, lambda v, k: v + k, (float(k),)) for k in range(20)]
             told.clear()
-            arrays = bring([*found, np.zeros(3)])
+            arrays = strategy.backend.bring([*found, np.zeros(3)])
     assert [array[0] for array in arrays] == [*map(float, range(20)), 0.0]
     assert len(told) == 1
 

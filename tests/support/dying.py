@@ -86,8 +86,8 @@ def main(point: str, kind: str, *args: str) -> None:
         serve(args)
     else:
         _chief(point)
-        from psclient._src.chief.driver import drive
         from psclient._src.config import security_from
+        from psclient._src.launch.chief import drive
         from pswire.cluster import parse_tf_config
         from pswire.limits import Timeouts
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from pswire.security.identity import certificate_name
+from pswire.security.names import certificate_name
 
 WAYS = ("up", "down")
 """From the client, and to it."""

@@ -18,17 +18,16 @@ from functools import partial
 from typing import Any
 
 from psclient._src.chief.abandonment import Presence, is_here
+from psclient._src.chief.counters import Driven
 from psclient._src.chief.stalls import Stall, Stalls
 from psclient._src.reminder import Reminder
-from psclient._src.rounds.counters import Driven
-from psclient._src.telemetry import Exporter
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer, connect
+from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.session import Session
 from pswire.api import Shard, Watched
 from pswire.checkpoint.manifest import Manifest
 from pswire.checkpoint.writer import manifest_of
-from pswire.cluster import ClusterSpec, Task, TaskConfig
+from pswire.cluster import ClusterSpec, Task
 from pswire.errors import (
     Abandoned,
     CheckpointError,
@@ -40,7 +39,7 @@ from pswire.errors import (
     TaskTaken,
     Unreachable,
 )
-from pswire.limits import PART_BYTES, Refused, Timeouts
+from pswire.limits import PART_BYTES, Timeouts
 from pswire.model.log import (
     Approved,
     Done,
@@ -58,9 +57,8 @@ from pswire.model.log import (
 )
 from pswire.model.plan import Plan
 from pswire.model.status import ServerStatus, SessionState
-from pswire.security.identity import Security
 from pswire.telemetry import logging_setup
-from pswire.telemetry.histogram import Histogram
+from pswire.telemetry.metrics import Histogram
 
 log = logging.getLogger("psclient.chief")
 
@@ -613,15 +611,3 @@ def _told(states: Mapping[Task, str]) -> str:
 
 def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
     return tuple(sorted(members, key=lambda member: member.task))
-
-
-def drive(config: TaskConfig, timeouts: Timeouts, security: Security, job: str, refused: Refused) -> None:
-    """A chief without a script: drives the job until it is done, in the calling thread."""
-    servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused)
-    chief = Chief(config.task, servers, config.cluster, timeouts, job=job)
-    exporter = Exporter(config.task, security)
-    exporter.add_chief(chief)
-    try:
-        chief.drive()
-    finally:
-        exporter.stop()

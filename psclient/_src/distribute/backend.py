@@ -49,6 +49,11 @@ class Group(distributed.Group, Protocol):
         ...
 
     @property
+    def alone(self) -> bool:
+        """Whether each process makes rounds of its own: its workers are asynchronous."""
+        ...
+
+    @property
     def leads(self) -> bool:
         """Whether this process writes checkpoints and summaries for all."""
         ...
@@ -148,6 +153,10 @@ class Backend(Protocol):
         Returns:
             False if it is not known that this would be the same: then nothing is done.
         """
+        ...
+
+    def bring(self, values: Sequence[Any]) -> list[Array]:
+        """Brings reduced values here, in one round; that ends what the calling thread has begun."""
         ...
 
     def section(self, call: Callable[[], Any]) -> Any:

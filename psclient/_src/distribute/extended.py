@@ -15,7 +15,7 @@ from psclient._src.distribute.backend import Backend, Beside, Place
 from psclient._src.distribute.local import apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.template import HostValue, travels_as
-from psclient._src.reduce_op import ReduceOp
+from psclient._src.options import ReduceOp
 from psclient._src.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation

@@ -9,7 +9,7 @@ from psclient._src import context, values
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute import extended
 from psclient._src.distribute.backend import Beside
-from psclient._src.reduce_op import ReduceOp
+from psclient._src.options import ReduceOp
 from psclient._src.values import Mirrored
 from psclient._src.variables.variable import Variable
 

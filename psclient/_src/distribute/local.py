@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from psclient._src import context, nest, values
 from psclient._src.data.progress import Progress
-from psclient._src.devices import Device, device_scope
+from psclient._src.devices import Device, as_array, device_scope, to_numpy
 from psclient._src.distribute.backend import Beside, Place
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.tracing.diagnostics import refuse_result
@@ -32,6 +32,7 @@ class LocalGroup(Progress):
         devices: the local replicas'.
     """
 
+    alone = False
     leads = True
     pipeline = (0, 1)
 
@@ -137,6 +138,10 @@ class LocalBackend:
     def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
         """False: nothing is recorded that could be."""
         return False
+
+    def bring(self, values: Sequence[Any]) -> list[Array]:
+        """They are here: host arrays of the same values."""
+        return [to_numpy(as_array(value)) for value in values]
 
     def section(self, call: Callable[[], Any]) -> Any:
         """Runs it; what it reduced was its round."""

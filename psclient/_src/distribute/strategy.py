@@ -19,9 +19,8 @@ from psclient._src.data.distributed import DistributedDataset, DistributedDatase
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
 from psclient._src.distribute.replicas import ReplicaRunner
-from psclient._src.options import InputContext, InputOptions, RunOptions, ValueContext
+from psclient._src.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from psclient._src.processes import shutdown
-from psclient._src.reduce_op import ReduceOp
 from pswire.model.tensor import Array
 
 

@@ -42,7 +42,8 @@ from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.limits import Timeouts
 from pswire.model.status import ServerStatus
-from pswire.security.identity import TOKEN_BYTES, Security, task_name
+from pswire.security.identity import TOKEN_BYTES, Security
+from pswire.security.names import task_name
 from pswire.telemetry import logging_setup
 
 __all__ = ["Cluster", "Outcome", "start_server"]

@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 
-from psclient._src.chief.driver import drive
 from psclient._src.config import (
     LaunchConfig,
     ServerOptions,
@@ -29,12 +28,13 @@ from psclient._src.config import (
     timeouts_from,
     wants_colour,
 )
+from psclient._src.launch.chief import drive
 from psclient._src.launch.cluster import Cluster
 from psclient._src.launch.script import code_of, die_with, end_on_sigterm, run_script, say
 from psclient._src.processes.output import Printer
 from pswire.cluster import EVALUATOR, TaskConfig
 from pswire.errors import ConfigError, PSError
-from pswire.security.identity import task_name
+from pswire.security.names import task_name
 from pswire.telemetry import logging_setup
 from pswire.transport.traffic import LANES
 
@@ -267,5 +267,3 @@ def main(args: Sequence[str] | None = None) -> None:
     except click.Abort:
         code = 130
     sys.exit(run(code) if isinstance(code, Invocation) else code)
-
-

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
-import psclient
 import pswire
 from psclient._src.processes import shutdown
 from pswire.cluster import Task
@@ -23,7 +22,7 @@ from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psworker")
 
-_OURS = tuple(str(Path(package.__path__[0])) + os.sep for package in (psclient, pswire))
+_OURS = tuple(str(path) + os.sep for path in (Path(__file__).parents[2], *map(Path, pswire.__path__)))
 _PR_SET_PDEATHSIG = 1
 
 SERVER_LOST = 75

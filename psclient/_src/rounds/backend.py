@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from psclient._src import context, nest
 from psclient._src.devices import AnyArray, Device
 from psclient._src.distribute.backend import Beside, Place
@@ -17,7 +19,7 @@ from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.restore import Restoring
 from psclient._src.rounds.rounds import Exchange, Outgoing
-from psclient._src.rounds.section import Section
+from psclient._src.rounds.section import Located, Section
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
@@ -136,6 +138,12 @@ class RemoteBackend:
                 f"a value never crosses servers inside a section: {value!r} is used in an update on {where}; "
                 "create it there with colocate_vars_with, or read it first and pass its value"
             )
+
+    def bring(self, values: Sequence[Any]) -> list[Array]:
+        """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
+        for section in {value.section for value in values if isinstance(value, Located)}:
+            section.give_back(values)
+        return [np.asarray(value) for value in values]
 
     def section(self, call: Callable[[], Any]) -> Any:
         """Runs what `merge_call` was given: a section of its own, sent when it returns."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
 from types import TracebackType
 
-from pswire.cluster import Task
-from pswire.telemetry.histogram import Histogram
+from pswire.telemetry.metrics import Histogram
 
 
 class Measures:
@@ -50,24 +48,3 @@ class Measures:
         with self._lock:
             self._read += seconds
             self.reading.observe(seconds)
-
-
-@dataclass(frozen=True)
-class Driven:
-    """What a chief knows of its job: what the log says, that of earlier chiefs included.
-
-    Attributes:
-        epochs: how many were closed.
-        members: of the newest one.
-        plans: how many were approved.
-        missing: tasks of the cluster without a session, in order.
-        checkpoints: how many there were, by how they ended: "saved" or "failed".
-        saving: seconds from a checkpoint's order until it was complete, or had failed; this chief's alone.
-    """
-
-    epochs: int
-    members: int
-    plans: int
-    missing: tuple[Task, ...]
-    checkpoints: Counter[str]
-    saving: Histogram

@@ -34,13 +34,6 @@ from pswire.model.program import Program
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 
 
-def bring(values: Sequence[Any]) -> list[Array]:
-    """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
-    for section in {value.section for value in values if isinstance(value, Located)}:
-        section.give_back(values)
-    return [np.asarray(value) for value in values]
-
-
 class Located(Readable):
     """A value that lives on the servers: reduced, or returned by an update function.
 

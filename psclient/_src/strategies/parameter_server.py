@@ -13,9 +13,9 @@ from psclient._src.chief.driver import Chief
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import check_lane, job_from, lane_from, refused_from, security_from, timeouts_from
-from psclient._src.consistency import Async, Sync
 from psclient._src.devices import local_devices
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.options import Async, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.embedded_server import EmbeddedServer
 from psclient._src.rounds.backend import RemoteBackend
@@ -28,7 +28,7 @@ from psclient._src.transport.session import Session
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, ConfigError, PSError
 from pswire.limits import Timeouts
-from pswire.security.identity import task_name
+from pswire.security.names import task_name
 from pswire.transport.traffic import LaneName
 
 log = logging.getLogger("psclient")

@@ -48,7 +48,8 @@ from pswire.model.log import Done, Entry, Mode, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
 from pswire.model.status import ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.security.identity import Security, certificate_name, task_name
+from pswire.security.identity import Security
+from pswire.security.names import certificate_name, task_name
 from pswire.transport.grpc_frames import Frame, frames
 from pswire.transport.payload import Assembly, Part, Payload
 from pswire.transport.traffic import LaneName, traffic

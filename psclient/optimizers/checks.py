@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,3 +58,29 @@ def _check_gradient(gradient: Any, v: Variable) -> None:
             raise ValueError(
                 f"the gradient of variable {v.name!r} is complex, and the variable {v.dtype}; give gradient.real"
             )
+
+
+class Exclusions:
+    """Variables that are left out, themselves or by their names."""
+
+    def __init__(self) -> None:
+        self._variables: dict[int, Variable] = {}  # by the id of one that is in it
+        self._names: set[str] = set()
+
+    def add(self, variables: Iterable[Variable], names: Iterable[str]) -> None:
+        """Leaves out more.
+
+        Args:
+            variables: these.
+            names: regular expressions; variables whose name has one in it.
+
+        Raises:
+            TypeError: the names are one word, of which each letter would be a name.
+        """
+        if isinstance(names, str):
+            raise TypeError(f"var_names is {names!r}, and must be a list of names; write var_names=[{names!r}]")
+        self._variables |= {id(v): v for v in variables}
+        self._names |= {re.compile(name).pattern for name in names}
+
+    def __contains__(self, v: Variable) -> bool:
+        return id(v) in self._variables or any(re.search(name, v.name) for name in self._names)

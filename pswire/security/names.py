@@ -1,0 +1,37 @@
+"""The names on certificates: each stands for a task of the job, or for who looks at it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from pswire.cluster import Task
+
+DOMAIN = ".paramserver"
+"""With what the names on certificates end."""
+
+ADMIN = "admin"
+"""Who looks at a job and takes no part in it: `psctl`."""
+
+SOON_SECONDS = 14 * 86400.0
+"""How long before their end certificates are warned of."""
+
+
+def ends_soon(expiry: float) -> bool:
+    """Whether certificates that are good until then, in Unix seconds, are to be warned of."""
+    return expiry - time.time() < SOON_SECONDS
+
+
+def task_name(task: Task) -> str:
+    """The name of a task where no slash may be: `ps-0`."""
+    return f"{task.job}-{task.index}"
+
+
+def certificate_name(name: str) -> str:
+    """The DNS name on the certificate of a task or of `ADMIN`: `ps-0.paramserver`."""
+    return name + DOMAIN
+
+
+def named(dns_names: Iterable[str]) -> frozenset[str]:
+    """The tasks, as `task_name` writes them, that the DNS names of a certificate stand for."""
+    return frozenset(name.removesuffix(DOMAIN) for name in dns_names if name.endswith(DOMAIN))
