@@ -41,7 +41,7 @@ from psclient.optimizers.state import state_of
 from psclient.optimizers.update_functions import apply, begin
 from psserver.devices import Device
 from psserver.execution import executor
-from psserver.plans.prepared import Job, Part
+from psserver.plans.prepared import MemberShare, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import apply_rows
 from pswire.api import Contribution
@@ -158,7 +158,7 @@ class Traced:
         found = trace(recording, fn, (*tracers, recording.value(spec, ("value", 0))))
         return cls(found.program, found.origins)
 
-    def job(self, gradients: Sequence[Any]) -> Job:
+    def job(self, gradients: Sequence[Any]) -> ReadyRound:
         """A round of it, with each worker's gradient in parts."""
         operands = [origin for origin in self.origins if isinstance(origin, np.ndarray)]
         numbers = iter(range(len(operands)))
@@ -174,15 +174,15 @@ class Traced:
             (Apply(0, (0,), tuple(refs)),),
         )
         parts = [_part(place, plan, gradient, operands) for place, gradient in enumerate(gradients)]
-        return Job(0, plan, tuple(parts), (), str)
+        return ReadyRound(0, plan, tuple(parts), (), str)
 
 
-def _part(place: int, plan: Plan, gradient: Any, operands: Sequence[Any]) -> Part:
+def _part(place: int, plan: Plan, gradient: Any, operands: Sequence[Any]) -> MemberShare:
     """What one worker sends."""
     packed = Payload.pack([*operands, gradient])
     payload = Payload([(at, memoryview(b"".join(buffers))) for at, buffers in packed.parts()], packed.size)
     said = Contribution(place + 1, 1, 0, plan.id, (1.0,))
-    return Part(Member(Task("worker", place), place + 1, 1), said, payload)
+    return MemberShare(Member(Task("worker", place), place + 1, 1), said, payload)
 
 
 # ---- What is measured ----

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from psserver.config import ServerConfig
 from psserver.core.core import Core
-from psserver.state.counters import Tally
+from psserver.state.counters import Counters
 from pswire.model.status import ServerStatus
 from pswire.telemetry.metrics import ALL, PROCESS, Process, Row, Values
 from pswire.transport.traffic import LaneName, Traffic
@@ -37,7 +37,7 @@ class Seen:
     traffic: Mapping[LaneName, Traffic]
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> Counters:
         """What it has counted."""
         return self.core.tally
 

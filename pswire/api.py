@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pswire.cluster import Task
-from pswire.model.log import Entry, Epoch, Mode, Position, Start
+from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
 from pswire.model.status import ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
@@ -185,7 +185,7 @@ class Watched:
 
     version: int
     start: int
-    entries: tuple[Entry, ...]
+    entries: tuple[LogEntry, ...]
     plans: tuple[Plan, ...]
     sessions: tuple[SessionState, ...]
 
@@ -303,13 +303,13 @@ class ParameterServer(Protocol):
         """
         ...
 
-    def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
+    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
         """Tells server 0 what the chief or a new member needs to know. Key: the content.
 
         Args:
             session: who proposes.
             plan: a plan that needs approval.
-            entry: where this new member wants to be taken in.
+            join_point: where this new member wants to be taken in.
             start: where the new members of an epoch begin.
         """
         ...
@@ -323,7 +323,7 @@ class ParameterServer(Protocol):
         """
         ...
 
-    def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
+    def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
         """Appends to the log; the holder of the newest token alone may. Key: the index.
 
         Args:

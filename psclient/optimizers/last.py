@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from psclient._src.distribute.template import Kept
+from psclient._src.distribute.template import SectionTemplate
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.variable import Variable
 
@@ -42,7 +42,7 @@ class LastStep:
     """Makes an optimizer's steps, each in a section of its own: what a step like the last would record is repeated."""
 
     def __init__(self) -> None:
-        self._known: tuple[Step, Kept] | None = None
+        self._known: tuple[Step, SectionTemplate] | None = None
 
     def was_of(self, variables: Sequence[Variable]) -> bool:
         """Whether it is known that a step of these variables can be made: the last one was. For any thread."""

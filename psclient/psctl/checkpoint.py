@@ -17,7 +17,7 @@ from psclient.psctl.output import WIDTH, say, shape, show, size, table
 from psclient.psctl.settings import Settings, as_json, settings
 from pswire.checkpoint.manifest import MANIFEST, Manifest
 from pswire.checkpoint.reader import Found, SavedCheckpoint, open_saved, require
-from pswire.checkpoint.storage import place
+from pswire.checkpoint.storage import storage_at
 from pswire.errors import ConfigError, DamagedCheckpoint
 
 EXPORTS = {".safetensors": export_safetensors, ".npz": export_npz}
@@ -38,7 +38,7 @@ def checkpoint() -> None:
 @settings
 def ls(settings: Settings, directory: str) -> int:
     """Lists the checkpoints in DIRECTORY, oldest first."""
-    root = place(directory)
+    root = storage_at(directory)
     require(root, directory, "a directory of checkpoints")
     listed = Found.within(root)
     damaged = dict.fromkeys(listed.aside, "it was set aside")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from psclient.psctl.observer import KEEPER, Looked
+from psclient.psctl.observer import LOG_SERVER, Looked
 from pswire.cluster import Task
 from pswire.errors import Unreachable
 from pswire.model.log import Epoch
@@ -150,10 +150,10 @@ def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
         expected: workers and chief of the cluster, if they are known.
     """
     statuses = [found.status for found in looked if found.status]
-    keeper = next((status for status in statuses if status.server == KEEPER), None)
+    log_server = next((status for status in statuses if status.server == LOG_SERVER), None)
     newest = max((s.epoch for s in statuses if s.epoch), key=lambda epoch: epoch.number, default=None)
     servers = tuple(_server(found, max(map(_newest_round, statuses), default=-1)) for found in looked)
-    tasks = tuple(_tasks(statuses, keeper, newest, expected))
+    tasks = tuple(_tasks(statuses, log_server, newest, expected))
     return JobView(
         state=_state(statuses, newest),
         mode=newest.members[0].mode if newest and newest.members else "",
@@ -162,7 +162,7 @@ def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
         replicas=newest.replicas if newest else 0,
         servers=servers,
         tasks=tasks,
-        problems=(*_problems_of_servers(looked, keeper), *_problems_of_tasks(tasks, keeper)),
+        problems=(*_problems_of_servers(looked, log_server), *_problems_of_tasks(tasks, log_server)),
     )
 
 
@@ -241,8 +241,8 @@ def _awaited(waiting: Iterable[OpenRound]) -> tuple[str, ...]:
     return (*map(str, missing), *chief)
 
 
-def _problems_of_servers(looked: Sequence[Looked], keeper: ServerStatus | None) -> Iterable[Problem]:
-    job = next((s.incarnations for s in (keeper, *(found.status for found in looked)) if s and s.incarnations), ())
+def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | None) -> Iterable[Problem]:
+    job = next((s.incarnations for s in (log_server, *(found.status for found in looked)) if s and s.incarnations), ())
     seen: dict[int, str] = {}
     for found in looked:
         task, status = str(found.task), found.status
@@ -261,8 +261,8 @@ def _problems_of_servers(looked: Sequence[Looked], keeper: ServerStatus | None) 
         elif job and status.incarnation not in job:
             message = "it was started anew since the job began, and its variables are gone"
             yield Problem("replaced", task, f"{message}; restart the job from a checkpoint")
-    if keeper is None and seen:
-        yield Problem("no_keeper", str(Task("ps", KEEPER)), "it keeps the sessions: nobody else knows who is there")
+    if log_server is None and seen:
+        yield Problem("no_keeper", str(Task("ps", LOG_SERVER)), "it keeps the sessions: nobody else knows who is there")
     if job and len(job) != len(looked):
         message = f"the job has {len(job)} servers, and {len(looked)} were asked; name all of them, in order"
         yield Problem("incomplete", "", message)
@@ -272,15 +272,15 @@ def _problems_of_servers(looked: Sequence[Looked], keeper: ServerStatus | None) 
 
 
 def _tasks(
-    statuses: Sequence[ServerStatus], keeper: ServerStatus | None, newest: Epoch | None, expected: Sequence[Task]
+    statuses: Sequence[ServerStatus], log_server: ServerStatus | None, newest: Epoch | None, expected: Sequence[Task]
 ) -> Iterable[TaskView]:
     """Of each task the newest session, and of those that drive and train both; then those that never came."""
-    latest = {(s.member.task, not s.drives): s for s in (keeper.sessions if keeper else ())}
+    latest = {(s.member.task, not s.drives): s for s in (log_server.sessions if log_server else ())}
     furthest = max([_round_of(s, statuses) for s in latest.values() if not s.drives], default=-1)
     for _, session in sorted(latest.items()):
         yield _task(session, statuses, newest, furthest)
     came = {session.member.task for session in latest.values()}
-    if keeper:
+    if log_server:
         yield from (TaskView(str(task), task.job == "chief", "missing") for task in expected if task not in came)
 
 
@@ -323,8 +323,8 @@ def _waits_for(session: SessionState, statuses: Sequence[ServerStatus], takes_pa
     return _awaited(w for w in waiting if not alone or w.round == own)
 
 
-def _problems_of_tasks(tasks: Sequence[TaskView], keeper: ServerStatus | None) -> Iterable[Problem]:
-    if keeper is None or keeper.over:
+def _problems_of_tasks(tasks: Sequence[TaskView], log_server: ServerStatus | None) -> Iterable[Problem]:
+    if log_server is None or log_server.over:
         return
     drivers = [task for task in tasks if task.drives]
     if not any(task.state == "open" for task in drivers):

@@ -12,7 +12,7 @@ from psclient.psctl.settings import Cluster, Settings
 from pswire.cluster import Task
 from pswire.errors import ConfigError, PSError, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.log import Created, Entry
+from pswire.model.log import Created, LogEntry
 from pswire.model.plan import Variable
 from pswire.model.status import ServerStatus
 from pswire.model.tensor import Array
@@ -21,7 +21,7 @@ from pswire.security.identity import Security
 NOBODY = 0
 """The session of who has none."""
 
-KEEPER = 0
+LOG_SERVER = 0
 """The server that keeps the log."""
 
 
@@ -84,8 +84,8 @@ class Servers:
         Raises:
             PSError: server 0 does not answer.
         """
-        server, _ = self._find(KEEPER)
-        entries: list[Entry] = []
+        server, _ = self._find(LOG_SERVER)
+        entries: list[LogEntry] = []
         while True:
             # A long log comes in several answers; one of another job, from its beginning.
             try:

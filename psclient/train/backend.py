@@ -59,7 +59,7 @@ class Opened:
     damaged: Mapping[str, str] = field(default_factory=dict)
 
 
-class Keeper(Protocol):
+class CheckpointBackend(Protocol):
     """Saves and restores. Used by the thread that runs cross-replica code."""
 
     def check_path(self, path: str) -> None:

@@ -13,11 +13,11 @@ import numpy as np
 from psclient._src import context
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
-from psclient.train.backend import Content, Keeper, Opened
-from psclient.train.file_backend import FileKeeper
+from psclient.train.backend import CheckpointBackend, Content, Opened
+from psclient.train.file_backend import FileBackend
 from psclient.train.object_graph import Tracked, check_trackable, children, explore
 from psclient.train.options import DEFAULT, CheckpointOptions
-from psclient.train.server_backend import ServerKeeper
+from psclient.train.server_backend import ServerBackend
 from psclient.train.status import COUNTER, LoadStatus, NothingRestored
 from pswire.checkpoint.manifest import Manifest
 from pswire.checkpoint.reader import listed
@@ -56,7 +56,7 @@ class Checkpoint:
             setattr(self, name, thing)
         self._root = root
         self._strategy = context.get_strategy() if context.has_strategy() else None
-        self._keeper: Keeper | None = None
+        self._backend: CheckpointBackend | None = None
         self._counter: Variable | None = None
         if self._strategy is not None or self._explore().variables:
             _ = self.save_counter  # So that all processes create it at the same place.
@@ -100,11 +100,11 @@ class Checkpoint:
         return self._counter
 
     @property
-    def keeper(self) -> Keeper:
+    def backend(self) -> CheckpointBackend:
         """What keeps the checkpoints of this strategy."""
-        if self._keeper is None:
-            self._keeper = keeper_of(self.strategy)
-        return self._keeper
+        if self._backend is None:
+            self._backend = backend_of(self.strategy)
+        return self._backend
 
     # ---- Saving ----
 
@@ -127,8 +127,8 @@ class Checkpoint:
                 being written, and `if_busy="refuse"`; without `enable_async` also that this one could not be written.
             TypeError: the state of an object cannot be written as JSON.
         """
-        self.keeper.check_path(f"{file_prefix}-1")
-        if not self.keeper.take_part():
+        self.backend.check_path(f"{file_prefix}-1")
+        if not self.backend.take_part():
             return posixpath.dirname(file_prefix) or "."
         return self.save_numbered(file_prefix, int(self.save_counter) + 1, options)
 
@@ -149,11 +149,11 @@ class Checkpoint:
             note: beside the states of objects; its keys begin with a dot.
         """
         counter, path = self.save_counter, f"{file_prefix}-{number}"
-        self.keeper.check_path(path)
+        self.backend.check_path(path)
         with self._saving("save", options or DEFAULT):
             counter.assign_add(1)
             tracked = self._explore()
-            self.keeper.save(path, Content(tracked.variables, {**tracked.states(), **(note or {})}, delete, True))
+            self.backend.save(path, Content(tracked.variables, {**tracked.states(), **(note or {})}, delete, True))
         return path
 
     def write(self, file_prefix: str, options: CheckpointOptions | None = None) -> str:
@@ -168,12 +168,12 @@ class Checkpoint:
         Returns:
             The path.
         """
-        self.keeper.check_path(file_prefix)
-        if not self.keeper.take_part():
+        self.backend.check_path(file_prefix)
+        if not self.backend.take_part():
             return posixpath.dirname(file_prefix) or "."
         with self._saving("write", options or DEFAULT):
             tracked = self._explore()
-            self.keeper.save(file_prefix, Content(tracked.variables, tracked.states()))
+            self.backend.save(file_prefix, Content(tracked.variables, tracked.states()))
         return file_prefix
 
     @contextmanager
@@ -181,7 +181,7 @@ class Checkpoint:
         """Around a save: nothing else is being saved, and what comes out of it is waited for where that is asked."""
         with self.strategy.scope():
             context.require_cross_replica(self.strategy, verb)
-            self.keeper.check_free(options)
+            self.backend.check_free(options)
             self.sync()
             yield
             if not options.enable_async:
@@ -193,7 +193,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it could not be written; raised once.
         """
-        self.keeper.sync()
+        self.backend.sync()
 
     # ---- Restoring ----
 
@@ -238,7 +238,7 @@ class Checkpoint:
         _ = self.save_counter
         with self.strategy.scope():
             context.require_cross_replica(self.strategy, "restore")
-            opened = self.keeper.restore(save_path, choose, (options or DEFAULT).cast)
+            opened = self.backend.restore(save_path, choose, (options or DEFAULT).cast)
         if opened is None:
             return LoadStatus(save_path, None, self._explore, {})
         leads = self.strategy.extended.should_checkpoint
@@ -249,7 +249,7 @@ class Checkpoint:
                 listed(opened.damaged),
             )
         self._load_states(opened)
-        status = LoadStatus(opened.path, opened.manifest, self._explore, given, self.keeper, opened.damaged)
+        status = LoadStatus(opened.path, opened.manifest, self._explore, given, self.backend, opened.damaged)
         if leads:
             status.warn_at_once()
             self.strategy.after_step(status.warn)
@@ -271,9 +271,9 @@ class Checkpoint:
                 thing.load_state_dict(opened.manifest.state[path])
 
 
-def keeper_of(strategy: Any) -> Keeper:
+def backend_of(strategy: Any) -> CheckpointBackend:
     """What keeps the checkpoints of a strategy."""
-    return ServerKeeper(strategy) if isinstance(strategy.backend, RemoteBackend) else FileKeeper(strategy)
+    return ServerBackend(strategy) if isinstance(strategy.backend, RemoteBackend) else FileBackend(strategy)
 
 
 def matched(tracked: Tracked, manifest: Manifest) -> dict[str, Variable]:

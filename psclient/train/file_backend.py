@@ -12,7 +12,7 @@ from psclient._src.variables.variable import Variable
 from psclient.train.backend import Choose, Content, Opened
 from psclient.train.options import CheckpointOptions
 from pswire.checkpoint.reader import SavedCheckpoint, open_whole
-from pswire.checkpoint.storage import Place, parted, place
+from pswire.checkpoint.storage import Storage, parted, storage_at
 from pswire.checkpoint.writer import (
     Frozen,
     manifest_of,
@@ -27,8 +27,8 @@ from pswire.model.plan import SnapshotOrder, VariableSpec
 from pswire.model.tensor import Array
 
 
-class FileKeeper:
-    """A `Keeper` of a strategy without servers. Paths are those of this process; nothing is left for later.
+class FileBackend:
+    """A `CheckpointBackend` of a strategy without servers. Paths are those of this process; nothing is left for later.
 
     Args:
         strategy: whose variables.
@@ -38,25 +38,25 @@ class FileKeeper:
         self._backend: LocalBackend = strategy.backend
 
     def check_path(self, path: str) -> None:
-        """As `Keeper.check_path`; what is above the last part is this process's own."""
+        """As `CheckpointBackend.check_path`; what is above the last part is this process's own."""
         saved_path(path, own=True)
 
     def take_part(self) -> bool:
-        """As `Keeper.take_part`: it is this process that saves."""
+        """As `CheckpointBackend.take_part`: it is this process that saves."""
         return True
 
     def check_free(self, options: CheckpointOptions) -> None:
-        """As `Keeper.check_free`: no save is ever under way."""
+        """As `CheckpointBackend.check_free`: no save is ever under way."""
 
     def sync(self) -> None:
-        """As `Keeper.sync`: whatever was saved is complete."""
+        """As `CheckpointBackend.sync`: whatever was saved is complete."""
 
     def failed(self, path: str) -> bool:
-        """As `Keeper.failed`: `save` raises it."""
+        """As `CheckpointBackend.failed`: `save` raises it."""
         return False
 
     def save(self, path: str, content: Content) -> None:
-        """As `Keeper.save`; what it has is complete when this returns.
+        """As `CheckpointBackend.save`; what it has is complete when this returns.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -66,11 +66,11 @@ class FileKeeper:
         values = {names[at]: v.numpy() for at, v in content.variables.items()}
         order = SnapshotOrder(name, (0,), state=content.order())
         try:
-            self._write(place(above), Frozen(order, 0, 0, self._backend.group.positions, values))
+            self._write(storage_at(above), Frozen(order, 0, 0, self._backend.group.positions, values))
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {path!r} was not saved: {error}") from error
 
-    def _write(self, root: Place, frozen: Frozen) -> None:
+    def _write(self, root: Storage, frozen: Frozen) -> None:
         later = self._backend.first_value
         try:
             shard = write_shard(root, frozen, lambda value: value, lambda name: None)
@@ -82,11 +82,11 @@ class FileKeeper:
             raise
 
     def look(self, path: str) -> Opened:
-        """As `Keeper.look`."""
+        """As `CheckpointBackend.look`."""
         return _opened(path, *open_whole(path))
 
     def restore(self, path: str, choose: Choose, cast: bool) -> Opened:
-        """As `Keeper.restore`: nothing changes where anything is wrong.
+        """As `CheckpointBackend.restore`: nothing changes where anything is wrong.
 
         Raises:
             DamagedCheckpoint: it is not what was saved; of a directory, none that may be meant is.
@@ -118,11 +118,11 @@ class FileKeeper:
         return _opened(path, found, damaged)
 
     def was_restored(self, variable: Variable) -> bool:
-        """As `Keeper.was_restored`."""
+        """As `CheckpointBackend.was_restored`."""
         return self._backend.was_restored(variable)
 
     def restored_names(self) -> frozenset[str]:
-        """As `Keeper.restored_names`."""
+        """As `CheckpointBackend.restored_names`."""
         return self._backend.restored_names()
 
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from psclient._src.config import timeouts_from
-from psclient._src.reminder import Reminder
 from pswire.checkpoint.reader import Found
-from pswire.checkpoint.storage import Place, place
+from pswire.checkpoint.storage import Storage, storage_at
+from pswire.telemetry.reminder import Reminder
 
 log = logging.getLogger("psclient")
 
@@ -44,7 +44,7 @@ def checkpoints_iterator(
         CheckpointError: the place cannot be read.
     """
     last: str | None = None
-    directory = place(checkpoint_dir)
+    directory = storage_at(checkpoint_dir)
     reminder = Reminder(
         timeouts_from().word,
         lambda: log.warning("waits for a job to save a checkpoint in %s, after %s", checkpoint_dir, last or "none"),
@@ -61,7 +61,7 @@ def checkpoints_iterator(
             return
 
 
-def _next(directory: Place, last: str | None, timeout: float | None, reminder: Reminder) -> str | None:
+def _next(directory: Storage, last: str | None, timeout: float | None, reminder: Reminder) -> str | None:
     """The name of the newest checkpoint once it is another one than the last; None after the timeout."""
     end = None if timeout is None else time.monotonic() + timeout
     while (found := Found.within(directory).latest) in (None, last):

@@ -14,7 +14,7 @@ import numpy as np
 from psclient._src import context
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable, VariableAggregation
-from psclient.train.checkpoint import Checkpoint, keeper_of
+from psclient.train.checkpoint import Checkpoint, backend_of
 from psclient.train.options import DEFAULT, CheckpointOptions
 from pswire import strict_json
 from pswire.checkpoint.reader import listed
@@ -48,7 +48,7 @@ def latest_checkpoint(checkpoint_dir: str, strategy: Any = None) -> str | None:
         CheckpointError: the directory cannot be read.
     """
     try:
-        found = keeper_of(strategy or context.get_strategy()).look(checkpoint_dir)
+        found = backend_of(strategy or context.get_strategy()).look(checkpoint_dir)
     except NoCheckpoint:
         return None
     if found.damaged:
@@ -142,7 +142,7 @@ class CheckpointManager:
             return
         self._recovered = True
         try:
-            newest = self.checkpoint.keeper.look(self.directory)
+            newest = self.checkpoint.backend.look(self.directory)
         except NoCheckpoint:
             self._preserved = time.time()
             return
@@ -184,17 +184,17 @@ class CheckpointManager:
             CheckpointError: as `Checkpoint.save`.
         """
         self._check_path()
-        if (check_interval and not self._is_due()) or not self.checkpoint.keeper.take_part():
+        if (check_interval and not self._is_due()) or not self.checkpoint.backend.take_part():
             return None
         self._recover()
-        self.checkpoint.keeper.check_free(options or DEFAULT)
+        self.checkpoint.backend.check_free(options or DEFAULT)
         self.sync()
         number = int(self.checkpoint.save_counter) + 1 if checkpoint_number is None else checkpoint_number
         return self._save(number, options or DEFAULT)
 
     def _check_path(self) -> None:
         """Raises `CheckpointError` where no checkpoint can be saved, in every process and before anything is done."""
-        self.checkpoint.keeper.check_path(self._path(f"{self._name}-1"))
+        self.checkpoint.backend.check_path(self._path(f"{self._name}-1"))
 
     def _save(self, number: int, options: CheckpointOptions) -> str:
         name = f"{self._name}-{number}"
@@ -227,7 +227,7 @@ class CheckpointManager:
 
     def _forget_failed(self) -> None:
         """As `_forget`, if what was saved last has failed, whoever was told so."""
-        if self._unconfirmed and self.checkpoint.keeper.failed(self._path(self._unconfirmed)):
+        if self._unconfirmed and self.checkpoint.backend.failed(self._path(self._unconfirmed)):
             self._forget()
 
     def _forget(self) -> None:
@@ -245,7 +245,7 @@ class CheckpointManager:
     def _remains(self, name: str) -> bool:
         """Whether a checkpoint is still there, though its deletion was ordered."""
         try:
-            self.checkpoint.keeper.look(self._path(name))
+            self.checkpoint.backend.look(self._path(name))
         except NoCheckpoint:
             return False
         except CheckpointError:

@@ -21,8 +21,8 @@ from pswire.limits import PART_BYTES
 log = logging.getLogger("psclient")
 
 
-class ServerKeeper:
-    """A `Keeper` of a strategy with parameter servers.
+class ServerBackend:
+    """A `CheckpointBackend` of a strategy with parameter servers.
 
     Args:
         strategy: whose variables.
@@ -33,18 +33,18 @@ class ServerKeeper:
         self._remote: RemoteBackend = strategy.backend
 
     def check_path(self, path: str) -> None:
-        """As `Keeper.check_path`, by the servers' own rules."""
+        """As `CheckpointBackend.check_path`, by the servers' own rules."""
         saved_path(path)
 
     def take_part(self) -> bool:
-        """As `Keeper.take_part`: synchronous processes all have one, of asynchronous ones the first."""
+        """As `CheckpointBackend.take_part`: synchronous processes all have one, of asynchronous ones the first."""
         self._remote.flush()
         # Only now does a process that came late know how many saves there were, and in which round it is.
         self._remote.group.enter("save")
         return not self._remote.group.alone or self._remote.group.leads
 
     def check_free(self, options: CheckpointOptions) -> None:
-        """As `Keeper.check_free`; it is asked in a round, so that all processes go the same way."""
+        """As `CheckpointBackend.check_free`; it is asked in a round, so that all processes go the same way."""
         if options.if_busy == "refuse" and self._busy():
             raise CheckpointError(
                 f"checkpoint {self._remote.saving!r} is still being written; save less often, or take if_busy='wait'"
@@ -60,7 +60,7 @@ class ServerKeeper:
             return bool(self._strategy.reduce("sum", values.per_replica(told), axis=None))
 
     def save(self, path: str, content: Content) -> None:
-        """As `Keeper.save`: ends the open section with the order of a checkpoint."""
+        """As `CheckpointBackend.save`: ends the open section with the order of a checkpoint."""
         order = content.order()
         if len(order) > PART_BYTES // 2:
             raise ValueError(
@@ -70,19 +70,19 @@ class ServerKeeper:
         self._remote.save(path, order)
 
     def sync(self) -> None:
-        """As `Keeper.sync`."""
+        """As `CheckpointBackend.sync`."""
         self._remote.saved()
 
     def failed(self, path: str) -> bool:
-        """As `Keeper.failed`."""
+        """As `CheckpointBackend.failed`."""
         return self._remote.failed(path)
 
     def look(self, path: str) -> Opened:
-        """As `Keeper.look`, on server 0."""
+        """As `CheckpointBackend.look`, on server 0."""
         return _opened(self._remote.look(path))
 
     def restore(self, path: str, choose: Choose, cast: bool) -> Opened | None:
-        """As `Keeper.restore`: a round of all. A process that comes back to a running job has no part in it."""
+        """As `CheckpointBackend.restore`: a round of all, but for a process that comes back to a running job."""
         self._remote.flush()
         if self._remote.group.outside:
             log.info("this process comes back to a running job: its variables stay as they are")
@@ -94,11 +94,11 @@ class ServerKeeper:
         return _opened(self._remote.restore(path, lambda reply: choose(_opened(reply).manifest), cast))
 
     def was_restored(self, variable: Variable) -> bool:
-        """As `Keeper.was_restored`."""
+        """As `CheckpointBackend.was_restored`."""
         return self._remote.was_restored(variable)
 
     def restored_names(self) -> frozenset[str]:
-        """As `Keeper.restored_names`."""
+        """As `CheckpointBackend.restored_names`."""
         return self._remote.restored_names()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 from psclient._src.variables.variable import Variable
-from psclient.train.backend import Keeper
+from psclient.train.backend import CheckpointBackend
 from psclient.train.object_graph import Tracked
 from pswire.checkpoint.manifest import Manifest
 
@@ -30,7 +30,7 @@ class LoadStatus:
         manifest: what it has; None where nothing was restored, and nothing had to be.
         explore: finds what is tracked now.
         given: the variables that got a value when it was restored, with the names of their tensors.
-        keeper: knows which variables that were created since began with a restored value.
+        backend: knows which variables that were created since began with a restored value.
         damaged: names of checkpoints beside it that were passed over, with what is wrong.
 
     Attributes:
@@ -44,7 +44,7 @@ class LoadStatus:
         manifest: Manifest | None,
         explore: Callable[[], Tracked],
         given: dict[str, Variable],
-        keeper: Keeper | None = None,
+        backend: CheckpointBackend | None = None,
         damaged: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class LoadStatus:
         self._explore = explore
         self._given = dict(given)
         self._ids = {id(v) for v in given.values()}
-        self._keeper = keeper
+        self._backend = backend
         self._partial = False
         self._told: tuple[list[str], list[str]] = [], []
 
@@ -156,7 +156,7 @@ class LoadStatus:
     # ---- What has found its place ----
 
     def _has_value(self, v: Variable) -> bool:
-        return id(v) in self._ids or (self._keeper is not None and self._keeper.was_restored(v))
+        return id(v) in self._ids or (self._backend is not None and self._backend.was_restored(v))
 
     def _without(self) -> list[str]:
         """The paths of what is tracked and has got no value."""
@@ -174,7 +174,7 @@ class LoadStatus:
         """
         if self._manifest is None:
             return []
-        later = self._keeper.restored_names() if self._keeper and but_later else frozenset()
+        later = self._backend.restored_names() if self._backend and but_later else frozenset()
         tracked = self._explore()
         taken = {path: v for path, v in tracked.variables.items() if self._has_value(v)}
         if self._manifest.objects:

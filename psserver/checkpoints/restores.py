@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from psserver.effects import Answer, Submit, failing, naming, working
-from psserver.plans.prepared import Job
-from psserver.state.counters import Tally
+from psserver.plans.prepared import ReadyRound
+from psserver.state.counters import Counters
 from psserver.state.variables import Store
 from pswire.api import RestoreOrder, RestoreReply, RestoreStage
 from pswire.checkpoint.reader import SavedCheckpoint
-from pswire.checkpoint.storage import Place
+from pswire.checkpoint.storage import Storage
 from pswire.checkpoint.writer import set_aside
 from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest, PSError
@@ -76,7 +76,7 @@ class Restores:
     """
 
     def __init__(
-        self, task: Task, lock: threading.Lock, store: Store, place: Place, files: Submit, tally: Tally
+        self, task: Task, lock: threading.Lock, store: Store, place: Storage, files: Submit, tally: Counters
     ) -> None:
         self._task = task
         self._lock = lock
@@ -164,7 +164,7 @@ class Restores:
 
     # ---- The round that commits ----
 
-    def values(self, job: Job) -> dict[int, Array]:
+    def values(self, job: ReadyRound) -> dict[int, Array]:
         """What a round gives to variables of what was prepared; without the lock.
 
         Raises:
@@ -182,7 +182,7 @@ class Restores:
                 return {}
         raise InvalidRequest(f"nothing was prepared to restore {commit.path!r}", str(self._task))
 
-    def ran(self, job: Job) -> list[Answer]:
+    def ran(self, job: ReadyRound) -> list[Answer]:
         """After a round: what it has committed, or what it shows to have been given up, is not held any more.
 
         Returns:
@@ -238,7 +238,7 @@ class Restores:
         return value
 
 
-def _makers(job: Job) -> set[int]:
+def _makers(job: ReadyRound) -> set[int]:
     return {part.said.session for part in job.parts}
 
 

@@ -12,12 +12,12 @@ from pathlib import PurePosixPath
 
 from psserver.checkpoints.restores import Restores
 from psserver.effects import Answer, Submit, answering, do, failing, naming, working
-from psserver.plans.prepared import Job
-from psserver.state.counters import Tally
+from psserver.plans.prepared import ReadyRound
+from psserver.state.counters import Counters
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.api import Shard
-from pswire.checkpoint.storage import Place
+from pswire.checkpoint.storage import Storage
 from pswire.checkpoint.writer import Frozen, remove_shard, write_manifest, write_shard
 from pswire.cluster import Task
 from pswire.errors import CheckpointError
@@ -73,11 +73,11 @@ class Snapshots:
         store: Store,
         rounds: Rounds,
         restores: Restores,
-        place: Place,
+        place: Storage,
         limit: int,
         files: Submit,
         progress: Callable[[], list[Answer]],
-        tally: Tally,
+        tally: Counters,
     ) -> None:
         self._task = task
         self._lock = lock
@@ -110,7 +110,7 @@ class Snapshots:
         if plan.snapshot is not None:
             self._saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
 
-    def freeze(self, job: Job) -> None:
+    def freeze(self, job: ReadyRound) -> None:
         """After a round: keeps its values if its plan orders a checkpoint. Held arrays never change: this is free."""
         save = self._saves.get(job.plan.id)
         if save is None:

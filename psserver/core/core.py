@@ -24,7 +24,7 @@ from psserver.devices import Device, owned
 from psserver.effects import Answer, Submit, answering, do, failing
 from psserver.plans.memory import prepare
 from psserver.programs.kernels.kernels import Kernels
-from psserver.state.counters import Tally
+from psserver.state.counters import Counters
 from psserver.state.guests import Guests
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
@@ -42,11 +42,11 @@ from pswire.api import (
     Shard,
     Watched,
 )
-from pswire.checkpoint.storage import place
+from pswire.checkpoint.storage import storage_at
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import MAX_SESSIONS, MAX_VARIABLES, Timeouts
-from pswire.model.log import Approved, Entry, Mode, Start
+from pswire.model.log import Approved, LogEntry, Mode, Start
 from pswire.model.plan import Plan, Turn, Variable, VariableSpec
 from pswire.model.status import ServerStatus
 from pswire.telemetry import logging_setup
@@ -107,13 +107,13 @@ class Core:
         # All below is guarded by the lock.
         self._store = Store(server, self.device, memory_limit)
         self._rounds = Rounds(server, lambda plan_id: self._log.describe(plan_id))
-        self.tally = Tally(clock, self._lock, self._rounds)
+        self.tally = Counters(clock, self._lock, self._rounds)
         # Other servers may remember the numbers of an earlier life.
         first = incarnation >> NUMBERS << NUMBERS
         self._members = Membership(
             timeouts.lease, timeouts.beat, first, max_sessions, lambda: self._rounds.epoch, self._holds_job
         )
-        root, files = place(checkpoint_root), files or submit
+        root, files = storage_at(checkpoint_root), files or submit
         self._restores = Restores(self.task, self._lock, self._store, root, files, self.tally)
         self._snapshots = Snapshots(
             self.task,
@@ -301,7 +301,7 @@ class Core:
 
     # ---- The log ----
 
-    def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
+    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
         if plan is not None:
             prepare(plan, self._store.memory_limit > 0)  # outside of the lock: a large program takes a while
         with self._lock:
@@ -310,8 +310,8 @@ class Core:
                 self._members.check_part(session)
             if plan is not None and self._log.propose(plan):
                 self._members.version += 1
-            if entry:
-                self._members.enter(session, entry)
+            if join_point:
+                self._members.enter(session, join_point)
             try:
                 if start is not None:
                     self._log.start(start)
@@ -340,7 +340,7 @@ class Core:
             with self._lock:
                 self._members.part(session, self._clock())
 
-    def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
+    def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
         with self._lock:
             self._check_token(token)
         for plan in (entry.plan for entry in entries if isinstance(entry, Approved)):

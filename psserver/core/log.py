@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from psserver.checkpoints.snapshots import Snapshots
-from psserver.plans.divergence import Section
+from psserver.plans.divergence import PlanText
 from psserver.plans.memory import plan_bytes
 from psserver.sizes import human
 from psserver.state.rounds import Rounds
@@ -21,9 +21,9 @@ from pswire.model.log import (
     Approved,
     Created,
     Done,
-    Entry,
     EpochClosed,
     JobStarted,
+    LogEntry,
     Lost,
     Snapshotted,
     Start,
@@ -50,7 +50,7 @@ class Log:
         self._store = store
         self._rounds = rounds
         self._snapshots = snapshots
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
         self.proposed: dict[bytes, Plan] = {}
         self._names: dict[str, int] = {}
         self._creators: dict[int, Task] = {}
@@ -60,7 +60,7 @@ class Log:
         self.lost: ServerLost | None = None
         """Why nobody goes on: a server of the job is lost."""
 
-    def begins_anew(self, entries: Sequence[Entry]) -> bool:
+    def begins_anew(self, entries: Sequence[LogEntry]) -> bool:
         """Whether these entries are of another job than the one that the log is about."""
         return bool(entries) and isinstance(entries[0], JobStarted) and entries[0] not in self.entries[:1]
 
@@ -85,7 +85,7 @@ class Log:
 
     # ---- By the chief ----
 
-    def append(self, index: int, entries: Sequence[Entry]) -> int:
+    def append(self, index: int, entries: Sequence[LogEntry]) -> int:
         """Takes what is new of the chief's log; returns up to where the two agree."""
         have, end = len(self.entries), index + len(entries)
         if index > have:
@@ -97,7 +97,7 @@ class Log:
             self._take(entry)
         return end
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: LogEntry) -> None:
         """Appends one entry and does what it says."""
         match entry:
             case Created():
@@ -242,12 +242,12 @@ class Log:
         if need > limit:
             raise MemoryLimit(
                 f"a section needs {human(need)} while it runs, and the limit is {human(limit)}; raise --memory-limit, "
-                f"or make several sections of it ({Section(plan, self._store.variables)})",
+                f"or make several sections of it ({PlanText(plan, self._store.variables)})",
                 str(self._task),
             )
 
     def describe(self, plan_id: bytes) -> str:
-        """A section in words, for messages; one that is known here is a `Section`."""
+        """A section in words, for messages; one that is known here is a `PlanText`."""
         plan = self._rounds.plans.get(plan_id) or self.proposed.get(plan_id)
         # Proposals are at server 0; the others know what the chief has approved.
-        return Section(plan, self._store.variables) if plan else f"a section not yet approved ({plan_id.hex()[:8]})"
+        return PlanText(plan, self._store.variables) if plan else f"a section not yet approved ({plan_id.hex()[:8]})"

@@ -20,9 +20,9 @@ from psserver.execution import executor
 from psserver.execution.executor import Outcome
 from psserver.execution.nonfinite import Found, NonfiniteVariables
 from psserver.execution.stream import Stream
-from psserver.plans.prepared import Job
+from psserver.plans.prepared import ReadyRound
 from psserver.programs.kernels.kernels import Kernels
-from psserver.state.counters import Tally
+from psserver.state.counters import Counters
 from psserver.state.rounds import Record, Rounds, Waiter
 from psserver.state.variables import Store
 from pswire.api import Begun, Contribution, RoundReply
@@ -89,7 +89,7 @@ class Runner:
         kernels: Kernels,
         submit: Submit,
         progress: Callable[[], list[Answer]],
-        tally: Tally,
+        tally: Counters,
     ) -> None:
         self._server = server
         self._lock = lock
@@ -104,7 +104,7 @@ class Runner:
         self._nonfinite = NonfiniteVariables(store)
         self._life = 0
         self._stream: Stream | None = None
-        self._held: Job | None = None
+        self._held: ReadyRound | None = None
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
         self._begun: WeakKeyDictionary[Future[RoundReply], Begun] = WeakKeyDictionary()
         self.broken: PSError | None = None
@@ -143,7 +143,7 @@ class Runner:
         held, why = self._held.round if self._held else None, "waits until more of a checkpoint is written"
         return tuple(replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in waiting)
 
-    def _holds(self, job: Job) -> bool:
+    def _holds(self, job: ReadyRound) -> bool:
         """Whether a round has to wait: the old values that it would leave to a checkpoint are more than may be."""
         held = job if self._snapshots.blocks(job.plan.writes(self._server)) else None
         if held and not self._held:
@@ -151,7 +151,7 @@ class Runner:
         self._held = held
         return held is not None
 
-    def _guarded(self, run: Callable[[Job, int], None], job: Job, life: int) -> None:
+    def _guarded(self, run: Callable[[ReadyRound, int], None], job: ReadyRound, life: int) -> None:
         """A bug of ours must reach the members as an error, not as silence."""
         try:
             run(job, life)
@@ -170,7 +170,7 @@ class Runner:
 
     # ---- All or nothing ----
 
-    def _execute(self, job: Job, life: int) -> None:
+    def _execute(self, job: ReadyRound, life: int) -> None:
         with self._lock:
             if life != self._life:
                 return  # everyone who waited was told when the job was started anew
@@ -207,20 +207,20 @@ class Runner:
         do(answers)
         self._tally.answering.observe(self._tally.clock() - over)
 
-    def _count(self, job: Job, record: Record, ran: float) -> float:
+    def _count(self, job: ReadyRound, record: Record, ran: float) -> float:
         """A round is over, after so many seconds of work; says when that was."""
         now = self._tally.clock()
         self._tally.over(job, record, self._rounds.last, ran, now)
         return now
 
-    def _judge(self, job: Job, found: Found) -> tuple[str, ...]:
+    def _judge(self, job: ReadyRound, found: Found) -> tuple[str, ...]:
         """Counts what is NaN or infinite after a round; returns what its members are told of it."""
         warnings = self._nonfinite.over(job, found)
         self._tally.nonfinite_contributions += len(found.contributions)
         self._tally.nonfinite_variables = len(self._nonfinite.ids)
         return warnings
 
-    def _failed(self, job: Job, error: PSError) -> tuple[Record, list[Waiter]]:
+    def _failed(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
         log.warning("round %d failed: %s", job.round, error)
         return self._rounds.fail(job, error)
 
@@ -271,7 +271,7 @@ class Runner:
 
     # ---- Bit by bit ----
 
-    def _begin(self, job: Job, life: int) -> None:
+    def _begin(self, job: ReadyRound, life: int) -> None:
         stream = Stream(job, self._server, self._kernels)
         with self._lock:
             if life != self._life:
@@ -372,7 +372,7 @@ class Runner:
         self._tally.answering.observe(self._tally.clock() - over)
 
 
-def _halfway(job: Job, error: PSError) -> PSError:
+def _halfway(job: ReadyRound, error: PSError) -> PSError:
     return ServerLost(
         f"round {job.round} failed halfway, so that some variables have its update and others have not ({error}); "
         "restart from a checkpoint",

@@ -20,7 +20,7 @@ from psserver.execution.calls import MAX_PARTS, Call, Parts
 from psserver.execution.nonfinite import Found, finite_flag, is_finite, may_be_nonfinite
 from psserver.execution.reducer import reduce
 from psserver.execution.senders import Sender
-from psserver.plans.prepared import Application, Job, outline
+from psserver.plans.prepared import Application, ReadyRound, outline
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Sum
 from psserver.programs.kernels.kernels import Kernels
 from pswire.cluster import Task
@@ -48,7 +48,9 @@ class Outcome:
     found: Found = field(default_factory=Found)
 
 
-def run(job: Job, server: int, kernels: Kernels, values: Mapping[int, Array], lent: Set[int] = frozenset()) -> Outcome:
+def run(
+    job: ReadyRound, server: int, kernels: Kernels, values: Mapping[int, Array], lent: Set[int] = frozenset()
+) -> Outcome:
     """Runs a round whose contributions are all there. Nothing is applied, and zeros are returned, if all only observe.
 
     Args:
@@ -70,7 +72,7 @@ def run(job: Job, server: int, kernels: Kernels, values: Mapping[int, Array], le
 
 
 @contextmanager
-def told(job: Job, server: int) -> Iterator[None]:
+def told(job: ReadyRound, server: int) -> Iterator[None]:
     """Whatever goes wrong becomes a `PSError`: everyone in the round is waiting for an answer, and gets the same."""
     try:
         yield
@@ -84,7 +86,7 @@ def told(job: Job, server: int) -> Iterator[None]:
         raise ProgramError(_failed(job, str(error)), str(Task("ps", server))) from error
 
 
-def _failed(job: Job, why: str) -> str:
+def _failed(job: ReadyRound, why: str) -> str:
     return f"round {job.round} ({job.section()}) failed: {why}"
 
 
@@ -104,7 +106,7 @@ class Values:
         found: values that are NaN or infinite.
     """
 
-    def __init__(self, job: Job, server: int, kernels: Kernels) -> None:
+    def __init__(self, job: ReadyRound, server: int, kernels: Kernels) -> None:
         self.job, self.server, self.kernels, self.device = job, server, kernels, kernels.device
         self.plan: Plan = job.plan
         self.known: dict[Ref, Any] = {}

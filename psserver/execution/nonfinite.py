@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from psserver.plans.prepared import Application, Job, outline
+from psserver.plans.prepared import Application, ReadyRound, outline
 from psserver.state.variables import Store
 from pswire.cluster import Task
 from pswire.model.tensor import DTYPES, Array
@@ -110,7 +110,7 @@ class NonfiniteVariables:
         """Variables have a checkpoint's values: what is wrong with these is told anew."""
         self.ids.difference_update(ids)
 
-    def over(self, job: Job, found: Found) -> tuple[str, ...]:
+    def over(self, job: ReadyRound, found: Found) -> tuple[str, ...]:
         """A round has changed its variables.
 
         Returns:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from psserver.plans.prepared import Numbers, Part, places
+from psserver.plans.prepared import MemberShare, Numbers, places
 from psserver.programs.kernels.launch import address_of
 from pswire.model.plan import Plan, Ref
 from pswire.model.tensor import Array, TensorSpec, align
@@ -25,7 +25,7 @@ class Sender:
         gone: whether it is lost; what it has not sent whole counts for nothing.
     """
 
-    def __init__(self, part: Part, plan: Plan, server: int) -> None:
+    def __init__(self, part: MemberShare, plan: Plan, server: int) -> None:
         self.part = part
         self.task = part.member.task
         self.gone = False

@@ -12,7 +12,7 @@ from psserver.execution.calls import Call
 from psserver.execution.executor import Values, told
 from psserver.execution.nonfinite import Found
 from psserver.execution.senders import Sender
-from psserver.plans.prepared import Application, Job, needs
+from psserver.plans.prepared import Application, ReadyRound, needs
 from psserver.programs.kernels.kernels import Kernels
 from pswire.cluster import Task
 from pswire.errors import ProgramError
@@ -35,7 +35,7 @@ class Stream:
         kernels: of the device where the variables live and the programs run.
     """
 
-    def __init__(self, job: Job, server: int, kernels: Kernels) -> None:
+    def __init__(self, job: ReadyRound, server: int, kernels: Kernels) -> None:
         self.job = job
         self._run = Values(job, server, kernels)
         self._senders = self._run.senders

@@ -12,7 +12,7 @@ LONG = 400
 """Characters of a section in a message."""
 
 
-class Section(str):
+class PlanText(str):
     """A section in words. Long ones are cut; `parts` has all that a plan says.
 
     Args:
@@ -23,7 +23,7 @@ class Section(str):
     _plan: Plan
     _variables: Mapping[int, Variable]
 
-    def __new__(cls, plan: Plan, variables: Mapping[int, Variable]) -> Section:
+    def __new__(cls, plan: Plan, variables: Mapping[int, Variable]) -> PlanText:
         words = plan.describe(variables)
         made = super().__new__(cls, words if len(words) <= LONG else f"{words[:LONG]} ...")
         made._plan, made._variables = plan, variables
@@ -79,7 +79,7 @@ def _computed(node: Node, program: Program) -> str:
 
 def compared(sections: Sequence[str]) -> list[str]:
     """The words of some sections; if all are known, each with what it does where they first differ."""
-    known = [section for section in sections if isinstance(section, Section)]
+    known = [section for section in sections if isinstance(section, PlanText)]
     if len(known) < len(sections) or len(known) < 2:
         return list(sections)
     first = next(_differences(known), None)
@@ -88,7 +88,7 @@ def compared(sections: Sequence[str]) -> list[str]:
     return [f"{section} [where they first differ: {line}]" for section, line in zip(known, first, strict=True)]
 
 
-def _differences(sections: Sequence[Section]) -> Iterator[tuple[str, ...]]:
+def _differences(sections: Sequence[PlanText]) -> Iterator[tuple[str, ...]]:
     """The lines in which sections differ: each reduction, update and so on is compared with that of its number."""
     for parts in zip(*(section.parts() for section in sections), strict=True):
         for ones in zip_longest(*parts, fillvalue=()):

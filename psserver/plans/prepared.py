@@ -28,7 +28,7 @@ Key = Task | None
 
 
 @dataclass(frozen=True)
-class Part:
+class MemberShare:
     """One member's share of a round.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Job:
+class ReadyRound:
     """A round that can run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Job:
 
     round: int
     plan: Plan
-    parts: tuple[Part, ...]
+    parts: tuple[MemberShare, ...]
     left_out: tuple[Task, ...]
     section: Callable[[], str]
     strand: Key = None
@@ -67,7 +67,7 @@ class Job:
     since: float = 0.0
 
     @property
-    def contributors(self) -> list[Part]:
+    def contributors(self) -> list[MemberShare]:
         """Those of its parts that do not only observe."""
         return [part for part in self.parts if not part.said.observes]
 
@@ -78,7 +78,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Places:
+class ContributionLayout:
     """Where the tensors of a contribution lie in its payload.
 
     Attributes:
@@ -97,14 +97,14 @@ class Places:
     window: int
 
 
-def places(plan: Plan, server: int, said: Contribution) -> Places:
+def places(plan: Plan, server: int, said: Contribution) -> ContributionLayout:
     """What a payload to a server holds: operands, then contributions that count; nothing from who observes.
 
     Remembered with the plan: in nearly every round it is the same for all.
     """
     known: Any = plan.remembered.setdefault("places", {})
     key = server, said.observes, tuple(map(bool, said.weights))
-    found: Places | None = known.get(key)
+    found: ContributionLayout | None = known.get(key)
     if found is None:
         if len(known) >= MAX_PLACES:
             known.clear()
@@ -112,7 +112,7 @@ def places(plan: Plan, server: int, said: Contribution) -> Places:
     return found
 
 
-def _places(plan: Plan, server: int, said: Contribution) -> Places:
+def _places(plan: Plan, server: int, said: Contribution) -> ContributionLayout:
     operands = [] if said.observes else list(enumerate(plan.operands))
     reductions = [] if said.observes else list(zip(range(len(said.weights)), plan.reductions, strict=False))
     tensors = {Ref("operand", index): item.tensor for index, item in operands if server in item.servers}
@@ -129,7 +129,7 @@ def _places(plan: Plan, server: int, said: Contribution) -> Places:
     for ref, place in of.items():
         if ref.kind == "reduction":
             bounds[:, ref.index] = place
-    return Places(of, max(ends[:last], default=0), size, bounds[0], bounds[1], _window(plan, server, of))
+    return ContributionLayout(of, max(ends[:last], default=0), size, bounds[0], bounds[1], _window(plan, server, of))
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from psserver.plans.prepared import Job
+from psserver.plans.prepared import ReadyRound
 from psserver.state.rounds import Record, Rounds
 from pswire.api import RestoreReply, Shard
 from pswire.telemetry.metrics import Histogram
@@ -16,7 +16,7 @@ ROUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Upper bounds for how many rounds others make in the meantime."""
 
 
-class Tally:
+class Counters:
     """Counters of one server. Guarded by the core's lock, but for what one thread alone counts: that of arrays what is
     `answering`, that of files what is written and read.
 
@@ -74,7 +74,7 @@ class Tally:
         """A session reads values that have seen this round, unless it has older ones."""
         self._seen.setdefault(session, last)
 
-    def over(self, job: Job, record: Record, last: int, ran: float, now: float) -> None:
+    def over(self, job: ReadyRound, record: Record, last: int, ran: float, now: float) -> None:
         """A round is over.
 
         Args:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
-from psserver.plans.prepared import Job, Key, Part, places
+from psserver.plans.prepared import Key, MemberShare, ReadyRound, places
 from psserver.state.sessions import diverged, newcomer_diverged
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.plan import Plan
-from pswire.model.status import OpenRound, Place
+from pswire.model.status import OpenRound, WorkerProgress
 from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
@@ -44,7 +44,7 @@ class _Open:
     epoch: int
     members: tuple[Member, ...]
     since: float
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, MemberShare] = field(default_factory=dict)
     waiters: list[Waiter] = field(default_factory=list)
     error: PSError | None = None
     doubtful: list[_Push] = field(default_factory=list)  # newcomers' that differ, before an older member has pushed
@@ -146,10 +146,10 @@ class Rounds:
         return self.strands[None].positions
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[WorkerProgress, ...]:
         """Where each task stands that makes rounds of its own, in task order."""
         own = sorted((key, strand) for key, strand in self.strands.items() if key)
-        return tuple(Place(task, strand.newest, strand.positions) for task, strand in own)
+        return tuple(WorkerProgress(task, strand.newest, strand.positions) for task, strand in own)
 
     def approve(self, plan: Plan) -> None:
         """A plan may run from now on."""
@@ -244,7 +244,7 @@ class Rounds:
             if found.payload is not payload:
                 self._followed.append((found.payload, payload))
         else:
-            part = Part(member, said, payload)
+            part = MemberShare(member, said, payload)
             waiting.parts[said.session] = part
             if plan := self.plans.get(said.plan_id):
                 self._admit(waiting, part, plan)
@@ -335,7 +335,7 @@ class Rounds:
                     self._fail(waiting, waiting.error)
                     raise waiting.error
 
-    def _admit(self, waiting: _Open, part: Part, plan: Plan) -> None:
+    def _admit(self, waiting: _Open, part: MemberShare, plan: Plan) -> None:
         """Refuses a contribution that does not fit its plan; its sender alone is told."""
         said = part.said
         found = places(plan, self.server, said)
@@ -368,14 +368,14 @@ class Rounds:
             raise Fenced(f"round {said.round} was made without this session; restart the process")
         return record
 
-    def next_job(self) -> Job | None:
+    def next_job(self) -> ReadyRound | None:
         """The round that can run now, if any; it counts as running until `complete` or `fail`."""
         if self._running:
             return None
         found = (self._first(key, strand) for key, strand in list(self.strands.items()))
         return next((job for job in found if job), None)
 
-    def _first(self, key: Key, strand: Strand) -> Job | None:
+    def _first(self, key: Key, strand: Strand) -> ReadyRound | None:
         """The first round of a strand, if it can run."""
         while strand.open:
             number = min(strand.open)
@@ -402,7 +402,7 @@ class Rounds:
                 return True
         return plan is None
 
-    def _usable(self, waiting: _Open) -> list[Part]:
+    def _usable(self, waiting: _Open) -> list[MemberShare]:
         """The contributions that count, in task order: what a member that is gone did not send whole does not."""
         parts = sorted(waiting.parts.values(), key=lambda part: part.member.task)
         return [part for part in parts if part.payload.whole or part.member.session not in self.fenced]
@@ -412,12 +412,12 @@ class Rounds:
         together = all(member.mode == "sync" for member in waiting.members)
         return together and self.server in plan.streams
 
-    def _job(self, key: Key, number: int, waiting: _Open) -> Job:
+    def _job(self, key: Key, number: int, waiting: _Open) -> ReadyRound:
         plan = self.plans[waiting.plan_id]
         self._running = True
         parts = self._usable(waiting)
         there = {part.member.session for part in parts}
-        return Job(
+        return ReadyRound(
             number,
             plan,
             tuple(parts),
@@ -429,7 +429,7 @@ class Rounds:
         )
 
     def complete(
-        self, job: Job, given: Sequence[Array], dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
+        self, job: ReadyRound, given: Sequence[Array], dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
     ) -> tuple[Record, list[Waiter]]:
         """A round has run; returns its answer, which is kept, and who waits for it.
 
@@ -450,7 +450,7 @@ class Rounds:
         )
         return record, self._close(job.strand, job.round, record)
 
-    def fail(self, job: Job, error: PSError) -> tuple[Record, list[Waiter]]:
+    def fail(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
         """A round could not run: everyone is told the same, and nothing of it was applied."""
         # A new one: the traceback of the old one holds all that the round had.
         record = Record(job.plan.id, error=type(error)(error.message, error.task))
@@ -510,11 +510,11 @@ class Rounds:
         """All rounds that wait."""
         return (item for strand in self.strands.values() for item in strand.open.items())
 
-    def runs(self, job: Job) -> bool:
+    def runs(self, job: ReadyRound) -> bool:
         """Whether a round that was begun is not over yet."""
         return self._running and job.round in self.strands[job.strand].open
 
-    def waiters(self, job: Job) -> list[Waiter]:
+    def waiters(self, job: ReadyRound) -> list[Waiter]:
         """Who waits for a round that runs."""
         return list(self.strands[job.strand].open[job.round].waiters)
 

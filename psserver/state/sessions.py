@@ -35,7 +35,7 @@ PARTED_BEATS = 2
 """A process whose connection ends within so many beats after its last sign of life has ended; one whose connection
 ends later may be cut off."""
 
-ENTRY = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
+JOIN_POINT = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
 """Where new members wait; everybody is told."""
 
 ENDED = {
@@ -55,7 +55,7 @@ class _Session:
     key: int
     token: int
     state: str = "open"
-    entry: str = ""
+    join_point: str = ""
     error: PSError | None = None
     waits: tuple[int, bytes] = (-1, b"")
     joined: int | None = None  # once it takes part: its first round, or -1 where it began together with all others
@@ -338,12 +338,12 @@ class Membership:
             session.seen += seconds
             session.parted = None if session.parted is None else session.parted + seconds
 
-    def enter(self, number: int, entry: str) -> None:
+    def enter(self, number: int, join_point: str) -> None:
         """Notes where a new member waits to be taken in; raises `InvalidRequest` for what is no such place."""
-        if not ENTRY.fullmatch(entry):
+        if not JOIN_POINT.fullmatch(join_point):
             raise InvalidRequest("new members wait at dataset:N, plan:HEX or save, and nowhere else")
-        if self._sessions[number].entry != entry:
-            self._sessions[number].entry = entry
+        if self._sessions[number].join_point != join_point:
+            self._sessions[number].join_point = join_point
             self.version += 1
 
     def touch(self, number: int, now: float) -> None:
@@ -367,7 +367,7 @@ class Membership:
     def states(self, now: float, drivers: bool = False) -> tuple[SessionState, ...]:
         """All sessions that take part in rounds; with `drivers` those of chiefs as well."""
         return tuple(
-            SessionState(s.member, "failed" if s.state == "replaced" else s.state, s.entry, now - s.seen, s.drives)
+            SessionState(s.member, "failed" if s.state == "replaced" else s.state, s.join_point, now - s.seen, s.drives)
             for s in self._sessions.values()
             if drivers or not s.drives
         )

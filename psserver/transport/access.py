@@ -24,7 +24,7 @@ from pswire.api import (
 from pswire.cluster import Task
 from pswire.encoding.verbs import TOKEN_KEY, bearer
 from pswire.errors import Forbidden, Unauthenticated
-from pswire.model.log import Entry, Mode, Start
+from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
 from pswire.model.status import ServerStatus
 from pswire.security.identity import Security
@@ -209,17 +209,17 @@ class Guarded:
         self._roles.check_session(self._names, session)
         return self._core.create(session, ordinal, id, spec, servers, value)
 
-    def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
+    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
         """For the session's task."""
         self._roles.check_session(self._names, session)
-        self._core.propose(session, plan, entry, start)
+        self._core.propose(session, plan, join_point, start)
 
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         """For the session's task; without a session for everyone of the job."""
         self._check_reader(session)
         return self._core.watch(session, after, version)
 
-    def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
+    def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
         """For who may be chief."""
         self._roles.check_chief(self._names)
         return self._core.approve(token, index, entries)

@@ -20,8 +20,8 @@ from pswire.encoding.verbs import parse, refusal_to_pb
 from pswire.errors import Fenced, Forbidden, InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Assembly, Payload
-from pswire.transport.shared_memory import Mirror, Ring, Segment
-from pswire.transport.sockets import Channel, Kind, Link, Message
+from pswire.transport.shared_memory import Segment, SharedArena, SharedView
+from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender
 from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import LaneName, Traffic
 
@@ -71,7 +71,7 @@ class Hub(Protocol):
     def replace(self, connection: Connection) -> None:
         """Ends all others of its session."""
 
-    def outbox(self) -> tuple[Ring, int]:
+    def outbox(self) -> tuple[SharedArena, int]:
         """The memory for answers to clients that share memory, and its file."""
 
     def assembly(self, size: int, lane: LaneName) -> Assembly:
@@ -98,9 +98,9 @@ class Connection:
         self.sock = sock
         self._shared = shared
         self._loop = asyncio.get_running_loop()
-        self._link = Link(sock)
-        self._channel = Channel(self._link, None, False, self._blocked, self._traffic)
-        self._mirror: Mirror | None = None
+        self._link = MessageSocket(sock)
+        self._channel = PayloadSender(self._link, None, False, self._blocked, self._traffic)
+        self._mirror: SharedView | None = None
         self._freed: deque[int] = deque()
         self._untold = 0  # bytes of these, nearly: threads add to it at once
         self._telling = self._watching = False
@@ -220,13 +220,13 @@ class Connection:
         finally:
             for file in files:
                 os.close(file)
-        self._mirror = Mirror(segment.memory, self._let_go)
+        self._mirror = SharedView(segment.memory, self._let_go)
 
     def _hand_over(self) -> None:
         """Our first byte brings the memory in which answers are: nobody gets it who has not shown whose it is."""
         ring, file = self._lanes.outbox()
         socket.send_fds(self._plain, [b"\0"], [file])
-        self._channel = Channel(self._link, ring, False, self._blocked, self._traffic)
+        self._channel = PayloadSender(self._link, ring, False, self._blocked, self._traffic)
 
     def _blocked(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
@@ -446,7 +446,7 @@ class _Answer:
         call: to which call.
     """
 
-    def __init__(self, channel: Channel, call: int) -> None:
+    def __init__(self, channel: PayloadSender, call: int) -> None:
         self.call = call
         self._channel = channel
         self._begun = False

@@ -25,7 +25,7 @@ from pswire.api import ParameterServer
 from pswire.errors import InvalidRequest, MemoryLimit, PSError
 from pswire.security.names import named
 from pswire.transport.payload import Assembly
-from pswire.transport.shared_memory import Ring, Segment
+from pswire.transport.shared_memory import Segment, SharedArena
 from pswire.transport.sockets import tune
 from pswire.transport.tls_socket import Sealed
 from pswire.transport.traffic import LaneName, traffic
@@ -79,7 +79,7 @@ class Lanes:
         self._wanted = config.data_port
         self._tokens: dict[int, bytes] = {}
         self._listeners: list[socket.socket] = []
-        self._outbox: tuple[Ring, int] | None = None
+        self._outbox: tuple[SharedArena, int] | None = None
         self.connections: list[Connection] = []
         self._handshakes: list[Handshake] = []
         self.leaving: set[Connection] = set()
@@ -112,11 +112,11 @@ class Lanes:
             if other is not connection:
                 other.close("its client has opened another")
 
-    def outbox(self) -> tuple[Ring, int]:
+    def outbox(self) -> tuple[SharedArena, int]:
         """Where answers are written for all clients that share memory, and its file; raises `OSError` if it fails."""
         if self._outbox is None:
             segment, file = Segment.make(self._shared_memory)
-            self._outbox = Ring(segment.memory), file
+            self._outbox = SharedArena(segment.memory), file
         return self._outbox
 
     def assembly(self, size: int, lane: LaneName) -> Assembly:

@@ -23,7 +23,7 @@ from pswire.checkpoint.manifest import (
     rank,
 )
 from pswire.checkpoint.safetensors_stream import Entry, read_saved, told, verify_saved
-from pswire.checkpoint.storage import Place, below, place
+from pswire.checkpoint.storage import Storage, below, storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, VariableMismatch
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 from pswire.strict_json import Malformed
@@ -42,7 +42,7 @@ class SavedCheckpoint:
         text: the same, as it was read.
     """
 
-    place: Place
+    place: Storage
     path: str
     manifest: Manifest
     text: str
@@ -67,7 +67,7 @@ class SavedCheckpoint:
         return RestoreReply(self.path, self.manifest.positions, self.text)
 
     @classmethod
-    def open(cls, place: Place, path: str = ".", limit: int = MAX_MANIFEST) -> SavedCheckpoint:
+    def open(cls, place: Storage, path: str = ".", limit: int = MAX_MANIFEST) -> SavedCheckpoint:
         """Opens a checkpoint, or the newest in a directory of them.
 
         Args:
@@ -85,7 +85,7 @@ class SavedCheckpoint:
 
     @classmethod
     def open_whole(
-        cls, place: Place, path: str, damaged: Mapping[str, str] | None = None, limit: int = MAX_MANIFEST
+        cls, place: Storage, path: str, damaged: Mapping[str, str] | None = None, limit: int = MAX_MANIFEST
     ) -> tuple[SavedCheckpoint, dict[str, str]]:
         """As `open`, but in a directory a checkpoint is passed over that is damaged, for the one before it.
 
@@ -117,7 +117,7 @@ class SavedCheckpoint:
         )
 
     @classmethod
-    def _open(cls, place: Place, path: str, limit: int) -> SavedCheckpoint:
+    def _open(cls, place: Storage, path: str, limit: int) -> SavedCheckpoint:
         where = str(PurePosixPath(path) / MANIFEST)
         full = place.full(where)
         with told(full):
@@ -200,7 +200,7 @@ class SavedCheckpoint:
             yield from ((file, fault) for fault in self._faults(file))
 
     def check_rest(self, taken: Collection[str], place: int = 0, count: int = 1) -> None:
-        """Checks what nobody has read yet; of every `count` files one, from file `place` on.
+        """Checks what nobody has read yet; of every `count` files one, from file `storage_at` on.
 
         Args:
             taken: the names of tensors that `read` has checked, here or elsewhere.
@@ -242,13 +242,13 @@ class SavedCheckpoint:
                         yield str(error)
 
 
-def _is_one(place: Place, path: str) -> bool:
+def _is_one(place: Storage, path: str) -> bool:
     """Whether a path is a checkpoint's, and no directory of them."""
     with told(place.full(path)):
         return place.exists(str(PurePosixPath(path) / MANIFEST))
 
 
-def _text(place: Place, path: str, most: int, limit: int) -> str:
+def _text(place: Storage, path: str, most: int, limit: int) -> str:
     """The text of a small file; no more is read than it may have.
 
     Raises:
@@ -302,7 +302,7 @@ class Found:
     named: str | None
 
     @classmethod
-    def within(cls, place: Place, directory: str = ".") -> Found:
+    def within(cls, place: Storage, directory: str = ".") -> Found:
         """Looks into a directory; raises `CheckpointError` where it cannot be read."""
         with told(place.full(directory)):
             named = named_latest(place, directory)
@@ -329,7 +329,7 @@ class Found:
         return [self.latest, *sorted(older, key=lambda name: (number(name)[0] == stem, rank(name)), reverse=True)]
 
 
-def named_latest(place: Place, directory: str) -> str | None:
+def named_latest(place: Storage, directory: str) -> str | None:
     """What the file `latest` names; None where there is no such file, or nothing in it that is understood."""
     path = str(PurePosixPath(directory) / LATEST)
     try:
@@ -339,7 +339,7 @@ def named_latest(place: Place, directory: str) -> str | None:
         return None
 
 
-def newest(place: Place, directory: str = ".") -> str:
+def newest(place: Storage, directory: str = ".") -> str:
     """The path of the newest complete checkpoint in a directory.
 
     Raises:
@@ -349,7 +349,7 @@ def newest(place: Place, directory: str = ".") -> str:
     return str(PurePosixPath(directory) / str(_some(place, directory).latest))
 
 
-def _some(place: Place, directory: str) -> Found:
+def _some(place: Storage, directory: str) -> Found:
     """What is in a directory, which has at least one complete checkpoint; raises as `newest`."""
     found = Found.within(place, directory)
     hidden = [name for name in found.torn if name == found.named]
@@ -384,9 +384,9 @@ def open_whole(url: str, damaged: Mapping[str, str] | None = None) -> tuple[Save
     return SavedCheckpoint.open_whole(_root(url), ".", damaged)
 
 
-def _root(url: str) -> Place:
+def _root(url: str) -> Storage:
     """The place at a URL, where there is a directory."""
-    root = place(url)
+    root = storage_at(url)
     with told(url):
         complete = root.exists(MANIFEST)
     if not complete:
@@ -394,7 +394,7 @@ def _root(url: str) -> Place:
     return root
 
 
-def require(root: Place, url: str, what: str) -> None:
+def require(root: Storage, url: str, what: str) -> None:
     """Raises `NoCheckpoint`, saying what was expected, unless a place is a directory that exists."""
     with told(url):
         there, file = root.is_directory("."), root.exists(".")

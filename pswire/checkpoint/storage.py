@@ -25,7 +25,7 @@ BLOCK = 16 << 20
 """Bytes that are asked of an object store at once."""
 
 
-class Place(Protocol):
+class Storage(Protocol):
     """What a checkpoint needs of where it lies. All paths are below the root, as `below` gives them.
 
     Every method raises `CheckpointError` for a path that leaves the root, and what the file system or the library of
@@ -80,13 +80,13 @@ def below(path: str) -> str:
 
 
 def parted(path: str) -> tuple[str, str]:
-    """A path or URL of a process's own: the directory above it, which is a root for `place`, and its name there."""
+    """A path or URL of a process's own: the directory above it, a root for `storage_at`, and its name there."""
     protocol, found, rest = path.partition("://")
     above, name = posixpath.split((rest if found else path).rstrip("/"))
     return (f"{protocol}://{above}" if found else above or "."), name
 
 
-def place(root: str | os.PathLike[str]) -> Place:
+def storage_at(root: str | os.PathLike[str]) -> Storage:
     """The place below a root.
 
     Args:
@@ -114,30 +114,30 @@ class Directory:
         self._passed_over = set[str]()  # what was told of once: followers look often
 
     def full(self, path: str) -> str:
-        """As `Place.full`."""
+        """As `Storage.full`."""
         resolved = (self._root / below(path)).resolve()
         if not resolved.is_relative_to(self._root.resolve()):
             raise CheckpointError(f"{path!r} leaves {self._root} through a link; write a path that stays below it")
         return str(resolved)
 
     def open(self, path: str) -> IO[bytes]:
-        """As `Place.open`."""
+        """As `Storage.open`."""
         return open(self.full(path), "rb", buffering=0)
 
     def size(self, path: str) -> int:
-        """As `Place.size`."""
+        """As `Storage.size`."""
         return os.stat(self.full(path)).st_size
 
     def exists(self, path: str) -> bool:
-        """As `Place.exists`."""
+        """As `Storage.exists`."""
         return stat.S_ISREG(_mode(self.full(path)))
 
     def is_directory(self, path: str) -> bool:
-        """As `Place.is_directory`."""
+        """As `Storage.is_directory`."""
         return stat.S_ISDIR(_mode(self.full(path)))
 
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
-        """As `Place.write`: written beside its place, synced, and renamed into it."""
+        """As `Storage.write`: written beside its place, synced, and renamed into it."""
         pure = PurePosixPath(path)
         directory = Path(self.full(str(pure.parent)))
         beside = directory / f".{pure.name}.{os.getpid()}"
@@ -153,11 +153,11 @@ class Directory:
         return result
 
     def put(self, path: str, data: bytes) -> None:
-        """As `Place.put`."""
+        """As `Storage.put`."""
         self.write(path, lambda file: file.write(data))
 
     def remove(self, path: str) -> None:
-        """As `Place.remove`."""
+        """As `Storage.remove`."""
         pure = PurePosixPath(path)
         directory = Path(self.full(str(pure.parent)))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -168,7 +168,7 @@ class Directory:
                 directory.rmdir()
 
     def listing(self, path: str) -> Mapping[str, frozenset[str]]:
-        """As `Place.listing`."""
+        """As `Storage.listing`."""
         directory = Path(self.full(path))
         if not stat.S_ISDIR(_mode(str(directory))):
             return {}
@@ -191,7 +191,7 @@ class Directory:
         return found
 
     def move(self, path: str, name: str) -> None:
-        """As `Place.move`, in one step; a link is moved, and not what it leads to."""
+        """As `Storage.move`, in one step; a link is moved, and not what it leads to."""
         pure = PurePosixPath(below(path))
         directory = Path(self.full(str(pure.parent)))
         os.rename(directory / pure.name, directory / name)
@@ -258,7 +258,7 @@ class Remote:
         self._root = str(root).rstrip("/")
 
     def full(self, path: str) -> str:
-        """As `Place.full`."""
+        """As `Storage.full`."""
         path = below(path)
         return self._url if path == "." else f"{self._url}/{path}"
 
@@ -266,20 +266,20 @@ class Remote:
         return f"{self._root}/{below(path)}".removesuffix("/.")
 
     def open(self, path: str) -> IO[bytes]:
-        """As `Place.open`."""
+        """As `Storage.open`."""
         file: IO[bytes] = self._fs.open(self._key(path), "rb", block_size=BLOCK)
         return file
 
     def size(self, path: str) -> int:
-        """As `Place.size`."""
+        """As `Storage.size`."""
         return int(self._fs.size(self._key(path)))
 
     def exists(self, path: str) -> bool:
-        """As `Place.exists`."""
+        """As `Storage.exists`."""
         return self._kind(path) == "file"
 
     def is_directory(self, path: str) -> bool:
-        """As `Place.is_directory`."""
+        """As `Storage.is_directory`."""
         return self._kind(path) == "directory"
 
     def _kind(self, path: str) -> str:
@@ -290,7 +290,7 @@ class Remote:
             return ""
 
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
-        """As `Place.write`: what fails half way is given up, where the object store can do that."""
+        """As `Storage.write`: what fails half way is given up, where the object store can do that."""
         file: Any = self._fs.open(self._key(path), "wb", block_size=BLOCK, autocommit=False)
         try:
             result = fill(file)
@@ -311,16 +311,16 @@ class Remote:
             self.remove(path)
 
     def put(self, path: str, data: bytes) -> None:
-        """As `Place.put`."""
+        """As `Storage.put`."""
         self._fs.pipe_file(self._key(path), data)
 
     def remove(self, path: str) -> None:
-        """As `Place.remove`."""
+        """As `Storage.remove`."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._key(path))
 
     def move(self, path: str, name: str) -> None:
-        """As `Place.move`: all is copied before anything is removed, the manifest last, and first."""
+        """As `Storage.move`: all is copied before anything is removed, the manifest last, and first."""
         old, new = self._key(path), f"{self._key(str(PurePosixPath(below(path)).parent))}/{name}"
         files = [key.strip("/").removeprefix(old.strip("/")) for key in self._fs.find(old)]
         files.sort(key=lambda file: file == f"/{MANIFEST}")
@@ -330,7 +330,7 @@ class Remote:
             self._fs.rm_file(old + file)
 
     def listing(self, path: str) -> Mapping[str, frozenset[str]]:
-        """As `Place.listing`."""
+        """As `Storage.listing`."""
         found: dict[str, frozenset[str]] = {}
         for entry in self._entries(self._key(path)):
             if entry["type"] == "directory":

@@ -33,7 +33,7 @@ from pswire.checkpoint.manifest import (
 )
 from pswire.checkpoint.reader import SavedCheckpoint, named_latest
 from pswire.checkpoint.safetensors_stream import told
-from pswire.checkpoint.storage import Place, below, parted
+from pswire.checkpoint.storage import Storage, below, parted
 from pswire.errors import CheckpointError
 from pswire.model.log import Position
 from pswire.model.plan import SnapshotOrder
@@ -148,7 +148,9 @@ class _Said:
             raise CheckpointError(f"what is to be saved as {order.path[:300]!r} is malformed: {error}") from error
 
 
-def write_shard(place: Place, frozen: Frozen, get: Callable[[Array], Array], written: Callable[[str], object]) -> Shard:
+def write_shard(
+    place: Storage, frozen: Frozen, get: Callable[[Array], Array], written: Callable[[str], object]
+) -> Shard:
     """Writes one server's file.
 
     Args:
@@ -179,7 +181,7 @@ def write_shard(place: Place, frozen: Frozen, get: Callable[[Array], Array], wri
     return Shard(where, frozen.file, frozen.round, frozen.positions, tensors, nbytes)
 
 
-def remove_shard(place: Place, frozen: Frozen) -> None:
+def remove_shard(place: Storage, frozen: Frozen) -> None:
     """Removes the file of a save that failed, if it is there; what the place raises is a `CheckpointError`.
 
     It stays where a manifest names it: one that could not be made lasting is there all the same.
@@ -211,7 +213,7 @@ def manifest_of(shards: Sequence[Shard], order: SnapshotOrder) -> Manifest:
 
 
 def write_manifest(
-    place: Place, frozen: Frozen, text: str, busy: Busy = frozenset, spare: Collection[str] = ()
+    place: Storage, frozen: Frozen, text: str, busy: Busy = frozenset, spare: Collection[str] = ()
 ) -> Shard:
     """Writes the manifest, which makes the checkpoint one; says that it is the newest, if that is ordered.
 
@@ -245,7 +247,7 @@ def write_manifest(
     return Shard(place.full(str(directory)), MANIFEST, frozen.round, frozen.positions, ())
 
 
-def set_aside(place: Place, restored: str, damaged: Mapping[str, str]) -> None:
+def set_aside(place: Storage, restored: str, damaged: Mapping[str, str]) -> None:
     """Gives damaged checkpoints names by which no job goes on from them, now that one before them is restored.
 
     None of their files is changed. What cannot be done is told in the log: they are passed over again then.
@@ -261,7 +263,7 @@ def set_aside(place: Place, restored: str, damaged: Mapping[str, str]) -> None:
         _tried(place.full(above), partial(_set_aside, place, above, path.name, damaged), "set aside what is damaged")
 
 
-def _set_aside(place: Place, above: str, restored: str, damaged: Mapping[str, str]) -> None:
+def _set_aside(place: Storage, above: str, restored: str, damaged: Mapping[str, str]) -> None:
     listed = place.listing(above)
     if named_latest(place, above) in damaged:  # else the greatest number would be the newest
         latest = str(PurePosixPath(above) / LATEST)
@@ -273,7 +275,7 @@ def _set_aside(place: Place, above: str, restored: str, damaged: Mapping[str, st
             log.info("%s/%s is damaged, and kept as %s: %s", place.full(above), name, kept, why)
 
 
-def _check_shards(place: Place, directory: PurePosixPath, manifest: Manifest) -> None:
+def _check_shards(place: Storage, directory: PurePosixPath, manifest: Manifest) -> None:
     """Raises `CheckpointError` unless the files that a manifest names are there: each server has written its own."""
     for file in manifest.shards:
         path = str(directory / file)
@@ -296,7 +298,7 @@ def _tried(where: str, call: Callable[[], object], what: str = "remove what is n
 
 
 def _tidy(
-    place: Place,
+    place: Storage,
     directory: PurePosixPath,
     manifest: Manifest,
     names: Sequence[str],
@@ -311,7 +313,7 @@ def _tidy(
 
 
 def sweep(
-    place: Place,
+    place: Storage,
     directory: PurePosixPath,
     manifest: Manifest,
     listed: Mapping[str, frozenset[str]],
@@ -344,7 +346,7 @@ def sweep(
 
 
 def delete(
-    place: Place,
+    place: Storage,
     directory: PurePosixPath,
     name: str,
     listed: Mapping[str, frozenset[str]],
@@ -371,7 +373,7 @@ def delete(
         _remove(place, old, files)
 
 
-def _remove(place: Place, directory: PurePosixPath, files: Collection[str]) -> None:
+def _remove(place: Storage, directory: PurePosixPath, files: Collection[str]) -> None:
     for file in files:
         if is_ours(file):
             place.remove(str(directory / file))

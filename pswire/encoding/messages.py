@@ -29,7 +29,7 @@ from pswire.encoding.values import (
     tensor_to_pb,
 )
 from pswire.errors import InvalidRequest
-from pswire.model.status import OpenRound, Place, ProcessStatus, Saving, ServerStatus, SessionState
+from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
 
@@ -125,7 +125,7 @@ def session_to_pb(session: SessionState) -> pb.SessionState:
     return pb.SessionState(
         member=member_to_pb(session.member),
         state=session.state,
-        entry=session.entry,
+        entry=session.join_point,
         silent=session.silent,
         drives=session.drives,
     )
@@ -271,7 +271,9 @@ def status_from_pb(message: pb.StatusReply) -> ServerStatus:
         nbytes=message.nbytes,
         memory_limit=message.memory_limit,
         chief=message.chief,
-        places=tuple(Place(task_from_pb(p.task), p.round, positions_from_pb(p.positions)) for p in message.places),
+        places=tuple(
+            WorkerProgress(task_from_pb(p.task), p.round, positions_from_pb(p.positions)) for p in message.places
+        ),
         program_version=message.program_version,
         held=message.held,
         snapshot_limit=message.snapshot_limit,

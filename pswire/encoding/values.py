@@ -16,10 +16,10 @@ from pswire.model.log import (
     Approved,
     Created,
     Done,
-    Entry,
     Epoch,
     EpochClosed,
     JobStarted,
+    LogEntry,
     Lost,
     Member,
     Mode,
@@ -161,7 +161,7 @@ def epoch_to_pb(epoch: Epoch) -> pb.Epoch:
     return pb.Epoch(
         number=epoch.number,
         members=[member_to_pb(member) for member in epoch.members],
-        entry=epoch.entry,
+        entry=epoch.join_point,
         start=start_to_pb(epoch.start) if epoch.start else None,
     )
 
@@ -326,7 +326,7 @@ def turn_from_pb(message: pb.Turn) -> Turn:
 # ---- The log ----
 
 
-def entry_to_pb(entry: Entry) -> pb.Entry:
+def entry_to_pb(entry: LogEntry) -> pb.Entry:
     match entry:
         case JobStarted():
             return pb.Entry(job_started=pb.JobStarted(job=entry.job, incarnations=entry.incarnations, name=entry.name))
@@ -348,7 +348,7 @@ def entry_to_pb(entry: Entry) -> pb.Entry:
             return pb.Entry(lost=pb.Lost(server=entry.server, reason=entry.reason))
 
 
-_ENTRY_FROM_PB: dict[str, Callable[[pb.Entry], Entry]] = {
+_ENTRY_FROM_PB: dict[str, Callable[[pb.Entry], LogEntry]] = {
     "job_started": lambda m: JobStarted(m.job_started.job, tuple(m.job_started.incarnations), m.job_started.name),
     "created": lambda m: Created(variable_from_pb(m.created)),
     "approved": lambda m: Approved(plan_from_pb(m.approved)),
@@ -362,7 +362,7 @@ _ENTRY_FROM_PB: dict[str, Callable[[pb.Entry], Entry]] = {
 }
 
 
-def entry_from_pb(message: pb.Entry) -> Entry:
+def entry_from_pb(message: pb.Entry) -> LogEntry:
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest("an entry of the log is empty, or of a newer version")

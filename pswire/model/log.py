@@ -66,14 +66,14 @@ class Epoch:
     Attributes:
         number: counts from 1.
         members: in task order.
-        entry: where the older members take the new ones in: `dataset:<number>` before its next batch,
+        join_point: where the older members take the new ones in: `dataset:<number>` before its next batch,
             `plan:<hex>` before a round of that plan, or "" where the epoch has no new members.
         start: where new members begin, if no older member is there to say it.
     """
 
     number: int
     members: tuple[Member, ...]
-    entry: str = ""
+    join_point: str = ""
     start: Start | None = None
 
     @property
@@ -167,10 +167,10 @@ class Lost:
     reason: str
 
 
-Entry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done | Lost
+LogEntry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done | Lost
 
 
-def forget_state(entries: list[Entry], plan_id: bytes) -> Plan | None:
+def forget_state(entries: list[LogEntry], plan_id: bytes) -> Plan | None:
     """Once a checkpoint is complete, or failed, drops from a log the state that was to be saved in it: it may be large.
 
     Args:

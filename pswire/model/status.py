@@ -17,14 +17,14 @@ class SessionState:
     Attributes:
         member: task, session and replicas.
         state: "open", "left" (cleanly), "failed", "lost" (its lease ended) or "hung" (it beat, and held a round up).
-        entry: where a new member waits to be taken in, as `Epoch.entry`; "" while it is not ready.
+        join_point: where a new member waits to be taken in, as `Epoch.join_point`; "" while it is not ready.
         silent: seconds since its last sign of life.
         drives: whether it is a chief's, which takes part in no round.
     """
 
     member: Member
     state: str
-    entry: str
+    join_point: str
     silent: float
     drives: bool = False
 
@@ -47,7 +47,7 @@ class OpenRound:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerProgress:
     """Where a task stands that makes rounds of its own.
 
     Attributes:
@@ -143,7 +143,7 @@ class ServerStatus:
     nbytes: int
     memory_limit: int
     chief: float
-    places: tuple[Place, ...] = ()
+    places: tuple[WorkerProgress, ...] = ()
     program_version: int = PROGRAM_VERSION
     held: int = 0
     snapshot_limit: int = 0

@@ -106,7 +106,7 @@ class _Entry:
     key: Hashable
 
 
-class Ring:
+class SharedArena:
     """A segment that this process writes. May be used by any thread.
 
     The lowest free place is taken, so that memory that the processor's caches still have is used again.
@@ -182,7 +182,7 @@ class Hold:
         self._free()
 
 
-class Mirror:
+class SharedView:
     """A segment that another process writes. May be used by any thread.
 
     Args:

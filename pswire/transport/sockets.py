@@ -41,7 +41,7 @@ import numpy as np
 
 from pswire.errors import InvalidRequest
 from pswire.transport.payload import Cutter, Part, Payload
-from pswire.transport.shared_memory import Ring
+from pswire.transport.shared_memory import SharedArena
 from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import Traffic
 
@@ -151,7 +151,7 @@ class Message:
         return head + self.header
 
 
-class Link:
+class MessageSocket:
     """A socket that never blocks, with messages. May be written by any thread, is read by one.
 
     Args:
@@ -299,7 +299,7 @@ class _Stream:
     listens: bool = False
 
 
-class Channel:
+class PayloadSender:
     """Messages with payloads on a link, in the socket or through shared memory. May be used by any thread.
 
     Args:
@@ -312,7 +312,12 @@ class Channel:
     """
 
     def __init__(
-        self, link: Link, ring: Ring | None, waits: bool, blocked: Callable[[], object], traffic: Traffic
+        self,
+        link: MessageSocket,
+        ring: SharedArena | None,
+        waits: bool,
+        blocked: Callable[[], object],
+        traffic: Traffic,
     ) -> None:
         self.link = link
         self._traffic = traffic

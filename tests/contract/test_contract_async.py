@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from pswire.errors import ConfigError, Fenced, InvalidRequest
 from pswire.model.log import Position
-from pswire.model.status import Place
+from pswire.model.status import WorkerProgress
 from pswire.model.tensor import TensorSpec
 from tests.support.rig import SOON, WORKERS, Job, Worker, checkpoint, given, reduce_only, sgd, sum_into
 
@@ -51,7 +51,7 @@ def test_each_counts_its_own_rounds(job, two):
         push(two[worker], plan, [1], positions=(HERE, THERE)[worker])
     status = job.verbs[0].status()
     assert status.round == 4
-    assert status.places == (Place(A, 1, HERE), Place(B, 2, THERE))
+    assert status.places == (WorkerProgress(A, 1, HERE), WorkerProgress(B, 2, THERE))
     assert job.verbs[1].status().places == ()
     assert int(job.value(two[0], variable)) == 5
 
@@ -124,7 +124,7 @@ def test_who_comes_back_goes_on(job, two):
     push(two[0], plan, [1], positions=HERE)
     job.close([two[1].member])
     (place,) = job.verbs[0].status().places
-    assert place == Place(A, 0, HERE)
+    assert place == WorkerProgress(A, 0, HERE)
     (back,) = job.join(A, mode="async")
     with pytest.raises(Fenced, match="made without this session"):
         back.push(plan, [1]).result(SOON)

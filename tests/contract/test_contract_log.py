@@ -226,7 +226,7 @@ def test_an_entry_says_where_a_new_member_waits(job, worker):
     for _ in range(2):
         job.verbs[0].propose(new, None, "dataset:3", None)
     states = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).sessions
-    assert {s.member.session: s.entry for s in states} == {worker.session: "", new: "dataset:3"}
+    assert {s.member.session: s.join_point for s in states} == {worker.session: "", new: "dataset:3"}
 
 
 def test_a_start_is_said_once(job, worker):

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_lat
 import psclient as ps
 from psclient._src.config import LaunchConfig, metrics_from
 from psclient._src.rounds import counters
-from psclient._src.rounds.counters import Measures
+from psclient._src.rounds.counters import Counters
 from psclient._src.telemetry import OF_CHIEFS, OF_WORKERS, Exporter
 from pswire.cluster import Task
 from pswire.errors import ConfigError
@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 def test_time_is_computing_waiting_or_reading(clock):
     """None of it is two of these; before the first round nothing is computed for one."""
-    one = Measures()
+    one = Counters()
     clock[0] += 5.0
     with one:
         clock[0] += 1.0
@@ -50,7 +50,7 @@ def test_time_is_computing_waiting_or_reading(clock):
 
 def test_reads_of_several_threads_are_not_more_than_the_time(clock):
     """Replicas read at the same time."""
-    one = Measures()
+    one = Counters()
     with one:
         pass
     clock[0] += 1.0
@@ -63,7 +63,7 @@ def test_reads_of_several_threads_are_not_more_than_the_time(clock):
 
 def test_a_round_that_fails_is_counted_as_such(clock):
     """Whatever ended it."""
-    one = Measures()
+    one = Counters()
     with pytest.raises(KeyboardInterrupt), one:
         raise KeyboardInterrupt
     assert one.rounds == {"completed": 0, "failed": 1}

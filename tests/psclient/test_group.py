@@ -222,7 +222,7 @@ def test_an_asynchronous_worker_waits_at_no_boundary(job):
         one.group.enter("dataset:0")
         assert one.group.epoch is not None
         assert one.group.epoch.number == 1
-        assert all(state.entry == "" for state in one.session.look().sessions)
+        assert all(state.join_point == "" for state in one.session.look().sessions)
         one.add(plan, 2)
         assert (one.group.round, one.session.waits) == (2, (-1, b""))
         assert int(one.exchange.read(one.exchange._variables[0], now=True)) == 3
@@ -293,7 +293,7 @@ def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
             late.group.enter(entry)
         assert f"waits to be taken in when {A} come to {place}" in caplog.text
         one.session.check()
-        assert [state.entry for state in one.session.look().sessions if state.member.task == B] == [entry]
+        assert [state.join_point for state in one.session.look().sessions if state.member.task == B] == [entry]
         late.session.leave("it gave up")
 
 

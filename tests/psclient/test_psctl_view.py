@@ -33,7 +33,7 @@ from psclient.psctl.top import rates
 from psclient.psctl.variables import stats_of
 from pswire.cluster import Task
 from pswire.model.log import Done, Epoch, JobStarted, Member
-from pswire.model.status import OpenRound, Place, ServerStatus, SessionState
+from pswire.model.status import OpenRound, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tensor import DTYPES
 from pswire.security.identity import Security
 from tests.support.rig import WORKERS, Job, Servers, core, remote, serving
@@ -173,7 +173,7 @@ STATUSES = st.builds(
     nbytes=st.integers(0, 1 << 40),
     memory_limit=st.integers(0, 1 << 40),
     chief=st.floats(0, allow_nan=False),
-    places=st.lists(st.builds(Place, TASKS, ROUNDS, st.just(())), max_size=2).map(tuple),
+    places=st.lists(st.builds(WorkerProgress, TASKS, ROUNDS, st.just(())), max_size=2).map(tuple),
     sessions=st.lists(SESSIONS, max_size=4).map(tuple),
     incarnations=st.sampled_from([(), (1, 2), (3,)]),
     over=st.booleans(),

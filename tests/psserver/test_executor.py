@@ -7,7 +7,7 @@ import pytest
 
 from psserver.devices import Device
 from psserver.execution import executor
-from psserver.plans.prepared import Job, Part
+from psserver.plans.prepared import MemberShare, ReadyRound
 from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
@@ -30,11 +30,11 @@ def part(place, plan, values=(), operands=(), weights=None, want=(), server=0):
     """What one worker said."""
     weights = (1.0,) * len(plan.reductions) if weights is None else weights
     said = Contribution(place + 1, 1, 4, plan.id, weights, want=want)
-    return Part(Member(WORKERS[place], place + 1, 1), said, payload(plan, server, values, weights, operands))
+    return MemberShare(Member(WORKERS[place], place + 1, 1), said, payload(plan, server, values, weights, operands))
 
 
 def run(plan, parts, values, server=0):
-    job = Job(4, plan, tuple(parts), (), lambda: "the section")
+    job = ReadyRound(4, plan, tuple(parts), (), lambda: "the section")
     return executor.run(job, server, KERNELS, values)
 
 
@@ -121,7 +121,7 @@ def test_who_observes_brings_no_operands():
     """Those of the others count; where only observers are, the round cannot run its programs."""
     plan = sgd(W)
     said = Contribution(2, 1, 4, plan.id, (0.0,), observes=True)
-    observer = Part(Member(WORKERS[1], 2, 1), said, EMPTY)
+    observer = MemberShare(Member(WORKERS[1], 2, 1), said, EMPTY)
     outcome = run(plan, [part(0, plan, [[2.0, 4.0]], [0.5]), observer], {1: np.zeros(2)})
     assert outcome.assigned[1].tolist() == [-1.0, -2.0]
 

@@ -385,7 +385,7 @@ def test_states_tell_how_long_it_is_silent(members):
     number = opened(members, A, 4.0)
     members.enter(number, "dataset:0")
     (state,) = members.states(6.5)
-    assert (state.member.task, state.member.session, state.entry, state.silent) == (A, number, "dataset:0", 2.5)
+    assert (state.member.task, state.member.session, state.join_point, state.silent) == (A, number, "dataset:0", 2.5)
 
 
 def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):

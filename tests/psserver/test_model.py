@@ -67,7 +67,7 @@ class Stepped(Session):
     def _open_first(self, key: int) -> Opened:
         while True:
             try:
-                return self._open_at(self.keeper, key)
+                return self._open_at(self.log_server, key)
             except TaskTaken:
                 self.pause()
 

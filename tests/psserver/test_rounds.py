@@ -17,7 +17,7 @@ from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
 from pswire.model.log import Epoch, Member, Position, Start
 from pswire.model.plan import Plan, Reduction
-from pswire.model.status import Place
+from pswire.model.status import WorkerProgress
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY, Payload
 from tests.support.rig import WORKERS, payload, reduce_only
@@ -429,7 +429,7 @@ def test_what_a_dead_worker_left_whole_counts(alone):
     here, later = Position(0, 0, 4), Position(0, 1, 0)
     push(alone, 1, 3, positions=(here,))
     alone.close_epoch(Epoch(2, LONERS[1:2]))
-    assert alone.places == (Place(ONE, 3, (here,)),)
+    assert alone.places == (WorkerProgress(ONE, 3, (here,)),)
     with pytest.raises(Fenced):
         alone.check(1)
     back = Member(ONE, 9, 1, "async")

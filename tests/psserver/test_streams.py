@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 from psserver.devices import Device
 from psserver.execution import executor
 from psserver.execution.stream import Stream
-from psserver.plans.prepared import Job as Round
-from psserver.plans.prepared import Part
+from psserver.plans.prepared import MemberShare
+from psserver.plans.prepared import ReadyRound as Round
 from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
 from pswire.api import Contribution
@@ -715,7 +715,7 @@ def rounds(draw):
         said = Contribution(place + 1, 1, 4, plan.id, () if observes else weights, want=(0, 1, 2, 3), observes=observes)
         values = [rng.normal(size=SIZE) for _ in ops]
         packed = EMPTY if observes else payload(plan, 0, values, weights, [operand])
-        parts.append(Part(Member(WORKERS[place], place + 1, 1), said, packed))
+        parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, packed))
     variables = {n: rng.normal(size=SIZE).astype(spec.dtype) for n in range(4)}
     return Round(4, plan, tuple(parts), (), lambda: "the section"), variables
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psserver.plans.divergence import LONG, Section, compared
+from psserver.plans.divergence import LONG, PlanText, compared
 from psserver.state.sessions import diverged
 from pswire.errors import Diverged
 from pswire.model.plan import Ref, SnapshotOrder, Variable, VariableSpec
@@ -65,10 +65,10 @@ def test_sections_that_differ_are_told_apart(name):
     """Each position says what its process does where the two first differ, and not what they do alike."""
     other, mine, its = DIFFERENT[name]
     assert other.id != BASE.id
-    one, two = compared([Section(BASE, VARIABLES), Section(other, VARIABLES)])
+    one, two = compared([PlanText(BASE, VARIABLES), PlanText(other, VARIABLES)])
     assert mine in one.partition("[where they first differ: ")[2]
     assert its in two.partition("[where they first differ: ")[2]
-    told = str(diverged(4, zip(WORKERS, [Section(BASE, VARIABLES), Section(other, VARIABLES)], strict=False)))
+    told = str(diverged(4, zip(WORKERS, [PlanText(BASE, VARIABLES), PlanText(other, VARIABLES)], strict=False)))
     assert one in told
     assert two in told
 
@@ -76,21 +76,21 @@ def test_sections_that_differ_are_told_apart(name):
 def test_attributes_are_told_apart():
     """An axis is part of an op."""
     one, two = (plan(lambda v, g, axis=axis: np.sum(g, axis=axis), [TensorSpec("float32", (3, 3))]) for axis in (0, 1))
-    told = compared([Section(one, VARIABLES), Section(two, VARIABLES)])
+    told = compared([PlanText(one, VARIABLES), PlanText(two, VARIABLES)])
     assert ["axis=0" in told[0], "axis=1" in told[1]] == [True, True]
 
 
 def test_what_is_not_known_is_left_as_it_is():
     """A server that has only heard of a section cannot say what is in it."""
-    words = [Section(BASE, VARIABLES), "a later section"]
+    words = [PlanText(BASE, VARIABLES), "a later section"]
     assert compared(words) == words
 
 
 def test_a_long_section_is_cut():
     """A message stays one that people read; a short section is whole."""
     many = replace(BASE, applies=BASE.applies * 1000)
-    assert len(Section(many, VARIABLES)) < LONG + 10
-    assert Section(BASE, VARIABLES) == BASE.describe(VARIABLES)
+    assert len(PlanText(many, VARIABLES)) < LONG + 10
+    assert PlanText(BASE, VARIABLES) == BASE.describe(VARIABLES)
 
 
 @pytest.mark.parametrize("beats", [False, True], ids=["in a round", "by beats"])

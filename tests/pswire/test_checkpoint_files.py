@@ -19,7 +19,7 @@ from pswire.checkpoint import writer
 from pswire.checkpoint.manifest import LATEST, MANIFEST, Manifest, latest_text
 from pswire.checkpoint.reader import Found
 from pswire.checkpoint.reader import SavedCheckpoint as Saved
-from pswire.checkpoint.storage import Directory, Remote, parted, place
+from pswire.checkpoint.storage import Directory, Remote, parted, storage_at
 from pswire.checkpoint.writer import Frozen
 from pswire.errors import CheckpointError, ConfigError, NoCheckpoint, VariableMismatch
 from pswire.model.log import Position
@@ -55,7 +55,7 @@ def frozen(path="run/ckpt-1", value=VALUE, server=0, servers=(0,), name="w", sta
 
 
 def write_shard(root, one):
-    return writer.write_shard(place(root), one, np.asarray, lambda name: None)
+    return writer.write_shard(storage_at(root), one, np.asarray, lambda name: None)
 
 
 def write(root, *args, **keys):
@@ -66,12 +66,12 @@ def save(root, *args, busy=frozenset, spare=(), **keys):
     """Returns the shard's name."""
     one = frozen(*args, **keys)
     text = manifest_of([write_shard(root, one)])
-    writer.write_manifest(place(root), one, text, busy, spare)
+    writer.write_manifest(storage_at(root), one, text, busy, spare)
     return one.file
 
 
 def read(root, path="run"):
-    (found,) = Saved.open(place(root), path).read([("w", SPEC)])
+    (found,) = Saved.open(storage_at(root), path).read([("w", SPEC)])
     return found
 
 
@@ -91,7 +91,7 @@ def test_what_is_saved_is_read(root):
     """Values and positions come back, by the checkpoint's path or its directory's; there is no other file."""
     shard = save(root)
     for path in ("run", "run/ckpt-1", "./run//ckpt-1"):
-        restored = Saved.open(place(root), path)
+        restored = Saved.open(storage_at(root), path)
         assert (restored.path, restored.manifest.positions) == ("run/ckpt-1", (POSITION,))
         np.testing.assert_array_equal(restored.read([("w", SPEC)])[0], VALUE)
     assert files(root) == {f"run/ckpt-1/{name}" for name in ("manifest.json", shard)}
@@ -100,7 +100,7 @@ def test_what_is_saved_is_read(root):
 def test_a_checkpoint_may_lie_at_the_root(root):
     """Its directory is then the root's own child."""
     save(root, "ckpt-1")
-    assert Saved.open(place(root), ".").path == "ckpt-1"
+    assert Saved.open(storage_at(root), ".").path == "ckpt-1"
 
 
 def test_the_newest_has_the_greatest_number(root):
@@ -116,7 +116,7 @@ def test_without_a_manifest_there_is_no_checkpoint(root):
     write(root)
     for path in ("run", "elsewhere"):
         with pytest.raises(NoCheckpoint, match=r"there is no complete checkpoint in .*; save one first, or train anew"):
-            Saved.open(place(root), path)
+            Saved.open(storage_at(root), path)
 
 
 def test_what_is_written_over_is_whole_until_the_new_one_is(root):
@@ -127,7 +127,7 @@ def test_what_is_written_over_is_whole_until_the_new_one_is(root):
     text = manifest_of([write_shard(root, new)])
     np.testing.assert_array_equal(read(root), VALUE)
     assert files(root) == before | {f"run/ckpt-1/{new.file}"}
-    writer.write_manifest(place(root), new, text)
+    writer.write_manifest(storage_at(root), new, text)
     np.testing.assert_array_equal(read(root), VALUE + 1)
     assert files(root) == {"run/ckpt-1/manifest.json", f"run/ckpt-1/{new.file}"}
 
@@ -141,13 +141,13 @@ def test_a_failure_leaves_what_was_to_be_written_over(root):
         raise OSError("no space left")
 
     with pytest.raises(CheckpointError, match="no space left"):
-        writer.write_shard(place(root), frozen(value=VALUE + 1), np.asarray, fail)
+        writer.write_shard(storage_at(root), frozen(value=VALUE + 1), np.asarray, fail)
     other = frozen(value=VALUE + 1)
     write_shard(root, other)
     with pytest.raises(CheckpointError, match="is no manifest"):
-        writer.write_manifest(place(root), other, "{}")
-    writer.remove_shard(place(root), other)
-    writer.remove_shard(place(root), other)  # again, where there is none
+        writer.write_manifest(storage_at(root), other, "{}")
+    writer.remove_shard(storage_at(root), other)
+    writer.remove_shard(storage_at(root), other)  # again, where there is none
     assert files(root) == before
     np.testing.assert_array_equal(read(root), VALUE)
 
@@ -178,11 +178,11 @@ def test_whatever_a_crash_leaves_is_whole(tmp_path, path, steps):
     write(tmp_path / "before", "run/ckpt-1")  # a leftover in one that is to be deleted
     for step in range(steps + 1):
         root = shutil.copytree(tmp_path / "before", tmp_path / str(step))
-        new, there = frozen(path, VALUE + 1, state=said), Dying(place(root), step)
+        new, there = frozen(path, VALUE + 1, state=said), Dying(storage_at(root), step)
         with pytest.raises(KeyboardInterrupt) if step < steps else nullcontext():
             text = manifest_of([writer.write_shard(there, new, np.asarray, lambda name: None)])
             writer.write_manifest(there, new, text)
-        newest = Saved.open(place(root), "run")
+        newest = Saved.open(storage_at(root), "run")
         is_new = new.file in newest.manifest.files
         assert newest.path == (path if is_new else "run/ckpt-2")
         np.testing.assert_array_equal(newest.tensor("w"), VALUE + is_new)
@@ -190,17 +190,17 @@ def test_whatever_a_crash_leaves_is_whole(tmp_path, path, steps):
         save(root, "run/ckpt-3", VALUE + 2, state=said)
         np.testing.assert_array_equal(read(root), VALUE + 2)
         assert sorted(file.name for file in (root / "run").iterdir()) == ["ckpt-2", "ckpt-3", "latest"]
-        assert not list(Saved.open(place(root), "run/ckpt-2").verify())
+        assert not list(Saved.open(storage_at(root), "run/ckpt-2").verify())
 
 
 def test_what_is_not_there_is_removed(tmp_path):
     """Whatever keeps it from being there; an empty directory goes with it."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/ckpt-1").write_text("a file")
-    writer.remove_shard(place(tmp_path), frozen())
+    writer.remove_shard(storage_at(tmp_path), frozen())
     (tmp_path / "run/ckpt-2").mkdir()
-    writer.remove_shard(place(tmp_path), frozen("run/ckpt-2"))
-    writer.remove_shard(place(tmp_path), frozen("elsewhere/ckpt-2"))
+    writer.remove_shard(storage_at(tmp_path), frozen("run/ckpt-2"))
+    writer.remove_shard(storage_at(tmp_path), frozen("elsewhere/ckpt-2"))
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "ckpt-1"]
 
 
@@ -208,8 +208,8 @@ def test_a_file_that_a_manifest_names_is_not_removed(root):
     """What failed may have been the last step, which makes the manifest lasting."""
     one = frozen()
     text = manifest_of([write_shard(root, one)])
-    writer.write_manifest(place(root), one, text)
-    writer.remove_shard(place(root), one)
+    writer.write_manifest(storage_at(root), one, text)
+    writer.remove_shard(storage_at(root), one)
     np.testing.assert_array_equal(read(root), VALUE)
 
 
@@ -231,7 +231,7 @@ def test_a_failure_leaves_the_one_before(root):
     with pytest.raises(
         CheckpointError, match=r"run/ckpt-2/shard-00000-of-00001-\w{8}.safetensors cannot be written: no"
     ):
-        writer.write_shard(place(root), frozen("run/ckpt-2", VALUE + 1), np.asarray, fail)
+        writer.write_shard(storage_at(root), frozen("run/ckpt-2", VALUE + 1), np.asarray, fail)
     np.testing.assert_array_equal(read(root), VALUE)
     assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
 
@@ -241,14 +241,14 @@ def test_large_tensors(root):
     large = np.arange(5 << 20, dtype="float32")
     spec = spec_of(large)
     save(root, value=large)
-    (found,) = Saved.open(place(root), "run").read([("w", spec)])
+    (found,) = Saved.open(storage_at(root), "run").read([("w", spec)])
     np.testing.assert_array_equal(found, large)
 
     def fail(name):
         raise OSError("no space left")
 
     with pytest.raises(CheckpointError, match="no space left"):
-        writer.write_shard(place(root), frozen("run/ckpt-2", large), np.asarray, fail)
+        writer.write_shard(storage_at(root), frozen("run/ckpt-2", large), np.asarray, fail)
     assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
 
 
@@ -261,7 +261,7 @@ def test_what_was_written_is_let_go_of(root):
         told.append(value.dtype)
         return value
 
-    shard = writer.write_shard(place(root), replace(frozen(), values=values), get, told.append)
+    shard = writer.write_shard(storage_at(root), replace(frozen(), values=values), get, told.append)
     assert told == ["float64", "c", "float32", "b", "int8", "a"]
     assert {name for name, *_ in shard.tensors} == set(values)
 
@@ -272,7 +272,7 @@ def test_paths_stay_below_the_root(root, path):
     with pytest.raises(CheckpointError, match="such as 'run1'"):
         write(root, path)
     with pytest.raises(CheckpointError, match="such as 'run1'"):
-        Saved.open(place(root), path)
+        Saved.open(storage_at(root), path)
     assert not files(root)
 
 
@@ -288,7 +288,7 @@ def test_links_do_not_lead_out(tmp_path):
     for file in (tmp_path / "ckpt-1").iterdir():
         (root / "ckpt-1" / file.name).symlink_to(file)
     with pytest.raises(CheckpointError, match="through a link"):
-        Saved.open(place(root), "ckpt-1")
+        Saved.open(storage_at(root), "ckpt-1")
 
 
 @pytest.mark.parametrize("name", ["shard", MANIFEST, LATEST])
@@ -302,7 +302,7 @@ def test_a_link_is_not_written_through(tmp_path, name):
     link = root / "run" / {"shard": f"ckpt-1/{one.file}", MANIFEST: f"ckpt-1/{MANIFEST}", LATEST: LATEST}[name]
     link.symlink_to(victim)
     with pytest.raises(CheckpointError, match="through a link"):
-        writer.write_manifest(place(root), one, manifest_of([write_shard(root, one)]))
+        writer.write_manifest(storage_at(root), one, manifest_of([write_shard(root, one)]))
     assert victim.read_text() == "precious"
 
 
@@ -328,7 +328,7 @@ def test_what_lies_beside_does_not_matter(caplog):
         (root / "run/elsewhere").symlink_to(above)
         (root / "run/secret").mkdir(mode=0o300 if os.geteuid() else 0o700)
         with unprivileged():
-            where = place(root)
+            where = storage_at(root)
             assert [Found.within(where, "run").latest for _ in range(2)] == ["ckpt-1"] * 2
         assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
         assert {name for name in ("elsewhere", "secret") if f"run/{name} is passed over: " in caplog.text} == {
@@ -346,7 +346,7 @@ def test_a_listing_looks_where_links_lead_and_nowhere_else(tmp_path, monkeypatch
     (tmp_path / "run/best").symlink_to("ckpt-7")
     resolve, resolved = Path.resolve, []
     monkeypatch.setattr(Path, "resolve", lambda path, *args: (resolved.append(path), resolve(path, *args))[1])
-    listed = place(tmp_path).listing("run")
+    listed = storage_at(tmp_path).listing("run")
     assert len(listed) == 51
     assert listed["best"] == listed["ckpt-7"]
     assert {path.name for path in resolved} == {tmp_path.name, "run", "best"}
@@ -354,11 +354,11 @@ def test_a_listing_looks_where_links_lead_and_nowhere_else(tmp_path, monkeypatch
 
 def test_a_root_says_which_place(tmp_path):
     """A path or `file://` is a directory; another URL is what fsspec makes of it; one that it does not know is told."""
-    assert isinstance(place(tmp_path), Directory)
-    assert isinstance(place(f"file://{tmp_path}"), Directory)
-    assert isinstance(place("memory://x"), Remote)
+    assert isinstance(storage_at(tmp_path), Directory)
+    assert isinstance(storage_at(f"file://{tmp_path}"), Directory)
+    assert isinstance(storage_at("memory://x"), Remote)
     with pytest.raises(ConfigError, match=r"nonsense://x cannot be opened: .*nonsense"):
-        place("nonsense://x")
+        storage_at("nonsense://x")
 
 
 @pytest.mark.parametrize(
@@ -374,14 +374,14 @@ def test_a_root_says_which_place(tmp_path):
     ],
 )
 def test_a_path_has_a_directory_and_a_name(path, parts):
-    """The directory is a root for `place`."""
+    """The directory is a root for `storage_at`."""
     assert parted(path) == parts
 
 
 def test_a_variable_that_is_not_what_was_saved(root):
     """Another shape or dtype, or a name that is not there, is said with both sides; a dtype may be cast if asked."""
     save(root)
-    restored = Saved.open(place(root), "run")
+    restored = Saved.open(storage_at(root), "run")
     with pytest.raises(VariableMismatch, match=r"has 'w' as float32\[2,3\], not float32\[3\]"):
         restored.read([("w", TensorSpec("float32", (3,)))], cast=True)
     with pytest.raises(CheckpointError, match="has no variable 'v'; it has w"):
@@ -397,7 +397,7 @@ def test_a_variable_that_is_not_what_was_saved(root):
 def test_one_tensor_may_be_two_variables(root):
     """Each gets memory of its own: a round writes into it."""
     save(root)
-    one, two = Saved.open(place(root), "run").read([("w", SPEC), ("w", SPEC)])
+    one, two = Saved.open(storage_at(root), "run").read([("w", SPEC), ("w", SPEC)])
     one += 1
     np.testing.assert_array_equal(two, VALUE)
 
@@ -442,11 +442,11 @@ def test_the_first_format_is_read(tmp_path):
 def test_only_what_is_wanted_is_read(tmp_path):
     """A server reads no file that has none of its variables: another's may be broken."""
     each = [frozen(server=server, servers=(0, 1), name=name) for server, name in enumerate("wv")]
-    writer.write_manifest(place(tmp_path), each[0], manifest_of([write_shard(tmp_path, one) for one in each]))
+    writer.write_manifest(storage_at(tmp_path), each[0], manifest_of([write_shard(tmp_path, one) for one in each]))
     (tmp_path / "run/ckpt-1" / each[1].file).unlink()
     np.testing.assert_array_equal(read(tmp_path), VALUE)
     with pytest.raises(CheckpointError, match=rf"{each[1].file} cannot be read"):
-        Saved.open(place(tmp_path), "run").read([("v", SPEC)])
+        Saved.open(storage_at(tmp_path), "run").read([("v", SPEC)])
 
 
 def test_a_manifest_has_all_its_files(root):
@@ -455,11 +455,11 @@ def test_a_manifest_has_all_its_files(root):
     text = manifest_of([write_shard(root, one) for one in each])
     path = f"run/ckpt-1/{each[1].file}"
     for data, said in [(None, "is not there"), (b"short", "has 5 bytes")]:
-        place(root).remove(path)
+        storage_at(root).remove(path)
         if data:
             put(root, path, data)
         with pytest.raises(CheckpointError, match=rf"{path} {said}, .*; servers on several hosts need"):
-            writer.write_manifest(place(root), each[0], text)
+            writer.write_manifest(storage_at(root), each[0], text)
         with pytest.raises(NoCheckpoint):
             read(root)
 
@@ -472,7 +472,7 @@ def test_an_order_says_what_is_the_newest(root):
     save(root, "run/ckpt-9", VALUE + 9)
     np.testing.assert_array_equal(read(root), VALUE + 2)
     assert (files(root) - {name for name in files(root) if "ckpt-" in name}) == {"run/latest"}
-    writer.delete(place(root), PurePosixPath("run/ckpt-5"), "ckpt-2", place(root).listing("run"))
+    writer.delete(storage_at(root), PurePosixPath("run/ckpt-5"), "ckpt-2", storage_at(root).listing("run"))
     np.testing.assert_array_equal(read(root), VALUE + 9)
 
 
@@ -493,7 +493,7 @@ def test_what_is_named_as_the_newest_may_be_gone(root):
     write(root, "run/ckpt-2")
     for name in ("ckpt-2", "ckpt-7", "../other/ckpt-3"):
         put(root, "run/latest", latest_text(name).encode())
-        assert Saved.open(place(root), "run").path == "run/ckpt-1"
+        assert Saved.open(storage_at(root), "run").path == "run/ckpt-1"
 
 
 class Listed:
@@ -523,8 +523,8 @@ def test_the_newest_may_be_another_one_while_it_is_looked_for(root):
     def goes_on():
         save(root, "run/ckpt-2", state='{"latest": true, "delete": ["ckpt-1"]}')
 
-    assert Found.within(Listed(place(root), goes_on), "run").latest == "ckpt-2"
-    goes = Listed(place(root), lambda: place(root).remove(f"run/ckpt-2/{MANIFEST}"))
+    assert Found.within(Listed(storage_at(root), goes_on), "run").latest == "ckpt-2"
+    goes = Listed(storage_at(root), lambda: storage_at(root).remove(f"run/ckpt-2/{MANIFEST}"))
     assert Found.within(goes, "run").latest == "ckpt-9"
 
 
@@ -532,7 +532,7 @@ def test_a_save_lists_its_directory_once(root):
     """There may be thousands of checkpoints in it, and as many that are to be deleted."""
     for number in range(1, 4):
         save(root, f"run/ckpt-{number}")
-    there, new = Listed(place(root)), frozen("run/ckpt-4", state='{"delete": ["ckpt-1", "ckpt-2", "ckpt-3"]}')
+    there, new = Listed(storage_at(root)), frozen("run/ckpt-4", state='{"delete": ["ckpt-1", "ckpt-2", "ckpt-3"]}')
     writer.write_manifest(there, new, manifest_of([write_shard(root, new)]))
     assert there.listings == 1
     assert files(root) == {f"run/ckpt-4/{MANIFEST}", f"run/ckpt-4/{new.file}"}
@@ -570,7 +570,7 @@ def test_another_save_to_the_same_path_is_left_alone(root):
     later = frozen(value=VALUE + 1)
     text = manifest_of([write_shard(root, later)])
     save(root, busy=lambda: {"run/ckpt-1"})
-    writer.write_manifest(place(root), later, text)
+    writer.write_manifest(storage_at(root), later, text)
     np.testing.assert_array_equal(read(root), VALUE + 1)
     assert files(root) == {"run/ckpt-1/manifest.json", f"run/ckpt-1/{later.file}"}
 
@@ -578,7 +578,7 @@ def test_another_save_to_the_same_path_is_left_alone(root):
 def test_what_somebody_reads_is_spared(root):
     """Neither deleted nor, where another one is written over it, swept: its tensors are wanted later."""
     save(root, "run/ckpt-1")
-    kept = Saved.open(place(root), "run/ckpt-1")
+    kept = Saved.open(storage_at(root), "run/ckpt-1")
     save(root, "run/ckpt-2", state='{"delete": ["ckpt-1"]}', spare={kept.full})
     save(root, "run/ckpt-1", VALUE + 1, spare={kept.full})
     np.testing.assert_array_equal(kept.read([("w", SPEC)])[0], VALUE)
@@ -603,7 +603,7 @@ def test_an_order_deletes_nothing_elsewhere(root, name, caplog):
     save(root, "run/ckpt-1")
     save(root, "other/ckpt-1")
     with pytest.raises(CheckpointError, match="is no name of a checkpoint beside run/ckpt-2"):
-        writer.delete(place(root), PurePosixPath("run/ckpt-2"), name, place(root).listing("run"))
+        writer.delete(storage_at(root), PurePosixPath("run/ckpt-2"), name, storage_at(root).listing("run"))
     save(root, "run/ckpt-2", state=f'{{"delete": ["{name}", "ckpt-1"]}}')
     assert "cannot remove what is not needed in" in caplog.text
     assert {str(PurePosixPath(file).parent) for file in files(root)} == {"run/ckpt-2", "other/ckpt-1"}
@@ -623,6 +623,6 @@ def test_a_manifest_that_is_none_is_not_written(root):
     """What a chief sends becomes no checkpoint that cannot be read."""
     write(root)
     with pytest.raises(CheckpointError, match="is no manifest"):
-        writer.write_manifest(place(root), frozen(), "{}")
+        writer.write_manifest(storage_at(root), frozen(), "{}")
     with pytest.raises(NoCheckpoint):
         read(root)

@@ -56,7 +56,7 @@ from pswire.model.plan import (
     VariableSpec,
 )
 from pswire.model.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
-from pswire.model.status import OpenRound, Place, ProcessStatus, Saving, ServerStatus, SessionState
+from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
@@ -142,7 +142,7 @@ STATUSES = st.builds(
     nbytes=U64,
     memory_limit=U64,
     chief=st.floats(0, allow_nan=False),
-    places=tuples(st.builds(Place, TASKS, U64, POSITIONS)),
+    places=tuples(st.builds(WorkerProgress, TASKS, U64, POSITIONS)),
     program_version=U32,
     held=U64,
     snapshot_limit=U64,

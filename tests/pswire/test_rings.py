@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from pswire.errors import InvalidRequest
-from pswire.transport.shared_memory import LINE, SEALS, Mirror, Ring, Segment
+from pswire.transport.shared_memory import LINE, SEALS, Segment, SharedArena, SharedView
 
 SIZE = 64 * LINE
 """Bytes of the segments of these tests."""
@@ -103,9 +103,9 @@ class Sharing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         ours, theirs = segment()
-        self.ring = Ring(ours.memory)
+        self.ring = SharedArena(ours.memory)
         self.freed: list[int] = []
-        self.mirror = Mirror(theirs.memory, freeing(self.freed))
+        self.mirror = SharedView(theirs.memory, freeing(self.freed))
         self.known: dict[int, tuple[bytes, int]] = {}  # by place: what is there, and how many have still to free it
         self.keys: dict[str, int] = {}
         self.count = 0
@@ -194,7 +194,7 @@ TestSharing = Sharing.TestCase
 def test_what_has_no_room_has_no_place() -> None:
     """Until something is freed."""
     ours, _ = segment()
-    ring = Ring(ours.memory)
+    ring = SharedArena(ours.memory)
     whole = memoryview(bytes(SIZE))
     assert ring.put([whole], SIZE) == 0
     assert ring.put([whole[:1]], 1) is None
@@ -206,7 +206,7 @@ def test_what_has_no_room_has_no_place() -> None:
 def test_several_readers_free_one_place() -> None:
     """It is written once, and used again when the last of them needs it no more; its key then means something new."""
     ours, _ = segment()
-    ring = Ring(ours.memory)
+    ring = SharedArena(ours.memory)
     first, second = (memoryview(content(number, 100)) for number in (1, 2))
     assert [ring.put([first], 100, "key") for _ in range(3)] == [0] * 3
     for _ in range(2):
@@ -222,7 +222,7 @@ def test_a_crowded_memory_is_read_by_copies(held: int) -> None:
     """While half of it is held, more is copied and free at once; who lets go of what was read gets it where it is."""
     freed: list[int] = []
     _, theirs = segment()
-    mirror = Mirror(theirs.memory, freeing(freed))
+    mirror = SharedView(theirs.memory, freeing(freed))
     kept = mirror.read(0, held) if held else None
     place, size = SIZE // 2, SIZE // 4
     view = mirror.read(place, size)
@@ -242,7 +242,7 @@ def test_nothing_outside_is_looked_at(place: int, size: int) -> None:
     """Nor between lines, nor where somebody looks already."""
     _, theirs = segment()
     freed: list[int] = []
-    mirror = Mirror(theirs.memory, freeing(freed))
+    mirror = SharedView(theirs.memory, freeing(freed))
     if place >= 0 and place % LINE == 0 and place + size <= SIZE:
         view = mirror.read(place, size)
         assert len(view) == size
@@ -258,7 +258,7 @@ def test_what_a_fork_may_look_at_is_not_freed() -> None:
     """Until what was kept for it is let go of; what is read afterwards, and what nobody looks at any more, is."""
     _, theirs = segment()
     freed: list[int] = []
-    mirror = Mirror(theirs.memory, freeing(freed))
+    mirror = SharedView(theirs.memory, freeing(freed))
     before = mirror.read(0, LINE)
     kept = mirror.keep()
     after = mirror.read(LINE, LINE)

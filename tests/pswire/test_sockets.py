@@ -19,7 +19,7 @@ from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
 from pswire.model.tensor import Array
 from pswire.transport.payload import Assembly, Payload
-from pswire.transport.shared_memory import Mirror, Ring, Segment
+from pswire.transport.shared_memory import Segment, SharedArena, SharedView
 from pswire.transport.sockets import (
     HEAD,
     INLINE,
@@ -28,10 +28,10 @@ from pswire.transport.sockets import (
     MAX_PART_BYTES,
     SCRATCH,
     SMALL,
-    Channel,
     Kind,
-    Link,
     Message,
+    MessageSocket,
+    PayloadSender,
 )
 from pswire.transport.traffic import Traffic
 
@@ -39,12 +39,12 @@ SECONDS = 20.0
 
 
 @contextlib.contextmanager
-def pair() -> Iterator[tuple[socket.socket, Link]]:
+def pair() -> Iterator[tuple[socket.socket, MessageSocket]]:
     """A bare end, and a link that trusts it."""
     ours, theirs = socket.socketpair()
     ours.settimeout(SECONDS)
     with ours, theirs:
-        link = Link(theirs)
+        link = MessageSocket(theirs)
         link.trust()
         yield ours, link
 
@@ -124,7 +124,7 @@ def test_sizes_are_bounded_by_the_head(header: int, size: int, trusted: bool, fi
     """Nothing of what is announced has to come, and no memory is taken for it."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        link = Link(theirs)
+        link = MessageSocket(theirs)
         if trusted:
             link.trust()
         ours.sendall(HEAD.pack(Kind.HELLO, header, 0, 0, size, place))
@@ -196,12 +196,12 @@ class Wire:
         self.freed: list[int] = []
         if shared:
             segment, file = Segment.make(shared)
-            ring, mirror = Ring(segment.memory), Mirror(Segment.take(file).memory, self._let_go)
+            ring, mirror = SharedArena(segment.memory), SharedView(Segment.take(file).memory, self._let_go)
             os.close(file)
         self._mirror = mirror
         self.ring = ring
-        self.channel = Channel(Link(here), ring, waits, lambda: None, Traffic())
-        self._link = Link(there)
+        self.channel = PayloadSender(MessageSocket(here), ring, waits, lambda: None, Traffic())
+        self._link = MessageSocket(there)
         self._link.trust()
         self.got: dict[int, Assembly] = {}
         self.kinds: dict[int, list[tuple[Kind, bytes]]] = {}

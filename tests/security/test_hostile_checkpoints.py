@@ -15,7 +15,7 @@ import pytest
 import psclient as ps
 from pswire.checkpoint.manifest import MAX_MANIFEST, Manifest
 from pswire.checkpoint.reader import SavedCheckpoint
-from pswire.checkpoint.storage import place
+from pswire.checkpoint.storage import storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.limits import PART_BYTES
 from tests.support.checkpoints import write_checkpoint
@@ -98,7 +98,7 @@ def test_a_hostile_word_names_nothing(tmp_path: Path, name: str, caplog: pytest.
     else:
         MANIFESTS[name](latest)  # type: ignore[operator]
     with little_memory():
-        assert SavedCheckpoint.open(place(tmp_path), ".").path == "ckpt-1"
+        assert SavedCheckpoint.open(storage_at(tmp_path), ".").path == "ckpt-1"
     assert "latest is passed over" in caplog.text
 
 
@@ -143,7 +143,7 @@ def test_a_hostile_header_is_damaged(tmp_path: Path, name: str) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][shard.name] = shard.stat().st_size
     (path / "manifest.json").write_text(json.dumps(manifest))
-    found = SavedCheckpoint.open(place(tmp_path), "ckpt-1")
+    found = SavedCheckpoint.open(storage_at(tmp_path), "ckpt-1")
     with little_memory():
         with pytest.raises(DamagedCheckpoint, match=rf"{shard.name} cannot be read: its header"):
             found.tensor("v")

@@ -121,7 +121,7 @@ def test_newcomers_wait_at_entries(two: Two, entry: str) -> None:
     """What is none is not kept: all that watch the log are told of it, in one message."""
     with pytest.raises(InvalidRequest, match="nowhere else"):
         two.cores[0].propose(two.session, None, entry, None)
-    assert [state.entry for state in two.cores[0]._members.states(0.0)] == ["", "", ""]
+    assert [state.join_point for state in two.cores[0]._members.states(0.0)] == ["", "", ""]
 
 
 # ---- What it costs ----

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pswire.transport.sockets import MAX_PART_BYTES, Kind, Link, Message
+from pswire.transport.sockets import MAX_PART_BYTES, Kind, Message, MessageSocket
 from pswire.transport.tls_socket import PIECE, RECORD, Sealed
 from tests.support.certificates import Certificates
 
@@ -47,7 +47,7 @@ def ends(certificates: Certificates) -> Iterator[tuple[Sealed, Sealed]]:
         yield pair
 
 
-def send(link: Link, messages: Sequence[tuple[Message, bytes]]) -> None:
+def send(link: MessageSocket, messages: Sequence[tuple[Message, bytes]]) -> None:
     """Sends all, as the thread of a lane does."""
     with selectors.DefaultSelector() as selector:
         selector.register(link.sock, selectors.EVENT_WRITE)
@@ -58,7 +58,7 @@ def send(link: Link, messages: Sequence[tuple[Message, bytes]]) -> None:
                 left = link.flush()
 
 
-def receive(link: Link, count: int) -> list[tuple[Message, bytes]]:
+def receive(link: MessageSocket, count: int) -> list[tuple[Message, bytes]]:
     """So many messages."""
     found: list[tuple[Message, bytes]] = []
     with selectors.DefaultSelector() as selector:
@@ -85,7 +85,7 @@ def test_what_is_sent_arrives(certificates: Certificates, sizes: list[int], seed
         for _ in range(2)
     ]
     with connected(certificates) as pair, ThreadPoolExecutor(4) as threads:
-        links = [Link(end) for end in pair]
+        links = [MessageSocket(end) for end in pair]
         for link in links:
             link.trust()
         sending = [threads.submit(send, link, messages) for link, messages in zip(links, sent, strict=True)]
@@ -103,7 +103,7 @@ def said(messages: Sequence[tuple[Message, bytes]]) -> list[tuple[int, bytes, by
 def test_an_end_that_goes(ends: tuple[Sealed, Sealed]) -> None:
     """Is noticed by the other, as on a plain socket."""
     here, there = ends
-    link = Link(here)
+    link = MessageSocket(here)
     there.close()
     with pytest.raises(ConnectionError):
         receive(link, 1)
@@ -112,7 +112,7 @@ def test_an_end_that_goes(ends: tuple[Sealed, Sealed]) -> None:
 def test_a_stranger_in_between(ends: tuple[Sealed, Sealed]) -> None:
     """Who changes a byte breaks the connection, and nothing of it is taken."""
     here, there = ends
-    link = Link(there)
+    link = MessageSocket(there)
     here._sock.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
     with pytest.raises(OSError, match=r"(?i)mac|decrypt|bad record"):
         receive(link, 1)

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from psclient._src.tracing.recorder import Recording, trace
-from psserver.plans.prepared import Job, Part
+from psserver.plans.prepared import MemberShare, ReadyRound
 from psserver.programs import interpreter
 from pswire.api import Contribution
 from pswire.errors import ProgramError
@@ -79,15 +79,15 @@ def plan_of(program: Program, op: ReduceOp = "sum", returned: bool = True) -> Pl
 
 def job_of(
     plan: Plan, contributions: Sequence[Sequence[Array]], operands: Sequence[Array] = (), part_bytes: int = 1 << 20
-) -> Job:
+) -> ReadyRound:
     """A round of a plan: for each worker what it contributes to each reduction, cut into parts."""
     parts = []
     for place, arrays in enumerate(contributions):
         packed = Payload.pack([*operands, *arrays])
         chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in packed.parts(part_bytes)]
         said = Contribution(place + 1, 1, 4, plan.id, tuple(float(place + 1) for _ in arrays))
-        parts.append(Part(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, packed.size)))
-    return Job(4, plan, tuple(parts), (), lambda: "the section")
+        parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, packed.size)))
+    return ReadyRound(4, plan, tuple(parts), (), lambda: "the section")
 
 
 def _reduced(draw: Any, spec: TensorSpec, shape: tuple[int, ...]) -> dict[str, Attr]:

@@ -22,7 +22,18 @@ from pswire.checkpoint.manifest import Manifest, Saved
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.limits import Timeouts
-from pswire.model.log import Approved, Entry, Epoch, EpochClosed, JobStarted, Member, Mode, Position, Snapshotted, Start
+from pswire.model.log import (
+    Approved,
+    Epoch,
+    EpochClosed,
+    JobStarted,
+    LogEntry,
+    Member,
+    Mode,
+    Position,
+    Snapshotted,
+    Start,
+)
 from pswire.model.plan import (
     Apply,
     Operand,
@@ -198,12 +209,12 @@ class Job:
             else:  # in another process, whose clock nobody turns
                 self.verbs[0].leave(session, "it ended")
 
-    def append(self, *entries: Entry) -> None:
+    def append(self, *entries: LogEntry) -> None:
         """Appends to server 0's log and copies all of it to the others."""
         first = self.verbs[0]
         length = first.status().log
         assert first.approve(self.token, length, entries) == length + len(entries)
-        whole: list[Entry] = []
+        whole: list[LogEntry] = []
         while len(whole) < length + len(entries):  # a long log comes in several answers
             whole += first.watch(self.opened.session, len(whole), 0).result(SOON).entries
         for server in self.verbs[1:]:

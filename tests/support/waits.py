@@ -100,7 +100,7 @@ BRIEF: dict[str, str] = {
     "psserver.transport.grpc_service.Service._wait": OVER,
     "psserver.transport.grpc_service.Service._send_answer": OVER,
     "psserver.checkpoints.snapshots._follow": OVER,
-    "psserver.state.counters.Tally.written": OVER,
+    "psserver.state.counters.Counters.written": OVER,
     "psserver.programs.kernels.background.Background.close": "at most the seconds that it is given",
     "psserver.programs.kernels.background.Background._next": IDLE,
     "psserver.programs.kernels.compiler.Compiler.wait": LOCAL,

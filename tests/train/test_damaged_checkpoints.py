@@ -281,7 +281,7 @@ def test_by_a_url():
     """Where nothing can be renamed all files are copied before any is removed."""
     url = f"memory://{uuid.uuid4()}"
     save("mirrored-1", (1, 2), url)
-    there = storage.place(url)
+    there = storage.storage_at(url)
     (shard,) = (name for name in there.listing(".")["ckpt-2"] if name.startswith("shard"))
     with there.open(f"ckpt-2/{shard}") as file:
         data = file.read()

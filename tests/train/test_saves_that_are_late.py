@@ -36,7 +36,7 @@ def test_who_waited_too_long_waits_again():
         go.set()
         checkpoint.sync()
         assert (Path("runs") / path / "manifest.json").exists()
-        assert not checkpoint.keeper.failed(path)
+        assert not checkpoint.backend.failed(path)
 
 
 def test_which_save_has_failed_is_known():
@@ -49,14 +49,14 @@ def test_which_save_has_failed_is_known():
             checkpoint = ps.train.Checkpoint(v=ps.Variable(0.0, name="v"))
         checkpoint.write("other")
         checkpoint.write("best")
-        assert not checkpoint.keeper.failed("best")  # nobody knows yet
+        assert not checkpoint.backend.failed("best")  # nobody knows yet
         with pytest.raises(ps.errors.CheckpointError, match="'best' was not saved"):
             checkpoint.sync()
-        assert [checkpoint.keeper.failed(path) for path in ("best", "other")] == [True, False]
+        assert [checkpoint.backend.failed(path) for path in ("best", "other")] == [True, False]
         blocker.unlink()
         checkpoint.write("best")
         checkpoint.sync()
-        assert not checkpoint.keeper.failed("best")
+        assert not checkpoint.backend.failed("best")
 
 
 def test_who_came_late_restores_what_the_others_saved(monkeypatch):

@@ -22,7 +22,7 @@ def is_here(session: SessionState, lease: float) -> bool:
     return session.state == "open" and session.silent <= lease
 
 
-class Presence:
+class AbandonmentTimer:
     """A chief's view of who is there. A plain state machine, without a clock.
 
     Args:

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from psclient._src.chief.abandonment import Presence, is_here
+from psclient._src.chief.abandonment import AbandonmentTimer, is_here
 from psclient._src.chief.counters import Driven
 from psclient._src.chief.stalls import Stall, Stalls
-from psclient._src.reminder import Reminder
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.session import Session
@@ -43,10 +42,10 @@ from pswire.limits import PART_BYTES, Timeouts
 from pswire.model.log import (
     Approved,
     Done,
-    Entry,
     Epoch,
     EpochClosed,
     JobStarted,
+    LogEntry,
     Lost,
     Member,
     Position,
@@ -59,6 +58,7 @@ from pswire.model.plan import Plan
 from pswire.model.status import ServerStatus, SessionState
 from pswire.telemetry import logging_setup
 from pswire.telemetry.metrics import Histogram
+from pswire.telemetry.reminder import Reminder
 
 log = logging.getLogger("psclient.chief")
 
@@ -70,7 +70,7 @@ PAUSE = 1.0
 class _State:
     """What the log says."""
 
-    log: list[Entry] = field(default_factory=list)
+    log: list[LogEntry] = field(default_factory=list)
     approved: set[bytes] = field(default_factory=set)
     epoch: Epoch | None = None
     started: set[int] = field(default_factory=set)
@@ -78,7 +78,7 @@ class _State:
     saves: dict[bytes, Plan] = field(default_factory=dict)
     saved: Counter[str] = field(default_factory=lambda: Counter(saved=0, failed=0))
 
-    def take(self, entries: Sequence[Entry]) -> None:
+    def take(self, entries: Sequence[LogEntry]) -> None:
         for entry in entries:
             self.log.append(entry)
             match entry:
@@ -135,7 +135,7 @@ class Chief:
         self._ordered_at = 0.0
         self._took = Histogram()
         self._missing: set[Task] = set()
-        self._presence = Presence(self._expected, timeouts)
+        self._presence = AbandonmentTimer(self._expected, timeouts)
         self._gives_up: Abandoned | None = None
         self._sessions: Sequence[SessionState] = ()  # as they were last seen; replaced, never changed
         self._reminder = Reminder(timeouts.word, self._say_who_is_missing)
@@ -179,7 +179,8 @@ class Chief:
     def stop(self, abandon: bool) -> None:
         """Waits for the job to end, in a process whose own script has ended; says every `Timeouts.word` for whom.
 
-        It is given up where nobody is there any more, as `Presence` says; who is there may take as long as it likes.
+        It is given up where nobody is there any more, as `AbandonmentTimer` says; who is there may take as long as it
+        likes.
 
         Args:
             abandon: end at once, because this process failed.
@@ -279,13 +280,13 @@ class Chief:
         lost = next((server.task for server in self._servers[1:] if str(server.task) == error.task), None)
         if lost is None:
             return  # server 0 keeps the log: each process sees for itself
-        keeper, known = self._servers[0], self._state.log
+        log_server, known = self._servers[0], self._state.log
         try:
             while True:
                 index = len(known)
-                if keeper.approve(self._session.token, index, [Lost(lost.index, error.message)]) > index:
+                if log_server.approve(self._session.token, index, [Lost(lost.index, error.message)]) > index:
                     return
-                known += keeper.watch(0, index, 0).result(self._timeouts.call).entries
+                known += log_server.watch(0, index, 0).result(self._timeouts.call).entries
         except (PSError, TimeoutError) as failure:
             log.warning("the chief cannot say that %s is lost: %s", lost, failure)
 
@@ -325,7 +326,7 @@ class Chief:
 
     def _attach(self) -> None:
         """Begins a job, or goes on with the one that the servers hold."""
-        entries: list[Entry] = []
+        entries: list[LogEntry] = []
         # A long log comes in several answers.
         while len(entries) < self._servers[0].status().log:
             entries += self._session.look(len(entries)).entries
@@ -370,7 +371,7 @@ class Chief:
                 return watched
         return None
 
-    def _append(self, entries: Sequence[Entry]) -> bool:
+    def _append(self, entries: Sequence[LogEntry]) -> bool:
         """Appends to server 0's log, if nothing else was appended in between."""
         index = len(self._state.log)
         agreed = self._servers[0].approve(self._session.token, index, entries)
@@ -397,7 +398,7 @@ class Chief:
     def _decide(self, watched: Watched) -> bool:
         """Does what there is to do; returns whether the job is over: done, or given up."""
         self._missing = self._expected - {s.member.task for s in watched.sessions if s.state in ("open", "left")}
-        entries: list[Entry] = [Approved(p) for p in watched.plans if p.id not in self._state.approved]
+        entries: list[LogEntry] = [Approved(p) for p in watched.plans if p.id not in self._state.approved]
         saved = self._saved()
         entries += saved
         for epoch in self._next_epochs(watched.sessions):
@@ -489,7 +490,7 @@ class Chief:
         return Start(epoch, last.round + 1, last.positions) if last else Start(epoch, 0)
 
     def _together(self, current: Epoch, here: Mapping[int, SessionState]) -> Epoch | None:
-        """Synchronous members take new ones in at an entry; None if nothing changes."""
+        """Synchronous members take new ones in at a join point; None if nothing changes."""
         stay = [m for m in current.members if m.session in here]
         started = [m for m in stay if m.session in self._state.started]
         new = [s for s in here.values() if s.member not in stay]
@@ -501,11 +502,11 @@ class Chief:
             members = [s.member for s in here.values()]
             return self._cold(current.number + 1, members) if members else None
         waiting = [m for m in stay if m.session not in self._state.started]
-        entry = current.entry if waiting else next((s.entry for s in new if s.entry), "")
-        taken = [s.member for s in new if s.entry and s.entry == entry]
+        join_point = current.join_point if waiting else next((s.join_point for s in new if s.join_point), "")
+        taken = [s.member for s in new if s.join_point and s.join_point == join_point]
         if len(stay) == len(current.members) and not taken:
             return None
-        return Epoch(current.number + 1, _ordered([*stay, *taken]), entry)
+        return Epoch(current.number + 1, _ordered([*stay, *taken]), join_point)
 
     def _cold(self, number: int, members: Sequence[Member]) -> Epoch:
         """An epoch whose members begin after the last round that any server knows."""

@@ -15,10 +15,10 @@ from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array
 
 if TYPE_CHECKING:
-    from psclient._src.distribute.template import HostValue, Kept
+    from psclient._src.distribute.template import HostValue, SectionTemplate
     from psclient._src.tracing.symbolic_numbers import Number
 
-Place = tuple[int, ...]
+ServerIds = tuple[int, ...]
 """Parameter devices, by number."""
 
 
@@ -31,7 +31,7 @@ class Beside:
         label: what it is beside, for messages: a variable's name, or "".
     """
 
-    place: Place
+    place: ServerIds
     label: str = ""
 
 
@@ -99,7 +99,7 @@ class Backend(Protocol):
         ...
 
     def create(
-        self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
+        self, strategy: Any, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, how: VariableAggregation
     ) -> Variable:
         """Gets or creates a variable.
 
@@ -126,12 +126,12 @@ class Backend(Protocol):
         ...
 
     def apply(
-        self, strategy: Any, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, strategy: Any, place: ServerIds, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
         """Runs an update function beside the variables of a place; returns its result for each copy of them."""
         ...
 
-    def complete(self, numbers: list[Number]) -> Kept | None:
+    def complete(self, numbers: list[Number]) -> SectionTemplate | None:
         """Ends the recording of what the calling thread has begun.
 
         Args:
@@ -142,7 +142,7 @@ class Backend(Protocol):
         """
         ...
 
-    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
+    def repeat(self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
         """Makes the reductions that were made before, and does behind them what was done behind them then.
 
         Args:

@@ -11,7 +11,7 @@ from typing import Any
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable, read
 from psclient._src.devices import Device, is_array, to_device, to_numpy
-from psclient._src.distribute.backend import Backend, Beside, Place
+from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.local import apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.template import HostValue, travels_as
@@ -40,7 +40,7 @@ class StrategyExtended:
         self._strategy = container_strategy
         self._backend: Backend = container_strategy.backend
         self._names: dict[str, int] = {}
-        self._colocated: ContextVar[Place] = ContextVar("colocated", default=())
+        self._colocated: ContextVar[ServerIds] = ContextVar("colocated", default=())
 
     # ---- What it is ----
 
@@ -85,7 +85,7 @@ class StrategyExtended:
     # ---- Variables ----
 
     def create_variable(
-        self, spec: VariableSpec, value: Array, place: Place, on_read: bool, aggregation: VariableAggregation
+        self, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, aggregation: VariableAggregation
     ) -> Variable:
         """Gets or creates a variable; called by `Variable`, and for what checkpoints have by another name."""
         if context.is_default(self._strategy):
@@ -106,7 +106,7 @@ class StrategyExtended:
         return isinstance(whole, Variable) and whole.strategy is self._strategy
 
     @property
-    def colocation(self) -> Place:
+    def colocation(self) -> ServerIds:
         """Where `colocate_vars_with` places the variables that the calling thread creates; empty outside of it."""
         return self._colocated.get()
 
@@ -150,7 +150,7 @@ class StrategyExtended:
         place = sorted({device for variable in variables for device in variable.place})
         return tuple(self.parameter_devices[device] for device in place)
 
-    def _placed(self, where: Variable | Sequence[str]) -> Place:
+    def _placed(self, where: Variable | Sequence[str]) -> ServerIds:
         whole = container(where)
         if isinstance(whole, Variable):
             whole.check_strategy(self._strategy)

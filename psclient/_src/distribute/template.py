@@ -15,7 +15,7 @@ from pswire.model.tensor import DTYPES, Array, TensorSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class SectionTemplate:
     """What one section recorded.
 
     Attributes:

@@ -36,7 +36,6 @@ from psclient._src.processes.process import (
     start_server,
 )
 from psclient._src.processes.shutdown import NOT_SAVED
-from psclient._src.reminder import Reminder
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
 from pswire.errors import PSError
@@ -45,6 +44,7 @@ from pswire.model.status import ServerStatus
 from pswire.security.identity import TOKEN_BYTES, Security
 from pswire.security.names import task_name
 from pswire.telemetry import logging_setup
+from pswire.telemetry.reminder import Reminder
 
 __all__ = ["Cluster", "Outcome", "start_server"]
 

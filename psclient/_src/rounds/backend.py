@@ -11,15 +11,15 @@ import numpy as np
 
 from psclient._src import context, nest
 from psclient._src.devices import AnyArray, Device
-from psclient._src.distribute.backend import Beside, Place
+from psclient._src.distribute.backend import Beside, ServerIds
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
-from psclient._src.distribute.template import HostValue, Kept
+from psclient._src.distribute.template import HostValue, SectionTemplate
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.restore import Restoring
 from psclient._src.rounds.rounds import Exchange, Outgoing
-from psclient._src.rounds.section import Located, Section
+from psclient._src.rounds.section import Section, ServerValue
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
@@ -70,7 +70,7 @@ class RemoteBackend:
     # ---- Variables ----
 
     def create(
-        self, strategy: Any, spec: VariableSpec, value: Array, place: Place, on_read: bool, how: VariableAggregation
+        self, strategy: Any, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, how: VariableAggregation
     ) -> Variable:
         """Gets or creates it on the servers; an ON_READ variable has there what was saved of it."""
         self.check_open()
@@ -123,14 +123,14 @@ class RemoteBackend:
         return reduced
 
     def apply(
-        self, strategy: Any, place: Place, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, strategy: Any, place: ServerIds, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
         """Traces the function and records its application."""
         for leaf in nest.flatten((tuple(args), dict(kwargs))):
             self._check_place(leaf, place)
         return [self.section_here.apply(place, fn, args, kwargs)]
 
-    def _check_place(self, value: Any, place: Place) -> None:
+    def _check_place(self, value: Any, place: ServerIds) -> None:
         """Says here, where the user's line is, what the server would refuse."""
         if isinstance(value, ServerVariable) and not set(place) <= set(value.place):
             where = ", ".join(self.parameter_devices[server] for server in place)
@@ -141,7 +141,7 @@ class RemoteBackend:
 
     def bring(self, values: Sequence[Any]) -> list[Array]:
         """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
-        for section in {value.section for value in values if isinstance(value, Located)}:
+        for section in {value.section for value in values if isinstance(value, ServerValue)}:
             section.give_back(values)
         return [np.asarray(value) for value in values]
 
@@ -155,12 +155,12 @@ class RemoteBackend:
         self.flush(returned=result)
         return result
 
-    def complete(self, numbers: list[Number]) -> Kept | None:
+    def complete(self, numbers: list[Number]) -> SectionTemplate | None:
         """Ends the recording of the calling thread's section, which is to be repeated; see `Section.complete`."""
         section = self._mine()
         return None if section is None else section.complete(numbers)
 
-    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
+    def repeat(self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
         """Records in the calling thread's section what another one recorded; see `Section.repeat`."""
         return self.section_here.repeat(kept, numbers, local)
 

@@ -181,24 +181,24 @@ class Group(Progress):
             return
         if epoch is not None and (self._announced is None or epoch.number > self._announced.number):
             self._announced = epoch
-        if self._announced is not None and not self._announced.entry:
+        if self._announced is not None and not self._announced.join_point:
             self._take_in(self._announced)
 
     def skip_round(self) -> None:
         """This process did not make a section that the others make: their round is over without it."""
         self.round += 1
 
-    def enter(self, entry: str) -> None:
+    def enter(self, join_point: str) -> None:
         """The program is at a place where epochs begin.
 
         Args:
-            entry: `dataset:<number>` before a batch of that dataset, `save` before a checkpoint, `plan:<hex>` before
-                a round of that plan. An asynchronous worker only waits here until it takes part.
+            join_point: `dataset:<number>` before a batch of that dataset, `save` before a checkpoint, `plan:<hex>`
+                before a round of that plan. An asynchronous worker only waits here until it takes part.
         """
         self.session.check()
         if self.epoch is None:
-            self._join(entry)
-        if self._announced is not None and self._announced.entry == entry:
+            self._join(join_point)
+        if self._announced is not None and self._announced.join_point == join_point:
             self._take_in(self._announced)
         self._entered = True
 
@@ -206,17 +206,17 @@ class Group(Progress):
         if self.epoch is None or epoch.number <= self.epoch.number:
             return
         self.epoch = epoch
-        if epoch.entry:
+        if epoch.join_point:
             start = Start(epoch.number, self.round, self.positions)
-            self.session.keeper.propose(self.session.number, None, "", start)
+            self.session.log_server.propose(self.session.number, None, "", start)
 
-    def _join(self, entry: str) -> None:
+    def _join(self, join_point: str) -> None:
         if not self.alone:
-            self.session.keeper.propose(self.session.number, None, entry, None)
+            self.session.log_server.propose(self.session.number, None, join_point, None)
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = self.session.deadline(self.session.timeouts.round)
-        late, word = (self._late, self._word) if self.alone else self._behind(entry)
+        late, word = (self._late, self._word) if self.alone else self._behind(join_point)
         while self.epoch is None and not self._begin():
             self._follow(deadline, late, word)
 
@@ -236,7 +236,7 @@ class Group(Progress):
                 # Who begins with all others may have left out sections already.
                 self.epoch, self.round = epoch, start.round + (self.round if epoch.start else 0)
                 self.start = start.round
-                self._taken_in = epoch.entry
+                self._taken_in = epoch.join_point
                 if start.positions:
                     self.begin_at(start.positions)
                 log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)
@@ -259,14 +259,14 @@ class Group(Progress):
     def settle_saves(self) -> None:
         """Waits until all checkpoints that were ordered are complete, or failed: also those of before this process."""
         deadline = self.session.deadline(self.session.timeouts.round)
-        known = self.session.keeper.status().log
+        known = self.session.log_server.status().log
         while self._followed < known or self._saves:
             self._follow(deadline, _incomplete, self._word_of_saves)
 
     def _follow(self, deadline: Deadline, late: Callable[[], RoundTimeout], word: Callable[[], str]) -> None:
         """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
         session = self.session
-        self._take(session.wait(session.keeper.watch(session.number, self._followed, -1), deadline, late, word))
+        self._take(session.wait(session.log_server.watch(session.number, self._followed, -1), deadline, late, word))
 
     def _take(self, watched: Watched) -> None:
         if watched.start < self._followed:
@@ -305,9 +305,9 @@ class Group(Progress):
         writing = [str(Task("ps", i)) for i, one in servers if any(each.nbytes for each in one.status().saving)]
         return f"waits for {', '.join(writing) or 'the chief'} to complete a checkpoint"
 
-    def _behind(self, entry: str) -> tuple[Callable[[], RoundTimeout], Callable[[], str]]:
-        """For who came late: that the others did not come to its entry, and, as long as it waits, that they shall."""
-        kind, _, which = entry.partition(":")
+    def _behind(self, join_point: str) -> tuple[Callable[[], RoundTimeout], Callable[[], str]]:
+        """For who came late: that the others did not come to its join point, and, while it waits, that they shall."""
+        kind, _, which = join_point.partition(":")
         places = {"dataset": f"a batch of its dataset {which}", "save": "a save"}
         place = places.get(kind, "the section that it begins with")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from psclient._src.distribute.backend import Place
+from psclient._src.distribute.backend import ServerIds
 from pswire.limits import refuse_unknown
 from pswire.model.plan import Variable
 from pswire.model.tensor import TensorSpec
@@ -44,7 +44,7 @@ class Placement:
         self._turns = [0] * len(self._limits)
         self._load = self._turns if ps_strategy == "round_robin" else self._nbytes
 
-    def choose(self, tensor: TensorSpec) -> Place:
+    def choose(self, tensor: TensorSpec) -> ServerIds:
         """The server for a variable of this dtype and shape."""
         everywhere = range(len(self._limits))
         roomy = [server for server in everywhere if self._has_room(server, tensor.nbytes)]

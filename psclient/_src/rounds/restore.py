@@ -37,8 +37,8 @@ class Restoring:
         Raises:
             CheckpointError: there is none, or it is broken.
         """
-        keeper = self._session.keeper
-        return self._answer(0, path, keeper.restore(self._session.number, path, Turn(), RestoreOrder("look")))
+        log_server = self._session.log_server
+        return self._answer(0, path, log_server.restore(self._session.number, path, Turn(), RestoreOrder("look")))
 
     def restore(self, path: str, order_for: Callable[[RestoreReply], RestoreOrder]) -> RestoreReply:
         """Has every server take over its part of a checkpoint: all of them or none, for all processes at once.
@@ -61,7 +61,7 @@ class Restoring:
         while True:
             turn = self._last = self._next_turn()
             # Server 0 says which one is the newest, so that all read the same.
-            (found,) = self._ask([self._session.keeper], path, turn, RestoreOrder("open", damaged=damaged))
+            (found,) = self._ask([self._session.log_server], path, turn, RestoreOrder("open", damaged=damaged))
             damaged = dict(found.damaged)
             named = PurePosixPath(found.path) == PurePosixPath(path)
             order = replace(order_for(found), damaged=damaged, checkers=0 if named else len(self._session.servers))

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from psclient._src.reminder import Reminder
-from psclient._src.rounds.counters import Measures
+from psclient._src.rounds.counters import Counters
 from psclient._src.rounds.membership import Group
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
@@ -27,6 +26,7 @@ from pswire.limits import PART_BYTES
 from pswire.model.log import Snapshotted
 from pswire.model.plan import Plan, Ref, SnapshotOrder, Variable, VariableSpec
 from pswire.model.tensor import Array, TensorSpec, portable
+from pswire.telemetry.reminder import Reminder
 from pswire.transport.payload import EMPTY, Payload
 
 log = logging.getLogger("psclient")
@@ -98,7 +98,7 @@ class Exchange:
     def __init__(self, session: Session, group: Group) -> None:
         self.session = session
         self.group = group
-        self.measures = Measures()
+        self.measures = Counters()
         self._variables: dict[int, Variable] = {}
         self._proposed: set[bytes] = set()
         self._touched = [-1] * len(session.servers)
@@ -127,7 +127,7 @@ class Exchange:
         """
         self.session.check()
         number, ordinal = self.session.number, len(self._variables)
-        named = self.session.keeper.create(number, ordinal, -1, spec, servers, None)
+        named = self.session.log_server.create(number, ordinal, -1, spec, servers, None)
         variable = self._variables[named.id] = Variable(named.id, spec, named.servers)
         first, *copies = variable.servers
         given = named if first == 0 and named.initialized else self._give(variable, ordinal, first, value)
@@ -290,7 +290,7 @@ class Exchange:
         """Asks for a plan's approval, once; of one that saves only one process does, whose state it has."""
         if plan.id in self._proposed or (plan.snapshot is not None and not self.group.saves()):
             return
-        self.session.keeper.propose(self.session.number, plan, "", None)
+        self.session.log_server.propose(self.session.number, plan, "", None)
         self._proposed.add(plan.id)
         if plan.snapshot is not None and self.group.late:
             self._warn_of_state(plan.snapshot)

@@ -18,7 +18,7 @@ from psclient._src import context, nest
 from psclient._src.arraylike import Readable
 from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import LocalValue
-from psclient._src.distribute.template import HostValue, Kept
+from psclient._src.distribute.template import HostValue, SectionTemplate
 from psclient._src.rounds.rounds import Outgoing
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
@@ -34,7 +34,7 @@ from pswire.model.program import Program
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 
 
-class Located(Readable):
+class ServerValue(Readable):
     """A value that lives on the servers: reduced, or returned by an update function.
 
     Pass it to `update` of a variable that lives there, or use it as an array: that ends the section, so
@@ -112,7 +112,7 @@ class Section:
 
     # ---- Recording ----
 
-    def reduce(self, local: LocalValue, servers: tuple[int, ...] | None, target: str = "") -> Located:
+    def reduce(self, local: LocalValue, servers: tuple[int, ...] | None, target: str = "") -> ServerValue:
         """Records a reduction.
 
         Args:
@@ -121,7 +121,7 @@ class Section:
             target: what it is for, in words.
         """
         self._check_more()
-        located = Located(self, Ref("reduction", len(self._reductions)), local.spec)
+        located = ServerValue(self, Ref("reduction", len(self._reductions)), local.spec)
         self._reductions.append(Reduction(local.op, local.spec, tuple(sorted(set(servers or ()))), target))
         self._local.append(local)
         if servers is None:
@@ -183,7 +183,7 @@ class Section:
 
         def leaf(value: Any) -> Any:
             if isinstance(value, OutputLeaf):
-                return Located(self, Ref("result", first + value.index), specs[value.index])
+                return ServerValue(self, Ref("result", first + value.index), specs[value.index])
             return variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
 
         return None if traced.result is None else nest.map_structure(leaf, traced.result)
@@ -241,7 +241,7 @@ class Section:
     def give_back(self, value: Any) -> None:
         """Notes which of the section's values the program will look at: the leaves of a nest."""
         for leaf in nest.flatten(value):
-            if isinstance(leaf, Located) and leaf.section is self:
+            if isinstance(leaf, ServerValue) and leaf.section is self:
                 self._returned.add(leaf.ref)
 
     def give_back_unused(self) -> None:
@@ -253,7 +253,7 @@ class Section:
 
     # ---- Repeating ----
 
-    def complete(self, numbers: list[Number]) -> Kept | None:
+    def complete(self, numbers: list[Number]) -> SectionTemplate | None:
         """Ends the recording.
 
         Args:
@@ -266,9 +266,11 @@ class Section:
             return None
         self._whole = self._plan()
         traces = {call.trace: bool(call.numbers) for call in self._calls}
-        return Kept(self._whole, frozenset(self._written), traces, tuple(self._sources))
+        return SectionTemplate(self._whole, frozenset(self._written), traces, tuple(self._sources))
 
-    def repeat(self, kept: Kept, numbers: list[Number], local: Sequence[LocalValue | HostValue] = ()) -> bool:
+    def repeat(
+        self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue] = ()
+    ) -> bool:
         """Records, behind the same reductions, all that another section of the same strategy has recorded.
 
         Args:
@@ -365,7 +367,7 @@ class _Inputs:
         """What a variable, an array, a located or a mirrored value is as an input; None for all else."""
         if isinstance(value, Variable):
             return self._variable(value)
-        if isinstance(value, Located):
+        if isinstance(value, ServerValue):
             if value.section is self.section and not value.section.flushed:
                 self.section.pin(value.ref, self.servers)
                 return Given("value", value.spec, value.ref)

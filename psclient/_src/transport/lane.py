@@ -25,8 +25,8 @@ from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Assembly, Payload
-from pswire.transport.shared_memory import CLIENT_BYTES, Hold, Mirror, Ring, Segment
-from pswire.transport.sockets import Channel, Kind, Link, Message, tune
+from pswire.transport.shared_memory import CLIENT_BYTES, Hold, Segment, SharedArena, SharedView
+from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender, tune
 from pswire.transport.tls_socket import Sealed, Stream
 from pswire.transport.traffic import LaneName, Traffic
 
@@ -113,7 +113,7 @@ class Lane:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the calls, and that it is lost once
         self._why: str | None = None
-        self._mirror: Mirror | None = None
+        self._mirror: SharedView | None = None
         self._freed: deque[int] = deque()
         self._over = self._rung = False
         self._welcome = threading.Event()  # or the end
@@ -127,9 +127,9 @@ class Lane:
             self._sock = _connect(name, offer, lease)
             self._sockets.append(self._sock)
             ring = self._introduce(hello, offer.in_flight if name == "shm" else 0)
-            self._link = Link(self._sock)
+            self._link = MessageSocket(self._sock)
             self._link.trust()
-            self._channel = Channel(self._link, ring, True, self._ring_bell, traffic)
+            self._channel = PayloadSender(self._link, ring, True, self._ring_bell, traffic)
         except (OSError, InvalidRequest) as error:
             self._drop()
             raise LaneLost(_why(name, offer, error)) from None
@@ -140,7 +140,7 @@ class Lane:
             self.close(self._why or f"{offer.host}:{offer.port} does not answer")
             raise LaneLost(self._why)
 
-    def _introduce(self, hello: bytes, shared: int) -> Ring | None:
+    def _introduce(self, hello: bytes, shared: int) -> SharedArena | None:
         """Says who it is; hands over so many bytes of memory, if any, and the answer's first byte brings more."""
         if not shared:
             self._sock.sendall(hello)
@@ -154,11 +154,11 @@ class Lane:
             files += taken
             if len(taken) != 1:
                 raise OSError("the server hands over no memory")
-            self._mirror = Mirror(Segment.take(taken[0]).memory, self._let_go)
+            self._mirror = SharedView(Segment.take(taken[0]).memory, self._let_go)
         finally:
             for each in files:
                 os.close(each)
-        return Ring(segment.memory)
+        return SharedArena(segment.memory)
 
     def _let_go(self, place: int, _: int) -> None:
         """Data are needed no more; told by any thread, at any time."""

@@ -44,7 +44,7 @@ from pswire.encoding import values
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, Metadata, batches, bearer, parse
 from pswire.errors import InvalidRequest, PSError
 from pswire.limits import PART_BYTES, Refused, Timeouts
-from pswire.model.log import Done, Entry, Mode, Start
+from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
 from pswire.model.status import ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
@@ -194,12 +194,12 @@ class RemoteServer:
         m = parse(pb.CreateReply, self._attempts.until_answered(VERBS["Create"], once, extra))
         return CreateReply(m.id, tuple(m.servers), m.initialized, m.restored)
 
-    def propose(self, session: int, plan: Plan | None, entry: str, start: Start | None) -> None:
+    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
         """As `ParameterServer.propose`."""
         request = pb.ProposeRequest(
             session=session,
             plan=values.plan_to_pb(plan) if plan else None,
-            entry=entry,
+            entry=join_point,
             start=values.start_to_pb(start) if start else None,
         )
         self._ask("Propose", request)
@@ -216,7 +216,7 @@ class RemoteServer:
         again = partial(self._attempts.until_answered, VERBS["Watch"], once)
         return self._threads.submit(lambda: replies.watched_from_pb(parse(pb.WatchReply, again())))
 
-    def approve(self, token: int, index: int, entries: Sequence[Entry]) -> int:
+    def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
         """As `ParameterServer.approve`; a long list travels in several calls."""
         length, ends = index, any(isinstance(entry, Done) for entry in entries[-1:])
         for batch in batches([values.entry_to_pb(entry) for entry in entries]):

@@ -22,7 +22,7 @@ from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.log import Done, Entry, JobStarted, Lost, Mode
+from pswire.model.log import Done, JobStarted, LogEntry, Lost, Mode
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -81,7 +81,7 @@ class Session:
         self._threads = Threads("word")
 
     @property
-    def keeper(self) -> ParameterServer:
+    def log_server(self) -> ParameterServer:
         """Server 0, which keeps the log and the sessions."""
         return self.servers[0]
 
@@ -98,7 +98,7 @@ class Session:
             ServerLost: a server of the running job was lost meanwhile.
         """
         key = secrets.randbits(62) | 1
-        opened = [self._open_first(key) if waits else self._open_at(self.keeper, key)]
+        opened = [self._open_first(key) if waits else self._open_at(self.log_server, key)]
         self.number = opened[0].session
         logging_setup.follow(lambda: (-1, self.number))
         self._hold()
@@ -110,7 +110,7 @@ class Session:
         term = max(answer.term for answer in opened)
         if self._drives and term > opened[0].term:
             # Another server remembers a later chief: this one's token has to be above that.
-            opened[0] = self._open_at(self.keeper, key, term)
+            opened[0] = self._open_at(self.log_server, key, term)
         self.token = opened[0].token
         self.incarnations = tuple(answer.incarnation for answer in opened)
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
@@ -123,7 +123,7 @@ class Session:
         until, told = time.monotonic() + self.timeouts.lease + 2 * self.timeouts.beat, False
         while True:
             try:
-                return self._open_at(self.keeper, key)
+                return self._open_at(self.log_server, key)
             except TaskTaken as error:
                 if time.monotonic() > until:
                     raise
@@ -155,14 +155,14 @@ class Session:
             if not self._ended.is_set() and isinstance(error, PSError):
                 self.end(error)
 
-        self.keeper.watch(self.number, 0, UNTIL_ENDED).add_done_callback(answered)
+        self.log_server.watch(self.number, 0, UNTIL_ENDED).add_done_callback(answered)
 
     def await_job(self) -> None:
         """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
         deadline, after = self.deadline(self.timeouts.start), 0
         while True:
             watched = self.wait(
-                self.keeper.watch(self.number, after, -1),
+                self.log_server.watch(self.number, after, -1),
                 deadline,
                 lambda: ChiefLost(
                     f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
@@ -174,7 +174,7 @@ class Session:
                 return
             after = watched.start + len(watched.entries)
 
-    def _is_mine(self, entries: Sequence[Entry]) -> bool:
+    def _is_mine(self, entries: Sequence[LogEntry]) -> bool:
         jobs = [(entry.incarnations, entry.name) for entry in entries if isinstance(entry, JobStarted)]
         over = any(isinstance(entry, Done | Lost) for entry in entries)
         return jobs == [(self.incarnations, self.job)] and not over
@@ -185,14 +185,14 @@ class Session:
         Args:
             after: how many entries of the log not to send; by default all that there are.
         """
-        known = self.keeper.status().log if after < 0 else after
-        news = self.keeper.watch(self.number, known, 0)
-        keeper = Task("ps", 0)
+        known = self.log_server.status().log if after < 0 else after
+        news = self.log_server.watch(self.number, known, 0)
+        log_server = Task("ps", 0)
         return self.wait(
             news,
             self.deadline(self.timeouts.call),
-            lambda: Unreachable(f"no news for {self.timeouts.call:g} s", str(keeper)),
-            lambda: f"waits for news of {keeper}",
+            lambda: Unreachable(f"no news for {self.timeouts.call:g} s", str(log_server)),
+            lambda: f"waits for news of {log_server}",
             lambda: False,
         )
 
@@ -209,9 +209,9 @@ class Session:
             return error or str(self._error() or "")
         self._ended.set()
         self._threads.close()
-        if self.number and not self._keeper_lost():
+        if self.number and not self._log_server_lost():
             try:
-                self.keeper.leave(self.number, error)
+                self.log_server.leave(self.number, error)
             except (ServerLost, Unreachable) as failure:
                 log.debug("could not say goodbye: %s", failure)
             except PSError as failure:
@@ -225,7 +225,7 @@ class Session:
         for thread in self._beats:
             thread.join(self.timeouts.beat + self.timeouts.call)
 
-    def _keeper_lost(self) -> bool:
+    def _log_server_lost(self) -> bool:
         error = self._error()
         return isinstance(error, ServerLost) and error.task == str(Task("ps", 0))
 
@@ -255,7 +255,7 @@ class Session:
     def _reason(self, error: Fenced) -> PSError:
         """Why the session was ended, which server 0 knows: the others learn of it by an epoch."""
         try:
-            self.keeper.beat(self.number, *self.waits)
+            self.log_server.beat(self.number, *self.waits)
         except PSError as told:
             return told
         return error
@@ -321,7 +321,7 @@ class Session:
         return future.result()
 
     def _check_chief(self) -> None:
-        silent = self.keeper.status().chief
+        silent = self.log_server.status().chief
         if self.timeouts.chief < silent < float("inf"):
             error = ChiefLost(
                 f"the chief has been silent for {silent:.0f} s, and what {self.task} waits for needs one; "
