@@ -1,0 +1,459 @@
+"""The bytes on the wire are those of the golden file: what a client says, what a server answers, on each lane.
+
+`golden/wire.json` has calls of every verb, with every field of the protocol, and what both ends of a tcp and of a shm
+lane say to each other. Processes of different releases speak with each other only as long as these bytes stay. A
+change of them is a change of the protocol: it needs a new protocol number, which today is in the path of each verb
+(`paramserver.v1`). Then, and when a call is added here,
+
+    python -m tests.pswire.test_golden
+
+in the root of the repository writes the file anew. Read the difference before it is committed: each line that has
+changed is something that the last release says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, get_args
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message as Protobuf
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from psclient.rpc import RemoteServer
+from psclient.silence import Silence
+from psserver import service
+from psserver.config import ServerConfig
+from psserver.server import ServerThread
+from pswire import replies
+from pswire.errors import BY_NAME, PSError
+from pswire.lanes import LaneName
+from pswire.lanes.sockets import Kind, Message
+from pswire.limits import Timeouts
+from pswire.log import Entry
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.security import Security
+from pswire.wire import VERBS
+from tests.support.samples import (
+    DATA_PATH,
+    DATA_PORT,
+    IN_FLIGHT,
+    LANE_TOKEN,
+    LARGE,
+    PROCESS,
+    PS,
+    SAMPLES,
+    SESSION,
+    TOKEN,
+    Fixed,
+    Sample,
+    contribution,
+    lane_samples,
+    plain,
+    reply,
+    small,
+)
+from tests.support.tap import SECONDS, BareClient, BareServer, Call, Heard, Tap, ask, read, split
+
+FILE = Path(__file__).parent / "golden" / "wire.json"
+GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"calls": {}, "lanes": {}}
+SECURITY = Security(token=TOKEN)
+BY_SAMPLE = {str(sample): sample for sample in SAMPLES}
+OPEN = BY_SAMPLE["Open full"]
+
+
+# ---- Both ends ----
+
+
+def connect(stack: ExitStack, address: str, lane: LaneName = "grpc", lease: float = 600.0) -> RemoteServer:
+    """A client, whose lanes say by themselves nothing for minutes."""
+    timeouts = Timeouts(lease=lease, call=SECONDS, round=SECONDS, start=SECONDS)
+    server = RemoteServer(address, PS, timeouts, lane=lane, security=SECURITY)
+    stack.callback(server.close)
+    return server
+
+
+def serve(stack: ExitStack, core: Fixed, in_flight: int = IN_FLIGHT) -> ServerThread:
+    """A server without what is random, and without what is of this process and of now."""
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(secrets, "token_bytes", lambda count: LANE_TOKEN[:count])
+    patch.setattr(service, "process_status", lambda lanes: PROCESS)
+    config = ServerConfig(PS, security=SECURITY, shared_memory=IN_FLIGHT, in_flight=in_flight)
+    return stack.enter_context(ServerThread(core, config, grace=0.0))
+
+
+def offer_fixed(stack: ExitStack, thread: ServerThread) -> None:
+    """Has a server offer lanes at places that are always the same; nobody is there."""
+    lanes = thread._server._lanes
+    stack.callback(setattr, lanes, "path", lanes.path)  # which the server removes at its end
+    lanes.port, lanes.path = DATA_PORT, DATA_PATH
+
+
+def make(server: RemoteServer, sample: Sample) -> Any:
+    """Makes a call by the client's method; gives the answer, or the error that is raised, as a plain value."""
+    try:
+        found = getattr(server, sample.verb.lower())(*sample.args)
+        return plain(found.result(SECONDS) if isinstance(found, Future) else found)
+    except PSError as error:
+        return plain(error)
+
+
+def make_raw(stack: ExitStack, address: str) -> Callable[[Call], Call]:
+    """Makes calls of bytes."""
+    channel = stack.enter_context(grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]))
+    return lambda call: ask(channel, call)
+
+
+# ---- gRPC: the client ----
+
+
+def foreign(call: Call) -> Call:
+    """The answer to a verb that nobody knows; it is not asked again."""
+    return Call(call.path, call.metadata, call.request, status="UNIMPLEMENTED")
+
+
+class Scripted:
+    """A bare server that answers each call as one of the golden file was."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.golden: dict[str, Call] = {}
+        self._server = BareServer(stack, lambda call: self.golden.get(call.path) or foreign(call))
+        self.address, self.heard = self._server.address, self._server.heard
+
+    def tell(self, *names: str) -> None:
+        """What is answered from now on."""
+        self.heard.clear()
+        found = [Call.of(GOLDEN["calls"][name]) for name in names]
+        self.golden = {call.path: call for call in found}
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Scripted]:
+    """One for all calls."""
+    with ExitStack() as stack:
+        yield Scripted(stack)
+
+
+@pytest.mark.parametrize("name", BY_SAMPLE)
+def test_a_client_says_the_golden_bytes_and_reads_them(scripted: Scripted, name: str) -> None:
+    """Path, metadata and messages of each call are those of the file, and so is what comes of the answer."""
+    sample = BY_SAMPLE[name]
+    with ExitStack() as stack:
+        server = connect(stack, scripted.address)
+        if sample.verb != "Open":
+            scripted.tell(str(OPEN))
+            make(server, OPEN)
+        scripted.tell(name)
+        assert make(server, sample) == plain(sample.answer)
+    (call,) = scripted.heard
+    assert call.asked() == {key: GOLDEN["calls"][name][key] for key in call.asked()}
+
+
+# ---- gRPC: the server ----
+
+
+Real = tuple[Fixed, Callable[[Call], Call]]
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Real]:
+    """A server, over which core it stands, and what makes raw calls there."""
+    with ExitStack() as stack:
+        core = Fixed()
+        thread = serve(stack, core)
+        offer_fixed(stack, thread)
+        yield core, make_raw(stack, thread.address)
+
+
+@pytest.mark.parametrize("name", BY_SAMPLE)
+def test_a_server_reads_the_golden_bytes_and_answers_them(real: Real, name: str) -> None:
+    """The core gets the arguments that were sent, and its answer, or its error, leaves as the bytes of the file."""
+    core, raw = real
+    sample, golden = BY_SAMPLE[name], Call.of(GOLDEN["calls"][name])
+    core.tell(sample)
+    assert raw(golden).answered() == golden.answered()
+    assert plain(core.asked) == plain([sample.args])
+
+
+def recorded_calls() -> dict[str, Any]:
+    """Each call as it is between the real client and the real server."""
+    found = {}
+    with ExitStack() as stack:
+        core = Fixed()
+        thread = serve(stack, core)
+        offer_fixed(stack, thread)
+        between = BareServer(stack, make_raw(stack, thread.address))
+        raw = make_raw(stack, thread.address)
+        for name, sample in BY_SAMPLE.items():
+            server = connect(stack, between.address)
+            if sample.verb != "Open":
+                core.tell(OPEN)
+                make(server, OPEN)
+            between.heard.clear()
+            core.tell(sample)
+            assert make(server, sample) == plain(sample.answer), name
+            (call,) = between.heard
+            found[name] = {**call.asked(), **raw(call).answered()}
+    return found
+
+
+# ---- The other lanes ----
+
+ALIVE_LEASE = 1.0
+"""Seconds; of a client that the server tells every quarter of them that it is there."""
+
+
+def talk(core: Fixed, server: RemoteServer, tap: Tap, samples: list[Sample]) -> None:
+    """Makes calls one after another, on a lane; the memory of each is free before the next."""
+    core.tell(OPEN)
+    make(server, OPEN)
+    for sample in samples:
+        core.tell(sample)
+        assert make(server, sample) == plain(sample.answer)
+        assert plain(core.asked) == plain([sample.args])
+        core.asked.clear()
+        tap.until(lambda heard: heard.quiet)
+
+
+def talk_on(stack: ExitStack, lane: LaneName, samples: list[Sample], lost: int = -1) -> list[Heard]:
+    """What is said in some calls on a lane."""
+    core = Fixed()
+    thread = serve(stack, core)
+    tap = Tap(stack, thread._server._lanes, lane, lost)
+    talk(core, connect(stack, thread.address, lane), tap, samples)
+    return tap.heard
+
+
+def on_tcp(stack: ExitStack) -> list[Heard]:
+    """All calls and all errors; a payload of several parts."""
+    return talk_on(stack, "tcp", lane_samples(LARGE, list(BY_NAME)))
+
+
+def on_shm(stack: ExitStack) -> list[Heard]:
+    """The same calls; data in shared memory, each part a place of it."""
+    return talk_on(stack, "shm", lane_samples(200_001, ["MemoryLimit"]))
+
+
+def again(stack: ExitStack) -> list[Heard]:
+    """The lane breaks when a push is sent: the client opens another, and says that it replaces the first."""
+    return talk_on(stack, "tcp", [BY_SAMPLE["Push full"]], lost=Kind.PUSH)
+
+
+def waiting(stack: ExitStack) -> list[Heard]:
+    """A pull waits, and the server says that it is there."""
+    words: list[tuple[int, bool]] = []
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(Silence, "word", lambda self, received, paused, *rest: words.append((received, paused)))
+    core, sample = Fixed(), BY_SAMPLE["Pull full"]
+    thread = serve(stack, core)
+    tap = Tap(stack, thread._server._lanes, "tcp")
+    server = connect(stack, thread.address, "tcp", ALIVE_LEASE)
+    core.tell(OPEN)
+    make(server, OPEN)
+    core.tell(sample)
+    core.holds = True
+    future = server.pull(*sample.args)
+    tap.until(lambda heard: any(split(message)[0] == Kind.ALIVE for message in heard.down))
+    core.let_go()
+    assert plain(future.result(SECONDS)) == plain(sample.answer)
+    assert set(words) == {(len(read(tap.heard[-1].up[-1])), False)}
+    return tap.heard
+
+
+def by_hand(lease: float) -> list[bytes]:
+    """What a client says that pushes a contribution in parts, as bytes: a hello, the push, and two parts."""
+    payload = reply(small()).payload
+    data = b"".join(b"".join(buffers) for _, buffers in payload.parts())
+    hello = pb.LaneHello(session=SESSION, token=LANE_TOKEN, lease=lease)
+    header = replies.contribution_to_pb(contribution(), len(data))
+    pieces = [data[:16], data[16:32], data[32:]]
+    pushed = [
+        Message(kind, 5, said, 16 * at, len(pieces[at])).head() + pieces[at]
+        for at, (kind, said) in enumerate([(Kind.PUSH, header.SerializeToString()), (Kind.PART, b""), (Kind.PART, b"")])
+    ]
+    return [Message(Kind.HELLO, header=hello.SerializeToString()).head(), *pushed]
+
+
+def crowded(stack: ExitStack) -> list[Heard]:
+    """A server that has enough of a contribution says how far it has read, and that it reads no more for now."""
+    core = Fixed()
+    thread = serve(stack, core, in_flight=16)
+    core.tell(OPEN)
+    make(connect(stack, thread.address), OPEN)
+    sample = Sample("Push", "in parts", (contribution(), small()), reply(small()))
+    core.tell(sample)
+    core.reader = 8
+    client = BareClient(stack, thread._server._lanes.port)
+    hello, push, part, last = by_hand(0.2)
+    client.say(hello)
+    client.hear(Kind.WELCOME)
+    client.say(push, part)
+    client.hear(Kind.ALIVE)
+    client.say(last)
+    ((said, payload),) = core.asked
+    assert plain(said) == plain(contribution())
+    assert not payload.whole
+    payload.discard()
+    client.hear(Kind.ANSWER)
+    return [client.heard]
+
+
+def stranger(stack: ExitStack) -> list[Heard]:
+    """Who has not the session's token is told nothing."""
+    core = Fixed()
+    thread = serve(stack, core)
+    core.tell(OPEN)
+    make(connect(stack, thread.address), OPEN)
+    client = BareClient(stack, thread._server._lanes.port)
+    hello = pb.LaneHello(session=SESSION, token=b"no token").SerializeToString()
+    client.say(Message(Kind.HELLO, header=hello).head())
+    assert client.is_closed()
+    return [client.heard]
+
+
+TALKS: dict[str, Callable[[ExitStack], list[Heard]]] = {
+    "tcp": on_tcp,
+    "shm": on_shm,
+    "a lane that breaks": again,
+    "a call that waits": waiting,
+    "a server that has enough": crowded,
+    "a stranger": stranger,
+}
+
+
+def recorded_lane(name: str) -> list[dict[str, list[str]]]:
+    """What both ends say in each connection of a talk."""
+    with ExitStack() as stack:
+        return [heard.written() for heard in TALKS[name](stack)]
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_both_ends_of_a_lane_say_the_golden_bytes(name: str) -> None:
+    """Between the real ends go the bytes of the file, each way, and each end has what the other one gave."""
+    assert recorded_lane(name) == GOLDEN["lanes"][name]
+
+
+# ---- All of it is in the file ----
+
+
+HEADERS: Mapping[str, type[Protobuf]] = {
+    "CreateFrame": pb.CreateHeader,
+    "PushFrame": pb.PushHeader,
+    "RoundFrame": pb.RoundHeader,
+    "PullFrame": pb.PullHeader,
+}
+
+LANE_HEADERS: Mapping[int, type[Protobuf] | None] = {
+    Kind.HELLO: pb.LaneHello,
+    Kind.WELCOME: None,
+    Kind.PUSH: pb.PushHeader,
+    Kind.PULL: pb.PullRequest,
+    Kind.PART: pb.RoundHeader,
+    Kind.REFUSAL: pb.Refusal,
+    Kind.FREED: None,
+    Kind.ALIVE: pb.LaneAlive,
+}
+
+
+def messages_of_calls() -> Iterator[Protobuf]:
+    """All messages of gRPC in the file, and the headers within."""
+    methods = {method.name: method for method in pb.DESCRIPTOR.services_by_name["ParameterServer"].methods}
+    for found in GOLDEN["calls"].values():
+        call = Call.of(found)
+        method = methods[call.path.rpartition("/")[2]]
+        for kind, sent in ((method.input_type, call.request), (method.output_type, call.reply)):
+            for data in sent:
+                yield (message := getattr(pb, kind.name).FromString(data))
+                if kind.name in HEADERS:
+                    yield HEADERS[kind.name].FromString(message.header)
+
+
+def messages_of_lanes() -> Iterator[tuple[int, Protobuf | None]]:
+    """The kinds of all messages of lanes in the file, and their headers."""
+    for heard in (heard for talk in GOLDEN["lanes"].values() for heard in talk):
+        for told in (*heard["up"], *heard["down"]):
+            if "with files" not in told:
+                kind, header, _ = split(told)
+                known = LANE_HEADERS.get(kind)
+                yield kind, known.FromString(header) if known is not None else None
+
+
+def walk(message: Protobuf) -> Iterator[Protobuf]:
+    """A message and all within it."""
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for below in value if field.is_repeated else (value,):
+            yield from walk(below)
+
+
+def every_field() -> set[str]:
+    """The fields of all messages of the protocol, and the words of its enumerations."""
+    found = set()
+    kinds = list(pb.DESCRIPTOR.message_types_by_name.values())
+    enums = list(pb.DESCRIPTOR.enum_types_by_name.values())
+    for kind in kinds:
+        if not kind.GetOptions().map_entry:
+            found |= {field.full_name for field in kind.fields}
+            enums += kind.enum_types
+    return found | {f"{enum.full_name} {value.name}" for enum in enums for value in enum.values if value.number}
+
+
+def fields_of(message: Protobuf) -> Iterator[str]:
+    """The fields of a message that are set, and the words in them."""
+    for field, value in message.ListFields():
+        yield field.full_name
+        if field.type == FieldDescriptor.TYPE_ENUM:
+            yield f"{field.enum_type.full_name} {field.enum_type.values_by_number[value].name}"
+
+
+def test_the_golden_file_has_every_field() -> None:
+    """Every field of every message is set somewhere, every word of an enumeration is used, and nothing is unknown."""
+    lanes = [header for _, header in messages_of_lanes() if header is not None]
+    found = [below for message in [*messages_of_calls(), *lanes] for below in walk(message)]
+    assert every_field() - {name for message in found for name in fields_of(message)} == set()
+    assert [message for message in found if len(UnknownFieldSet(message))] == []
+
+
+def test_the_golden_file_has_every_call_and_no_other() -> None:
+    """All verbs, errors, entries of the log and kinds of messages of lanes are there, and what is there is tried."""
+    assert list(GOLDEN["calls"]) == list(BY_SAMPLE)
+    assert list(GOLDEN["lanes"]) == list(TALKS)
+    assert {sample.verb for sample in SAMPLES} == set(VERBS)
+    assert {kind for kind, _ in messages_of_lanes()} == {*Kind}
+    entries = next(sample.args[2] for sample in SAMPLES if str(sample) == "Approve full")
+    assert {type(entry) for entry in entries} == {*get_args(Entry)}
+    refused = {type(sample.answer) for sample in SAMPLES if isinstance(sample.answer, PSError)}
+    assert refused == {*BY_NAME.values()}
+
+
+def test_what_is_large_is_cut() -> None:
+    """The file has requests and answers of several frames, and of several parts, inline and in shared memory."""
+    assert {len(GOLDEN["calls"][name]["request"]) > 1 for name in ("Create large", "Push large")} == {True}
+    assert {len(GOLDEN["calls"][name]["reply"]) > 1 for name in ("Push large", "Push growing", "Pull large")} == {True}
+    for name, shared in (("tcp", False), ("shm", True)):
+        (heard,) = GOLDEN["lanes"][name]
+        for said in heard["up"], heard["down"]:
+            parts = Counter("in memory" in told for told in said if "with files" not in told and split(told)[2])
+            assert parts[shared] >= 2
+
+
+def write() -> None:
+    """Writes the file anew."""
+    found = {"calls": recorded_calls(), "lanes": {name: recorded_lane(name) for name in TALKS}}
+    FILE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
+    sys.exit()

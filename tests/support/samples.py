@@ -1,0 +1,432 @@
+"""Calls of every verb with fixed values in every field, and a server that answers them: what the golden file is of.
+
+No two fields of a message have the same value, where that can be, so that two of them cannot change places unseen.
+Maps have one item: they have no order on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pswire.api import (
+    UNTIL_ENDED,
+    Begun,
+    Contribution,
+    CreateReply,
+    Opened,
+    PullReply,
+    RestoreOrder,
+    RestoreReply,
+    RoundReply,
+    Shard,
+    Watched,
+)
+from pswire.cluster import Task
+from pswire.errors import BY_NAME, PSError
+from pswire.log import (
+    Approved,
+    Created,
+    Done,
+    Entry,
+    Epoch,
+    EpochClosed,
+    JobStarted,
+    Lost,
+    Member,
+    Position,
+    Snapshotted,
+    Start,
+    Started,
+)
+from pswire.payload import EMPTY, Payload
+from pswire.program import Input, Node, Program
+from pswire.spec import (
+    Apply,
+    Operand,
+    Plan,
+    Reduction,
+    Ref,
+    RestoreCommit,
+    SnapshotOrder,
+    Turn,
+    Variable,
+    VariableSpec,
+)
+from pswire.status import OpenRound, Place, ProcessStatus, Saving, ServerStatus, SessionState
+from pswire.tensor import TensorSpec
+from tests.support.tap import spell
+
+PS = Task("ps", 3)
+"""The server that answers."""
+
+TOKEN = "the-token-of-the-golden-file"
+LANE_TOKEN = bytes(range(0xA0, 0xB0))
+IN_FLIGHT = 1 << 20
+DATA_PORT, DATA_PATH = 40_123, "golden.sock"
+INCARNATION = 0xFEDC_BA98_7654_3210
+SESSION = 0x1234_5678_9ABC
+
+# ---- Values ----
+
+CHIEF, WORKER, EVALUATOR = Task("chief", 0), Task("worker", 300), Task("evaluator", 2)
+VECTOR, MATRIX, SCALAR = TensorSpec("float32", (3,)), TensorSpec("bfloat16", (2, 0, 70_000)), TensorSpec("int64", ())
+POSITIONS = (Position(1, 2, 3), Position(70_000, 1 << 40, 1 << 41))
+START = Start(5, 1 << 33, POSITIONS)
+MEMBERS = (Member(WORKER, SESSION, 4, "sync"), Member(EVALUATOR, 9, 1, "async"))
+EPOCH = Epoch(6, MEMBERS, "dataset:1", START)
+PLAN_ID = bytes(range(32))
+VARIABLE = Variable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
+SCRATCH = Variable(151, VariableSpec("scratch", MATRIX, False, ""), (1,))
+
+PROGRAM = Program(
+    inputs=(Input("variable", VECTOR), Input("value", MATRIX), Input("operand", SCALAR)),
+    nodes=(
+        Node("multiply", (0, 300)),
+        Node(
+            "every_kind_of_attribute",
+            (1,),
+            (
+                ("axis", (0, -1, 1 << 40)),
+                ("correction", -1.25),
+                ("dtype", "float16"),
+                ("keepdims", True),
+                ("nothing", None),
+                ("off", -70_000),
+            ),
+        ),
+    ),
+    assigns=((1, 4), (2, 300)),
+    outputs=(3, 301),
+)
+PLAN = Plan(
+    reductions=(
+        Reduction("sum", VECTOR, (0, 1), "gradient of 'w'"),
+        Reduction("mean", SCALAR, (2,), "loss"),
+        Reduction("first", MATRIX, (3,), "statistics"),
+    ),
+    operands=(Operand(SCALAR, (1, 2)),),
+    programs=(PROGRAM,),
+    applies=(Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2))),),
+    returned=(Ref("result", 3), Ref("reduction", 1 << 32)),
+    snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),
+    restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
+)
+ENTRIES: tuple[Entry, ...] = (
+    JobStarted(77, (INCARNATION, 1), "the-job"),
+    Created(VARIABLE),
+    Created(SCRATCH),
+    Created(Variable(152, VariableSpec("own", SCALAR), (2,))),
+    Approved(PLAN),
+    EpochClosed(EPOCH),
+    Started(START),
+    Snapshotted(PLAN_ID, 41, "root/run/ckpt-7", "no room"),
+    Lost(2, "it was silent"),
+    Done(),
+)
+SESSIONS = (
+    SessionState(MEMBERS[0], "open", "plan:00ff", 1.5, False),
+    SessionState(Member(CHIEF, 10, 0, "sync"), "lost", "", 0.25, True),
+)
+PROCESS = ProcessStatus(
+    1234567890.5, 1 << 31, {"numpy": "2.0.0"}, DATA_PORT, DATA_PATH, {SESSION: "tcp"}, {"tcp sent": 1 << 34}, 98.75
+)
+STATUS = ServerStatus(
+    server=3,
+    incarnation=INCARNATION,
+    log=17,
+    epoch=EPOCH,
+    round=-1,
+    positions=POSITIONS,
+    waiting=(OpenRound(18, "reduce sum", (WORKER, EVALUATOR), True),),
+    variables=19,
+    nbytes=20,
+    memory_limit=21,
+    chief=2.5,
+    places=(Place(WORKER, 22, POSITIONS[:1]),),
+    program_version=23,
+    held=24,
+    snapshot_limit=25,
+    saving=(Saving("run/ckpt-7", -3, 26),),
+    sessions=SESSIONS,
+    incarnations=(INCARNATION, 27),
+    over=True,
+    broken="a round was lost halfway",
+    device="gpu:0",
+    process=PROCESS,
+    job="the-job",
+)
+BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
+
+
+def contribution(**said: Any) -> Contribution:
+    """What a worker says in a round."""
+    full = Contribution(SESSION, 6, 41, PLAN_ID, (1.0, 0.5, -3.25), True, POSITIONS, (150, 1 << 35), True, -1)
+    return replace(full, **said)
+
+
+def reply(payload: Payload = EMPTY) -> RoundReply:
+    """What a server says of a round."""
+    return RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, ("a value is not finite", "another warning"))
+
+
+def small() -> Payload:
+    """Some tensors, with padding between them."""
+    return Payload.pack([np.arange(5, dtype=np.int16), np.array(-2.5), np.array([True, False, True])])
+
+
+def large(nbytes: int) -> Payload:
+    """A tensor that may be larger than a part, and two behind it."""
+    return Payload.pack([np.full(nbytes, 7, np.uint8), np.arange(9, dtype=np.uint8), np.full(2000, 9, np.uint8)])
+
+
+LARGE = (4 << 20) + 500_001
+"""Bytes: more than a message of gRPC, and a part of the tcp lane, may have."""
+
+# ---- Calls ----
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call.
+
+    Attributes:
+        verb: which.
+        name: of the sample; with the verb's it is unique.
+        args: as the caller gives them, and as the server gets them.
+        answer: what the server gives, and the caller gets; an error is raised.
+        grows: whether the answer is sent while it is made.
+    """
+
+    verb: str
+    name: str
+    args: tuple[Any, ...]
+    answer: Any = None
+    grows: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.name}"
+
+
+TEXT = "whät is wrong, and what to do"
+
+
+def error(name: str) -> PSError:
+    """An error of a class."""
+    return BY_NAME[name](f"{name}: {TEXT}", "/job:worker/task:300")
+
+
+_SESSION_AND_VERSION = (SESSION, 40, -70_000)
+_OPENED = Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9)
+_CREATED = CreateReply(150, (0, 3), True, True)
+_CREATE = (SESSION, 12, -1, VARIABLE.spec, (0, 3))
+_VALUE = Payload.pack([np.array([1.5, -2, 3], np.float32)])
+_LARGE = VariableSpec("table", TensorSpec("uint8", (LARGE,)), False)
+_TURN = Turn(42, 6, 2)
+_RESTORED = RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-5": "a wrong checksum"})
+_PREPARE = RestoreOrder("prepare", {"kernel": 150}, True, True, {"ckpt-4": "a missing shard"}, 4)
+_LEAST = Contribution(1, 0, 0, b"", start=7)
+
+SAMPLES = (
+    Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8), _OPENED),
+    Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0), Opened(1, INCARNATION, 0, 0, "cpu")),
+    Sample("Beat", "full", (SESSION, 41, PLAN_ID)),
+    Sample("Beat", "least", (SESSION, -1, b"")),
+    Sample("Leave", "full", (SESSION, "it failed")),
+    Sample("Leave", "least", (SESSION, "")),
+    Sample("Create", "to name it", (*_CREATE, None), CreateReply(150, (0, 3), False, False)),
+    Sample("Create", "full", (SESSION, 12, 150, VARIABLE.spec, (0, 3), _VALUE), _CREATED),
+    Sample(
+        "Create",
+        "large",
+        (1, 0, 0, _LARGE, (), Payload.pack([np.full(LARGE, 7, np.uint8)])),
+        CreateReply(0, (), False, False),
+    ),
+    Sample("Create", "refused", (*_CREATE, _VALUE), error("VariableMismatch")),
+    Sample("Propose", "full", (SESSION, PLAN, "plan:00ff", START)),
+    Sample("Propose", "least", (SESSION, None, "", None)),
+    Sample("Watch", "full", _SESSION_AND_VERSION, Watched(-70_001, 40, ENTRIES, (PLAN, Plan()), SESSIONS)),
+    Sample("Watch", "least", (0, 0, UNTIL_ENDED), Watched(0, 0, (), (), ())),
+    Sample("Watch", "refused", _SESSION_AND_VERSION, error("Fenced")),
+    Sample("Approve", "full", (0x1122_3344_5566, 40, ENTRIES), 40 + len(ENTRIES)),
+    Sample("Approve", "least", (1, 0, ()), 0),
+    Sample("Push", "full", (contribution(), small()), reply(small())),
+    Sample("Push", "least", (_LEAST, EMPTY), RoundReply(0, Epoch(0, ()), False, (), EMPTY)),
+    Sample("Push", "large", (contribution(), large(LARGE)), reply(large(LARGE))),
+    Sample("Push", "growing", (contribution(), small()), reply(small()), grows=True),
+    Sample("Push", "refused", (contribution(), small()), error("Diverged")),
+    Sample("Pull", "full", (SESSION, (150, 1 << 35), 41), PullReply(41, small())),
+    Sample("Pull", "least", (0, (), -1), PullReply(-1, EMPTY)),
+    Sample("Pull", "large", (SESSION, (1,), 0), PullReply(0, large(LARGE))),
+    Sample("Pull", "refused", (SESSION, (1,), 0), error("RoundTimeout")),
+    Sample(
+        "Snapshot",
+        "full",
+        (0x1122_3344_5566, PLAN_ID, '{"format": 1}'),
+        Shard("root/run", "ps-3.safetensors", 41, POSITIONS, (("w", VECTOR, "c0ffee"), ("m", MATRIX, "")), 1 << 36),
+    ),
+    Sample("Snapshot", "least", (1, b"", ""), Shard("", "", 0, (), ())),
+    Sample("Restore", "full", (SESSION, "run", _TURN, _PREPARE), _RESTORED),
+    Sample("Restore", "opens", (SESSION, "run", _TURN, RestoreOrder("open", {}, False)), RestoreReply("run/1", ())),
+    Sample("Restore", "looks", (0, "", Turn(), RestoreOrder("look", None, False)), RestoreReply("", ())),
+    Sample("Status", "full", (), STATUS),
+    Sample("Status", "least", (), BARE),
+    *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID), error(name)) for name in BY_NAME),
+)
+
+
+def lane_samples(nbytes: int, refused: Sequence[str]) -> list[Sample]:
+    """Calls that go over lanes.
+
+    Args:
+        nbytes: of a tensor that is larger than a part.
+        refused: classes of errors.
+    """
+    return [
+        Sample("Pull", "full", (SESSION, (150, 1 << 35), 41), PullReply(41, small())),
+        Sample("Pull", "least", (SESSION, (), -1), PullReply(-1, EMPTY)),
+        Sample("Pull", "large", (SESSION, (1,), 0), PullReply(0, large(nbytes))),
+        Sample("Push", "full", (contribution(), small()), reply(small())),
+        Sample("Push", "least", (contribution(weights=(), want=()), EMPTY), reply()),
+        Sample("Push", "large", (contribution(), large(nbytes)), reply(large(nbytes))),
+        Sample("Push", "growing", (contribution(), small()), reply(large(nbytes)), grows=True),
+        Sample("Push", "refused", (contribution(), small()), error("Diverged")),
+        *(Sample("Pull", f"refused {name}", (SESSION, (1,), 0), error(name)) for name in refused),
+    ]
+
+
+def plain(value: Any) -> Any:
+    """A value that equals another one only if all is the same: payloads, and fields that `==` passes over, too."""
+    if isinstance(value, Payload):
+        whole = bytearray(value.size)
+        for offset, buffer in value.chunks:
+            whole[offset : offset + len(buffer)] = buffer
+        return "Payload", value.whole, spell(bytes(whole))
+    if isinstance(value, PSError):
+        return type(value).__name__, value.message, value.task
+    if is_dataclass(value):
+        return type(value).__name__, *((each.name, plain(getattr(value, each.name))) for each in fields(value))
+    if isinstance(value, tuple | list):
+        return tuple(map(plain, value))
+    return value
+
+
+# ---- The server ----
+
+
+class Fixed:
+    """A `ParameterServer` that answers what a sample says.
+
+    Attributes:
+        asked: the arguments of the calls that came.
+        holds: whether calls of `pull` wait for `let_go`.
+        reader: how many bytes of a contribution it says that it takes at once.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.holds = False
+        self.reader = 0
+        self._answer: Any = STATUS  # which it tells of before anybody asks
+        self._grows = False
+        self._held: list[Future[Any]] = []
+
+    def tell(self, sample: Sample) -> None:
+        """What is answered from now on."""
+        self.asked.clear()
+        self._answer, self._grows = sample.answer, sample.grows
+
+    def let_go(self) -> None:
+        """Answers what waits."""
+        self.holds = False
+        while self._held:
+            self._settle(self._held.pop())
+
+    def open(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
+
+    def beat(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
+
+    def leave(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
+
+    def create(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
+
+    def propose(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
+
+    def approve(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
+
+    def watch(self, *args: Any) -> Future[Any]:
+        """As all verbs here."""
+        return self._later(args)
+
+    def snapshot(self, *args: Any) -> Future[Any]:
+        """As all verbs here."""
+        return self._later(args)
+
+    def restore(self, *args: Any) -> Future[Any]:
+        """As all verbs here."""
+        return self._later(args)
+
+    def pull(self, *args: Any) -> Future[Any]:
+        """As all verbs here."""
+        return self._later(args)
+
+    def status(self) -> ServerStatus:
+        """Without what the process tells, which the rim knows."""
+        found: ServerStatus = self._now(())
+        return replace(found, process=None)
+
+    def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[Any]:
+        """Answers when all of the contribution is there."""
+        self.asked.append((contribution, payload))
+        payload.reader = self.reader
+        future: Future[Any] = Future()
+
+        def answer() -> None:
+            if not self._grows:
+                return self._settle(future)
+            assert begun is not None
+            growing = Payload((), self._answer.payload.size)
+            begun(growing)
+            for chunk in self._answer.payload.chunks:
+                growing.add(*chunk)
+            return future.set_result(replace(self._answer, payload=growing))
+
+        payload.reach(payload.size, answer)
+        return future
+
+    def _now(self, args: tuple[Any, ...]) -> Any:
+        self.asked.append(args)
+        if isinstance(self._answer, PSError):
+            raise self._answer
+        return self._answer
+
+    def _later(self, args: tuple[Any, ...]) -> Future[Any]:
+        self.asked.append(args)
+        future: Future[Any] = Future()
+        if self.holds:
+            self._held.append(future)
+        else:
+            self._settle(future)
+        return future
+
+    def _settle(self, future: Future[Any]) -> None:
+        if isinstance(self._answer, PSError):
+            future.set_exception(self._answer)
+        else:
+            future.set_result(self._answer)
