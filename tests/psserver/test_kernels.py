@@ -394,7 +394,7 @@ def test_text_is_run_in_one_place():
             calls = [node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
             if {call.id for call in calls if isinstance(call, ast.Name)} & {"exec", "eval", "compile", "__import__"}:
                 found.add(path.relative_to(root.parent).as_posix())
-    assert found == {"psserver/kernels/compiled.py"}
+    assert found == {"psserver/programs/kernels/compiler.py"}
 
 
 def test_the_text_for_a_gpu():

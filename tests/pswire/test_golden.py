@@ -29,20 +29,20 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as Protobuf
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from psclient.rpc import RemoteServer
-from psclient.silence import Silence
-from psserver import service
+from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.transport.silence import Silence
 from psserver.config import ServerConfig
-from psserver.server import ServerThread
-from pswire import replies
+from psserver.transport import grpc_service
+from psserver.transport.server import ServerThread
+from pswire.encoding import messages
+from pswire.encoding.verbs import VERBS
 from pswire.errors import BY_NAME, PSError
-from pswire.lanes import LaneName
-from pswire.lanes.sockets import Kind, Message
 from pswire.limits import Timeouts
-from pswire.log import Entry
+from pswire.model.log import LogEntry
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.security import Security
-from pswire.wire import VERBS
+from pswire.security.identity import Security
+from pswire.transport.sockets import Kind, Message
+from pswire.transport.traffic import LaneName
 from tests.support.samples import (
     DATA_PATH,
     DATA_PORT,
@@ -86,7 +86,7 @@ def serve(stack: ExitStack, core: Fixed, in_flight: int = IN_FLIGHT) -> ServerTh
     """A server without what is random, and without what is of this process and of now."""
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     patch.setattr(secrets, "token_bytes", lambda count: LANE_TOKEN[:count])
-    patch.setattr(service, "process_status", lambda lanes: PROCESS)
+    patch.setattr(grpc_service, "process_status", lambda lanes: PROCESS)
     config = ServerConfig(PS, security=SECURITY, shared_memory=IN_FLIGHT, in_flight=in_flight)
     return stack.enter_context(ServerThread(core, config, grace=0.0))
 
@@ -274,7 +274,7 @@ def by_hand(lease: float) -> list[bytes]:
     payload = reply(small()).payload
     data = b"".join(b"".join(buffers) for _, buffers in payload.parts())
     hello = pb.LaneHello(session=SESSION, token=LANE_TOKEN, lease=lease)
-    header = replies.contribution_to_pb(contribution(), len(data))
+    header = messages.contribution_to_pb(contribution(), len(data))
     pieces = [data[:16], data[16:32], data[32:]]
     pushed = [
         Message(kind, 5, said, 16 * at, len(pieces[at])).head() + pieces[at]
@@ -432,7 +432,7 @@ def test_the_golden_file_has_every_call_and_no_other() -> None:
     assert {sample.verb for sample in SAMPLES} == set(VERBS)
     assert {kind for kind, _ in messages_of_lanes()} == {*Kind}
     entries = next(sample.args[2] for sample in SAMPLES if str(sample) == "Approve full")
-    assert {type(entry) for entry in entries} == {*get_args(Entry)}
+    assert {type(entry) for entry in entries} == {*get_args(LogEntry)}
     refused = {type(sample.answer) for sample in SAMPLES if isinstance(sample.answer, PSError)}
     assert refused == {*BY_NAME.values()}
 

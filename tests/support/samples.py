@@ -28,14 +28,14 @@ from pswire.api import (
 )
 from pswire.cluster import Task
 from pswire.errors import BY_NAME, PSError
-from pswire.log import (
+from pswire.model.log import (
     Approved,
     Created,
     Done,
-    Entry,
     Epoch,
     EpochClosed,
     JobStarted,
+    LogEntry,
     Lost,
     Member,
     Position,
@@ -43,9 +43,7 @@ from pswire.log import (
     Start,
     Started,
 )
-from pswire.payload import EMPTY, Payload
-from pswire.program import Input, Node, Program
-from pswire.spec import (
+from pswire.model.plan import (
     Apply,
     Operand,
     Plan,
@@ -57,8 +55,10 @@ from pswire.spec import (
     Variable,
     VariableSpec,
 )
-from pswire.status import OpenRound, Place, ProcessStatus, Saving, ServerStatus, SessionState
-from pswire.tensor import TensorSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import EMPTY, Payload
 from tests.support.tap import spell
 
 PS = Task("ps", 3)
@@ -116,7 +116,7 @@ PLAN = Plan(
     snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),
     restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
 )
-ENTRIES: tuple[Entry, ...] = (
+ENTRIES: tuple[LogEntry, ...] = (
     JobStarted(77, (INCARNATION, 1), "the-job"),
     Created(VARIABLE),
     Created(SCRATCH),
@@ -147,7 +147,7 @@ STATUS = ServerStatus(
     nbytes=20,
     memory_limit=21,
     chief=2.5,
-    places=(Place(WORKER, 22, POSITIONS[:1]),),
+    places=(WorkerProgress(WORKER, 22, POSITIONS[:1]),),
     program_version=23,
     held=24,
     snapshot_limit=25,
