@@ -11,18 +11,11 @@ import click
 from psclient._src.config import security_options, tf_config_text
 from pswire.cluster import Task, TFConfig, check_address
 from pswire.errors import ConfigError
+from pswire.options import flag_name, options_of
 from pswire.security.identity import FLAGS, Security, SecurityOptions
 from pswire.security.names import ADMIN, task_name
 
 Command = TypeVar("Command", bound=Callable[..., object])
-
-SECURITY = {
-    "tls_cert": "Certificate of admin, or of the task whose container this is; {task} becomes admin.",
-    "tls_key": "Its key.",
-    "tls_ca": "Certificate of the CA.",
-    "token_file": "File with the token of the job. [default of these: PS_TLS_CERT and its like]",
-}
-"""Options that say who we are, and their help."""
 
 SECONDS = 5.0
 """How long a server may take to answer."""
@@ -149,7 +142,10 @@ OPTIONS = (
         metavar="SECONDS",
         help=f"How long a server may take to answer [default: {SECONDS:g}].",
     ),
-    *(_option(name, "--" + name.replace("_", "-"), metavar="PATH", help=text) for name, text in SECURITY.items()),
+    *(
+        _option(name, flag_name(name), metavar="PATH", help=each.help(""))
+        for name, each in options_of(SecurityOptions).items()
+    ),
     as_json,
 )
 
