@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
+from rich.console import RenderableType
 
 from psclient._src.config import security_options, tf_config_text
+from psclient.psctl.output import say, show
 from pswire.cluster import Task, TFConfig, check_address
 from pswire.errors import ConfigError
 from pswire.options import flag_name, options_of
@@ -52,6 +54,14 @@ class Settings:
     tls_key: str = ""
     tls_ca: str = ""
     token_file: str = ""
+
+    def tell(self, said: Mapping[str, Any], *shown: RenderableType, wrong: bool = False) -> int:
+        """Answers in JSON, or with texts and tables for people; returns the exit code, 1 where something is wrong."""
+        if self.json:
+            say(said)
+        else:
+            show(*shown)
+        return int(wrong)
 
     def cluster(self) -> Cluster:
         """The cluster that `--address` or TF_CONFIG names.
