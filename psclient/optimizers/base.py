@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 import numpy as np
 
 from psclient._src import context, values
+from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Configured, Settings, is_view
 from psclient._src.variables.variable import Variable
@@ -210,7 +211,7 @@ class Optimizer(Configured):
             else:
                 context.require_replica("build").merge_call(self._build, args=(wholes,))
 
-    def _build(self, strategy: Any, variables: Sequence[Variable]) -> None:
+    def _build(self, strategy: Strategy, variables: Sequence[Variable]) -> None:
         self._check_variables(variables)
         self._state.build(variables, self._needs, self._in_stages(strategy, variables))
 
@@ -339,7 +340,7 @@ class Optimizer(Configured):
                 # Replicas that were given one gradient object have a gradient each: it counts once for each.
                 replica.merge_call(self._apply_boxes, args=(context.Box(tuple(grads)), variables))
 
-    def _apply_whole(self, strategy: Any, grads: list[Any], variables: list[Variable]) -> None:
+    def _apply_whole(self, strategy: Strategy, grads: list[Any], variables: list[Variable]) -> None:
         """As `_apply`; what fails is given up altogether, as `merge_call` does with all that it runs."""
         if context.in_merge_call():
             self._apply(strategy, grads, variables)
@@ -351,10 +352,10 @@ class Optimizer(Configured):
             strategy.backend.drop()
             raise
 
-    def _apply_boxes(self, strategy: Any, boxes: Any, variables: list[Variable]) -> None:
+    def _apply_boxes(self, strategy: Strategy, boxes: Any, variables: list[Variable]) -> None:
         self._apply(strategy, context.unbox(boxes), variables, alone=True)
 
-    def _apply(self, strategy: Any, grads: list[Any], variables: list[Variable], alone: bool = False) -> None:
+    def _apply(self, strategy: Strategy, grads: list[Any], variables: list[Variable], alone: bool = False) -> None:
         """Makes a step; `alone` says whether its section is its own, so that the next step's may repeat it."""
         self._check_variables(variables)
         check_gradients(grads, variables)
@@ -367,12 +368,12 @@ class Optimizer(Configured):
         else:
             record()
 
-    def _record(self, strategy: Any, settings: Settings, grads: list[Any], variables: list[Variable]) -> None:
+    def _record(self, strategy: Strategy, settings: Settings, grads: list[Any], variables: list[Variable]) -> None:
         extended, state = strategy.extended, self._state
         sums = extended.batch_reduce_to("sum", list(zip(grads, variables, strict=True)))
         if self._in_stages(strategy, variables):
             for v, gradient in zip(variables, sums, strict=True):
-                extended.update(state.of(v).staged, become, (gradient,))
+                extended.update(cast(Variable, state.of(v).staged), become, (gradient,))
             sums = [state.of(v).staged for v in variables]
         measured = self._measured(strategy, settings, variables, sums)
         begun, finite = {}, measured.get("finite")
@@ -385,7 +386,7 @@ class Optimizer(Configured):
             extended.update(v, apply, (settings, gradient, own.accumulator, now, *rest))
 
     def _measured(
-        self, strategy: Any, settings: Settings, variables: Sequence[Variable], sums: Sequence[Any]
+        self, strategy: Strategy, settings: Settings, variables: Sequence[Variable], sums: Sequence[Any]
     ) -> dict[str, Any]:
         """The norm of all gradients, and whether they are finite, as far as these are needed."""
         if not self._measures:
@@ -407,7 +408,7 @@ class Optimizer(Configured):
     def _measures(self) -> bool:
         return self.global_clipnorm is not None or isinstance(self.loss_scale_factor, DynamicLossScale)
 
-    def _in_stages(self, strategy: Any, variables: Sequence[Variable]) -> bool:
+    def _in_stages(self, strategy: Strategy, variables: Sequence[Variable]) -> bool:
         """Whether a step takes two rounds: what it has to know of all gradients is on several servers."""
         alone = strategy.backend.group.alone
         if alone and isinstance(self.loss_scale_factor, DynamicLossScale):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import SectionTemplate
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.variable import Variable
@@ -49,7 +50,7 @@ class LastStep:
         known = self._known
         return known is not None and _same(known[0].variables, variables) and all(map(_TRAINABLE, variables))
 
-    def make(self, strategy: Any, step: Step, gradients: Sequence[Any], record: Callable[[], None]) -> None:
+    def make(self, strategy: Strategy, step: Step, gradients: Sequence[Any], record: Callable[[], None]) -> None:
         """Makes a step in the open section, which is this step's alone.
 
         Args:

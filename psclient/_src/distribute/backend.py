@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from psclient._src.context import Strategy
 from psclient._src.data import distributed
 from psclient._src.devices import Device
 from psclient._src.distribute.reduction import LocalValue
@@ -99,7 +100,13 @@ class Backend(Protocol):
         ...
 
     def create(
-        self, strategy: Any, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, how: VariableAggregation
+        self,
+        strategy: Strategy,
+        spec: VariableSpec,
+        value: Array,
+        place: ServerIds,
+        on_read: bool,
+        how: VariableAggregation,
     ) -> Variable:
         """Gets or creates a variable.
 
@@ -126,7 +133,12 @@ class Backend(Protocol):
         ...
 
     def apply(
-        self, strategy: Any, place: ServerIds, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        strategy: Strategy,
+        place: ServerIds,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> list[Any]:
         """Runs an update function beside the variables of a place; returns its result for each copy of them."""
         ...

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from psclient._src import context, nest, values
+from psclient._src.context import Strategy
 from psclient._src.data.progress import Progress
 from psclient._src.devices import Device, as_array, device_scope, to_numpy
 from psclient._src.distribute.backend import Beside, ServerIds
@@ -92,7 +93,13 @@ class LocalBackend:
             raise RuntimeError("this strategy is closed; make another one")
 
     def create(
-        self, strategy: Any, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, how: VariableAggregation
+        self,
+        strategy: Strategy,
+        spec: VariableSpec,
+        value: Array,
+        place: ServerIds,
+        on_read: bool,
+        how: VariableAggregation,
     ) -> Variable:
         """A copy on each device; the default strategy's variables have but one value."""
         saved = self.first_value(spec)
@@ -104,7 +111,7 @@ class LocalBackend:
         return made
 
     def _make(
-        self, strategy: Any, spec: VariableSpec, value: Array, on_read: bool, how: VariableAggregation
+        self, strategy: Strategy, spec: VariableSpec, value: Array, on_read: bool, how: VariableAggregation
     ) -> Variable:
         devices = self.group.devices
         if context.is_default(strategy):
@@ -127,7 +134,12 @@ class LocalBackend:
         return [local.alone() for local, _ in contributions]
 
     def apply(
-        self, strategy: Any, place: ServerIds, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        strategy: Strategy,
+        place: ServerIds,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> list[Any]:
         """Calls the function for each copy, with the copies that are there."""
         return apply_to_copies(strategy, [(index, self.group.devices[index]) for index in place], fn, args, kwargs)
@@ -167,7 +179,7 @@ class LocalBackend:
 
 
 def apply_to_copies(
-    strategy: Any,
+    strategy: Strategy,
     copies: Sequence[tuple[int, Device]],
     fn: Callable[..., Any],
     args: Sequence[Any],
