@@ -9,7 +9,7 @@ from psclient._src import context, nest, values
 from psclient._src.context import Strategy
 from psclient._src.data.progress import Progress
 from psclient._src.devices import Device, as_array, device_scope, to_numpy
-from psclient._src.distribute.backend import Beside, ServerIds
+from psclient._src.distribute.backend import Beside, Contributions, ServerIds
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.tracing.diagnostics import refuse_result
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
@@ -19,7 +19,7 @@ from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array
 
 if TYPE_CHECKING:
-    from psclient._src.distribute.template import HostValue, SectionTemplate
+    from psclient._src.distribute.template import TemplateCache
     from psclient._src.tracing.symbolic_numbers import Number
 
 LOCALHOST = Task("localhost", 0)
@@ -144,12 +144,16 @@ class LocalBackend:
         """Calls the function for each copy, with the copies that are there."""
         return apply_to_copies(strategy, [(index, self.group.devices[index]) for index in place], fn, args, kwargs)
 
-    def complete(self, numbers: list[Number]) -> None:
-        """Nothing: each update runs at once."""
-
-    def repeat(self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
-        """False: nothing is recorded that could be."""
-        return False
+    def replay(
+        self,
+        cache: TemplateCache,
+        key: object,
+        numbers: list[Number],
+        local: Contributions,
+        record: Callable[[], None],
+    ) -> None:
+        """Runs `record`: nothing travels, so that there is nothing to replay."""
+        record()
 
     def bring(self, values: Sequence[Any]) -> list[Array]:
         """They are here: host arrays of the same values."""
