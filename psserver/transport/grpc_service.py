@@ -27,6 +27,7 @@ from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
 from pswire.encoding import messages as replies
 from pswire.encoding import values
+from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, VERBS, fitting, parse, refusal
 from pswire.errors import InvalidRequest, PSError, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
@@ -48,10 +49,11 @@ Answer = Callable[[ParameterServer, bytes], Message]
 # ---- Verbs of one request and one reply, that answer at once ----
 
 
-def _open(core: ParameterServer, data: bytes) -> pb.OpenReply:
+def _open(core: ParameterServer, data: bytes, server: str) -> pb.OpenReply:
     m = parse(pb.OpenRequest, data)
-    mode = values.mode_from_pb(m.mode)
-    opened = core.open(values.task_from_pb(m.task), m.replicas, m.session, m.drives, mode, m.job, m.term)
+    mode, task = values.mode_from_pb(m.mode), values.task_from_pb(m.task)
+    check_protocol(m.protocol, str(task), server)
+    opened = core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term)
     return pb.OpenReply(
         session=opened.session,
         incarnation=opened.incarnation,
@@ -59,6 +61,7 @@ def _open(core: ParameterServer, data: bytes) -> pb.OpenReply:
         server=opened.server,
         device=opened.device,
         term=opened.term,
+        protocol=PROTOCOL,
     )
 
 
@@ -254,7 +257,7 @@ class Service(grpc.GenericRpcHandler):
     # ---- One request, one reply ----
 
     async def _open(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
-        reply = await asyncio.to_thread(_open, core, data)
+        reply = await asyncio.to_thread(_open, core, data, self._task)
         reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
         reply.lane_token, reply.in_flight = self._lanes.token(reply.session), self._lanes.in_flight
         return reply.SerializeToString()

@@ -1,1 +1,1 @@
-"""Protocol buffers: values of the model as messages, and the table of verbs."""
+"""Protocol buffers: values of the model as messages, the table of verbs, and the protocol's number."""
