@@ -26,6 +26,7 @@ from psserver.transport.process import process_status
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
 from pswire.encoding import messages
+from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, VERBS, fitting, parse, refusal
 from pswire.errors import InvalidRequest, PSError, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
@@ -47,12 +48,11 @@ Answer = Callable[[ParameterServer, bytes], Message]
 # ---- Verbs of one request and one reply, that answer at once ----
 
 
-def _open(core: ParameterServer, data: bytes) -> pb.OpenReply:
+def _open(core: ParameterServer, data: bytes, server: str) -> pb.OpenReply:
     m = parse(pb.OpenRequest, data)
-    mode = messages.MODES[m.mode]
-    return messages.OPENED.to_pb(
-        core.open(messages.TASK.from_pb(m.task), m.replicas, m.session, m.drives, mode, m.job, m.term)
-    )
+    mode, task = messages.MODES[m.mode], messages.TASK.from_pb(m.task)
+    check_protocol(m.protocol, str(task), server)
+    return messages.OPENED.to_pb(core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term))
 
 
 def _beat(core: ParameterServer, data: bytes) -> Message:
@@ -247,7 +247,8 @@ class Service(grpc.GenericRpcHandler):
     # ---- One request, one reply ----
 
     async def _open(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
-        reply = await asyncio.to_thread(_open, core, data)
+        reply = await asyncio.to_thread(_open, core, data, self._task)
+        reply.protocol = PROTOCOL
         reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
         reply.lane_token, reply.in_flight = self._lanes.token(reply.session), self._lanes.in_flight
         return reply.SerializeToString()

@@ -36,7 +36,9 @@ REQUESTS: list[type[Message]] = [
 ]
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
 
-OF_LANES = {f"paramserver.v1.OpenReply.{name}" for name in ("data_port", "data_path", "lane_token", "in_flight")}
+OF_THE_RIMS = {
+    f"paramserver.v1.OpenReply.{name}" for name in ("data_port", "data_path", "lane_token", "in_flight", "protocol")
+}
 """What the rims add to a message of the table: no core knows of it."""
 
 OF_PAYLOADS = {f"paramserver.v1.{name}.size" for name in ("PushHeader", "RoundHeader", "PullHeader")}
@@ -55,7 +57,7 @@ def values() -> Iterator[tuple[Pair[Any, Any], Any]]:
 def fields() -> set[str]:
     """The fields of all messages that the table is for."""
     kinds = [kind for name, kind in pb.DESCRIPTOR.message_types_by_name.items() if getattr(pb, name) not in REQUESTS]
-    return {field.full_name for kind in kinds for field in kind.fields} - OF_LANES
+    return {field.full_name for kind in kinds for field in kind.fields} - OF_THE_RIMS
 
 
 def walk(message: Message) -> Iterator[Message]:

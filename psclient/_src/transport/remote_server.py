@@ -40,6 +40,7 @@ from pswire.api import (
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
+from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, Metadata, batches, bearer, parse
 from pswire.errors import InvalidRequest, PSError
 from pswire.limits import PART_BYTES, Refused, Timeouts
@@ -140,8 +141,10 @@ class RemoteServer:
             mode=messages.MODES.numbers[mode],
             job=job,
             term=term,
+            protocol=PROTOCOL,
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
+        check_protocol(m.protocol, str(self.task), str(task))
         self._metadata = (*self._token, (INCARNATION_KEY, str(m.incarnation)))
         self._attempts.opened = True
         if replicas:
