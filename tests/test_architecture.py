@@ -36,7 +36,7 @@ ONLY_IN = {
     "google": {
         "psserver.transport.grpc_service",
         "psclient._src.transport.remote_server",
-        "pswire.encoding.values",
+        "pswire.encoding.mapper",
         "pswire.encoding.verbs",
     },
     "cryptography": {"pswire.security.certificates", "psclient.psctl.certificate_authority"},
@@ -261,11 +261,7 @@ def silent_names(module: str) -> list[str]:
     tree = tree_of(module)
     silent = [module] if tree.body and not ast.get_docstring(tree) else []
     for node in public(tree):
-        # The codec's pairs say the same sixty times; its module says what they do.
-        pair = module in ("pswire.encoding.values", "pswire.encoding.messages") and node.name.endswith(
-            ("_to_pb", "_from_pb")
-        )
-        silent += [] if pair or ast.get_docstring(node) else [node.name]
+        silent += [] if ast.get_docstring(node) else [node.name]
         if isinstance(node, ast.ClassDef) and not node.bases and not is_implementation(module, node):
             silent += [f"{node.name}.{m.name}" for m in public(node) if not ast.get_docstring(m)]
     return silent
