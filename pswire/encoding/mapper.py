@@ -1,7 +1,7 @@
 """The mapper: turns frozen values into protobuf messages and back, by the names and types of their fields.
 
-A `Mapper` reads, once, the type hints of a class and the descriptor of its message, and writes the two functions that
-one would write by hand, so that the table costs a call nothing. These types are known:
+A `Mapper` reads the type hints of a class and the descriptor of its message once, and makes two functions of them. What
+travels in every round is written by hand, beside the table: it costs half as much. These types are known:
 
 | field of the value | field of the message |
 |---|---|
@@ -30,6 +30,8 @@ from pswire.errors import InvalidRequest
 V = TypeVar("V")
 M = TypeVar("M", bound=Message)
 W = TypeVar("W")
+
+Way = Callable[[Any], Any]
 
 SCALARS = (bool, int, float, str, bytes)
 
@@ -111,26 +113,32 @@ class Mapper:
             check: called with a value that was read.
         """
         names, flags, constants = names or {}, flags or {}, constants or {}
-        scope: dict[str, Any] = {"Value": value, "Message": message, "admit": admit, "check": check}
-        made = {name: _refer(scope, constant) for name, constant in constants.items()}
-        read = []
+        fields = []
         for own, kind in get_type_hints(value).items():
-            name = names.get(own, own)
-            to_pb, from_pb = self._ways(kind, message.DESCRIPTOR.fields_by_name[name], scope)
-            there = f"m.HasField({name!r})"
-            if flag := flags.get(own):
-                there, made[flag] = f"m.{flag}", f"v.{own} is not None"
-            made[name] = to_pb.format(f"v.{own}")
-            read.append(from_pb.format(f"m.{name}", there=there))
-        text = f"""
-def to_pb(v):
-    return Message({", ".join(f"{name}={expression}" for name, expression in made.items())})
-def from_pb(m):
-    {"admit(m)" if admit else ""}
-    return {"check" if check else ""}(Value({", ".join(read)}))
-"""
-        exec(text, scope)  # Made of names of fields in our own classes and messages; nothing received is in it.
-        return self.add(value, Pair(message, scope["to_pb"], scope["from_pb"]))
+            name, optional = names.get(own, own), NoneType in get_args(kind)
+            way = self._way(get_args(kind)[0] if optional else kind, message.DESCRIPTOR.fields_by_name[name])
+            fields.append((own, name, flags.get(own), optional, *way))
+
+        def to_pb(v: V) -> M:
+            made = dict(constants)
+            for own, name, flag, _, write, _ in fields:
+                given = getattr(v, own)
+                if flag is not None:
+                    made[flag] = given is not None
+                if given is not None:
+                    made[name] = write(given)
+            return message(**made)
+
+        def from_pb(m: M) -> V:
+            if admit is not None:
+                admit(m)
+            found = []
+            for _, name, flag, optional, _, read in fields:
+                there = not optional or (getattr(m, flag) if flag is not None else m.HasField(name))
+                found.append(read(getattr(m, name)) if there else None)
+            return value(*found) if check is None else check(value(*found))
+
+        return self.add(value, Pair(message, to_pb, from_pb))
 
     def choice(self, values: Any, message: type[M], missing: str) -> Pair[Any, M]:
         """Adds a union of classes, each of which is a choice of the message's oneof by its name.
@@ -183,51 +191,43 @@ def from_pb(m):
         """The pair of a class; added where it is not there yet, by its fields alone."""
         return self.pairs.get(value) or self.pair(value, GetMessageClass(message))
 
-    def _ways(self, kind: Any, field: Any, scope: dict[str, Any]) -> tuple[str, str]:
-        """Expressions for what a message gets of a value, and a value of a message.
-
-        Args:
-            kind: the type of the value's field.
-            field: the message's field.
-            scope: gets what the expressions name.
-
-        Returns:
-            Both as templates: `{0}` is where it is read, and `{there}` whether the message has it.
-        """
+    def _way(self, kind: Any, field: Any) -> tuple[Way, Way]:
+        """Returns what writes a field of a value, and what reads the message's field."""
         inner = get_args(kind)
         if kind in SCALARS:
-            return "{0}", "{0}"
+            return _same, _same
         if kind in self.enums:
             words = self.enums[kind]
-            return f"{_refer(scope, words.numbers)}[{{0}}]", f"{_refer(scope, words)}[{{0}}]"
+            return words.numbers.__getitem__, words.__getitem__
         if get_origin(kind) is Mapping:
-            return "{0}", "dict({0})"
+            return _same, dict
         if inner and kind not in self.pairs:
-            if inner[-1] is NoneType:
-                to_pb, from_pb = self._ways(inner[0], field, scope)
-                return f"{to_pb} if {{0}} is not None else None", f"{from_pb} if {{there}} else None"
             if inner[-1] is Ellipsis:
-                to_pb, from_pb = (way.format("x") for way in self._ways(inner[0], field, scope))
-                if from_pb == "x":
-                    return "{0}", "tuple({0})"
-                return f"[{to_pb} for x in {{0}}]", f"tuple([{from_pb} for x in {{0}}])"
-            return self._in_order(inner, field.message_type, scope)
+                return _each(*self._way(inner[0], field))
+            return self._in_order(inner, field.message_type)
         pair = self._known(kind, field.message_type)
-        return f"{_refer(scope, pair.to_pb)}({{0}})", f"{_refer(scope, pair.from_pb)}({{0}})"
+        return pair.to_pb, pair.from_pb
 
-    def _in_order(self, kinds: tuple[Any, ...], message: Any, scope: dict[str, Any]) -> tuple[str, str]:
-        """As `_ways`, of a tuple whose items are the fields of a message."""
-        written, read = [], []
-        for index, (kind, field) in enumerate(zip(kinds, message.fields, strict=True)):
-            to_pb, from_pb = self._ways(kind, field, scope)
-            written.append(f"{field.name}={to_pb.format(f'{{0}}[{index}]')}")
-            read.append(from_pb.format(f"{{0}}.{field.name}"))
-        made = f"{_refer(scope, GetMessageClass(message))}({', '.join(written)})"
-        return made, f"({', '.join(read)})"
+    def _in_order(self, kinds: tuple[Any, ...], message: Any) -> tuple[Way, Way]:
+        """As `_way`, of a tuple whose items are the fields of a message."""
+        made = GetMessageClass(message)
+        ways = [(field.name, *self._way(kind, field)) for kind, field in zip(kinds, message.fields, strict=True)]
+
+        def write(items: Any) -> Message:
+            return made(**{name: way(item) for (name, way, _), item in zip(ways, items, strict=True)})
+
+        def read(m: Message) -> tuple[Any, ...]:
+            return tuple([way(getattr(m, name)) for name, _, way in ways])
+
+        return write, read
 
 
-def _refer(scope: dict[str, Any], thing: object) -> str:
-    """A name for something in generated text."""
-    name = f"_{len(scope)}"
-    scope[name] = thing
-    return name
+def _same(x: Any) -> Any:
+    return x
+
+
+def _each(write: Way, read: Way) -> tuple[Way, Way]:
+    """As `Mapper._way`, of a tuple whose items are written and read like this."""
+    if write is _same:
+        return _same, tuple
+    return lambda items: [write(x) for x in items], lambda items: tuple([read(x) for x in items])
