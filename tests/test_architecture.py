@@ -7,6 +7,8 @@ import graphlib
 import importlib
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -300,6 +302,16 @@ def test_the_face_is_a_table_of_contents(package):
     }
     assert {name for name in imported if not name.startswith("_")} <= set(listed)
     assert not [name for name in listed if not hasattr(face, name)]
+
+
+def test_the_face_shows_the_public_names_alone():
+    """`dir(psclient)` is `__all__`: inner modules are not there, and no `__dir__` hides them."""
+    script = "import psclient; print(*(n for n in dir(psclient) if not n.startswith('_')))"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    import psclient
+
+    assert shown == sorted(name for name in psclient.__all__ if not name.startswith("_"))
+    assert "__dir__" not in vars(psclient)
 
 
 def may_wait(call: ast.Call) -> bool:
