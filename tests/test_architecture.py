@@ -199,7 +199,6 @@ def test_the_document_names_every_room():
 
 
 TOO_LARGE = {
-    "psclient._src.chief.driver": {"Chief"},
     "psclient._src.distribute.extended": {"StrategyExtended"},
     "psclient._src.launch.cluster": {"Cluster"},
     "psclient._src.rounds.backend": {"RemoteBackend"},

@@ -234,7 +234,7 @@ class Worker:
 
 
 class Stepping(Chief):
-    """A chief that stands still where it waits; it looks for no hung member, as the model has none."""
+    """A chief that stands still where it waits."""
 
     pause: Callable[[], None] = staticmethod(lambda: None)
 
@@ -242,9 +242,6 @@ class Stepping(Chief):
         session = Stepped(self._task, self._servers, 0, True, TIMEOUTS)
         session.pause = lambda: self.pause()
         return session
-
-    def _stalled(self) -> bool:
-        return False
 
 
 class Driver:
@@ -769,8 +766,9 @@ class Alone(Model):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chief looks, and does not wait for something to see."""
+    """A chief looks, and does not wait for something to see; for no hung member, as the model has none."""
     monkeypatch.setattr(chief_module, "PAUSE", 0.0)
+    monkeypatch.setattr(chief_module.HungMembers, "look", lambda self, epoch: False)
 
 
 class TestModel(Model.TestCase):

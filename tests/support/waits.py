@@ -23,7 +23,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "psclient._src.chief.driver.Chief.stop": ("for_others_that_never_came", "for_others_to_leave"),
     # A chief alone. It waits for its workers until PS_TIMEOUT_FIRST, or PS_TIMEOUT_ALONE.
     "psclient._src.chief.driver.Chief._watch": ("for_workers",),
-    "psclient._src.chief.driver.Chief._awaited": ("for_a_shard",),
+    "psclient._src.chief.checkpoints.Checkpoints._awaited": ("for_a_shard",),
     # Whoever starts processes. Scripts may take as long as they like.
     "psclient._src.launch.cluster.Cluster.wait": ("for_a_script_of_a_cluster",),
     "psclient._src.processes.process.await_listening": ("for_a_server_that_listens",),
@@ -49,10 +49,9 @@ BRIEF: dict[str, str] = {
     "psclient._src.transport.session.Session.check": OVER,
     "psclient._src.transport.session.Session._take": OVER,
     "psclient._src.transport.session.Session.close": "for a beat under way, at most Timeouts.call; it speaks itself",
-    "psclient._src.chief.driver.Chief._saved": OVER,
-    "psclient._src.chief.driver.Chief._stalled": OVER,
-    "psclient._src.chief.driver.Chief._announce": "at most Timeouts.call, before it ends",
-    "psclient._src.chief.driver.Chief.discard": "at most --timeout of psctl",
+    "psclient._src.chief.checkpoints.Checkpoints.ended": OVER,
+    "psclient._src.chief.hung_members.HungMembers.look": OVER,
+    "psclient._src.chief.job_log.JobLog.insist": "at most Timeouts.call before a chief ends, --timeout of psctl",
     "psclient._src.data.distributed._Distributed._position": "no join of threads: Group.join, which comes to Group._follow",
     "psclient.metrics.Metric.__call__": "a metric's result, which is no future's",
     "psclient._src.transport.lane.Lane.__init__": "at most CONNECT_SECONDS for a server's welcome, then the next lane is taken",
