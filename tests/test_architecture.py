@@ -201,8 +201,6 @@ def test_the_document_names_every_room():
 TOO_LARGE = {
     "psclient._src.distribute.extended": {"StrategyExtended"},
     "psclient._src.launch.cluster": {"Cluster"},
-    "psclient._src.rounds.backend": {"RemoteBackend"},
-    "psclient._src.rounds.rounds": {"Exchange"},
     "psclient._src.transport.remote_server": {"RemoteServer"},
     "psclient.optimizers.base": {"Optimizer"},
     "psserver.core.core": {"Core"},

@@ -108,7 +108,7 @@ def test_who_comes_back_to_nobody_begins_after_the_last_round():
 
 
 def test_asynchronous_members_come_and_go_at_once():
-    """Who is gone is fenced first; each who is new has an epoch, and begins where its task was."""
+    """Who is gone is fenced first, so that its place is final; each who is new has an epoch, and begins at that."""
     x, y, z = (replace(member, mode="async") for member in (a, b, c))
     state = job(began(x, y))
     assert decide(state, look(at(x), at(y, "lost"), at(z)), BOTH) == [EpochClosed(Epoch(2, (x,)))]
@@ -118,7 +118,10 @@ def test_asynchronous_members_come_and_go_at_once():
     assert decided == [Beginning(3, (x, z), C), Beginning(4, (x, back, z), B)]
     told = (Position(0, 0, 3),)
     statuses = [status(places=(WorkerProgress(B, 8, ()),)), status(1, places=(WorkerProgress(B, 9, told),))]
-    assert [each.closed(statuses).epoch.start for each in decided] == [Start(3, 0), Start(4, 10, told)]
+    closed = [each.closed(statuses) for each in decided]
+    assert [each.epoch.start for each in closed] == [Start(3, 0), Start(4, 10, told)]
+    state.take(closed)
+    assert decide(state, look(at(x), at(z), at(back)), BOTH) == []
 
 
 def test_a_job_ends_when_its_members_have_left():

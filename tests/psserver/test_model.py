@@ -198,7 +198,7 @@ class Worker:
         alone, totals = self.group.alone, self.model.totals
         self.model.take_in()
         before = totals[variable.id]
-        value = int(self.exchange.read(variable, now=True))
+        value = int(self.exchange.reads.read(variable, now=True))
         self.model.take_in()
         if self.model.is_open(self.session.number):
             least = before if alone else totals[variable.id]

@@ -71,7 +71,7 @@ def test_who_came_late_restores_what_the_others_saved(monkeypatch):
         path = checkpoint.save("run/ckpt")
         v.assign(2.0)
         with monkeypatch.context() as patch:
-            patch.setattr(backend, "_saving", None)
+            patch.setattr(backend.checkpoints, "_saving", None)
             patch.setattr(type(backend.group), "late", True)
             patch.setattr(backend.group, "_follow", lambda *args: (go.set(), follow(*args))[1])
             try:
