@@ -201,7 +201,6 @@ def test_the_document_names_every_room():
 
 TOO_LARGE = {
     "psclient._src.distribute.extended": {"StrategyExtended"},
-    "psclient._src.launch.cluster": {"Cluster"},
     "psclient.optimizers.base": {"Optimizer"},
     "psserver.core.core": {"Core"},
     "psserver.core.runner": {"Runner"},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.launch.cluster import Outcome
+from psclient._src.launch.outcome import Outcome
 from psclient._src.launch.script import SERVER_LOST
 from tests.support.inside import DIRECTORY, ME, add_all, gate, say
 from tests.support.jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, Job

@@ -23,7 +23,8 @@ from typing import Any
 import psutil
 
 from psclient._src.config import ServerOptions
-from psclient._src.launch.cluster import Cluster, Outcome
+from psclient._src.launch.cluster import Cluster
+from psclient._src.launch.outcome import Outcome
 from psclient._src.processes.output import Line
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
