@@ -37,7 +37,7 @@ ONLY_IN = {
     "google": {
         "psserver.transport.grpc_service",
         "psclient._src.transport.remote_server",
-        "pswire.encoding.values",
+        "pswire.encoding.mapper",
         "pswire.encoding.verbs",
     },
     "cryptography": {"pswire.security.certificates", "psclient.psctl.certificate_authority"},
@@ -200,19 +200,29 @@ def test_the_document_names_every_room():
 
 
 TOO_LARGE = {
-    "psclient._src.distribute.extended": {"StrategyExtended"},
-    "psclient.optimizers.base": {"Optimizer"},
     "psserver.core.core": {"Core"},
-    "psserver.core.runner": {"Runner"},
     "psserver.state.rounds": {"Rounds"},
-    "psserver.state.sessions": {"Membership"},
     "psserver.transport.lane_connection": {"Connection"},
 }
 """Classes of more than 300 lines that are still to be taken apart. None may come to these."""
 
 
+def length(node: ast.stmt) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+def lines_of(node: ast.ClassDef) -> int:
+    """The lines of a class without its docstrings, which are its users' documents."""
+    documents = [
+        n.body[0]
+        for n in ast.walk(node)
+        if isinstance(n, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(n) is not None
+    ]
+    return length(node) - sum(map(length, documents))
+
+
 def test_a_room_can_be_held_in_the_head():
-    """Under twenty names in a folder, at most 620 lines in a file, and 300 in a class."""
+    """Under twenty names in a folder, at most 620 lines in a file, and 300 of code in a class."""
     crowded: list[str] = []
     long: list[str] = []
     large: dict[str, set[str]] = {}
@@ -220,7 +230,7 @@ def test_a_room_can_be_held_in_the_head():
         lines = path.read_text(encoding="utf-8").count("\n")
         long += [module] if lines > 620 else []
         for node in ast.walk(tree_of(module)):
-            if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 300:
+            if isinstance(node, ast.ClassDef) and lines_of(node) > 300:
                 large.setdefault(module, set()).add(node.name)
         if path.name == "__init__.py":
             shown = [p for p in path.parent.iterdir() if not p.name.startswith("__") and p.suffix in ("", ".py")]
@@ -250,11 +260,7 @@ def silent_names(module: str) -> list[str]:
     tree = tree_of(module)
     silent = [module] if tree.body and not ast.get_docstring(tree) else []
     for node in public(tree):
-        # The codec's pairs say the same sixty times; its module says what they do.
-        pair = module in ("pswire.encoding.values", "pswire.encoding.messages") and node.name.endswith(
-            ("_to_pb", "_from_pb")
-        )
-        silent += [] if pair or ast.get_docstring(node) else [node.name]
+        silent += [] if ast.get_docstring(node) else [node.name]
         if isinstance(node, ast.ClassDef) and not node.bases and not is_implementation(module, node):
             silent += [f"{node.name}.{m.name}" for m in public(node) if not ast.get_docstring(m)]
     return silent

@@ -17,7 +17,7 @@ from psserver.config import ServerConfig
 from psserver.execution import calls
 from psserver.transport.server import ServerThread
 from pswire.api import Contribution
-from pswire.encoding import messages as replies
+from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS, parse, refused
 from pswire.errors import Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import PART_BYTES, Timeouts
@@ -130,7 +130,7 @@ class Cluster:
     def frames(self, number: float) -> list[Frame]:
         """The other member's push, as it travels."""
         sent = self.payload(number)
-        header = replies.contribution_to_pb(self.said(self.other), sent.size).SerializeToString()
+        header = messages.contribution_to_pb(self.said(self.other), sent.size).SerializeToString()
         found = list(frames(header, sent.parts()))
         assert len(found) == 3
         return found

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.config import ServerOptions
+from pswire.server_options import ServerOptions
 from tests.support.inside import ME, add_all, gate, say
 from tests.support.jobs import CHIEF, W0, W1, Job
 

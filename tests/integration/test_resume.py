@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.config import ServerOptions
+from pswire.server_options import ServerOptions
 from tests.support.inside import DIRECTORY, ME, add, gate, say
 from tests.support.jobs import PS0, QUICK, W0, W1, Job
 

@@ -16,7 +16,7 @@ from psserver.plans import memory
 from psserver.state import rounds, sessions
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
-from pswire.encoding import values
+from pswire.encoding import messages
 from pswire.encoding.verbs import MAX_DETAILS_BYTES, refusal, refusal_to_pb
 from pswire.errors import ConfigError, Forbidden, InvalidRequest, NoCheckpoint, PSError
 from pswire.limits import MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_VARIABLES
@@ -139,7 +139,7 @@ def test_a_shape_of_many_dimensions_is_not_multiplied() -> None:
     """Half a million factors would take hours: their number alone refuses them."""
     message = pb.TensorSpec(dtype="float32", shape=[(1 << 63) - 1] * 400_000)
     with within(1.0), pytest.raises(InvalidRequest, match="400000 dimensions"):
-        values.tensor_from_pb(message)
+        messages.TENSOR.from_pb(message)
 
 
 SUM = pb.Reduction(op=pb.Reduction.SUM, tensor=pb.TensorSpec(dtype="float32", shape=[4]), servers=[0])
@@ -160,7 +160,7 @@ def test_a_plan_of_empty_parts_is_not_read(case: str) -> None:
     """Its bytes are few, and its parts are many: they are counted before anything is made of them."""
     message = EMPTY[case]()
     with within(2.0), pytest.raises(InvalidRequest, match=f"at most ({MAX_PLAN_NODES}|{MAX_PLAN_ITEMS}) "):
-        values.plan_from_pb(message)
+        messages.PLAN.from_pb(message)
 
 
 def test_a_server_is_named_once(two: Two) -> None:

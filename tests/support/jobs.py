@@ -22,13 +22,13 @@ from typing import Any
 
 import psutil
 
-from psclient._src.config import ServerOptions
 from psclient._src.launch.cluster import Cluster
 from psclient._src.launch.outcome import Outcome
 from psclient._src.processes.output import Line
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
 from pswire.limits import Timeouts
+from pswire.server_options import ServerOptions
 
 SECONDS = 180.0
 """How long a test waits for anything: far longer than it takes where twenty processes share two cores."""

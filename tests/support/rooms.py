@@ -40,7 +40,7 @@ ROOMS = {
         _room("pswire.api", 3, "pswire wire.model wire.transport"),
         _room("pswire.checkpoint", 4, "pswire wire.model wire.api"),
         _room("pswire.encoding", 4, "pswire wire.model wire.transport wire.api"),
-        _room("psserver", 5, "pswire wire.model wire.security wire.checkpoint"),
+        _room("psserver", 5, "pswire wire.model wire.security"),
         _room("psserver.programs", 6, "pswire wire.model psserver"),
         _room(
             "psserver.transport",
@@ -69,12 +69,12 @@ ROOMS = {
         _room(
             "psserver.cli",
             12,
-            "pswire wire.model wire.telemetry wire.checkpoint psserver psserver.transport psserver.core "
+            "pswire wire.model wire.security wire.telemetry wire.checkpoint psserver psserver.transport psserver.core "
             "psserver.telemetry",
         ),
         _room("psserver.__main__", 13, "psserver.cli"),
         _room("psclient.ops", 2, "wire.model"),
-        _room("psclient._src", 5, "pswire wire.model wire.security wire.telemetry wire.transport wire.checkpoint"),
+        _room("psclient._src", 5, "pswire wire.model wire.security wire.telemetry wire.transport"),
         _room("src.cluster_resolver", 6, "pswire psclient._src"),
         _room("src.data", 6, "wire.model psclient._src"),
         _room("src.processes", 6, "pswire wire.security wire.telemetry psclient._src"),
@@ -121,7 +121,7 @@ ROOMS = {
         _room(
             "src.launch",
             10,
-            "pswire wire.model wire.security wire.telemetry wire.transport psclient._src src.processes "
+            "pswire wire.model wire.security wire.telemetry psclient._src src.processes "
             "src.transport src.chief src.telemetry",
         ),
         _room(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.config import ServerOptions
 from pswire.cluster import Task
+from pswire.server_options import ServerOptions
 from tests.support.inside import gate, say
 from tests.support.jobs import W0, W1, W2, Job
 
