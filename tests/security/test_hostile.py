@@ -69,7 +69,7 @@ class Attacked:
         asks = VERBS[verb].streams[0]
         call = stub if streams(verb) else stub.future
         try:
-            reply = call(iter([message]) if asks else message, metadata=self.server._metadata, timeout=SECONDS)
+            reply = call(iter([message]) if asks else message, metadata=self.server._calls._metadata, timeout=SECONDS)
             list(reply) if streams(verb) else reply.result()
         except grpc.RpcError as error:
             trailing: Any = dict(error.trailing_metadata() or ())  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ def test_whatever_follows_a_session(attacked: Attacked, verb: str, rest: bytes) 
     message = SESSIONS[verb](session=attacked.session).SerializeToString() + rest
     if VERBS[verb].waits:
         stub: Any = attacked.server._calls._stubs[verb]
-        stub(message, metadata=attacked.server._metadata, timeout=1).cancel()
+        stub(message, metadata=attacked.server._calls._metadata, timeout=1).cancel()
     else:
         assert attacked.say(verb, message) in KNOWN
     attacked.server.status()
