@@ -1,7 +1,7 @@
 """The mapper: turns frozen values into protobuf messages and back, by the names and types of their fields.
 
 A `Mapper` reads the type hints of a class and the descriptor of its message once, and makes two functions of them. What
-travels in every round is written by hand, beside the table: it costs half as much. These types are known:
+travels in every round is written by hand, beside the table, which costs it less. These types are known:
 
 | field of the value | field of the message |
 |---|---|

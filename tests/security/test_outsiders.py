@@ -14,6 +14,7 @@ import pytest
 from psserver.core import waiting
 from psserver.plans import memory
 from psserver.state import rounds, sessions
+from pstesting.clock import Clock
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
 from pswire.encoding import messages
@@ -26,7 +27,7 @@ from pswire.model.program import Input, Program
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, Worker, checkpoint, core, sum_into
+from tests.support.rig import SOON, WORKERS, Job, Servers, Worker, checkpoint, core, sum_into
 
 FOUR = TensorSpec("float32", (4,))
 STRANGER = Task("worker", 7)
