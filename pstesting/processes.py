@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from psclient._src.launch.cluster import Cluster, Outcome
+from psclient._src.launch.cluster import Cluster
+from psclient._src.launch.outcome import Outcome
 from psclient._src.processes.output import Line
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task

@@ -119,8 +119,10 @@ def test_each_run_that_returned_has_counted(tmp_path, devices):
 
 def look(million, enough):
     """Each step computes in a run, and makes its section outside of it."""
+    import logging
+
     told = []
-    ps.parameter_server.log.addFilter(lambda record: told.append(record.getMessage()) or True)
+    logging.getLogger("psclient").addFilter(lambda record: told.append(record.getMessage()) or True)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros((), "int64"), name="v")

@@ -199,7 +199,7 @@ class Worker:
         alone, totals = self.group.alone, self.model.totals
         self.model.take_in()
         before = totals[variable.id]
-        value = int(self.exchange.read(variable, now=True))
+        value = int(self.exchange.reads.read(variable, now=True))
         self.model.take_in()
         if self.model.is_open(self.session.number):
             least = before if alone else totals[variable.id]
@@ -235,7 +235,7 @@ class Worker:
 
 
 class Stepping(Chief):
-    """A chief that stands still where it waits; it looks for no hung member, as the model has none."""
+    """A chief that stands still where it waits."""
 
     pause: Callable[[], None] = staticmethod(lambda: None)
 
@@ -243,9 +243,6 @@ class Stepping(Chief):
         session = Stepped(self._task, self._servers, 0, True, TIMEOUTS)
         session.pause = lambda: self.pause()
         return session
-
-    def _stalled(self) -> bool:
-        return False
 
 
 class Driver:
@@ -770,8 +767,9 @@ class Alone(Model):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chief looks, and does not wait for something to see."""
+    """A chief looks, and does not wait for something to see; for no hung member, as the model has none."""
     monkeypatch.setattr(chief_module, "PAUSE", 0.0)
+    monkeypatch.setattr(chief_module.HungMembers, "look", lambda self, epoch: False)
 
 
 class TestModel(Model.TestCase):

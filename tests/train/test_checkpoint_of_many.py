@@ -209,7 +209,7 @@ def raises_between(late):
     chosen = []
     for _ in range(1 + ME):
         try:
-            checkpoint.strategy.backend.restore("run", choose, False)
+            checkpoint.strategy.backend.checkpoints.restore("run", choose, False)
         except (RuntimeError, ps.errors.Diverged) as error:
             say("told", str(error))
 
