@@ -20,7 +20,7 @@ from psserver.execution import executor
 from psserver.execution.executor import Outcome
 from psserver.execution.nonfinite import Found, NonfiniteVariables
 from psserver.execution.stream import Stream
-from psserver.plans.prepared import ReadyRound
+from psserver.plans.round import ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.counters import Counters
 from psserver.state.rounds import Record, Rounds, Waiter
@@ -66,7 +66,6 @@ class Runner:
     """The round that runs. Its methods are called under the core's lock.
 
     Args:
-        server: the number of this server.
         lock: the core's.
         store, rounds, snapshots, restores: what a round reads and changes.
         kernels: run its programs.
@@ -80,7 +79,6 @@ class Runner:
 
     def __init__(
         self,
-        server: int,
         lock: threading.Lock,
         store: Store,
         rounds: Rounds,
@@ -91,7 +89,6 @@ class Runner:
         progress: Callable[[], list[Answer]],
         tally: Counters,
     ) -> None:
-        self._server = server
         self._lock = lock
         self._store = store
         self._rounds = rounds
@@ -145,7 +142,7 @@ class Runner:
 
     def _holds(self, job: ReadyRound) -> bool:
         """Whether a round has to wait: the old values that it would leave to a checkpoint are more than may be."""
-        held = job if self._snapshots.blocks(job.plan.writes(self._server)) else None
+        held = job if self._snapshots.blocks(job.prepared.writes) else None
         if held and not self._held:
             log.info("round %d waits until more of a checkpoint is written (--snapshot-limit)", job.round)
         self._held = held
@@ -174,7 +171,7 @@ class Runner:
         with self._lock:
             if life != self._life:
                 return  # everyone who waited was told when the job was started anew
-            written = job.plan.writes(self._server)
+            written = job.prepared.writes
             self._store.lend(written)
             alone = self._store.alone(written)
             values = self._store.values()
@@ -183,7 +180,7 @@ class Runner:
         outcome = Outcome({}, (), {})
         restored: dict[int, Array] = {}
         try:
-            outcome = executor.run(job, self._server, self._kernels, values, alone)
+            outcome = executor.run(job, self._kernels, values, alone)
             restored = self._restores.values(job)
         except PSError as caught:
             error = caught
@@ -272,13 +269,13 @@ class Runner:
     # ---- Bit by bit ----
 
     def _begin(self, job: ReadyRound, life: int) -> None:
-        stream = Stream(job, self._server, self._kernels)
+        stream = Stream(job, self._kernels)
         with self._lock:
             if life != self._life:
                 return
             self._stream = stream
             # Nobody reads half a round.
-            self._store.lend(job.plan.writes(self._server))
+            self._store.lend(job.prepared.writes)
             answers = [self._tell(stream, *waiter) for waiter in self._rounds.waiters(job)]
             answers += self._drop(stream)
         do(answers)
@@ -291,10 +288,10 @@ class Runner:
             return lambda: None
         delivery = self._deliveries.get(said.want)
         if delivery is None:
-            given = stream.job.plan.given(self._server)
+            given = stream.job.prepared.given
             specs = [*(variables[id].spec.tensor for id in said.want), *(spec for _, spec in given)]
             delivery = self._deliveries[said.want] = Delivery(said.want, [ref for ref, _ in given], specs)
-            others = set(said.want).difference(stream.job.plan.writes(self._server))
+            others = set(said.want).difference(stream.job.prepared.writes)
             values = {id: self._store.value(id) for id in others}
             return lambda: self._open(delivery, values, begun)
         payload = delivery.payload

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from psserver.devices import owned
-from psserver.execution.batches import Batch, Ready, batches
-from psserver.execution.calls import MAX_PARTS, Call, Parts
+from psserver.execution.calls import Call, Parts, Ready
 from psserver.execution.nonfinite import Found, finite_flag, is_finite, may_be_nonfinite
 from psserver.execution.reducer import reduce
 from psserver.execution.senders import Sender
-from psserver.plans.prepared import Application, ReadyRound, outline
+from psserver.plans.batches import MAX_PARTS, Batch
+from psserver.plans.outline import Application
+from psserver.plans.round import ReadyRound
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Sum
 from psserver.programs.kernels.kernels import Kernels
 from pswire.cluster import Task
@@ -48,14 +49,11 @@ class Outcome:
     found: Found = field(default_factory=Found)
 
 
-def run(
-    job: ReadyRound, server: int, kernels: Kernels, values: Mapping[int, Array], lent: Set[int] = frozenset()
-) -> Outcome:
+def run(job: ReadyRound, kernels: Kernels, values: Mapping[int, Array], lent: Set[int] = frozenset()) -> Outcome:
     """Runs a round whose contributions are all there. Nothing is applied, and zeros are returned, if all only observe.
 
     Args:
         job: the plan and the contributions.
-        server: the number of this server.
         kernels: of the device where the variables live and the programs run.
         values: the variables' arrays, by number.
         lent: variables whose arrays may be written into, since nobody else holds them.
@@ -65,25 +63,25 @@ def run(
     """
     if not job.contributors:
         # All were started again while the last round of those before them was still to be completed.
-        returned = (np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in job.plan.given(server))
+        returned = (np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in job.prepared.given)
         return Outcome({}, tuple(returned), {})
-    with told(job, server), kernels.device.scope():
-        return Values(job, server, kernels).outcome(values, lent)
+    with told(job), kernels.device.scope():
+        return Values(job, kernels).outcome(values, lent)
 
 
 @contextmanager
-def told(job: ReadyRound, server: int) -> Iterator[None]:
+def told(job: ReadyRound) -> Iterator[None]:
     """Whatever goes wrong becomes a `PSError`: everyone in the round is waiting for an answer, and gets the same."""
+    task = str(Task("ps", job.prepared.server))
     try:
         yield
     except PSError as error:
-        raise type(error)(_failed(job, error.message), error.task or str(Task("ps", server))) from error
+        raise type(error)(_failed(job, error.message), error.task or task) from error
     except MemoryError as error:
-        words = _failed(job, f"the server ran out of memory: {error}")
-        raise MemoryLimit(words, str(Task("ps", server))) from error
+        raise MemoryLimit(_failed(job, f"the server ran out of memory: {error}"), task) from error
     except Exception as error:  # what the verifier cannot know, a device's errors included
         log.exception("round %d failed", job.round)
-        raise ProgramError(_failed(job, str(error)), str(Task("ps", server))) from error
+        raise ProgramError(_failed(job, str(error)), task) from error
 
 
 def _failed(job: ReadyRound, why: str) -> str:
@@ -95,7 +93,6 @@ class Values:
 
     Args:
         job: the plan and the contributions.
-        server: the number of this server.
         kernels: of the device where the variables live and the programs run.
 
     Attributes:
@@ -106,16 +103,16 @@ class Values:
         found: values that are NaN or infinite.
     """
 
-    def __init__(self, job: ReadyRound, server: int, kernels: Kernels) -> None:
-        self.job, self.server, self.kernels, self.device = job, server, kernels, kernels.device
+    def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
+        self.job, self.kernels, self.device = job, kernels, kernels.device
         self.plan: Plan = job.plan
         self.known: dict[Ref, Any] = {}
         self.reduced: dict[int, Any] = {}
-        self.outline = outline(job.plan, server)
+        self.outline = job.prepared.outline
         self.uses, self.readers = self.outline.uses.copy(), self.outline.readers.copy()
         self.values: Mapping[int, Array] = {}
         self.assigned: dict[int, Array] = {}
-        self.senders = [Sender(part, self.plan, server) for part in job.contributors]
+        self.senders = [Sender(part, job.prepared) for part in job.contributors]
         self._contributed: dict[int, list[tuple[float, list[Array]]]] = {}
         self.batches: Mapping[int, Batch] = {}
         self.found = Found()
@@ -160,7 +157,7 @@ class Values:
             own: variables whose arrays nobody else holds.
         """
         batch = self.batches[number]
-        ready = batch.ready(number - batch.first, stop - batch.first, self.senders)
+        ready = Ready.of(batch, number - batch.first, stop - batch.first, self.senders)
         if ready is None or not own >= set(ready.assigned):
             return None
         for each in ready.numbers:
@@ -315,11 +312,11 @@ class Values:
         It may wait for a kernel.
         """
         self._receive_operands()
-        self.batches = batches(self.plan, self.server, self.outline, self.kernels, len(self.senders))
+        self.batches = self.job.prepared.batches(self.kernels, len(self.senders))
 
     def _receive_operands(self) -> None:
         for index, operand in enumerate(self.plan.operands):
-            if self.server in operand.servers:
+            if self.job.prepared.server in operand.servers:
                 sent_by = [sender.take(Ref("operand", index), operand.tensor) for sender in self.senders]
                 self._check_equal(index, sent_by)
                 self.known[Ref("operand", index)] = self.device.put(join(sent_by[0], operand.tensor))

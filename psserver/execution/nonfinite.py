@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from psserver.plans.prepared import Application, ReadyRound, outline
+from psserver.plans.outline import Application
+from psserver.plans.round import ReadyRound
 from psserver.state.variables import Store
 from pswire.cluster import Task
 from pswire.model.tensor import DTYPES, Array
@@ -117,14 +118,14 @@ class NonfiniteVariables:
             What is to be told of those that nobody was told of yet, in words; it is in the server's log by now.
         """
         if self.ids:
-            self.ids.difference_update(set(job.plan.writes(self._store.server)) - found.variables.keys())
+            self.ids.difference_update(set(job.prepared.writes) - found.variables.keys())
         if not found.variables:
             return ()  # Also of contributions that the update kept out, as one with a loss scale does.
         tasks: dict[int, set[Task]] = {}
         for reduction, task in found.contributions:
             tasks.setdefault(reduction, set()).add(task)
         lines = []
-        for application in outline(job.plan, self._store.server).applications:
+        for application in job.prepared.outline.applications:
             senders = set[Task]().union(*(tasks.get(reduction, ()) for reduction in application.needs))
             line = self._line(application, sorted(senders), found)
             lines += [f"round {job.round}: {line}"] if line else []

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from psserver.plans.prepared import MemberShare, Numbers, places
+from psserver.plans.layout import Numbers
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import MemberShare
 from psserver.programs.kernels.launch import address_of
-from pswire.model.plan import Plan, Ref
+from pswire.model.plan import Ref
 from pswire.model.tensor import Array, TensorSpec, align
 
 
@@ -19,17 +21,16 @@ class Sender:
     Args:
         part: its share of the round.
         plan: what the round does.
-        server: the number of this server.
 
     Attributes:
         gone: whether it is lost; what it has not sent whole counts for nothing.
     """
 
-    def __init__(self, part: MemberShare, plan: Plan, server: int) -> None:
+    def __init__(self, part: MemberShare, plan: PreparedPlan) -> None:
         self.part = part
         self.task = part.member.task
         self.gone = False
-        self.places = places(plan, server, part.said)
+        self.places = plan.layout(part.said)
         self._left = deque((ref.index, end) for ref, (_, end) in self.places.of.items() if ref.kind == "reduction")
 
     @property

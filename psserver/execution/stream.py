@@ -12,7 +12,8 @@ from psserver.execution.calls import Call
 from psserver.execution.executor import Values, told
 from psserver.execution.nonfinite import Found
 from psserver.execution.senders import Sender
-from psserver.plans.prepared import Application, ReadyRound, needs
+from psserver.plans.outline import Application, needs
+from psserver.plans.round import ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from pswire.cluster import Task
 from pswire.errors import ProgramError
@@ -31,13 +32,12 @@ class Stream:
 
     Args:
         job: the plan and the contributions; those of its first members are there up to their operands, or will be.
-        server: the number of this server.
         kernels: of the device where the variables live and the programs run.
     """
 
-    def __init__(self, job: ReadyRound, server: int, kernels: Kernels) -> None:
+    def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
         self.job = job
-        self._run = Values(job, server, kernels)
+        self._run = Values(job, kernels)
         self._senders = self._run.senders
         outline = self._run.outline
         self._steps = deque(enumerate(outline.steps))
@@ -134,7 +134,7 @@ class Stream:
             returned values, on the host.
         """
         run = self._run
-        with told(self.job, run.server), run.device.scope():
+        with told(self.job), run.device.scope():
             if not self._begun:
                 run.senders = [sender for sender in run.senders if not sender.gone or sender.has_operands]
                 self._check_contributed(bool(run.senders))

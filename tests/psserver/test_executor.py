@@ -7,7 +7,8 @@ import pytest
 
 from psserver.devices import Device
 from psserver.execution import executor
-from psserver.plans.prepared import MemberShare, ReadyRound
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
@@ -34,8 +35,8 @@ def part(place, plan, values=(), operands=(), weights=None, want=(), server=0):
 
 
 def run(plan, parts, values, server=0):
-    job = ReadyRound(4, plan, tuple(parts), (), lambda: "the section")
-    return executor.run(job, server, KERNELS, values)
+    job = ReadyRound(4, PreparedPlan(plan, server), tuple(parts), (), lambda: "the section")
+    return executor.run(job, KERNELS, values)
 
 
 def test_a_round_reduces_applies_and_gives():

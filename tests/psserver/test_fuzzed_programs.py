@@ -159,7 +159,7 @@ def test_steps_take_no_more_memory_than_the_whole(program):
     for _ in range(2):  # the second time nothing is remembered anew
         tracemalloc.start()
         try:
-            executor.run(job, 0, kernels, variables)
+            executor.run(job, kernels, variables)
         except PSError:
             pass
         finally:

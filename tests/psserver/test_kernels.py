@@ -61,9 +61,9 @@ def kernels():
 
 def run_twice(kernels, job, values):
     """The outcome while there is no kernel, and when there is one."""
-    first = executor.run(job, 0, kernels, values)
+    first = executor.run(job, kernels, values)
     kernels.compiler.wait()
-    return first, executor.run(job, 0, kernels, values)
+    return first, executor.run(job, kernels, values)
 
 
 # ---- The same bits ----
@@ -134,12 +134,12 @@ def test_random_programs_give_the_same_interpreted_and_compiled(program, seed, d
     kernels = Kernels(Device(), patience=1, smallest=0)
     try:
         try:
-            first = executor.run(job, 0, kernels, variables)
+            first = executor.run(job, kernels, variables)
         except ProgramError:
             assume(False)
         kernels.compiler.wait()
-        second = executor.run(job, 0, kernels, {id: a.copy() for id, a in variables.items()}, frozenset(variables))
-        third = executor.run(job, 0, kernels, variables)
+        second = executor.run(job, kernels, {id: a.copy() for id, a in variables.items()}, frozenset(variables))
+        third = executor.run(job, kernels, variables)
     finally:
         kernels.close()
     for found in (second, third):

@@ -58,11 +58,11 @@ def test_what_is_only_looked_at_takes_no_memory(compiled):
     program, operands = traced(fn, [SPEC], [])
     kernels, value = Kernels(Device(), patience=1 if compiled else 10**9), np.ones(SPEC.shape, "float32")
     job = job_of(plan_of(program), [[]], operands)
-    executor.run(job, 0, kernels, {0: value})
+    executor.run(job, kernels, {0: value})
     kernels.compiler.wait()
     tracemalloc.start()
     try:
-        (found,) = executor.run(job, 0, kernels, {0: value}).given
+        (found,) = executor.run(job, kernels, {0: value}).given
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

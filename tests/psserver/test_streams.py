@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 from psserver.devices import Device
 from psserver.execution import executor
 from psserver.execution.stream import Stream
-from psserver.plans.prepared import MemberShare
-from psserver.plans.prepared import ReadyRound as Round
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import MemberShare
+from psserver.plans.round import ReadyRound as Round
 from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
 from pswire.api import Contribution
@@ -717,7 +718,7 @@ def rounds(draw):
         packed = EMPTY if observes else payload(plan, 0, values, weights, [operand])
         parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, packed))
     variables = {n: rng.normal(size=SIZE).astype(spec.dtype) for n in range(4)}
-    return Round(4, plan, tuple(parts), (), lambda: "the section"), variables
+    return Round(4, PreparedPlan(plan, 0), tuple(parts), (), lambda: "the section"), variables
 
 
 def growing(part):
@@ -732,9 +733,9 @@ KERNELS = Kernels(Device())
 def test_a_stream_makes_what_is_made_at_once(round, data):
     """To the last bit: variables, slots, returned values and what is wanted, in whatever order contributions come."""
     job, values = round
-    expected = executor.run(job, 0, KERNELS, dict(values))
+    expected = executor.run(job, KERNELS, dict(values))
     parts, rest = zip(*(growing(part) for part in job.parts), strict=True)
-    stream = Stream(replace(job, parts=parts), 0, KERNELS)
+    stream = Stream(replace(job, parts=parts), KERNELS)
     ready, told = {}, []
     while not stream.done:
         if stream.awaits(lambda: told.append(1)):

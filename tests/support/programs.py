@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from psclient._src.tracing.recorder import Recording, trace
-from psserver.plans.prepared import MemberShare, ReadyRound
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs import interpreter
 from pswire.api import Contribution
 from pswire.errors import ProgramError
@@ -87,7 +88,7 @@ def job_of(
         chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in packed.parts(part_bytes)]
         said = Contribution(place + 1, 1, 4, plan.id, tuple(float(place + 1) for _ in arrays))
         parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, packed.size)))
-    return ReadyRound(4, plan, tuple(parts), (), lambda: "the section")
+    return ReadyRound(4, PreparedPlan(plan, 0), tuple(parts), (), lambda: "the section")
 
 
 def _reduced(draw: Any, spec: TensorSpec, shape: tuple[int, ...]) -> dict[str, Attr]:

@@ -1,0 +1,122 @@
+"""What a round of a plan does on a server, step by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pswire.model.plan import Apply, Plan, Ref
+from pswire.model.program import Program
+from pswire.model.tensor import DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Application:
+    """One application of a program, as a server makes it in each round.
+
+    Attributes:
+        apply: which.
+        program: what it applies.
+        first: the number of its first result.
+        distinct: whether no two of its inputs are one value.
+        variables: the variables among its inputs: number, dtype and shape.
+        reduced: its inputs that are reductions.
+        needs: the numbers of these reductions.
+        assigned: the numbers of the variables that it assigns.
+        alone: those of these inputs that nobody else in the plan needs, each with the reduction's number.
+        read: its inputs that are results of others.
+        made: its results.
+    """
+
+    apply: Apply
+    program: Program
+    first: int
+    distinct: bool
+    variables: tuple[tuple[int, np.dtype[Any], tuple[int, ...]], ...]
+    reduced: tuple[int, ...]
+    needs: tuple[int, ...]
+    assigned: tuple[int, ...]
+    alone: tuple[tuple[int, int], ...]
+    read: tuple[Ref, ...]
+    made: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What a round of a plan does on a server.
+
+    Attributes:
+        applications: in order.
+        given: returned values.
+        uses: how often each reduction is needed.
+        readers: how often each result is.
+        last: of each variable that is assigned the number of the application that assigns it last.
+        watched: reductions that reach a variable.
+    """
+
+    applications: tuple[Application, ...]
+    given: tuple[Ref, ...]
+    uses: Counter[int]
+    readers: Counter[Ref]
+    last: Mapping[int, int]
+    watched: frozenset[int]
+
+    @property
+    def steps(self) -> tuple[Application | Ref, ...]:
+        """What a round that runs bit by bit does, in order."""
+        return self.applications + self.given
+
+
+def outline(plan: Plan, server: int) -> Outline:
+    """Finds what a round of a verified plan does on a server."""
+    given = tuple(ref for ref, _ in plan.given(server))
+    here = [(apply, first) for apply, first in _numbered(plan) if server in apply.servers]
+    used = [ref for apply, _ in here for ref in apply.args] + list(given)
+    uses = Counter(ref.index for ref in used if ref.kind == "reduction")
+    readers = Counter(ref for ref in used if ref.kind == "result")
+    applications = tuple(_application(plan, *item, uses) for item in here)
+    last = {id: number for number, application in enumerate(applications) for id in application.assigned}
+    watched = frozenset(index for application in applications for index in application.needs)
+    return Outline(applications, given, uses, readers, last, watched)
+
+
+def _numbered(plan: Plan) -> Iterator[tuple[Apply, int]]:
+    """The applications of a plan, each with the number of its first result."""
+    results = 0
+    for apply in plan.applies:
+        yield apply, results
+        results += len(plan.programs[apply.program].outputs)
+
+
+def _application(plan: Plan, apply: Apply, first: int, uses: Mapping[int, int]) -> Application:
+    program, args = plan.programs[apply.program], apply.args
+    specs = [item.spec for item in program.inputs]
+    reduced = tuple(i for i, ref in enumerate(args) if ref.kind == "reduction")
+    return Application(
+        apply,
+        program,
+        first,
+        len(set(args)) == len(args),
+        tuple(
+            (ref.index, DTYPES[spec.dtype], spec.shape)
+            for ref, spec in zip(args, specs, strict=True)
+            if ref.kind == "variable"
+        ),
+        reduced,
+        tuple(args[i].index for i in reduced),
+        tuple(args[target].index for target, _ in program.assigns),
+        tuple((i, n) for i in reduced for n in [args[i].index] if uses[n] == 1 and plan.reductions[n].op != "first"),
+        tuple(ref for ref in args if ref.kind == "result"),
+        tuple(Ref("result", first + number) for number in range(len(program.outputs))),
+    )
+
+
+def needs(step: Application | Ref) -> Sequence[int]:
+    """The numbers of the reductions that a step of a round needs."""
+    if isinstance(step, Application):
+        return step.needs
+    return (step.index,) if step.kind == "reduction" else ()
