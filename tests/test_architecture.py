@@ -207,7 +207,6 @@ TOO_LARGE = {
     "psclient._src.transport.remote_server": {"RemoteServer"},
     "psclient.optimizers.base": {"Optimizer"},
     "psserver.core.core": {"Core"},
-    "psserver.core.runner": {"Runner"},
     "psserver.state.rounds": {"Rounds"},
     "psserver.state.sessions": {"Membership"},
     "psserver.transport.lane_connection": {"Connection"},

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from psserver.execution.senders import Sender
+from psserver.execution.contributions import Parts, Sender
 from psserver.plans.batches import Batch
 from psserver.plans.outline import Application
-from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role, Sum
+from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role
 from psserver.programs.kernels.kernels import Kernel, Kernels, Stage
 from psserver.programs.kernels.launch import Copy, Crew, Pieces, address_of
 from pswire.model.plan import Ref
@@ -25,21 +24,6 @@ from pswire.model.tensor import DTYPES, Array, TensorSpec
 
 Room = dict[tuple[Role, int], Array]
 """New arrays that a stage writes: of assigned inputs, by input, and of outputs."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The contributions to a reduction that nothing but one kernel reads.
-
-    Attributes:
-        combined: how they become one value.
-        pieces: of each contribution.
-        total: the sum of the weights.
-    """
-
-    combined: Sum
-    pieces: Sequence[Pieces]
-    total: float
 
 
 class Call:
@@ -82,17 +66,17 @@ class Call:
         """The variable that is an input of a stage."""
         return self._args[stage.step.args[index]].index
 
-    def reserve(self, safe: Sequence[bool], own: Set[int], fresh: Set[int]) -> None:
+    def reserve(self, safe: int, own: Set[int], fresh: Set[int]) -> None:
         """Decides where kernels write, and makes the arrays for it; on a GPU kernels make their own.
 
         Args:
-            safe: for each stage whether nothing after it may fail.
+            safe: the first stage from which on nothing may fail.
             own: variables whose arrays nobody else holds.
             fresh: variables whose values are new ones of this round.
         """
-        for at, (stage, secure) in enumerate(zip(self.stages, safe, strict=True)):
+        for at, stage in enumerate(self.stages):
             if stage.kernel is not None and self._kernels.device.gpu is None:
-                mine = own | fresh if secure else fresh
+                mine = own | fresh if at >= safe else fresh
                 self._in_place[at] = frozenset(
                     t for t in stage.targets - stage.step.kept if self.target(stage, t) in mine
                 )

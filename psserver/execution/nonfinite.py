@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from psserver.devices import Device
+from psserver.execution.contributions import Contributions
 from psserver.plans.outline import Application
 from psserver.plans.round import ReadyRound
 from psserver.state.variables import Store
 from pswire.cluster import Task
+from pswire.model.plan import Ref
 from pswire.model.tensor import DTYPES, Array
 
 log = logging.getLogger("psserver")
@@ -87,6 +90,68 @@ class Found:
 
     contributions: list[tuple[int, Task]] = field(default_factory=list)
     variables: dict[int, bool] = field(default_factory=dict)
+
+
+class Judge:
+    """Looks for such values in one round. Used by one thread at a time.
+
+    Args:
+        device: where the values are.
+        contributions: what they are made of.
+
+    Attributes:
+        found: what there is, of all that was looked at; on a GPU only once that is settled.
+    """
+
+    def __init__(self, device: Device, contributions: Contributions) -> None:
+        self._device = device
+        self._contributions = contributions
+        self._flags: list[tuple[Ref, Any, Any, Any]] = []
+        self.found = Found()
+
+    def forget(self, ids: Iterable[int]) -> None:
+        """Variables have other values now."""
+        if self.found.variables:
+            for id in ids:
+                self.found.variables.pop(id, None)
+
+    def look(self, ref: Ref, value: Any, old: Any = None) -> None:
+        """Looks at a reduction's value, or at a variable's new one; where that is in a new array, `old` is the last."""
+        if not may_be_nonfinite(value.dtype):
+            return
+        if self._device.gpu is None:
+            self._take_in(ref, value, old, is_finite(value))
+        else:
+            held = value if ref.kind == "variable" else None  # A reduction's memory serves the next one.
+            self._flags.append((ref, held, old, finite_flag(value, self._device.xp)))
+
+    def settle(self) -> None:
+        """Takes in what a GPU knows by now of the values that it has made; waits for it."""
+        if not self._flags:
+            return
+        flags, self._flags = self._flags, []
+        finite = self._device.get(self._device.xp.stack([flag for *_, flag in flags]))
+        for (ref, value, old, _), is_so in zip(flags, finite, strict=True):
+            self._take_in(ref, value, old, bool(is_so))
+
+    def _take_in(self, ref: Ref, value: Any, old: Any, finite: bool) -> None:
+        if ref.kind == "variable":
+            self.found.variables.pop(ref.index, None)
+            if not finite:
+                # Whether it was so before is not known where it was written in place.
+                self.found.variables[ref.index] = old is not None and old is not value and not self._finite(old)
+        elif not finite:
+            self.accuse(ref.index)
+
+    def _finite(self, value: Any) -> bool:
+        on_host = self._device.gpu is None
+        return is_finite(value) if on_host else bool(self._device.get(finite_flag(value, self._device.xp)))
+
+    def accuse(self, index: int) -> None:
+        """Finds whose contributions to a reduction are not finite; they are still here."""
+        for task, pieces in self._contributions.counted(index):
+            if not all(map(is_finite, pieces)):
+                self.found.contributions.append((index, task))
 
 
 class NonfiniteVariables:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from psserver.plans.outline import Application, needs
 from pswire.api import Contribution
 from pswire.model.plan import Plan, Ref
 from pswire.model.tensor import align, layout
@@ -37,12 +36,12 @@ class ContributionLayout:
     window: int
 
 
-def lay_out(plan: Plan, server: int, steps: Sequence[Application | Ref], said: Contribution) -> ContributionLayout:
+def lay_out(plan: Plan, server: int, needs: Sequence[Sequence[int]], said: Contribution) -> ContributionLayout:
     """Finds what a payload to a server holds: operands, then contributions that count; nothing of who observes.
 
     Args:
         plan, server: what is contributed to.
-        steps: what a round of it does there.
+        needs: for each step of a round there the reductions that it needs.
         said: what the contribution says of itself.
     """
     operands = [] if said.observes else list(enumerate(plan.operands))
@@ -61,12 +60,12 @@ def lay_out(plan: Plan, server: int, steps: Sequence[Application | Ref], said: C
     for ref, place in of.items():
         if ref.kind == "reduction":
             bounds[:, ref.index] = place
-    return ContributionLayout(of, max(ends[:last], default=0), size, bounds[0], bounds[1], _window(steps, of))
+    return ContributionLayout(of, max(ends[:last], default=0), size, bounds[0], bounds[1], _window(needs, of))
 
 
-def _window(steps: Sequence[Application | Ref], of: Mapping[Ref, tuple[int, int]]) -> int:
+def _window(needs: Sequence[Sequence[int]], of: Mapping[Ref, tuple[int, int]]) -> int:
     """The most bytes between the first that somebody has still to read and the last that a step needs."""
-    wanted = [[ref for index in needs(step) if (ref := Ref("reduction", index)) in of] for step in steps]
+    wanted = [[ref for index in step if (ref := Ref("reduction", index)) in of] for step in needs]
     readers = Counter(ref for refs in wanted for ref in refs)
     left = deque(sorted((place, ref) for ref, place in of.items() if ref.kind == "reduction"))
     window = begin = 0

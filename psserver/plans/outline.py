@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ class Application:
     Attributes:
         apply: which.
         program: what it applies.
-        first: the number of its first result.
         distinct: whether no two of its inputs are one value.
         variables: the variables among its inputs: number, dtype and shape.
         reduced: its inputs that are reductions.
@@ -34,7 +33,6 @@ class Application:
 
     apply: Apply
     program: Program
-    first: int
     distinct: bool
     variables: tuple[tuple[int, np.dtype[Any], tuple[int, ...]], ...]
     reduced: tuple[int, ...]
@@ -51,7 +49,9 @@ class Outline:
 
     Attributes:
         applications: in order.
-        given: returned values.
+        given: returned values, which come after all applications.
+        needs: for each step, an application or a returned value, the numbers of the reductions that it needs.
+        reads: numbers of the variables that applications read or assign.
         uses: how often each reduction is needed.
         readers: how often each result is.
         last: of each variable that is assigned the number of the application that assigns it last.
@@ -60,15 +60,12 @@ class Outline:
 
     applications: tuple[Application, ...]
     given: tuple[Ref, ...]
+    needs: tuple[tuple[int, ...], ...]
+    reads: frozenset[int]
     uses: Counter[int]
     readers: Counter[Ref]
     last: Mapping[int, int]
     watched: frozenset[int]
-
-    @property
-    def steps(self) -> tuple[Application | Ref, ...]:
-        """What a round that runs bit by bit does, in order."""
-        return self.applications + self.given
 
 
 def outline(plan: Plan, server: int) -> Outline:
@@ -80,8 +77,11 @@ def outline(plan: Plan, server: int) -> Outline:
     readers = Counter(ref for ref in used if ref.kind == "result")
     applications = tuple(_application(plan, *item, uses) for item in here)
     last = {id: number for number, application in enumerate(applications) for id in application.assigned}
+    needs = tuple(application.needs for application in applications)
+    needs += tuple((ref.index,) if ref.kind == "reduction" else () for ref in given)
+    reads = frozenset(id for application in applications for id, *_ in application.variables)
     watched = frozenset(index for application in applications for index in application.needs)
-    return Outline(applications, given, uses, readers, last, watched)
+    return Outline(applications, given, needs, reads, uses, readers, last, watched)
 
 
 def _numbered(plan: Plan) -> Iterator[tuple[Apply, int]]:
@@ -99,7 +99,6 @@ def _application(plan: Plan, apply: Apply, first: int, uses: Mapping[int, int]) 
     return Application(
         apply,
         program,
-        first,
         len(set(args)) == len(args),
         tuple(
             (ref.index, DTYPES[spec.dtype], spec.shape)
@@ -113,10 +112,3 @@ def _application(plan: Plan, apply: Apply, first: int, uses: Mapping[int, int]) 
         tuple(ref for ref in args if ref.kind == "result"),
         tuple(Ref("result", first + number) for number in range(len(program.outputs))),
     )
-
-
-def needs(step: Application | Ref) -> Sequence[int]:
-    """The numbers of the reductions that a step of a round needs."""
-    if isinstance(step, Application):
-        return step.needs
-    return (step.index,) if step.kind == "reduction" else ()

@@ -73,7 +73,7 @@ class PreparedPlan:
         if found is None:
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
-            found = self._layouts[key] = lay_out(self.plan, self.server, self.outline.steps, said)
+            found = self._layouts[key] = lay_out(self.plan, self.server, self.outline.needs, said)
         return found
 
     def batches(self, kernels: Kernels, count: int) -> Mapping[int, Batch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from psserver.plans.prepared import PreparedPlan
 from pswire.api import Contribution
@@ -14,6 +15,18 @@ from pswire.transport.payload import Payload
 
 Key = Task | None
 """Which strand: a task's own, or None for the one that all make together."""
+
+
+class Commit(Enum):
+    """When what a round assigns becomes the variables' values, and so when it may begin.
+
+    Attributes:
+        ATOMIC: all at the end, or nothing. All contributions are there when the round begins.
+        PROGRESSIVE: step by step, while contributions come. Nothing of such a round can be refused halfway.
+    """
+
+    ATOMIC = "atomic"
+    PROGRESSIVE = "progressive"
 
 
 @dataclass(frozen=True)
@@ -42,7 +55,7 @@ class ReadyRound:
         left_out: members without a whole contribution.
         section: gives the plan in words.
         strand: whose round it is.
-        streams: whether it may begin before all contributions are whole.
+        commit: when what it assigns can be read; how it runs.
         since: when its first contribution came, in monotonic seconds.
     """
 
@@ -52,7 +65,7 @@ class ReadyRound:
     left_out: tuple[Task, ...]
     section: Callable[[], str]
     strand: Key = None
-    streams: bool = False
+    commit: Commit = Commit.ATOMIC
     since: float = 0.0
 
     @property

@@ -14,7 +14,7 @@ from functools import partial
 from math import isfinite
 
 from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import Key, MemberShare, ReadyRound
+from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
 from psserver.state.sessions import diverged, newcomer_diverged
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
@@ -415,6 +415,7 @@ class Rounds:
         self._running = True
         parts = self._usable(waiting)
         there = {part.member.session for part in parts}
+        streams = self._streams(plan, waiting) and not all(part.said.observes for part in parts)
         return ReadyRound(
             number,
             plan,
@@ -422,7 +423,7 @@ class Rounds:
             tuple(m.task for m in waiting.members if m.session not in there),
             partial(self._describe, waiting.plan_id),
             key,
-            self._streams(plan, waiting) and not all(part.said.observes for part in parts),
+            Commit.PROGRESSIVE if streams else Commit.ATOMIC,
             waiting.since,
         )
 

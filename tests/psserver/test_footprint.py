@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.devices import Device
-from psserver.execution import executor
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.support.programs import job_of
+from tests.support.programs import job_of, run
 
 SPEC = TensorSpec("float32", (100_000,))
 VARIABLE, VALUE = Input("variable", SPEC), Input("value", SPEC)
@@ -70,7 +69,7 @@ def taken(plan, kernels, values):
     for _ in range(2):  # the second time nothing is remembered anew
         tracemalloc.start()
         try:
-            executor.run(job, kernels, values)
+            run(job, kernels, values)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
