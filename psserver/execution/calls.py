@@ -205,43 +205,44 @@ class Ready:
 
     Args:
         batch: of which.
-        low, high: which, counted from the first.
+        rows: which.
         contributions: where they are, for each parameter of the kernel that is one.
 
     Attributes:
         numbers: of the applications, among those of the server.
+        assigned: numbers of the variables that they assign.
         width: as of a `Call`.
     """
 
     width = 1
 
-    def __init__(self, batch: Batch, low: int, high: int, contributions: Mapping[Parameter, Sequence[int]]) -> None:
-        self.numbers = range(batch.first + low, batch.first + high)
+    def __init__(self, batch: Batch, rows: slice, contributions: Mapping[Parameter, Sequence[int]]) -> None:
+        self.numbers = range(batch.first, batch.stop)[rows]
+        self.assigned = [id for ids in batch.assigned[rows] for id in ids]
         self._batch = batch
-        self._rows = slice(low, high)
+        self._rows = rows
         self._contributions = contributions
 
     @classmethod
-    def of(cls, batch: Batch, low: int, high: int, senders: Sequence[Sender]) -> Ready | None:
-        """Some of a batch's applications, if all contributions to them are there, each in one piece.
+    def of(cls, batch: Batch, at: int, stop: int, senders: Sequence[Sender], alone: Set[int]) -> Ready | None:
+        """Some of a batch's applications, if they can be made together.
 
         Args:
-            batch, low, high: which.
+            batch: which.
+            at, stop: their numbers, among those of the server.
             senders: who contributes.
+            alone: variables whose arrays nobody else holds.
         """
+        rows = slice(at - batch.first, stop - batch.first)
         found: dict[Parameter, Sequence[int]] = {}
         for parameter, refs in batch.refs.items():
             if parameter.role == "part":
-                where = senders[parameter.place].addresses(np.array([ref.index for ref in refs[low:high]]))
+                where = senders[parameter.place].addresses(np.array([ref.index for ref in refs[rows]]))
                 if where is None:
                     return None
                 found[parameter] = where.tolist()
-        return cls(batch, low, high, found)
-
-    @property
-    def assigned(self) -> list[int]:
-        """Numbers of the variables that it assigns."""
-        return [id for ids in self._batch.assigned[self._rows] for id in ids]
+        ready = cls(batch, rows, found)
+        return ready if alone >= set(ready.assigned) else None
 
     def run(self, crew: Crew, totals: Callable[[int], float], value: Callable[[Ref], Any]) -> list[tuple[int, int]]:
         """Runs the kernel, which writes the variables in place: nobody else may hold them.

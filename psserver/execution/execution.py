@@ -17,7 +17,7 @@ import numpy as np
 from psserver.devices import owned
 from psserver.execution.calls import Call, Ready
 from psserver.execution.contributions import Contributions, Sender
-from psserver.execution.nonfinite import Found, Judge
+from psserver.execution.nonfinite import Found
 from psserver.plans.batches import Batch
 from psserver.plans.outline import Application
 from psserver.plans.round import Commit, ReadyRound
@@ -49,6 +49,7 @@ class Execution:
         contributions: what its members sent.
         wanted: numbers of the variables that a member wants back.
         given: the plan's returned values of this server, on the host.
+        found: values that are NaN or infinite, of the steps that were made.
     """
 
     def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
@@ -61,7 +62,7 @@ class Execution:
         self._progressive = job.commit is Commit.PROGRESSIVE
         self._outline = outline = job.prepared.outline
         self._kernels, self._device = kernels, kernels.device
-        self._judge = Judge(kernels.device, self.contributions)
+        self.found = Found(kernels.device, self.contributions)
         self._batches: Mapping[int, Batch] = {}
         self._written = False
         self._at = self._stop = 0  # the next step is of these of the outline's
@@ -71,11 +72,6 @@ class Execution:
         self._known: dict[Ref, Any] = {}
         self._reduced: dict[int, Any] = {}
         self._uses, self._readers = dict(outline.uses), dict(outline.readers)
-
-    @property
-    def found(self) -> Found:
-        """Values that are NaN or infinite, of the steps that were made."""
-        return self._judge.found
 
     @property
     def done(self) -> bool:
@@ -161,7 +157,7 @@ class Execution:
             if not self.begun:
                 self._begin()
             ready = self._make(self._at, self._stop, alone)
-            self._judge.settle()  # before the contributions are gone
+            self.found.settle()  # before the contributions are gone
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
             assigned, self._assigned, self._values, self._at = self._assigned, {}, {}, self._stop
@@ -240,15 +236,10 @@ class Execution:
     def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[Call | Ready]:
         while at < stop:
             batch = self._batches.get(at)
-            ready = self._ready(batch, at, min(batch.stop, stop), alone) if batch else None
+            ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, alone) if batch else None
             call = ready or Call(at, self._outline.applications[at], self._kernels, self.contributions.parts)
             yield call
             at = call.numbers.stop
-
-    def _ready(self, batch: Batch, at: int, stop: int, alone: Set[int]) -> Ready | None:
-        """Applications of a batch as one call; None if that is not possible."""
-        ready = Ready.of(batch, at - batch.first, stop - batch.first, self.contributions.senders)
-        return ready if ready is not None and alone >= set(ready.assigned) else None
 
     def _reserve(self, calls: Sequence[Call | Ready], alone: Set[int]) -> bool:
         """Has all kernels decide where they write: in place after the last thing that may fail.
@@ -288,11 +279,11 @@ class Execution:
             assigned = {id: owned(value) for id, value in found.items()}
             self._known.update(zip(applications[0].made, outputs, strict=True))
             suspects, unsure = call.suspects, call.unsure
-        self._judge.forget(assigned)
+        self.found.forget(assigned)
         for index in suspects:
-            self._judge.accuse(index)
+            self.found.accuse(index)
         for id in unsure:
-            self._judge.look(Ref("variable", id), assigned[id], self._values.get(id))
+            self.found.look(Ref("variable", id), assigned[id], self._values.get(id))
         self._assigned |= assigned
         for ref in (ref for application in applications for ref in application.read):
             self._readers[ref] -= 1
@@ -322,7 +313,7 @@ class Execution:
         if value is None:
             value = self._device.put(self.contributions.value(index))
             if index in self._outline.watched:
-                self._judge.look(Ref("reduction", index), value)
+                self.found.look(Ref("reduction", index), value)
         self._uses[index] -= 1
         if self._uses[index]:
             self._reduced[index] = value

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -78,42 +77,31 @@ def finite_flag(array: Any, xp: Any) -> Any:
     return xp.all((array.view(xp.uint16) & _NO_SIGN) < exponent)
 
 
-@dataclass
 class Found:
-    """What a round found.
+    """What one round finds of such values. Used by one thread at a time.
+
+    Args:
+        device: where the values are.
+        sent: what they are made of.
 
     Attributes:
         contributions: those that have such values: the number of the reduction, and who contributed it.
         variables: the numbers of those variables that have such values after it, and of each whether it was known to
-            have some before.
+            have some before. On a GPU both are known once that is settled.
     """
 
-    contributions: list[tuple[int, Task]] = field(default_factory=list)
-    variables: dict[int, bool] = field(default_factory=dict)
-
-
-class Judge:
-    """Looks for such values in one round. Used by one thread at a time.
-
-    Args:
-        device: where the values are.
-        contributions: what they are made of.
-
-    Attributes:
-        found: what there is, of all that was looked at; on a GPU only once that is settled.
-    """
-
-    def __init__(self, device: Device, contributions: Contributions) -> None:
+    def __init__(self, device: Device, sent: Contributions) -> None:
         self._device = device
-        self._contributions = contributions
+        self._sent = sent
         self._flags: list[tuple[Ref, Any, Any, Any]] = []
-        self.found = Found()
+        self.contributions: list[tuple[int, Task]] = []
+        self.variables: dict[int, bool] = {}
 
     def forget(self, ids: Iterable[int]) -> None:
         """Variables have other values now."""
-        if self.found.variables:
+        if self.variables:
             for id in ids:
-                self.found.variables.pop(id, None)
+                self.variables.pop(id, None)
 
     def look(self, ref: Ref, value: Any, old: Any = None) -> None:
         """Looks at a reduction's value, or at a variable's new one; where that is in a new array, `old` is the last."""
@@ -136,10 +124,10 @@ class Judge:
 
     def _take_in(self, ref: Ref, value: Any, old: Any, finite: bool) -> None:
         if ref.kind == "variable":
-            self.found.variables.pop(ref.index, None)
+            self.variables.pop(ref.index, None)
             if not finite:
                 # Whether it was so before is not known where it was written in place.
-                self.found.variables[ref.index] = old is not None and old is not value and not self._finite(old)
+                self.variables[ref.index] = old is not None and old is not value and not self._finite(old)
         elif not finite:
             self.accuse(ref.index)
 
@@ -149,9 +137,9 @@ class Judge:
 
     def accuse(self, index: int) -> None:
         """Finds whose contributions to a reduction are not finite; they are still here."""
-        for task, pieces in self._contributions.counted(index):
+        for task, pieces in self._sent.counted(index):
             if not all(map(is_finite, pieces)):
-                self.found.contributions.append((index, task))
+                self.contributions.append((index, task))
 
 
 class NonfiniteVariables:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,9 @@ class Outline:
 def outline(plan: Plan, server: int) -> Outline:
     """Finds what a round of a verified plan does on a server."""
     given = tuple(ref for ref, _ in plan.given(server))
-    here = [(apply, first) for apply, first in _numbered(plan) if server in apply.servers]
+    # The number of each application's first result.
+    firsts = accumulate((len(plan.programs[apply.program].outputs) for apply in plan.applies), initial=0)
+    here = [(apply, first) for apply, first in zip(plan.applies, firsts, strict=False) if server in apply.servers]
     used = [ref for apply, _ in here for ref in apply.args] + list(given)
     uses = Counter(ref.index for ref in used if ref.kind == "reduction")
     readers = Counter(ref for ref in used if ref.kind == "result")
@@ -82,14 +85,6 @@ def outline(plan: Plan, server: int) -> Outline:
     reads = frozenset(id for application in applications for id, *_ in application.variables)
     watched = frozenset(index for application in applications for index in application.needs)
     return Outline(applications, given, needs, reads, uses, readers, last, watched)
-
-
-def _numbered(plan: Plan) -> Iterator[tuple[Apply, int]]:
-    """The applications of a plan, each with the number of its first result."""
-    results = 0
-    for apply in plan.applies:
-        yield apply, results
-        results += len(plan.programs[apply.program].outputs)
 
 
 def _application(plan: Plan, apply: Apply, first: int, uses: Mapping[int, int]) -> Application:

@@ -97,14 +97,7 @@ def job_of(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a round that ran all at once has made.
-
-    Attributes:
-        assigned: new values of variables, by number.
-        given: returned values.
-        wanted: of the assigned variables those that a member wants back.
-        found: values that are NaN or infinite.
-    """
+    """What a round that ran all at once has made: as `Execution.step` and its attributes say."""
 
     assigned: dict[int, Array]
     given: list[Array]
