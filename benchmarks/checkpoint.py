@@ -38,10 +38,10 @@ from rich.table import Table
 from safetensors.numpy import load_file, save_file
 
 import psclient as ps
-from psclient._src.config import ServerOptions
 from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.output import Line
 from pswire.checkpoint.manifest import MANIFEST
+from pswire.server_options import ServerOptions
 
 FORMAT = 1
 SECONDS = 3600

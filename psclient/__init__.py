@@ -71,6 +71,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "__version__",
     "cluster_resolver",
     "compat",
     "errors",
@@ -85,3 +86,11 @@ __all__ = [
     "train",
     "update_function",
 ]
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module 'psclient' has no attribute {name!r}")
+    from pswire import versions  # reads the metadata of the distribution, for which no import waits
+
+    return versions.version()

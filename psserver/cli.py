@@ -24,17 +24,18 @@ from typing import Any
 
 import click
 
-from psserver.config import ServerConfig, server_config
+from psserver.config import ListenOptions, ServerConfig, server_config
 from psserver.core.core import Core
 from psserver.sizes import human
 from psserver.telemetry import serve_metrics
 from psserver.transport.server import Server, leave_nothing
 from pswire.checkpoint.manifest import MANIFEST
-from pswire.checkpoint.storage import DEFAULT_ROOT
 from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError
-from pswire.limits import MAX_SESSIONS
+from pswire.flags import flag, flags
 from pswire.model.status import ServerStatus
+from pswire.security.identity import SecurityOptions
+from pswire.server_options import DEFAULT_ROOT, ServerOptions
 from pswire.telemetry import logging_setup
 
 TICK = 0.25
@@ -53,81 +54,20 @@ log = logging.getLogger("psserver")
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option("--task", type=click.IntRange(min=0), help="Index of this ps task [default: TF_CONFIG's, else 0].")
-@click.option("--host", help="Where to listen [default: TF_CONFIG's, else 127.0.0.1].")
-@click.option("--port", type=click.IntRange(0, 65535), help="Where to listen; 0 picks [default: TF_CONFIG's, else 0].")
-@click.option("--device", default="cpu", show_default=True, help="Where the variables live: cpu or gpu:N.")
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of one update program.")
-@click.option("--memory-limit", default="0", help="Bytes for variables, such as 4GiB; 0 for no limit.")
-@click.option("--data-port", type=click.IntRange(0, 65535), default=0, help="Of the tcp lane; 0 picks [default: 0].")
-@click.option(
-    "--shared-memory",
-    default="1GiB",
-    show_default=True,
-    help="Bytes in which answers are for clients on this host, twice the model at best; 0 for no shm lane.",
-)
-@click.option(
-    "--in-flight",
-    default="64MiB",
-    show_default=True,
-    help="Bytes of one worker's contribution that are held before they are used; the rest waits in the worker.",
-)
-@click.option(
-    "--checkpoint-root",
-    default=DEFAULT_ROOT,
-    show_default=True,
-    help="Directory below which checkpoints are, or a URL: s3://bucket/run.",
-)
-@click.option(
-    "--snapshot-limit",
-    default="0",
-    help="Bytes of old values for checkpoints that are being written; beyond it rounds wait; 0 for no limit.",
-)
-@click.option("--tls-cert", help="This task's certificate, in PEM; {task} becomes ps-0 [default: PS_TLS_CERT].")
-@click.option("--tls-key", help="Its key [default: PS_TLS_KEY].")
-@click.option("--tls-ca", help="Whose signature other tasks' certificates must have [default: PS_TLS_CA].")
-@click.option("--token-file", help="A file with the token of the job [default: PS_TOKEN_FILE, else PS_TOKEN].")
-@click.option("--insecure", is_flag=True, help="Listen to other machines without TLS and token.")
-@click.option(
-    "--max-sessions",
-    type=click.IntRange(1),
-    default=MAX_SESSIONS,
-    show_default=True,
-    help="That may be open at a time.",
-)
+@flags(ListenOptions, environ=True)
+@flags(ServerOptions)
+@flags(SecurityOptions)
+@flag("log_level", logging_setup.LOG_LEVEL, "info", environ=True)
+@flag("log_format", logging_setup.LOG_FORMAT, "text", environ=True)
 @click.option("--until-done", is_flag=True, help="End with the job.")
 @click.option("--lifeline", is_flag=True, help="End when stdin, a pipe, is closed.")
-@click.option(
-    "--metrics-port",
-    type=click.IntRange(0, 65535),
-    envvar="PS_METRICS_PORT",
-    help="Serve metrics there; 0 picks [default: PS_METRICS_PORT, or none].",
-)
-@click.option(
-    "--metrics-host",
-    envvar="PS_METRICS_HOST",
-    help="Where metrics are served [default: PS_METRICS_HOST, else --host].",
-)
-@click.option(
-    "--log-level",
-    type=click.Choice(logging_setup.LEVELS),
-    envvar="PS_LOG_LEVEL",
-    default="info",
-    help="Of the log [default: PS_LOG_LEVEL, else info].",
-)
-@click.option(
-    "--log-format",
-    type=click.Choice(logging_setup.FORMATS),
-    envvar="PS_LOG_FORMAT",
-    default="text",
-    help="Of the log, on stderr [default: PS_LOG_FORMAT, else text].",
-)
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, debug: bool, **flags: Any) -> int:
+@click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
+def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, debug: bool, **given: Any) -> int:
     """Runs a server; returns the exit code."""
     logging_setup.configure(log_format, log_level, relayed=lifeline)
     try:
-        config = server_config(**flags)
+        config = server_config(**given)
         logging_setup.name(str(config.task))
         asyncio.run(serve(config, until_done, lifeline))
     except PSError as error:

@@ -13,15 +13,19 @@ from typing import Any
 
 from psserver.devices import Device
 from psserver.sizes import human, parse_bytes
-from pswire.checkpoint.storage import DEFAULT_ROOT
 from pswire.cluster import Task, TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
-from pswire.limits import MAX_SESSIONS, Timeouts
+from pswire.limits import Timeouts
+from pswire.options import SWITCH, WHOLE, option
 from pswire.security.identity import Security, SecurityOptions
 from pswire.security.names import task_name
+from pswire.server_options import ServerOptions
 
 LEAST_IN_FLIGHT = 1 << 20
 """Bytes: less may not hold a part of a contribution."""
+
+PORTS = 65535
+"""The greatest port."""
 
 LOCAL_HOST = "127.0.0.1"
 """Where a server listens that no cluster gives an address."""
@@ -35,43 +39,32 @@ INSECURE = "PS_INSECURE"
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server, as it is to be started.
+    """One server, as it is to be started: what `ServerFlags` say, read and merged; sizes are in bytes.
 
     Attributes:
         task: which task it is.
-        host: the address to listen on.
-        port: the port to listen on, 0 to pick one.
+        host, port: where it listens; port 0 to pick one.
         device: where the variables live, as `Device` writes it: "cpu" or "gpu:N".
-        memory_limit: bytes that variables may take, 0 for no limit.
-        checkpoint_root: the directory, or the URL that fsspec knows, below which checkpoints are.
         timeouts: of sessions and calls.
-        threads: that run one update program.
-        data_port: the port of the tcp lane, 0 to pick one.
-        shared_memory: bytes in which answers are for clients on this host; 0 for no shm lane.
-        in_flight: bytes of one client's contribution that are held before they are used.
-        snapshot_limit: bytes of old values that checkpoints hold while they are written, 0 for no limit.
         security: what it shows to clients, and asks them for.
-        insecure: whether it may listen to other machines without TLS and token.
-        max_sessions: that may be open at a time.
-        metrics_host: where its metrics are served.
-        metrics_port: the same, 0 to pick one; None for no metrics.
+        metrics_host, metrics_port: where its metrics are served; port 0 to pick one, None for no metrics.
     """
 
     task: Task
     host: str = LOCAL_HOST
     port: int = 0
-    device: str = "cpu"
-    memory_limit: int = 0
-    checkpoint_root: str = DEFAULT_ROOT
+    device: str = ServerOptions.device
+    memory_limit: int = parse_bytes(ServerOptions.memory_limit, "memory_limit")
+    checkpoint_root: str = ServerOptions.checkpoint_root
     timeouts: Timeouts = field(default_factory=Timeouts)
-    threads: int = 1
+    threads: int = ServerOptions.threads
     data_port: int = 0
-    shared_memory: int = 1 << 30
-    in_flight: int = 64 << 20
-    snapshot_limit: int = 0
+    shared_memory: int = parse_bytes(ServerOptions.shared_memory, "shared_memory")
+    in_flight: int = parse_bytes(ServerOptions.in_flight, "in_flight")
+    snapshot_limit: int = parse_bytes(ServerOptions.snapshot_limit, "snapshot_limit")
     security: Security = field(default=Security(), repr=False)
     insecure: bool = False
-    max_sessions: int = MAX_SESSIONS
+    max_sessions: int = ServerOptions.max_sessions
     metrics_host: str = LOCAL_HOST
     metrics_port: int | None = None
 
@@ -87,46 +80,23 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
-class Flags:
-    """What the command line says; None where it says nothing. Sizes are bytes with a unit.
+class ListenOptions:
+    """Options that no two servers share."""
 
-    Attributes:
-        task: index of the `ps` task; else TF_CONFIG's, else 0.
-        host, port: where to listen; else TF_CONFIG's, else this machine only, and a free port.
-        device: "cpu", "gpu" or "gpu:N".
-        memory_limit: "0" for no limit.
-        checkpoint_root: a directory, or a URL that fsspec knows, below which checkpoints are.
-        threads: that run one update program.
-        data_port: the port of the tcp lane, 0 to pick one.
-        shared_memory: "0" for no shm lane.
-        in_flight: at least 1 MiB.
-        snapshot_limit: "0" for no limit.
-        tls_cert, tls_key, tls_ca, token_file: as in `SecurityOptions`; else the environment's.
-        insecure: whether to listen to other machines without TLS and token.
-        max_sessions: that may be open at a time.
-        metrics_host: where metrics are served; else where it listens.
-        metrics_port: the same; 0 picks, None for no metrics.
-    """
+    task: int | None = option(None, "Index of this ps task.", WHOLE, 0, otherwise="TF_CONFIG's, else 0")
+    host: str | None = option(None, "Where to listen.", otherwise="TF_CONFIG's, else 127.0.0.1")
+    port: int | None = option(None, "Where to listen; 0 picks.", WHOLE, 0, most=PORTS, otherwise="TF_CONFIG's, else 0")
+    data_port: int = option(0, "Port of the tcp lane; 0 picks.", WHOLE, 0, most=PORTS)
+    insecure: bool = option(False, "Listen to other machines without TLS and token.", SWITCH)
+    metrics_host: str | None = option(None, "Where metrics are served.", variable="PS_METRICS_HOST", otherwise="--host")
+    metrics_port: int | None = option(
+        None, "Serve metrics there; 0 picks.", WHOLE, 0, most=PORTS, variable="PS_METRICS_PORT", otherwise="none"
+    )
 
-    task: int | None = None
-    host: str | None = None
-    port: int | None = None
-    device: str = "cpu"
-    memory_limit: str = "0"
-    checkpoint_root: str = DEFAULT_ROOT
-    threads: int = 1
-    data_port: int = 0
-    shared_memory: str = "1GiB"
-    in_flight: str = "64MiB"
-    snapshot_limit: str = "0"
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_ca: str | None = None
-    token_file: str | None = None
-    insecure: bool = False
-    max_sessions: int = MAX_SESSIONS
-    metrics_host: str | None = None
-    metrics_port: int | None = None
+
+@dataclass(frozen=True)
+class ServerFlags(ListenOptions, ServerOptions, SecurityOptions):
+    """Everything that the command line says of a server."""
 
 
 def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> ServerConfig:
@@ -134,12 +104,12 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
 
     Args:
         environ: the environment.
-        flags: attributes of `Flags`.
+        flags: attributes of `ServerFlags`.
 
     Raises:
         ConfigError: what is asked for is malformed, not there, or not a task of the cluster.
     """
-    given = Flags(**flags)
+    given = ServerFlags(**flags)
     cluster = parse_tf_config(environ.get("TF_CONFIG", ""))
     name = _task(given.task, cluster)
     listed = check_address(cluster.cluster.address(name), "TF_CONFIG") if cluster else (LOCAL_HOST, 0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pswire.errors import ConfigError
+from pswire.options import SECONDS, option
 
 PART_BYTES = (4 << 20) - (4 << 10)
 """Payload of one part, and of a push that is one message: gRPC's default limit of a message is 4 MiB. Where the
@@ -64,6 +65,10 @@ TIMEOUT_PREFIX = "PS_TIMEOUT_"
 """`PS_TIMEOUT_LEASE=5` sets `Timeouts.lease` to five seconds; each of its fields has such a name."""
 
 
+def _seconds(default: float, about: str) -> Any:
+    return option(default, about, SECONDS, 0)
+
+
 @dataclass(frozen=True)
 class Timeouts:
     """How long everything may take, in seconds.
@@ -83,16 +88,16 @@ class Timeouts:
         start: how long a process waits at the start for the tasks of its cluster.
     """
 
-    lease: float = 10.0
-    beat: float = 2.0
-    call: float = 30.0
-    round: float = 600.0
-    server: float = 60.0
-    word: float = 10.0
-    chief: float = 300.0
-    alone: float = 300.0
-    first: float = 3600.0
-    start: float = 120.0
+    lease: float = _seconds(10.0, "A session that does not beat for this long is ended.")
+    beat: float = _seconds(2.0, "Pause between two beats; several must fit into a lease.")
+    call: float = _seconds(30.0, "An ordinary call, retries included.")
+    round: float = _seconds(600.0, "How long a worker that is alive may hold a round up; three leases at least.")
+    server: float = _seconds(60.0, "How long a server that is silent is waited for.")
+    word: float = _seconds(10.0, "Pause between two log lines that say whom a waiting call waits for.")
+    chief: float = _seconds(300.0, "How long what needs a chief waits for one.")
+    alone: float = _seconds(300.0, "How long a job waits where all its workers are gone.")
+    first: float = _seconds(3600.0, "How long a chief waits for all workers to have come.")
+    start: float = _seconds(120.0, "How long a process waits at the start for the tasks of its cluster.")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Timeouts:

@@ -10,7 +10,7 @@ PACKAGES = ("paramserver", "grpcio", "numba", "numpy", "protobuf", "cupy", "cupy
 """As package indexes name them."""
 
 
-def version(name: str) -> str:
+def version(name: str = PACKAGES[0]) -> str:
     """That of an installed package; raises `ModuleNotFoundError` if it is not."""
     from importlib import metadata  # which parses mail headers: no process waits for it at its start
 

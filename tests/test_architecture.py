@@ -16,7 +16,7 @@ import pytest
 from tests.support import rooms, waits
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("pswire", "psserver", "psclient")
+PACKAGES = ("pswire", "psserver", "psclient", "pstesting")
 ROOMS = tuple(rooms.ROOMS.values())
 
 ONLY_IN = {
@@ -28,6 +28,7 @@ ONLY_IN = {
         "psclient._src.transport.grpc_channel",
         "psclient._src.transport.remote_server",
         "psclient.psctl.health",
+        "pstesting.faults",
     },
     "cupy": {"psserver.devices", "psclient._src.devices"},
     "grpc_health": {"psserver.transport.health", "psclient.psctl.health"},
@@ -36,7 +37,7 @@ ONLY_IN = {
     "google": {
         "psserver.transport.grpc_service",
         "psclient._src.transport.remote_server",
-        "pswire.encoding.values",
+        "pswire.encoding.mapper",
         "pswire.encoding.verbs",
     },
     "cryptography": {"pswire.security.certificates", "psclient.psctl.certificate_authority"},
@@ -47,9 +48,10 @@ ONLY_IN = {
 }
 ENVIRON_IN = {"psserver.config", "psclient._src.config"}
 FORBIDDEN = {
-    "pswire": {"psserver", "psclient", "threading", "asyncio"},
-    "psserver": {"psclient"},
-    "psclient": {"psserver"},
+    "pswire": {"psserver", "psclient", "pstesting", "threading", "asyncio"},
+    "psserver": {"psclient", "pstesting"},
+    "psclient": {"psserver", "pstesting"},
+    "pstesting": set(),
 }
 HAVE_LOCKS = {
     "pswire.transport.payload",
@@ -200,22 +202,30 @@ def test_the_document_names_every_room():
 
 TOO_LARGE = {
     "psclient._src.chief.driver": {"Chief"},
-    "psclient._src.distribute.extended": {"StrategyExtended"},
-    "psclient._src.launch.cluster": {"Cluster"},
-    "psclient._src.rounds.backend": {"RemoteBackend"},
     "psclient._src.rounds.rounds": {"Exchange"},
-    "psclient._src.transport.remote_server": {"RemoteServer"},
-    "psclient.optimizers.base": {"Optimizer"},
     "psserver.core.core": {"Core"},
     "psserver.state.rounds": {"Rounds"},
-    "psserver.state.sessions": {"Membership"},
     "psserver.transport.lane_connection": {"Connection"},
 }
 """Classes of more than 300 lines that are still to be taken apart. None may come to these."""
 
 
+def length(node: ast.stmt) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
+def lines_of(node: ast.ClassDef) -> int:
+    """The lines of a class without its docstrings, which are its users' documents."""
+    documents = [
+        n.body[0]
+        for n in ast.walk(node)
+        if isinstance(n, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(n) is not None
+    ]
+    return length(node) - sum(map(length, documents))
+
+
 def test_a_room_can_be_held_in_the_head():
-    """Under twenty names in a folder, at most 620 lines in a file, and 300 in a class."""
+    """Under twenty names in a folder, at most 620 lines in a file, and 300 of code in a class."""
     crowded: list[str] = []
     long: list[str] = []
     large: dict[str, set[str]] = {}
@@ -223,7 +233,7 @@ def test_a_room_can_be_held_in_the_head():
         lines = path.read_text(encoding="utf-8").count("\n")
         long += [module] if lines > 620 else []
         for node in ast.walk(tree_of(module)):
-            if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 300:
+            if isinstance(node, ast.ClassDef) and lines_of(node) > 300:
                 large.setdefault(module, set()).add(node.name)
         if path.name == "__init__.py":
             shown = [p for p in path.parent.iterdir() if not p.name.startswith("__") and p.suffix in ("", ".py")]
@@ -253,11 +263,7 @@ def silent_names(module: str) -> list[str]:
     tree = tree_of(module)
     silent = [module] if tree.body and not ast.get_docstring(tree) else []
     for node in public(tree):
-        # The codec's pairs say the same sixty times; its module says what they do.
-        pair = module in ("pswire.encoding.values", "pswire.encoding.messages") and node.name.endswith(
-            ("_to_pb", "_from_pb")
-        )
-        silent += [] if pair or ast.get_docstring(node) else [node.name]
+        silent += [] if ast.get_docstring(node) else [node.name]
         if isinstance(node, ast.ClassDef) and not node.bases and not is_implementation(module, node):
             silent += [f"{node.name}.{m.name}" for m in public(node) if not ast.get_docstring(m)]
     return silent
@@ -331,7 +337,8 @@ def waiting_functions(module: str) -> set[str]:
 def test_every_wait_is_tried():
     """A call that waits says for whom, and a test hears it; or there is a reason why nobody has to be told."""
     assert not waits.TRIED.keys() & waits.BRIEF.keys()
-    assert set().union(*map(waiting_functions, MODULES)) == waits.TRIED.keys() | waits.BRIEF.keys()
+    ours = [module for module in MODULES if not module.startswith("pstesting")]  # a test waits as long as it likes
+    assert set().union(*map(waiting_functions, ours)) == waits.TRIED.keys() | waits.BRIEF.keys()
 
 
 READ_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".yaml", ".yml", ".proto", ".cfg", ".txt"}

@@ -11,11 +11,12 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from pswire.checkpoint.storage import DEFAULT_ROOT
 from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import REFUSALS, Refused, Timeouts, refuse_unknown
+from pswire.options import LIST, SWITCH, WHOLE, option
 from pswire.security.identity import Security, SecurityOptions
+from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
 from pswire.transport.traffic import LANES, LaneName
 
@@ -30,6 +31,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 METRICS_HOST, METRICS_PORT = "PS_METRICS_HOST", "PS_METRICS_PORT"
 """The environment variables that say where metrics are served."""
+
+LOCAL_HOST, PORTS = "127.0.0.1", 65535
+"""Where metrics are served if nobody says another host, and the greatest port."""
 
 LANE = "PS_LANE"
 """The environment variable that says which lane to begin with."""
@@ -47,71 +51,58 @@ CHIEFS = ("driver", "script", "none")
 
 
 @dataclass(frozen=True)
-class ServerOptions:
-    """Flags of every server of a local cluster.
-
-    Attributes:
-        device: "cpu" or "gpu:N".
-        memory_limit: bytes that variables may take on one server, with a unit; "0" for no limit.
-        checkpoint_root: the directory, or the URL that fsspec knows, below which checkpoints are.
-        threads: that run one update program, a number.
-        shared_memory: bytes in which a server's answers are for clients on its host, with a unit; "0" for none.
-        in_flight: bytes of one worker's contribution that a server holds before they are used, with a unit.
-        snapshot_limit: bytes of old values that a server holds for checkpoints which are being written, with a unit;
-            "0" for no limit.
-        max_sessions: that may be open at a time on a server, a number.
-    """
-
-    device: str = "cpu"
-    memory_limit: str = "0"
-    checkpoint_root: str = DEFAULT_ROOT
-    threads: str = "1"
-    shared_memory: str = "1GiB"
-    in_flight: str = "64MiB"
-    snapshot_limit: str = "0"
-    max_sessions: str = "1024"
-
-
-@dataclass(frozen=True)
 class LaunchConfig:
     """A local cluster, as flags and files describe it.
 
+    A server's loss is one failure for `restarts`, however many processes end because of it. Options that an
+    environment variable says as well begin with what it says.
+
     Attributes:
-        ps: how many servers.
-        workers: how many workers.
-        chief: one of `CHIEFS`.
-        evaluator: whether one more process runs the script, as the task that follows checkpoints.
-        restarts: how many failures, in all, are made good by starting tasks again before one ends the cluster; a
-            server's loss is one, however many processes end because of it.
-        script: what workers run; "" for servers alone.
-        args: the script's arguments.
-        server: flags of every server.
+        server: options of every server.
         timeouts: handed to every process; by default this process's own.
-        debug: whether every process shows tracebacks of this package.
-        lane: the fastest lane that workers may use; by default what `PS_LANE` says.
-        log_level: of every process, one of `logs.LEVELS`; "" for what each has by itself.
-        log_format: of every process, one of `logs.FORMATS`.
-        metrics_port: where the first task serves its metrics, the others behind it: servers, the chief, workers, the
-            evaluator; 0 for ports that are picked, None for no metrics. By default what `PS_METRICS_PORT` says.
-        metrics_host: where they listen; by default what `PS_METRICS_HOST` says, else this machine only.
         security: of every process; by default what the environment says. Where there is no token, a cluster draws one.
     """
 
-    ps: int = 1
-    workers: int = 1
-    chief: str = "driver"
-    evaluator: bool = False
-    restarts: int = 0
-    script: str = ""
-    args: tuple[str, ...] = ()
-    server: ServerOptions = ServerOptions()
+    ps: int = option(1, "Servers.", WHOLE, 1)
+    workers: int = option(1, "Processes that run the script.", WHOLE, 0)
+    chief: str = option(
+        CHIEFS[0], "A process that only drives, one that runs the script as well, or worker 0.", choices=CHIEFS
+    )
+    evaluator: bool = option(
+        False, "Whether one more process runs the script, as the task that follows checkpoints.", SWITCH
+    )
+    restarts: int = option(
+        0, "Failures, in all, that are made good by starting tasks again before one ends the cluster.", WHOLE, 0
+    )
+    script: str = option("", "What workers run, as a path from where psworker is started.")
+    args: tuple[str, ...] = option((), "The script's arguments.", LIST)
+    server: ServerOptions = field(default_factory=ServerOptions)
     timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
-    debug: bool = False
-    lane: str = field(default_factory=lambda: lane_from())
-    log_level: str = ""
-    log_format: str = logging_setup.FORMATS[0]
-    metrics_port: int | None = field(default_factory=lambda: metrics_from()[1])
-    metrics_host: str = field(default_factory=lambda: metrics_from()[0])
+    debug: bool = option(False, "Whether every process shows tracebacks of this package.", SWITCH)
+    lane: str = option(
+        lambda: lane_from(),
+        "The fastest lane that workers may use.",
+        choices=LANES,
+        variable=LANE,
+        otherwise=LANES[0],
+    )
+    log_level: str = logging_setup.LOG_LEVEL.field("")
+    log_format: str = logging_setup.LOG_FORMAT.field(logging_setup.FORMATS[0])
+    metrics_port: int | None = option(
+        lambda: metrics_from()[1],
+        "Where the first task serves its metrics, the others behind it; 0 picks.",
+        WHOLE,
+        0,
+        most=PORTS,
+        variable=METRICS_PORT,
+        otherwise="none",
+    )
+    metrics_host: str = option(
+        lambda: metrics_from()[0],
+        "Where metrics are served: an address of this machine.",
+        variable=METRICS_HOST,
+        otherwise=LOCAL_HOST,
+    )
     security: SecurityOptions = field(default_factory=lambda: security_options())
 
     def __post_init__(self) -> None:
@@ -208,12 +199,12 @@ def metrics_from(environ: Mapping[str, str] = os.environ) -> tuple[str, int | No
     if text and port is None:
         raise ConfigError(f"{METRICS_PORT}={text!r} is no port; write a number from 0 to 65535")
     _check_port(METRICS_PORT, port)
-    return environ.get(METRICS_HOST) or "127.0.0.1", port
+    return environ.get(METRICS_HOST) or LOCAL_HOST, port
 
 
 def _check_port(name: str, port: int | None) -> None:
-    if port is not None and not 0 <= port < 1 << 16:
-        raise ConfigError(f"{name} {port} is no port; write a number from 0 to 65535")
+    if port is not None and not 0 <= port <= PORTS:
+        raise ConfigError(f"{name} {port} is no port; write a number from 0 to {PORTS}")
 
 
 def set_metrics(host: str | None, port: int | None, environ: MutableMapping[str, str] = os.environ) -> None:

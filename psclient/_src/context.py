@@ -14,12 +14,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 from psclient._src import nest, values
 from psclient._src.devices import CPU, Device
 from psclient._src.nest import Nest
-from psclient._src.options import ReduceOp
+from psclient._src.options import ReduceOp, ReduceOpName
 
 Kind = Literal["default", "cross-replica", "replica", "update"]
 
@@ -40,6 +40,62 @@ MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Runs `merge_fn(strategy, *args, **kwargs)` once for all local replicas."""
 
 
+class Extended(Protocol):
+    """The methods of `StrategyExtended` that variables and contexts call."""
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The local replicas' devices, by name."""
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """All devices that hold variables, by name."""
+
+    @property
+    def colocation(self) -> Any:
+        """The place of the innermost `colocate_vars_with`, None outside of each."""
+
+    def create_variable(self, spec: Any, value: Any, place: Any, on_read: bool, how: Any) -> Any:
+        """Creates a variable."""
+
+    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Reduces several values to their destinations."""
+
+    def aggregate(self, aggregation: Any, value: Any, destination: Any) -> Any:
+        """Reduces a value by a variable's aggregation."""
+
+    def update(self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+        """Runs an update function beside a variable."""
+
+
+class Strategy(Protocol):
+    """A strategy, as far as variables and contexts know it; `psclient._src.distribute` has the class."""
+
+    @property
+    def extended(self) -> Extended:
+        """Methods for algorithms that need to be distribution-aware."""
+
+    @property
+    def backend(self) -> Any:
+        """The state behind the faces."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """R: the replicas of all processes that are in sync."""
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Makes the strategy current."""
+
+    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        """Combines a value across all replicas of all workers."""
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
+        """A dataset of arrays."""
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Calls a function once on each local replica."""
+
+
 @dataclass(frozen=True, eq=False)
 class ReplicaContext:
     """What one replica knows, while its function runs.
@@ -54,7 +110,7 @@ class ReplicaContext:
 
     nest_leaf: ClassVar[bool] = True
 
-    strategy: Any
+    strategy: Strategy
     local_replica_id: int
     device: Device
     _merge: MergeCall = field(repr=False)
@@ -97,7 +153,7 @@ class ReplicaContext:
         self._check_current("merge_call")
         return self._merge(merge_fn, *arguments("merge_call", args, kwargs))
 
-    def all_reduce(self, reduce_op: Any, value: Nest) -> Nest:
+    def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Nest) -> Nest:
         """Reduces values over all replicas of all workers, and gives every replica the result.
 
         Args:
@@ -163,14 +219,14 @@ def unbox(boxes: Any) -> list[Any]:
     return [values.per_replica(column) for column in zip(*rows, strict=True)]
 
 
-def _reduce_boxes(strategy: Any, reduce_op: Any, boxes: Any) -> list[Any]:
+def _reduce_boxes(strategy: Strategy, reduce_op: Any, boxes: Any) -> list[Any]:
     return list(strategy.extended.batch_reduce_to(reduce_op, [(column, column) for column in unbox(boxes)]))
 
 
 @dataclass(frozen=True, eq=False)
 class _Context:
     kind: Kind
-    strategy: Any
+    strategy: Strategy
     replica: ReplicaContext | None = None
     lift: Lift | None = None
     copy: int | None = None
@@ -180,7 +236,7 @@ class _Context:
 
 class _Stack(threading.local):
     # The context of threads that are in no scope; its strategy's own module puts it here when it is loaded.
-    default = _Context("default", None)
+    default = _Context("default", cast(Strategy, None))
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
@@ -190,7 +246,7 @@ _stack = _Stack()
 _INSIDE = nullcontext()
 
 
-def install_default(strategy: Any) -> None:
+def install_default(strategy: Strategy) -> None:
     """Makes a strategy the one of threads that are in no scope."""
 
     def merge_alone(merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +257,7 @@ def install_default(strategy: Any) -> None:
     _Stack.default = _Context("default", strategy, replica)
 
 
-def is_default(strategy: Any) -> bool:
+def is_default(strategy: Strategy) -> bool:
     """Whether it is the default strategy."""
     return strategy is _Stack.default.strategy
 
@@ -240,7 +296,7 @@ class _ScopeEntry(_Entry):
 
     __slots__ = ("_strategy",)
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
 
     def __enter__(self) -> None:
@@ -284,7 +340,7 @@ def in_merge_call() -> bool:
     return _current().merging
 
 
-def enter_strategy_scope(strategy: Any) -> AbstractContextManager[None]:
+def enter_strategy_scope(strategy: Strategy) -> AbstractContextManager[None]:
     """A context manager: makes a strategy current. Within its own scopes and replicas nothing changes.
 
     Raises:
@@ -293,7 +349,7 @@ def enter_strategy_scope(strategy: Any) -> AbstractContextManager[None]:
     return _ScopeEntry(strategy)
 
 
-def within(strategy: Any) -> AbstractContextManager[object]:
+def within(strategy: Strategy) -> AbstractContextManager[object]:
     """A context manager: the strategy's scope, for the calling thread; nothing where that is in it already."""
     if has_strategy() and _current().strategy is strategy:
         return _INSIDE
@@ -306,17 +362,17 @@ def enter_replica(context: ReplicaContext) -> AbstractContextManager[None]:
     return _Entry(_Context("replica", context.strategy, context))
 
 
-def enter_cross_replica(strategy: Any) -> AbstractContextManager[None]:
+def enter_cross_replica(strategy: Strategy) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs what `merge_call` was given."""
     return _Entry(_Context("cross-replica", strategy, merging=True))
 
 
-def enter_update(strategy: Any, lift: Lift | None = None) -> AbstractContextManager[None]:
+def enter_update(strategy: Strategy, lift: Lift | None = None) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs an update function; `lift` makes tracers for it."""
     return _Entry(_Context("update", strategy, lift=lift))
 
 
-def enter_update_copy(strategy: Any, copy: int, device: Device) -> AbstractContextManager[None]:
+def enter_update_copy(strategy: Strategy, copy: int, device: Device) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs an update function on one copy of the variables, on its device."""
     return _Entry(_Context("update", strategy, copy=copy, device=device))
 
@@ -332,7 +388,7 @@ def update_lift() -> Lift | None:
     return entries[-1].context.lift if entries else None
 
 
-def local_replica(strategy: Any) -> int | None:
+def local_replica(strategy: Strategy) -> int | None:
     """Which copy of a strategy's variables the calling thread works on: that of its replica, or of its update.
 
     Returns:
@@ -350,7 +406,7 @@ def replica_device() -> Device | None:
     return current.replica.device if current.replica else current.device
 
 
-def require_cross_replica(strategy: Any, what: str) -> None:
+def require_cross_replica(strategy: Strategy, what: str) -> None:
     """Raises `RuntimeError` unless the thread is in this strategy's cross-replica context.
 
     Args:
@@ -365,7 +421,7 @@ def require_cross_replica(strategy: Any, what: str) -> None:
         raise RuntimeError(f"{what} needs cross-replica context, and is called in {kind} context; {_REMEDY[kind]}")
 
 
-def require_replica(what: str, strategy: Any = None) -> ReplicaContext:
+def require_replica(what: str, strategy: Strategy | None = None) -> ReplicaContext:
     """The current replica context, the default one included; `RuntimeError` if there is none.
 
     Args:
@@ -381,7 +437,7 @@ def require_replica(what: str, strategy: Any = None) -> ReplicaContext:
     return current.replica
 
 
-def _check_same(strategy: Any, current: _Context) -> None:
+def _check_same(strategy: Strategy, current: _Context) -> None:
     if not is_default(current.strategy) and current.strategy is not strategy:
         raise RuntimeError(
             f"two strategies are mixed: a {type(strategy).__name__} is used inside the scope of another strategy, a "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -144,6 +144,10 @@ class PerReplicaSpec:
     nest_leaf: ClassVar[bool] = True
 
     specs: tuple[ArraySpec, ...]
+
+
+ReduceOpName = Literal["sum", "mean", "SUM", "MEAN"]
+"""A reduction by its name."""
 
 
 class ReduceOp(enum.Enum):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal, cast
 
 from psclient._src import context, nest, values
 from psclient._src.arraylike import read
@@ -238,7 +238,7 @@ class TowerContext:
     @property
     def distribution_strategy(self) -> DistributionStrategy:
         """The strategy that runs it."""
-        return DistributionStrategy(self._replica.strategy)
+        return DistributionStrategy(cast(Strategy, self._replica.strategy))
 
     @property
     def is_single_tower(self) -> bool:
@@ -276,7 +276,7 @@ def get_tower_context() -> TowerContext | None:
     return None if replica is None else TowerContext(replica)
 
 
-def _checked(method: str) -> str:
+def _checked(method: str) -> Literal["sum", "mean"]:
     if method not in ("sum", "mean"):
         raise ValueError(f"method {method!r} is unknown; write 'sum' or 'mean'")
-    return method
+    return "sum" if method == "sum" else "mean"

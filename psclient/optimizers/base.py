@@ -7,22 +7,22 @@ and runs on the server, beside the variable. What all have in common is done aro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import numpy as np
 
 from psclient._src import context, values
+from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Configured, Settings, is_view
 from psclient._src.variables.variable import Variable
-from psclient.optimizers.checks import Exclusions, check_gradients, check_variables
-from psclient.optimizers.last import LastStep, Step
+from psclient.optimizers.checks import Exclusions, check_variables
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate, rate_now
 from psclient.optimizers.ranges import Range, check_number
 from psclient.optimizers.state import Needs, State, first_shared
-from psclient.optimizers.update_functions import apply, become, begin, measure, state_dtype, total
+from psclient.optimizers.step_driver import StepDriver
+from psclient.optimizers.update_functions import become, state_dtype
 from pswire.model.tensor import Array
 
 
@@ -107,7 +107,8 @@ class Optimizer(Configured):
         }
         vars(self).update(check_options(options))
         first = first_shared(bool(gradient_accumulation_steps), loss_scale_factor)
-        self._state, self._last = State(self.name, first), LastStep()
+        self._state = State(self.name, first)
+        self._driver = StepDriver(self, self._state, self._check_variables, self._needs, self._decays)
         self._excluded = Exclusions()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -210,9 +211,9 @@ class Optimizer(Configured):
             else:
                 context.require_replica("build").merge_call(self._build, args=(wholes,))
 
-    def _build(self, strategy: Any, variables: Sequence[Variable]) -> None:
+    def _build(self, strategy: Strategy, variables: Sequence[Variable]) -> None:
         self._check_variables(variables)
-        self._state.build(variables, self._needs, self._in_stages(strategy, variables))
+        self._driver.build(strategy, variables)
 
     def _needs(self, v: Variable) -> Needs:
         refuse_slots(self)
@@ -303,7 +304,7 @@ class Optimizer(Configured):
         return loss if factor is None else loss * factor
 
     def _check_variables(self, variables: Sequence[Any]) -> None:
-        if self._last.was_of(variables):
+        if self._driver.was_of(variables):
             return
         check_variables(variables)
         if self._state.strategy not in (None, variables[0].strategy):
@@ -333,100 +334,11 @@ class Optimizer(Configured):
         self._check_variables(variables)
         with context.within(variables[0].strategy):
             if context.in_cross_replica_context():
-                self._apply_whole(variables[0].strategy, grads, variables)
+                self._driver.apply_whole(variables[0].strategy, grads, variables)
             else:
                 replica = context.require_replica("apply_gradients")
                 # Replicas that were given one gradient object have a gradient each: it counts once for each.
-                replica.merge_call(self._apply_boxes, args=(context.Box(tuple(grads)), variables))
-
-    def _apply_whole(self, strategy: Any, grads: list[Any], variables: list[Variable]) -> None:
-        """As `_apply`; what fails is given up altogether, as `merge_call` does with all that it runs."""
-        if context.in_merge_call():
-            self._apply(strategy, grads, variables)
-            return
-        strategy.backend.flush()  # What was begun before is no part of this.
-        try:
-            self._apply(strategy, grads, variables)
-        except BaseException:
-            strategy.backend.drop()
-            raise
-
-    def _apply_boxes(self, strategy: Any, boxes: Any, variables: list[Variable]) -> None:
-        self._apply(strategy, context.unbox(boxes), variables, alone=True)
-
-    def _apply(self, strategy: Any, grads: list[Any], variables: list[Variable], alone: bool = False) -> None:
-        """Makes a step; `alone` says whether its section is its own, so that the next step's may repeat it."""
-        self._check_variables(variables)
-        check_gradients(grads, variables)
-        self._state.build(variables, self._needs, self._in_stages(strategy, variables))
-        settings = self.settings()
-        record = partial(self._record, strategy, settings, grads, variables)
-        if alone:
-            step = Step(tuple(variables), tuple(map(self._decays, variables)), settings, len(self._state.everywhere))
-            self._last.make(strategy, step, grads, record)
-        else:
-            record()
-
-    def _record(self, strategy: Any, settings: Settings, grads: list[Any], variables: list[Variable]) -> None:
-        extended, state = strategy.extended, self._state
-        sums = extended.batch_reduce_to("sum", list(zip(grads, variables, strict=True)))
-        if self._in_stages(strategy, variables):
-            for v, gradient in zip(variables, sums, strict=True):
-                extended.update(state.of(v).staged, become, (gradient,))
-            sums = [state.of(v).staged for v in variables]
-        measured = self._measured(strategy, settings, variables, sums)
-        begun, finite = {}, measured.get("finite")
-        for shared in state.everywhere:
-            counted = shared["iterations"].devices
-            begun[id(shared)] = extended.update_non_slot(counted, begin, (settings, shared, finite))
-        for v, gradient in zip(variables, sums, strict=True):
-            own, now = state.of(v), begun[id(state.beside(v))]
-            rest = (measured.get("norm"), own.average, self._decays(v), own.slots)
-            extended.update(v, apply, (settings, gradient, own.accumulator, now, *rest))
-
-    def _measured(
-        self, strategy: Any, settings: Settings, variables: Sequence[Variable], sums: Sequence[Any]
-    ) -> dict[str, Any]:
-        """The norm of all gradients, and whether they are finite, as far as these are needed."""
-        if not self._measures:
-            return {}
-        extended, state = strategy.extended, self._state
-        parts = [
-            extended.update(v, measure, (settings, own, state.of(v).accumulator, state.beside(v).get("loss_scale")))
-            for v, own in zip(variables, sums, strict=True)
-        ]
-        if not self._in_stages(strategy, variables):
-            found: dict[str, Any] = extended.update_non_slot(extended.non_slot_devices(variables), total, (parts,))
-            return found
-        # A value never crosses servers inside a section: the parts come here, and what they make goes back.
-        names = list(parts[0])
-        arrays = iter(strategy.backend.bring([part[name] for part in parts for name in names]))
-        return cast(dict[str, Any], total([{name: next(arrays) for name in names} for _ in parts]))
-
-    @property
-    def _measures(self) -> bool:
-        return self.global_clipnorm is not None or isinstance(self.loss_scale_factor, DynamicLossScale)
-
-    def _in_stages(self, strategy: Any, variables: Sequence[Variable]) -> bool:
-        """Whether a step takes two rounds: what it has to know of all gradients is on several servers."""
-        alone = strategy.backend.group.alone
-        if alone and isinstance(self.loss_scale_factor, DynamicLossScale):
-            raise ValueError(
-                "with DynamicLossScale another asynchronous worker may change the scale between a loss and its "
-                "gradient's division; give loss_scale_factor a number"
-            )
-        places = {v.place for v in variables}
-        if isinstance(self.loss_scale_factor, DynamicLossScale):
-            # All copies of the loss scale have to be told, whether or not a variable of this step is beside them.
-            places |= {shared["iterations"].place for shared in self._state.everywhere}
-        if not self._measures or len(places) == 1:
-            return False
-        if alone:
-            raise ValueError(
-                "global_clipnorm and DynamicLossScale need all gradients of a step, which asynchronous workers on "
-                "several servers mix with those of others; use clipnorm, or one server"
-            )
-        return True
+                replica.merge_call(self._driver.apply_boxes, args=(context.Box(tuple(grads)), variables))
 
     def settings(self) -> Settings:
         """What update functions see of it, as of now."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from psclient._src.config import tf_config_text
-from psclient.psctl.output import say
 from psclient.psctl.settings import Settings, as_json, settings
 from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
 from pswire.errors import ConfigError
@@ -55,16 +54,14 @@ def certs(
 
     authority = Authority(out, days)
     made = [authority.issue(name, renew) for name in [*map(task_name, tasks), ADMIN]]
-    if told.json:
-        rows = [{"path": str(one.path), "made": one.made, "until": one.until.isoformat()} for one in made]
-        say({"certificates": rows})
-        return 0
-    for one in made:
-        click.echo(f"{'made' if one.made else 'kept'} {one.path}, good until {one.until:%Y-%m-%d}")
+    rows = [{"path": str(one.path), "made": one.made, "until": one.until.isoformat()} for one in made]
     environment = " ".join(f"{name}={path}" for name, path in paths(out).variables().items() if path)
-    click.echo(f"\nFor every process:\n  {environment}")
-    click.echo(f"The key of the CA, {out / CA / ROOT_KEY}, belongs on no machine of the cluster.")
-    return 0
+    return told.tell(
+        {"certificates": rows},
+        *(f"{'made' if one.made else 'kept'} {one.path}, good until {one.until:%Y-%m-%d}" for one in made),
+        f"\nFor every process:\n  {environment}",
+        f"The key of the CA, {out / CA / ROOT_KEY}, belongs on no machine of the cluster.",
+    )
 
 
 def _tasks(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
 
-from psclient.psctl.checkpoint_diff import Difference, difference, other_differences
+from psclient.psctl.checkpoint_diff import DIFFERENCES, difference, other_differences
 from psclient.psctl.checkpoint_export import export_npz, export_safetensors, widened
-from psclient.psctl.output import WIDTH, say, shape, show, size, table
+from psclient.psctl.output import WIDTH, shape, size, table
 from psclient.psctl.settings import Settings, as_json, settings
 from pswire.checkpoint.manifest import MANIFEST, Manifest
 from pswire.checkpoint.reader import Found, SavedCheckpoint, open_saved, require
@@ -49,19 +48,13 @@ def ls(settings: Settings, directory: str) -> int:
         except DamagedCheckpoint as error:
             damaged[name] = error.message
     latest = next((name for name in listed.downwards if name not in damaged), None)
-    if settings.json:
-        shown = [summary(each) for each in found]
-        return say({"checkpoints": shown, "incomplete": listed.torn, "damaged": damaged, "latest": latest})
-    made = table("checkpoint", "", "round", "saved", "variables", "values", "written by")
-    for each in found:
-        said = summary(each)
-        cells = (str(said["round"]), _time(said["saved_at"]), str(said["tensors"]), size(said["nbytes"]))
-        made.add_row(each.name, "latest" if each.name == latest else "", *cells, said["library"] or "-")
-    for name, why in damaged.items():
-        made.add_row(name, f"damaged: {why}")
-    for name in listed.torn:
-        made.add_row(name, "incomplete: it has no manifest")
-    return show(made if found or damaged or listed.torn else f"there is no checkpoint in {directory}")
+    shown = [summary(each) for each in found]
+    rows: list[Sequence[str]] = [[*line(each, latest)] for each in shown]
+    rows += [(name, f"damaged: {why}") for name, why in damaged.items()]
+    rows += [(name, "incomplete: it has no manifest") for name in listed.torn]
+    made = table(("checkpoint", "", "round", "saved", "variables", "values", "written by"), rows)
+    said = {"checkpoints": shown, "incomplete": listed.torn, "damaged": damaged, "latest": latest}
+    return settings.tell(said, made if rows else f"there is no checkpoint in {directory}")
 
 
 @checkpoint.command("show")
@@ -72,20 +65,19 @@ def show_checkpoint(settings: Settings, path: str) -> int:
     """Shows what the checkpoint at PATH has."""
     found = open_saved(path)
     manifest = found.manifest
-    if settings.json:
-        return say({"path": found.full, **json.loads(manifest.text())})
     said = summary(found)
     heading = f"{found.full}\nround {manifest.round}, {said['tensors']} variables of {size(said['nbytes'])}"
     heading += f", saved {_time(said['saved_at'])} by {said['library'] or 'an older version'}"
     paths = _paths(manifest)
-    made = table("variable", "dtype", "shape", "bytes", "file", "objects")
-    for name, saved in sorted(manifest.tensors.items()):
-        spec = saved.spec
-        objects = ", ".join(paths.get(name, ()))
-        made.add_row(name, spec.dtype, shape(spec.shape), f"{spec.nbytes:,}", saved.file, objects)
+    rows = (
+        (name, spec.dtype, shape(spec.shape), f"{spec.nbytes:,}", saved.file, ", ".join(paths.get(name, ())))
+        for name, saved in sorted(manifest.tensors.items())
+        for spec in [saved.spec]
+    )
+    made = table(("variable", "dtype", "shape", "bytes", "file", "objects"), rows)
     positions = [f"dataset {each.dataset}: epoch {each.epoch}, index {each.index}" for each in manifest.positions]
     state = [f"state of {name}: {json.dumps(value)[:WIDTH]}" for name, value in sorted(manifest.state.items())]
-    return show(heading, made, *positions, *state)
+    return settings.tell({"path": found.full, **json.loads(manifest.text())}, heading, made, *positions, *state)
 
 
 @checkpoint.command()
@@ -97,26 +89,17 @@ def verify(settings: Settings, path: str) -> int:
     try:
         found = open_saved(path)
     except DamagedCheckpoint as error:
-        if settings.json:
-            said = [{"file": MANIFEST, "fault": error.message}]
-            say({"path": path, "whole": False, "without_checksum": 0, "faults": said})
-        else:
-            show(f"{path} is damaged: {error}")
-        return 1
-    faults = list(found.verify())
-    without = sum(not saved.checksum for saved in found.manifest.tensors.values())
-    if settings.json:
-        said = [{"file": file, "fault": fault} for file, fault in faults]
-        say({"path": found.full, "whole": not faults, "without_checksum": without, "faults": said})
-    elif faults:
-        made = table("file", "fault")
-        for file, fault in faults:
-            made.add_row(file, fault)
-        show(f"{found.full} is damaged", made)
-    else:
-        note = f"; {without} of them have no checksum, as older versions wrote them" if without else ""
-        show(f"{found.full} is whole: {len(found.manifest.tensors)} variables{note}")
-    return int(bool(faults))
+        fault = {"file": MANIFEST, "fault": error.message}
+        told = {"path": path, "whole": False, "without_checksum": 0, "faults": [fault]}
+        return settings.tell(told, f"{path} is damaged: {error}", wrong=True)
+    faults = [{"file": file, "fault": fault} for file, fault in found.verify()]
+    count, without = len(found.manifest.tensors), sum(not each.checksum for each in found.manifest.tensors.values())
+    said = {"path": found.full, "whole": not faults, "without_checksum": without, "faults": faults}
+    if faults:
+        made = table(("file", "fault"), ((each["file"], each["fault"]) for each in faults))
+        return settings.tell(said, f"{found.full} is damaged", made, wrong=True)
+    note = f"; {without} of them have no checksum, as older versions wrote them" if without else ""
+    return settings.tell(said, f"{found.full} is whole: {count} variables{note}")
 
 
 @checkpoint.command()
@@ -130,25 +113,20 @@ def diff(settings: Settings, first: str, second: str) -> int:
     found = [difference(a, b, name) for name in sorted({*a.manifest.tensors, *b.manifest.tensors})]
     differing = [each for each in found if not each.same]
     others = other_differences(a.manifest, b.manifest)
-    if settings.json:
-        rounds = [a.manifest.round, b.manifest.round]
-        tensors = [each.report() for each in differing]
-        say({"paths": [a.full, b.full], "rounds": rounds, "tensors": tensors, "others": others})
-        return int(bool(differing or others))
-    heading = f"A: {a.full}, round {a.manifest.round}\nB: {b.full}, round {b.manifest.round}"
-    lines: list[Any] = [_differences(differing)] if differing else []
-    lines.append(f"{len(found) - len(differing)} of {len(found)} variables are the same")
-    lines += [f"{name} differ" for name in others]
-    show(heading, *lines)
-    return int(bool(differing or others))
-
-
-def _differences(found: Iterable[Difference]) -> Table:
-    made = table("variable", "A", "B", "elements that differ", "largest difference")
-    for each in found:
-        largest = "" if each.largest is None else f"{each.largest:.6g}"
-        made.add_row(each.name, str(each.a or "-"), str(each.b or "-"), each.counted, largest)
-    return made
+    said = {
+        "paths": [a.full, b.full],
+        "rounds": [a.manifest.round, b.manifest.round],
+        "tensors": [each.report() for each in differing],
+        "others": others,
+    }
+    return settings.tell(
+        said,
+        f"A: {a.full}, round {a.manifest.round}\nB: {b.full}, round {b.manifest.round}",
+        *([table(DIFFERENCES, (each.cells() for each in differing))] if differing else []),
+        f"{len(found) - len(differing)} of {len(found)} variables are the same",
+        *(f"{name} differ" for name in others),
+        wrong=bool(differing or others),
+    )
 
 
 @checkpoint.command()
@@ -169,11 +147,11 @@ def export(settings: Settings, path: str, out: Path, force: bool) -> int:
     found = open_saved(path)
     write(found, out)
     wide = widened(found.manifest) if out.suffix == ".npz" else []
-    if settings.json:
-        return say({"path": found.full, "file": str(out), "tensors": len(found.manifest.tensors), "widened": wide})
-    if wide:
+    if wide and not settings.json:
         click.echo(f"NumPy's files know no bfloat16; as float32, exactly: {', '.join(wide)}", err=True)
-    return show(f"{len(found.manifest.tensors)} variables of {found.full} are in {out}")
+    count = len(found.manifest.tensors)
+    said = {"path": found.full, "file": str(out), "tensors": count, "widened": wide}
+    return settings.tell(said, f"{count} variables of {found.full} are in {out}")
 
 
 def summary(found: SavedCheckpoint) -> dict[str, Any]:
@@ -188,6 +166,12 @@ def summary(found: SavedCheckpoint) -> dict[str, Any]:
         "nbytes": sum(saved.spec.nbytes for saved in manifest.tensors.values()),
         "library": manifest.library,
     }
+
+
+def line(said: Mapping[str, Any], latest: str | None) -> Iterator[str]:
+    """The same as a row of the table of `ls`."""
+    yield from (said["name"], "latest" if said["name"] == latest else "", str(said["round"]), _time(said["saved_at"]))
+    yield from (str(said["tensors"]), size(said["nbytes"]), said["library"] or "-")
 
 
 def _paths(manifest: Manifest) -> dict[str, list[str]]:

@@ -15,6 +15,9 @@ CHUNK = 1 << 20
 """Elements that are compared at a time."""
 
 
+DIFFERENCES = ("variable", "A", "B", "elements that differ", "largest difference")
+
+
 @dataclass(frozen=True)
 class Difference:
     """One variable in two checkpoints.
@@ -37,10 +40,11 @@ class Difference:
         """Whether there is none."""
         return self.count == 0
 
-    @property
-    def counted(self) -> str:
-        """`3 of 100`, "" where they cannot be compared."""
-        return "" if self.count is None or self.a is None else f"{self.count:,} of {self.a.size:,}"
+    def cells(self) -> tuple[str, ...]:
+        """A row of a table with `DIFFERENCES` as headings; numbers are left out where they cannot be compared."""
+        counted = "" if self.count is None or self.a is None else f"{self.count:,} of {self.a.size:,}"
+        largest = "" if self.largest is None else f"{self.largest:.6g}"
+        return self.name, str(self.a or "-"), str(self.b or "-"), counted, largest
 
     def report(self) -> dict[str, Any]:
         """As `psctl checkpoint diff --json` gives it; JSON has no infinity, which is a text there."""

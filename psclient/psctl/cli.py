@@ -21,6 +21,7 @@ from pswire.errors import PSError
 
 
 @click.group(name="psctl", no_args_is_help=False)
+@click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
 @options
 def command() -> None:
     """Looks at jobs, and at checkpoints, without a part in them: no round waits for it.

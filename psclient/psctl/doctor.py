@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import click
+from rich.table import Table
 from rich.text import Text
 
 from psclient._src.config import tf_config_text
@@ -13,7 +14,7 @@ from psclient.psctl.cluster_checks import CLUSTER_CHECKS
 from psclient.psctl.findings import Check, Finding, Patient
 from psclient.psctl.host_checks import HOST_CHECKS, here
 from psclient.psctl.observer import Looked, Servers
-from psclient.psctl.output import say, show, table
+from psclient.psctl.output import table
 from psclient.psctl.settings import Cluster, Settings, options, settings
 from pswire.errors import ConfigError
 from pswire.security.identity import Security
@@ -35,12 +36,8 @@ def doctor(settings: Settings) -> int:
     """
     found = examine(patient(settings))
     failed = any(finding.level == "fail" for findings in found.values() for finding in findings)
-    if settings.json:
-        listed = [{"check": name, **dataclasses.asdict(each)} for name, findings in found.items() for each in findings]
-        say({"ok": not failed, "findings": listed})
-    else:
-        _show(found)
-    return int(failed)
+    listed = [{"check": name, **dataclasses.asdict(each)} for name, findings in found.items() for each in findings]
+    return settings.tell({"ok": not failed, "findings": listed}, *_shown(found), wrong=failed)
 
 
 def patient(settings: Settings) -> Patient:
@@ -75,12 +72,16 @@ def examine(patient: Patient, checks: Sequence[Check] = CHECKS) -> dict[str, lis
     return {check.name: list(check.run(patient)) for check in checks}
 
 
-def _show(found: Mapping[str, Sequence[Finding]]) -> None:
-    made = table("check", "", "what there is, and what to do")
-    for name, findings in found.items():
-        for each in findings:
-            text = Text.assemble(each.message, (f"\n→ {each.advice}" if each.advice else "", "bold"))
-            made.add_row(name, Text(each.level, style=COLOURS[each.level]), text)
-            name = ""
+def _shown(found: Mapping[str, Sequence[Finding]]) -> tuple[Table, str]:
+    rows = [
+        (
+            "" if number else name,
+            Text(each.level, style=COLOURS[each.level]),
+            Text.assemble(each.message, (f"\n→ {each.advice}" if each.advice else "", "bold")),
+        )
+        for name, findings in found.items()
+        for number, each in enumerate(findings)
+    ]
     counts = {level: sum(each.level == level for findings in found.values() for each in findings) for level in COLOURS}
-    show(made, ", ".join(f"{count} {level}" for level, count in counts.items()))
+    said = ", ".join(f"{count} {level}" for level, count in counts.items())
+    return table(("check", "", "what there is, and what to do"), rows), said

@@ -11,7 +11,6 @@ from grpc_health.v1 import health_pb2
 
 from psclient._src.transport.grpc_channel import REASONS, open_channel, stub
 from psclient._src.transport.tls_diagnosis import PROTOCOL, mismatch
-from psclient.psctl.output import say, show
 from psclient.psctl.settings import Settings, options, settings
 from pswire.cluster import check_address
 from pswire.security.identity import Security
@@ -85,11 +84,7 @@ def health(settings: Settings, asked: tuple[str, ...]) -> int:
     addresses = asked or tuple(settings.cluster().servers.values())
     security = settings.security()
     found = {address: why_not(address, security, settings.seconds) for address in addresses}
-    if settings.json:
-        servers = [{"address": address, "serving": not why, "why": why} for address, why in found.items()]
-        say({"serving": not any(found.values()), "servers": servers})
-    else:
-        show(
-            *(f"{address} serves" if not why else f"{address} does not serve: {why}" for address, why in found.items())
-        )
-    return int(any(found.values()))
+    servers = [{"address": address, "serving": not why, "why": why} for address, why in found.items()]
+    lines = (f"{address} serves" if not why else f"{address} does not serve: {why}" for address, why in found.items())
+    failed = any(found.values())
+    return settings.tell({"serving": not failed, "servers": servers}, *lines, wrong=failed)

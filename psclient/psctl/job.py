@@ -8,7 +8,6 @@ import click
 
 from psclient._src.chief.driver import Chief
 from psclient._src.transport.remote_server import connect
-from psclient.psctl.output import say
 from psclient.psctl.settings import Settings, options, settings
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
@@ -39,8 +38,4 @@ def end(told: Settings) -> int:
     finally:
         for server in servers:
             server.close()
-    if told.json:
-        say({"job": name})
-    else:
-        click.echo(f"the job {name!r} is over" if name else "the job without a name is over")
-    return 0
+    return told.tell({"job": name}, f"the job {name!r} is over" if name else "the job without a name is over")

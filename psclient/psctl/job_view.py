@@ -6,15 +6,15 @@ The fields of these classes are the keys of `psctl status --json`; tasks are wri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from psclient.psctl.observer import LOG_SERVER, Looked
 from pswire.cluster import Task
 from pswire.errors import Unreachable
 from pswire.model.log import Epoch
-from pswire.model.status import OpenRound, ServerStatus, SessionState
+from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState
 
 CHIEF = "the chief"
 """Whom a plan waits for that nobody has approved."""
@@ -35,27 +35,22 @@ class Problem:
     message: str
 
 
+def _told(default: Any, read: Callable[[ServerStatus, ProcessStatus], Any]) -> Any:
+    """A field that is read of a server's status; its default, or a function that gives it, where there is none."""
+    key = "default_factory" if callable(default) else "default"
+    return field(metadata={"read": read}, **{key: default})
+
+
 @dataclass(frozen=True)
 class ServerView:
-    """One server.
+    """One server. Of one that does not answer all is 0, or empty, that its status would tell.
 
     Attributes:
         task, address: which one, and where it was asked.
-        state: "up", "broken" (a round failed halfway), "unreachable", or "refused": it does not answer us. Of these two
-            what follows is 0, or empty.
-        incarnation: its life, 64 bits drawn by lot.
-        started_at: when it began, by its own clock, in seconds since 1970.
-        epoch: the newest that it knows, 0 for none.
-        round: its last complete round, -1 before the first; `lag`: how many that is behind the newest of any server.
-        waiting: its open rounds: number, section in words, whether it is approved, tasks that are missing.
-        waits_for: those tasks, of all open rounds.
-        log: length of its log.
-        variables: how many it knows; `variable_bytes` those it holds, of which it may hold `memory_limit` (0: any).
-        snapshot_bytes: old values that it holds for checkpoints, of which it may hold `snapshot_limit` (0: any).
-        resident_bytes: memory of its process, 0 where it does not tell.
+        state: "up", "broken" (a round failed halfway), "unreachable", or "refused": it does not answer us.
+        lag: how many rounds its last complete one is behind the newest of any server.
+        waits_for: tasks that are missing in any open round.
         lanes: sessions of tasks by the lane that they use to it.
-        saving: checkpoints that it is writing: path, round, bytes to be written.
-        device: where its variables are.
         version: of this package there.
         traffic: payload bytes so far by lane and direction, such as "shm received".
     """
@@ -63,25 +58,25 @@ class ServerView:
     task: str
     address: str
     state: str
-    incarnation: int = 0
-    started_at: float = 0.0
-    epoch: int = 0
-    round: int = -1
     lag: int = 0
-    waiting: tuple[Mapping[str, Any], ...] = ()
-    waits_for: tuple[str, ...] = ()
-    log: int = 0
-    variables: int = 0
-    variable_bytes: int = 0
-    memory_limit: int = 0
-    snapshot_bytes: int = 0
-    snapshot_limit: int = 0
-    resident_bytes: int = 0
-    lanes: Mapping[str, int] = field(default_factory=dict)
-    saving: tuple[Mapping[str, Any], ...] = ()
-    device: str = ""
-    version: str = ""
-    traffic: Mapping[str, int] = field(default_factory=dict)
+    incarnation: int = _told(0, lambda s, p: s.incarnation)
+    started_at: float = _told(0.0, lambda s, p: p.clock - p.uptime)
+    epoch: int = _told(0, lambda s, p: s.epoch.number if s.epoch else 0)
+    round: int = _told(-1, lambda s, p: s.round)
+    waiting: tuple[Mapping[str, Any], ...] = _told((), lambda s, p: tuple(map(_open_round, s.waiting)))
+    waits_for: tuple[str, ...] = _told((), lambda s, p: _awaited(s.waiting))
+    log: int = _told(0, lambda s, p: s.log)
+    variables: int = _told(0, lambda s, p: s.variables)
+    variable_bytes: int = _told(0, lambda s, p: s.nbytes)
+    memory_limit: int = _told(0, lambda s, p: s.memory_limit)
+    snapshot_bytes: int = _told(0, lambda s, p: s.held)
+    snapshot_limit: int = _told(0, lambda s, p: s.snapshot_limit)
+    resident_bytes: int = _told(0, lambda s, p: p.resident)
+    lanes: Mapping[str, int] = _told(dict, lambda s, p: _lanes(s.epoch, p))
+    saving: tuple[Mapping[str, Any], ...] = _told((), lambda s, p: tuple(map(_saving, s.saving)))
+    device: str = _told("", lambda s, p: s.device)
+    version: str = _told("", lambda s, p: p.versions.get("paramserver", ""))
+    traffic: Mapping[str, int] = _told(dict, lambda s, p: p.traffic)
 
 
 @dataclass(frozen=True)
@@ -187,36 +182,26 @@ def _newest_round(status: ServerStatus) -> int:
 # ---- Servers ----
 
 
+UNTOLD = ProcessStatus(0.0, 0, {}, 0, "", {}, {}, 0.0)
+"""The process of a server that says nothing of it."""
+
+
 def _server(found: Looked, newest: int) -> ServerView:
     status = found.status
     if status is None:
         return ServerView(str(found.task), found.address, _why(found))
-    process = status.process
-    used = process.lanes if process else {}
-    return ServerView(
-        task=str(found.task),
-        address=found.address,
-        state="broken" if status.broken else "up",
-        incarnation=status.incarnation,
-        started_at=process.clock - process.uptime if process else 0.0,
-        epoch=status.epoch.number if status.epoch else 0,
-        round=status.round,
-        lag=newest - status.round,
-        waiting=tuple(map(_open_round, status.waiting)),
-        waits_for=_awaited(status.waiting),
-        log=status.log,
-        variables=status.variables,
-        variable_bytes=status.nbytes,
-        memory_limit=status.memory_limit,
-        snapshot_bytes=status.held,
-        snapshot_limit=status.snapshot_limit,
-        resident_bytes=process.resident if process else 0,
-        lanes=dict(Counter(used.get(m.session, "grpc") for m in status.epoch.members) if status.epoch else {}),
-        saving=tuple({"path": each.path, "round": each.round, "bytes": each.nbytes} for each in status.saving),
-        device=status.device,
-        version=process.versions.get("paramserver", "") if process else "",
-        traffic=process.traffic if process else {},
-    )
+    process = status.process or UNTOLD
+    told = {each.name: each.metadata["read"](status, process) for each in fields(ServerView) if each.metadata}
+    state = "broken" if status.broken else "up"
+    return ServerView(str(found.task), found.address, state, newest - status.round, **told)
+
+
+def _lanes(epoch: Epoch | None, process: ProcessStatus) -> dict[str, int]:
+    return dict(Counter(process.lanes.get(member.session, "grpc") for member in (epoch.members if epoch else ())))
+
+
+def _saving(saving: Saving) -> dict[str, Any]:
+    return {"path": saving.path, "round": saving.round, "bytes": saving.nbytes}
 
 
 def _why(found: Looked) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -21,39 +21,38 @@ SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
 TIMES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 
 
-def table(*headings: str) -> Table:
-    """A table that shows all of each cell, on several lines where it has to."""
+def table(headings: Iterable[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """A table that shows all of each cell, on several lines where it has to; short rows are filled up."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
         made.add_column(heading, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
-def room() -> int:
-    """How many characters a line has: as many as the terminal."""
-    console = Console()
-    return console.width if console.is_terminal else WIDTH
+def terminal() -> Console:
+    """Where we print: as wide as the terminal, or `WIDTH` characters where there is none."""
+    console = Console(markup=False, highlight=False)
+    console.width = console.width if console.is_terminal else WIDTH
+    return console
 
 
 def breadth(table: Table) -> int:
     """How many characters a table takes with each cell on one line."""
-    console = Console(width=10_000)
-    return console.measure(table).maximum
+    return Console(width=10_000).measure(table).maximum
 
 
-def show(*shown: RenderableType) -> int:
-    """Prints texts and tables, as wide as the terminal; texts are not wrapped. Returns 0, a command's exit code."""
-    console = Console()
-    console.width = room()
+def show(*shown: RenderableType) -> None:
+    """Prints texts and tables, as wide as the terminal; texts are not wrapped."""
+    console = terminal()
     for each in shown:
-        console.print(each, markup=False, highlight=False, soft_wrap=isinstance(each, str | Text))
-    return 0
+        console.print(each, soft_wrap=isinstance(each, str | Text))
 
 
-def say(said: Mapping[str, Any]) -> int:
-    """Prints JSON, in which keys are sorted. Returns 0, a command's exit code."""
+def say(said: Mapping[str, Any]) -> None:
+    """Prints JSON, in which keys are sorted."""
     click.echo(json.dumps(said, indent=1, sort_keys=True))
-    return 0
 
 
 def size(nbytes: float) -> str:
@@ -71,7 +70,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def shape(sizes: tuple[int, ...]) -> str:
+def shape(sizes: Iterable[int]) -> str:
     """A shape for people: `[64,10]`."""
     return f"[{','.join(map(str, sizes))}]"
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
+from rich.console import RenderableType
 
 from psclient._src.config import security_options, tf_config_text
+from psclient.psctl.output import say, show
 from pswire.cluster import Task, TFConfig, check_address
 from pswire.errors import ConfigError
+from pswire.options import flag_name, options_of
 from pswire.security.identity import FLAGS, Security, SecurityOptions
 from pswire.security.names import ADMIN, task_name
 
 Command = TypeVar("Command", bound=Callable[..., object])
-
-SECURITY = {
-    "tls_cert": "Certificate of admin, or of the task whose container this is; {task} becomes admin.",
-    "tls_key": "Its key.",
-    "tls_ca": "Certificate of the CA.",
-    "token_file": "File with the token of the job. [default of these: PS_TLS_CERT and its like]",
-}
-"""Options that say who we are, and their help."""
 
 SECONDS = 5.0
 """How long a server may take to answer."""
@@ -59,6 +54,14 @@ class Settings:
     tls_key: str = ""
     tls_ca: str = ""
     token_file: str = ""
+
+    def tell(self, said: Mapping[str, Any], *shown: RenderableType, wrong: bool = False) -> int:
+        """Answers in JSON, or with texts and tables for people; returns the exit code, 1 where something is wrong."""
+        if self.json:
+            say(said)
+        else:
+            show(*shown)
+        return int(wrong)
 
     def cluster(self) -> Cluster:
         """The cluster that `--address` or TF_CONFIG names.
@@ -149,7 +152,10 @@ OPTIONS = (
         metavar="SECONDS",
         help=f"How long a server may take to answer [default: {SECONDS:g}].",
     ),
-    *(_option(name, "--" + name.replace("_", "-"), metavar="PATH", help=text) for name, text in SECURITY.items()),
+    *(
+        _option(name, flag_name(name), metavar="PATH", help=each.help(""))
+        for name, each in options_of(SecurityOptions).items()
+    ),
     as_json,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import click
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from psclient.psctl.job_view import JobView, ServerView, TaskView, view_of
 from psclient.psctl.observer import connected
-from psclient.psctl.output import breadth, duration, room, say, short, show, size, table
+from psclient.psctl.output import breadth, duration, short, size, table, terminal
 from psclient.psctl.settings import Settings, options, settings
 
 STATES = {
@@ -50,18 +50,10 @@ def status(settings: Settings, every: float | None) -> int:
     with connected(settings, cluster) as servers:
         while True:
             view = view_of(servers.look(), cluster.expected)
-            tell(view, settings)
+            code = settings.tell(dataclasses.asdict(view), *lines(view), wrong=bool(view.problems))
             if every is None:
-                return int(bool(view.problems))
+                return code
             time.sleep(every)
-
-
-def tell(view: JobView, settings: Settings) -> None:
-    """Prints a job as text, or as JSON."""
-    if settings.json:
-        say(dataclasses.asdict(view))
-    else:
-        show(*lines(view))
 
 
 def lines(view: JobView, rates: Rates | None = None, width: int | None = None) -> list[RenderableType]:
@@ -70,10 +62,11 @@ def lines(view: JobView, rates: Rates | None = None, width: int | None = None) -
     Args:
         view: the job.
         rates: more columns for the servers.
-        width: how many characters there are; None for those of `output.show`.
+        width: how many characters there are; None for those of `output.terminal`.
     """
-    shown: list[RenderableType] = [heading(view), server_table(view.servers, rates or {}, width or room())]
-    shown += [task_table(view.tasks, width or room())] if view.tasks else []
+    width = width or terminal().width
+    shown: list[RenderableType] = [heading(view), server_table(view.servers, rates or {}, width)]
+    shown += [task_table(view.tasks, width)] if view.tasks else []
     return shown + [problem_line(problem.task, problem.message) for problem in view.problems]
 
 
@@ -94,39 +87,42 @@ def problem_line(task: str, message: str) -> Text:
 Rates = Mapping[str, Mapping[str, str]]
 """What servers do in a second: by server and column."""
 
-Column = tuple[str, Callable[[Any], str | Text]]
-"""Its heading, and what it has of a server or a task."""
+Columns = Mapping[str, Callable[[Any], str | Text]]
+"""By its heading what a column has of a server or a task."""
 
-SERVER_COLUMNS: tuple[Column, ...] = (
-    ("server", lambda s: short(s.task)),
-    ("address", lambda s: s.address),
-    ("state", lambda s: coloured(s.state)),
-    ("up", lambda s: duration(max(time.time() - s.started_at, 0)) if s.started_at else ""),
-    ("epoch", lambda s: str(s.epoch) if s.incarnation else ""),
-    ("round", lambda s: _round(s.round)),
-    ("lag", lambda s: str(s.lag) if s.incarnation else ""),
-    ("variables", lambda s: f"{s.variables}" if s.incarnation else ""),
-    ("their bytes", lambda s: of(s.variable_bytes, s.memory_limit) if s.incarnation else ""),
-    ("memory", lambda s: size(s.resident_bytes) if s.resident_bytes else ""),
-    ("device", lambda s: s.device),
-    ("lanes", lambda s: ", ".join(f"{count} {lane}" for lane, count in sorted(s.lanes.items()))),
-    ("waits for", lambda s: ", ".join(map(short, s.waits_for))),
-    ("saves", lambda s: ", ".join(f"{each['path']} (round {each['round']})" for each in s.saving)),
-    ("old values", lambda s: of(s.snapshot_bytes, s.snapshot_limit) if s.snapshot_bytes or s.snapshot_limit else ""),
-)
+SERVER_COLUMNS: Columns = {
+    "server": lambda s: short(s.task),
+    "address": lambda s: s.address,
+    "state": lambda s: coloured(s.state),
+    "up": lambda s: duration(max(time.time() - s.started_at, 0)) if s.started_at else "",
+    "epoch": lambda s: str(s.epoch),
+    "round": lambda s: _round(s.round),
+    "lag": lambda s: str(s.lag),
+    "variables": lambda s: str(s.variables),
+    "their bytes": lambda s: of(s.variable_bytes, s.memory_limit),
+    "memory": lambda s: size(s.resident_bytes) if s.resident_bytes else "",
+    "device": lambda s: s.device,
+    "lanes": lambda s: ", ".join(f"{count} {lane}" for lane, count in sorted(s.lanes.items())),
+    "waits for": lambda s: ", ".join(map(short, s.waits_for)),
+    "saves": lambda s: ", ".join(f"{each['path']} (round {each['round']})" for each in s.saving),
+    "old values": lambda s: of(s.snapshot_bytes, s.snapshot_limit) if s.snapshot_bytes or s.snapshot_limit else "",
+}
 """What there is to tell of a server; a column that is empty for all is left out."""
 
-TASK_COLUMNS: tuple[Column, ...] = (
-    ("task", lambda t: short(t.task) + (" (drives)" if t.drives else "")),
-    ("state", lambda t: coloured(t.state)),
-    ("session", lambda t: str(t.session & 0xFFFFF) if t.session else ""),
-    ("replicas", lambda t: str(t.replicas) if t.session and not t.drives else ""),
-    ("last heard", lambda t: f"{duration(t.silent_seconds)} ago" if t.session else ""),
-    ("round", lambda t: _round(t.round)),
-    ("lag", lambda t: str(t.lag) if t.takes_part else ""),
-    ("lanes", lambda t: ", ".join(t.lanes)),
-    ("waits for", lambda t: ", ".join(map(short, t.waits_for))),
-)
+OF_SILENT = ("server", "address", "state")
+"""Columns of a server that does not answer."""
+
+TASK_COLUMNS: Columns = {
+    "task": lambda t: short(t.task) + (" (drives)" if t.drives else ""),
+    "state": lambda t: coloured(t.state),
+    "session": lambda t: str(t.session & 0xFFFFF) if t.session else "",
+    "replicas": lambda t: str(t.replicas) if t.session and not t.drives else "",
+    "last heard": lambda t: f"{duration(t.silent_seconds)} ago" if t.session else "",
+    "round": lambda t: _round(t.round),
+    "lag": lambda t: str(t.lag) if t.takes_part else "",
+    "lanes": lambda t: ", ".join(t.lanes),
+    "waits for": lambda t: ", ".join(map(short, t.waits_for)),
+}
 """What there is to tell of a task."""
 
 
@@ -148,28 +144,27 @@ DISPENSABLE = (
 def server_table(servers: Sequence[ServerView], rates: Rates, width: int) -> Table:
     """The servers, and their rates if there are any."""
     names = dict.fromkeys(name for rate in rates.values() for name in rate)
-    more = tuple((name, lambda s, name=name: rates.get(s.task, {}).get(name, "")) for name in names)
-    return _table((*SERVER_COLUMNS, *more), servers, width)
+    rows = [
+        {name: cell(server) for name, cell in SERVER_COLUMNS.items() if server.incarnation or name in OF_SILENT}
+        | dict(rates.get(server.task, {}))
+        for server in servers
+    ]
+    return _fitting([*SERVER_COLUMNS, *names], rows, width)
 
 
 def task_table(tasks: Sequence[TaskView], width: int) -> Table:
     """The other tasks."""
-    return _table(TASK_COLUMNS, tasks, width)
+    return _fitting(TASK_COLUMNS, [{name: cell(task) for name, cell in TASK_COLUMNS.items()} for task in tasks], width)
 
 
-def _table(columns: Sequence[Column], items: Sequence[object], width: int) -> Table:
-    cells = {name: [cell(item) for item in items] for name, cell in columns}
-    cells = {name: column for name, column in cells.items() if any(map(str, column))}
-    for name in DISPENSABLE:
-        if breadth(_filled(cells)) > width:
-            cells.pop(name, None)
-    return _filled(cells)
-
-
-def _filled(cells: Mapping[str, Sequence[str | Text]]) -> Table:
-    made = table(*cells)
-    for row in zip(*cells.values(), strict=True):
-        made.add_row(*row)
+def _fitting(headings: Iterable[str], rows: Sequence[Mapping[str, str | Text]], width: int) -> Table:
+    """A table without the columns that are empty, and without dispensable ones that it has no room for."""
+    shown = [name for name in headings if any(str(row.get(name, "")) for row in rows)]
+    for name in (*DISPENSABLE, ""):
+        made = table(shown, ([row.get(name, "") for name in shown] for row in rows))
+        if breadth(made) <= width:
+            break
+        shown = [other for other in shown if other != name]
     return made
 
 

@@ -13,7 +13,7 @@ from rich.live import Live
 
 from psclient.psctl.job_view import JobView, ServerView, view_of
 from psclient.psctl.observer import Servers, connected
-from psclient.psctl.output import say, show, size
+from psclient.psctl.output import size, terminal
 from psclient.psctl.settings import Cluster, Settings, options, settings
 from psclient.psctl.status import lines
 
@@ -32,7 +32,7 @@ def top(settings: Settings, interval: float) -> int:
 
     Where there is no terminal, or with --json, it shows what the job does in one interval.
     """
-    cluster, console = settings.cluster(), Console()
+    cluster, console = settings.cluster(), terminal()
     with connected(settings, cluster) as servers:
         watcher = Watcher(servers, cluster)
         watcher.look()
@@ -40,11 +40,7 @@ def top(settings: Settings, interval: float) -> int:
             return _live(watcher, console, interval)
         time.sleep(interval)
         view, rates = watcher.look()
-    if settings.json:
-        say({**dataclasses.asdict(view), "rates": rates})
-    else:
-        show(*lines(view, _words(rates)))
-    return 0
+    return settings.tell({**dataclasses.asdict(view), "rates": rates}, *lines(view, _words(rates)))
 
 
 def _live(watcher: Watcher, console: Console, interval: float) -> int:

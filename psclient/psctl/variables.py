@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 import numpy as np
+from rich.table import Table
 
 from psclient.psctl.observer import connected
-from psclient.psctl.output import plain, say, shape, short, show, size, table
+from psclient.psctl.output import plain, shape, short, size, table
 from psclient.psctl.settings import Settings, options, settings
 from pswire.cluster import Task
 from pswire.errors import ConfigError
@@ -33,14 +34,13 @@ def variables(settings: Settings, pattern: str) -> int:
         known = servers.variables()
     primaries = slots(known)
     found = [v for v in beside(known, primaries) if _matches(v, primaries, pattern)]
-    if settings.json:
-        listed = [_report(variable, primaries) for variable in found]
-        say({"variables": listed, "servers": totals(found), "bytes": sum(v.spec.tensor.nbytes for v in found)})
-    elif not found:
-        show(f"no variable matches {pattern!r}; the job has {len(known)}")
-    else:
-        _show(found, primaries)
-    return 0
+    said = {
+        "variables": [_report(variable, primaries) for variable in found],
+        "servers": totals(found),
+        "bytes": sum(variable.spec.tensor.nbytes for variable in found),
+    }
+    none = f"no variable matches {pattern!r}; the job has {len(known)}"
+    return settings.tell(said, *(_tables(said) if found else [none]))
 
 
 def slots(variables: Iterable[Variable]) -> dict[str, str]:
@@ -96,17 +96,15 @@ def _report(variable: Variable, primaries: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _show(variables: Sequence[Variable], primaries: Mapping[str, str]) -> None:
-    made = table("variable", "shape", "dtype", "bytes", "servers")
-    for variable in variables:
-        spec = variable.spec
-        name = f"  {spec.name}" if spec.name in primaries else spec.name
-        servers = ", ".join(short(str(Task("ps", server))) for server in variable.servers)
-        made.add_row(name, shape(spec.tensor.shape), spec.tensor.dtype, f"{spec.tensor.nbytes:,}", servers)
-    sums = table("server", "variables", "bytes")
-    for each in totals(variables):
-        sums.add_row(short(each["task"]), str(each["variables"]), size(each["bytes"]))
-    show(made, sums)
+def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
+    rows = (
+        ("  " * bool(each["slot_of"]) + each["name"], shape(each["shape"]), each["dtype"], f"{each['bytes']:,}", where)
+        for each in said["variables"]
+        for where in [", ".join(map(short, each["servers"]))]
+    )
+    yield table(("variable", "shape", "dtype", "bytes", "servers"), rows)
+    sums = ((short(each["task"]), str(each["variables"]), size(each["bytes"])) for each in said["servers"])
+    yield table(("server", "variables", "bytes"), sums)
 
 
 # ---- One value ----
@@ -135,24 +133,21 @@ def read(settings: Settings, name: str, stats: bool, npy: Path | None) -> int:
         said["file"] = str(_write(npy, value))
     if stats:
         said["stats"] = stats_of(value)
-    _tell(settings, said, value)
-    return 0
-
-
-def _tell(settings: Settings, said: dict[str, Any], value: Array) -> None:
-    whole = "file" not in said and "stats" not in said
     if settings.json:
-        say(said | ({"value": plain(value.tolist())} if whole else {}))
-        return
-    show(
-        f"{said['name']}: {said['dtype']}{shape(value.shape)} after round {said['round']}, from {short(said['server'])}"
-    )
-    if whole:
-        show(np.array2string(value, max_line_width=100))
+        whole = {} if npy is not None or stats else {"value": plain(value.tolist())}
+        return settings.tell(said | whole)
+    return settings.tell(said, *_lines(said, value))
+
+
+def _lines(said: Mapping[str, Any], value: Array) -> Iterator[str]:
+    where = f"after round {said['round']}, from {short(said['server'])}"
+    yield f"{said['name']}: {said['dtype']}{shape(value.shape)} {where}"
+    if "file" not in said and "stats" not in said:
+        yield np.array2string(value, max_line_width=100)
     for key, number in said.get("stats", {}).items():
-        show(f"{key:>10}  {number if isinstance(number, int | str) or number is None else format(number, '.6g')}")
+        yield f"{key:>10}  {number if isinstance(number, int | str) or number is None else format(number, '.6g')}"
     if "file" in said:
-        show(f"written into {said['file']}")
+        yield f"written into {said['file']}"
 
 
 def _write(path: Path, value: Array) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from psclient._src import context
+from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
 from psclient.train.backend import CheckpointBackend, Content, Opened
@@ -271,7 +272,7 @@ class Checkpoint:
                 thing.load_state_dict(opened.manifest.state[path])
 
 
-def backend_of(strategy: Any) -> CheckpointBackend:
+def backend_of(strategy: Strategy) -> CheckpointBackend:
     """What keeps the checkpoints of a strategy."""
     return ServerBackend(strategy) if isinstance(strategy.backend, RemoteBackend) else FileBackend(strategy)
 

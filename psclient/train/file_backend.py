@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import cast
 
 from psclient._src.distribute.local import LocalBackend
+from psclient._src.distribute.strategy import Strategy
 from psclient._src.variables.kinds import SyncOnReadVariable
 from psclient._src.variables.variable import Variable
 from psclient.train.backend import Choose, Content, Opened
@@ -34,8 +35,8 @@ class FileBackend:
         strategy: whose variables.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._backend: LocalBackend = strategy.backend
+    def __init__(self, strategy: Strategy) -> None:
+        self._backend = cast(LocalBackend, strategy.backend)
 
     def check_path(self, path: str) -> None:
         """As `CheckpointBackend.check_path`; what is above the last part is this process's own."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from psclient._src import context
+from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable, VariableAggregation
 from psclient.train.checkpoint import Checkpoint, backend_of
@@ -29,7 +30,7 @@ NOTE = ".manager"
 """Under which key of a manifest's `state` the list of checkpoints stands."""
 
 
-def latest_checkpoint(checkpoint_dir: str, strategy: Any = None) -> str | None:
+def latest_checkpoint(checkpoint_dir: str, strategy: Strategy | None = None) -> str | None:
     """The newest complete checkpoint in a directory, None where there is none. In any context.
 
     Processes of one job may find another one each, where one of them saves meanwhile; a script that all of them run

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from psclient._src import values
+from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
 from psclient.train.backend import Choose, Content, Opened
@@ -28,9 +29,9 @@ class ServerBackend:
         strategy: whose variables.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._remote: RemoteBackend = strategy.backend
+        self._remote = cast(RemoteBackend, strategy.backend)
 
     def check_path(self, path: str) -> None:
         """As `CheckpointBackend.check_path`, by the servers' own rules."""

@@ -18,7 +18,7 @@ from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.log import Log
 from psserver.core.runner import Runner
-from psserver.core.status import Report
+from psserver.core.status import status_of
 from psserver.core.waiting import Readers, Resends, Watchers
 from psserver.devices import Device, owned
 from psserver.effects import Answer, Submit, answering, do, failing
@@ -145,9 +145,6 @@ class Core:
             submit,
             self._progress,
             self.tally,
-        )
-        self._report = Report(
-            incarnation, self._store, self._rounds, self._members, self._log, self._snapshots, self._runner
         )
 
     # ---- Sessions ----
@@ -437,7 +434,16 @@ class Core:
 
     def status(self) -> ServerStatus:
         with self._lock:
-            return self._report.status(self._clock())
+            return status_of(
+                self.incarnation,
+                self._store,
+                self._rounds,
+                self._members,
+                self._log,
+                self._snapshots,
+                self._runner,
+                self._clock(),
+            )
 
     def close(self) -> None:
         """Ends all that waits; nothing is lost that was answered."""

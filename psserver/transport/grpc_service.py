@@ -25,8 +25,8 @@ from psserver.transport.lane_server import Lanes
 from psserver.transport.process import process_status
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
-from pswire.encoding import messages as replies
-from pswire.encoding import values
+from pswire.encoding import messages
+from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, VERBS, fitting, parse, refusal
 from pswire.errors import InvalidRequest, PSError, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
@@ -48,18 +48,11 @@ Answer = Callable[[ParameterServer, bytes], Message]
 # ---- Verbs of one request and one reply, that answer at once ----
 
 
-def _open(core: ParameterServer, data: bytes) -> pb.OpenReply:
+def _open(core: ParameterServer, data: bytes, server: str) -> pb.OpenReply:
     m = parse(pb.OpenRequest, data)
-    mode = values.mode_from_pb(m.mode)
-    opened = core.open(values.task_from_pb(m.task), m.replicas, m.session, m.drives, mode, m.job, m.term)
-    return pb.OpenReply(
-        session=opened.session,
-        incarnation=opened.incarnation,
-        token=opened.token,
-        server=opened.server,
-        device=opened.device,
-        term=opened.term,
-    )
+    mode, task = messages.MODES[m.mode], messages.TASK.from_pb(m.task)
+    check_protocol(m.protocol, str(task), server)
+    return messages.OPENED.to_pb(core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term))
 
 
 def _beat(core: ParameterServer, data: bytes) -> Message:
@@ -76,15 +69,15 @@ def _leave(core: ParameterServer, data: bytes) -> Message:
 
 def _propose(core: ParameterServer, data: bytes) -> Message:
     m = parse(pb.ProposeRequest, data)
-    plan = values.plan_from_pb(m.plan) if m.HasField("plan") else None
-    start = values.start_from_pb(m.start) if m.HasField("start") else None
+    plan = messages.PLAN.from_pb(m.plan) if m.HasField("plan") else None
+    start = messages.START.from_pb(m.start) if m.HasField("start") else None
     core.propose(m.session, plan, m.entry, start)
     return pb.Empty()
 
 
 def _approve(core: ParameterServer, data: bytes) -> Message:
     m = parse(pb.ApproveRequest, data)
-    entries = [values.entry_from_pb(entry) for entry in m.entries]
+    entries = [messages.ENTRY.from_pb(entry) for entry in m.entries]
     return pb.ApproveReply(length=core.approve(m.token, m.index, entries))
 
 
@@ -123,9 +116,9 @@ def _watch(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
 
 def _watched(known: int, watched: Watched) -> Message:
     """News, cut to one message. The rest comes with the next call, at once: its version is still the old."""
-    reply = replies.watched_to_pb(replace(watched, entries=(), plans=()))
+    reply = messages.WATCHED.to_pb(replace(watched, entries=(), plans=()))
     # A log may be long: what does not fit is not encoded.
-    entries, plans = map(values.entry_to_pb, watched.entries), map(values.plan_to_pb, watched.plans)
+    entries, plans = map(messages.ENTRY.to_pb, watched.entries), map(messages.PLAN.to_pb, watched.plans)
     found: list[Any] = fitting(chain[Message](entries, plans))
     reply.entries.extend(found[: len(watched.entries)])
     reply.plans.extend(found[len(watched.entries) :])
@@ -136,13 +129,13 @@ def _watched(known: int, watched: Watched) -> Message:
 
 def _snapshot(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
     m = parse(pb.SnapshotRequest, data)
-    return core.snapshot(m.token, m.plan_id, m.manifest), replies.shard_to_pb
+    return core.snapshot(m.token, m.plan_id, m.manifest), messages.SHARD.to_pb
 
 
 def _restore(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
     m = parse(pb.RestoreRequest, data)
-    turn, order = values.turn_from_pb(m.turn), replies.order_from_pb(m.order)
-    return core.restore(m.session, m.path, turn, order), replies.restored_to_pb
+    turn, order = messages.TURN.from_pb(m.turn), messages.ORDER.from_pb(m.order)
+    return core.restore(m.session, m.path, turn, order), messages.RESTORED.to_pb
 
 
 Ask = Callable[[ParameterServer, bytes], tuple[Future[Any], Encode]]
@@ -254,7 +247,8 @@ class Service(grpc.GenericRpcHandler):
     # ---- One request, one reply ----
 
     async def _open(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
-        reply = await asyncio.to_thread(_open, core, data)
+        reply = await asyncio.to_thread(_open, core, data, self._task)
+        reply.protocol = PROTOCOL
         reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
         reply.lane_token, reply.in_flight = self._lanes.token(reply.session), self._lanes.in_flight
         return reply.SerializeToString()
@@ -262,7 +256,7 @@ class Service(grpc.GenericRpcHandler):
     async def _status(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
         parse(pb.Empty, data)
         status = replace(core.status(), process=process_status(self._lanes))
-        return replies.status_to_pb(status).SerializeToString()
+        return messages.STATUS.to_pb(status).SerializeToString()
 
     def _prompt(self, row: Prompt) -> Handler:
         async def handler(core: ParameterServer, data: bytes, context: Context) -> bytes:
@@ -290,25 +284,22 @@ class Service(grpc.GenericRpcHandler):
 
     # Messages are read through the context, which is what gRPC's iterator over them does, with a generator more.
 
-    async def _create(self, core: ParameterServer, messages: object, context: Context) -> bytes:
+    async def _create(self, core: ParameterServer, stream: object, context: Context) -> bytes:
         first = await _first(context)
         header = parse(pb.CreateHeader, first.header)
-        spec = values.spec_from_pb(header.spec)
+        spec = messages.SPEC.from_pb(header.spec)
         value = await self._received(first, context, spec.tensor.nbytes) if header.has_value else None
         reply = await asyncio.to_thread(
             core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
         )
-        message = pb.CreateReply(
-            id=reply.id, servers=reply.servers, initialized=reply.initialized, restored=reply.restored
-        )
-        return message.SerializeToString()
+        return messages.CREATED.to_pb(reply).SerializeToString()
 
-    async def _push(self, core: ParameterServer, messages: object, context: Context) -> None:
+    async def _push(self, core: ParameterServer, stream: object, context: Context) -> None:
         first = await _first(context)
         header = parse(pb.PushHeader, first.header)
         assembly = self._assembly(first, header.size)
         answer = Growing()
-        future = core.push(replies.contribution_from_pb(header), assembly.payload, answer.begin)
+        future = core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
         future.add_done_callback(lambda _: answer.bell.ring())
         rest = partial(_rest, context, assembly, self._lanes.in_flight)
         receiving = None if assembly.payload.whole else asyncio.ensure_future(answer.receive(rest))
@@ -330,14 +321,14 @@ class Service(grpc.GenericRpcHandler):
                 await context.write(self._frames.encoded(answer.header(), answer.payload or EMPTY, part))
         reply = future.result()
         if answer.cutter is None:
-            await self._send(context, replies.round_to_pb(reply), reply.payload)
+            await self._send(context, messages.round_to_pb(reply), reply.payload)
         else:
-            await context.write(Frame(replies.round_to_pb(reply).SerializeToString()).encode())
+            await context.write(Frame(messages.round_to_pb(reply).SerializeToString()).encode())
 
     async def _pull(self, core: ParameterServer, data: bytes, context: Context) -> None:
         m = parse(pb.PullRequest, data)
         reply = await self._wait(core.pull(m.session, tuple(m.variables), m.after))
-        await self._send(context, replies.pull_to_pb(reply), reply.payload)
+        await self._send(context, messages.pull_to_pb(reply), reply.payload)
 
     async def _send(self, context: Context, message: Message, payload: Payload) -> None:
         """Sends an answer that is whole; its first part rides with the header."""

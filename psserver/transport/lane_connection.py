@@ -16,8 +16,9 @@ from typing import Any, Protocol, TypeVar, cast
 
 from pswire.api import ParameterServer, PullReply, RoundReply
 from pswire.encoding import messages
+from pswire.encoding.protocol import check_protocol
 from pswire.encoding.verbs import parse, refusal_to_pb
-from pswire.errors import Fenced, Forbidden, InvalidRequest, PSError
+from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Assembly, Payload
 from pswire.transport.shared_memory import Segment, SharedArena, SharedView
@@ -185,7 +186,7 @@ class Connection:
             pass
         except ConnectionResetError as error:
             self.close(str(error), gone=True)
-        except (InvalidRequest, Forbidden) as error:
+        except (InvalidRequest, Forbidden, ConfigError) as error:
             log.warning("a lane is closed, since what came is refused: %s", error.message)
             self.close(error.message)
         except OSError as error:
@@ -319,6 +320,7 @@ class Connection:
         hello = parse(pb.LaneHello, message.header)
         if message.kind is not Kind.HELLO:
             raise InvalidRequest("a connection has not shown whose it is")
+        check_protocol(hello.protocol, f"session {hello.session}", self._lanes.task)
         self._lanes.let_in(self, hello.session, hello.token)
         if self._shared:
             self._hand_over()

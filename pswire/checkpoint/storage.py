@@ -18,9 +18,6 @@ T = TypeVar("T")
 
 log = logging.getLogger("pswire")
 
-DEFAULT_ROOT = "runs"
-"""The root where nobody says another: below the directory in which a process is started."""
-
 BLOCK = 16 << 20
 """Bytes that are asked of an object store at once."""
 

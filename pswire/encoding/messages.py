@@ -1,9 +1,15 @@
-"""Between the verbs' requests and replies and the generated protobuf classes, as `codec` does for values."""
+"""The table of values and the generated protobuf classes that they travel as: used by both rims, and by nobody else.
+
+Each row has `to_pb` and `from_pb`, made by the mapper. Reading checks what the type system of protobuf cannot: unknown
+numbers of enumerations and missing choices raise `InvalidRequest`. Written by hand is what has its payload beside it.
+"""
 
 from __future__ import annotations
 
 from pswire.api import (
     Contribution,
+    CreateReply,
+    Opened,
     PullReply,
     RestoreOrder,
     RestoreReply,
@@ -12,35 +18,126 @@ from pswire.api import (
     Shard,
     Watched,
 )
-from pswire.encoding.values import (
-    entry_from_pb,
-    entry_to_pb,
-    epoch_from_pb,
-    epoch_to_pb,
-    member_from_pb,
-    member_to_pb,
-    plan_from_pb,
-    plan_to_pb,
-    position_to_pb,
-    positions_from_pb,
-    task_from_pb,
-    task_to_pb,
-    tensor_from_pb,
-    tensor_to_pb,
-)
+from pswire.cluster import JOBS, Task
+from pswire.encoding.mapper import Mapper, Pair, Words
 from pswire.errors import InvalidRequest
-from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
+from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
+from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
+from pswire.model.plan import Plan, ReduceOp, RefKind, Turn, Variable, VariableSpec
+from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
+from pswire.model.status import ServerStatus, SessionState
+from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
 
-_STAGES: dict[RestoreStage, pb.RestoreStage] = {
-    "look": pb.RESTORE_STAGE_LOOK,
-    "open": pb.RESTORE_STAGE_OPEN,
-    "prepare": pb.RESTORE_STAGE_PREPARE,
-}
+# ---- What is not as the fields' types say ----
+
+
+def _task_to_pb(task: Task) -> pb.Task:
+    return pb.Task(job=task.job, index=task.index)
+
+
+def _task_from_pb(message: pb.Task) -> Task:
+    if message.job not in JOBS:
+        raise InvalidRequest(f"unknown job {message.job!r}; known are {', '.join(JOBS)}")
+    return Task(message.job, message.index)
+
+
+def _attr_to_pb(attr: tuple[str, Attr]) -> pb.Attr:
+    name, value = attr
+    match value:
+        case bool():
+            return pb.Attr(name=name, flag=value)
+        case int():
+            return pb.Attr(name=name, number=value)
+        case float():
+            return pb.Attr(name=name, real=value)
+        case str():
+            return pb.Attr(name=name, text=value)
+        case tuple():
+            return pb.Attr(name=name, numbers=pb.Numbers(values=value))
+        case None:
+            return pb.Attr(name=name)
+
+
+def _attr_from_pb(message: pb.Attr) -> tuple[str, Attr]:
+    match message.WhichOneof("value"):
+        case None:
+            return message.name, None
+        case "numbers":
+            return message.name, tuple(message.numbers.values)
+        case chosen:
+            return message.name, getattr(message, chosen)
+
+
+def _admit_program(message: pb.Program) -> None:
+    if message.version != PROGRAM_VERSION:
+        raise InvalidRequest(
+            f"an update program has version {message.version}, and version {PROGRAM_VERSION} runs here; "
+            "install the same release of paramserver on workers, chief and servers"
+        )
+
+
+def _admit_plan(message: pb.Plan) -> None:
+    """Raises `InvalidRequest` for a plan of so many messages that reading them takes long; most may be empty."""
+    if message.ByteSize() > MAX_PLAN_BYTES:
+        raise InvalidRequest(f"a plan has {message.ByteSize()} bytes; at most {MAX_PLAN_BYTES} are allowed")
+    nodes = sum(len(program.nodes) for program in message.programs[:MAX_PLAN_NODES])
+    if nodes > MAX_PLAN_NODES:
+        raise InvalidRequest(f"the programs of a plan have {nodes} nodes; at most {MAX_PLAN_NODES} are allowed")
+    items = len(message.reductions) + len(message.operands) + len(message.programs) + len(message.applies)
+    items += len(message.returned) + nodes
+    if items <= MAX_PLAN_ITEMS:
+        items += sum(len(p.inputs) + len(p.assigns) + len(p.outputs) for p in message.programs)
+        items += sum(len(apply.args) for apply in message.applies)
+        items += sum(len(node.attrs) for program in message.programs for node in program.nodes)
+    if items > MAX_PLAN_ITEMS:
+        raise InvalidRequest(f"a plan has {items} parts; at most {MAX_PLAN_ITEMS} are allowed")
+
+
+# ---- The table; a row may use those above it ----
+
+MAPPER = Mapper()
+
+MODES: Words[Mode] = MAPPER.words(Mode, pb.Mode, "unknown mode {}")
+MAPPER.words(InputKind, pb.Input.Kind, "unknown kind of input {}")
+MAPPER.words(RefKind, pb.Ref.Kind, "unknown kind of value {}")
+MAPPER.words(ReduceOp, pb.Reduction.Op, "unknown reduction {}")
+MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
+
+TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
+SPEC = MAPPER.pair(VariableSpec, pb.VariableSpec, check=VariableSpec.check)
+VARIABLE = MAPPER.pair(Variable, pb.Variable)
+
+TASK = MAPPER.add(Task, Pair(pb.Task, _task_to_pb, _task_from_pb))
+POSITION = MAPPER.pair(Position, pb.Position)
+START = MAPPER.pair(Start, pb.Start)
+MEMBER = MAPPER.pair(Member, pb.Member)
+EPOCH = MAPPER.pair(Epoch, pb.Epoch, names={"join_point": "entry"})
+
+MAPPER.add(tuple[str, Attr], Pair(pb.Attr, _attr_to_pb, _attr_from_pb))
+PROGRAM = MAPPER.pair(Program, pb.Program, constants={"version": PROGRAM_VERSION}, admit=_admit_program)
+TURN = MAPPER.pair(Turn, pb.Turn)
+PLAN = MAPPER.pair(Plan, pb.Plan, admit=_admit_plan)
+ENTRY: Pair[LogEntry, pb.Entry] = MAPPER.choice(
+    LogEntry, pb.Entry, "an entry of the log is empty, or of a newer version"
+)
+
+OPENED = MAPPER.pair(Opened, pb.OpenReply)
+CREATED = MAPPER.pair(CreateReply, pb.CreateReply)
+SESSION = MAPPER.pair(SessionState, pb.SessionState, names={"join_point": "entry"})
+WATCHED = MAPPER.pair(Watched, pb.WatchReply)
+SHARD = MAPPER.pair(Shard, pb.SnapshotReply)
+ORDER = MAPPER.pair(RestoreOrder, pb.RestoreOrder, flags={"names": "named"})
+RESTORED = MAPPER.pair(RestoreReply, pb.RestoreReply)
+STATUS = MAPPER.pair(ServerStatus, pb.StatusReply)
+
+
+# ---- Of each round: the payload comes beside the message ----
 
 
 def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
+    """Makes the header of a push whose payload has `size` bytes."""
     return pb.PushHeader(
         session=contribution.session,
         epoch=contribution.epoch,
@@ -48,7 +145,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         plan_id=contribution.plan_id,
         weights=contribution.weights,
         more=contribution.more,
-        positions=[position_to_pb(p) for p in contribution.positions],
+        positions=[POSITION.to_pb(p) for p in contribution.positions],
         want=contribution.want,
         observes=contribution.observes,
         start=contribution.start,
@@ -57,6 +154,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
 
 
 def contribution_from_pb(message: pb.PushHeader) -> Contribution:
+    """Reads the header of a push."""
     return Contribution(
         message.session,
         message.epoch,
@@ -64,7 +162,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         message.plan_id,
         tuple(message.weights),
         message.more,
-        positions_from_pb(message.positions),
+        tuple([POSITION.from_pb(p) for p in message.positions]),
         tuple(message.want),
         message.observes,
         message.start,
@@ -72,217 +170,34 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
 
 
 def round_to_pb(reply: RoundReply) -> pb.RoundHeader:
+    """Makes the header of the answer to a push."""
     return pb.RoundHeader(
         round=reply.round,
-        epoch=epoch_to_pb(reply.epoch),
+        epoch=EPOCH.to_pb(reply.epoch),
         more=reply.more,
-        left_out=[task_to_pb(task) for task in reply.left_out],
+        left_out=[TASK.to_pb(task) for task in reply.left_out],
         size=reply.payload.size,
         warnings=reply.warnings,
     )
 
 
 def round_from_pb(message: pb.RoundHeader, payload: Payload) -> RoundReply:
+    """Reads the header of the answer to a push, which came with a payload."""
     return RoundReply(
         message.round,
-        epoch_from_pb(message.epoch),
+        EPOCH.from_pb(message.epoch),
         message.more,
-        tuple(task_from_pb(task) for task in message.left_out),
+        tuple([TASK.from_pb(task) for task in message.left_out]),
         payload,
         tuple(message.warnings),
     )
 
 
 def pull_to_pb(reply: PullReply) -> pb.PullHeader:
+    """Makes the header of the answer to a pull."""
     return pb.PullHeader(round=reply.round, size=reply.payload.size)
 
 
 def pull_from_pb(message: pb.PullHeader, payload: Payload) -> PullReply:
+    """Reads the header of the answer to a pull, which came with a payload."""
     return PullReply(message.round, payload)
-
-
-def watched_to_pb(watched: Watched) -> pb.WatchReply:
-    return pb.WatchReply(
-        version=watched.version,
-        start=watched.start,
-        entries=[entry_to_pb(entry) for entry in watched.entries],
-        plans=[plan_to_pb(plan) for plan in watched.plans],
-        sessions=[session_to_pb(session) for session in watched.sessions],
-    )
-
-
-def watched_from_pb(message: pb.WatchReply) -> Watched:
-    return Watched(
-        message.version,
-        message.start,
-        tuple(entry_from_pb(entry) for entry in message.entries),
-        tuple(plan_from_pb(plan) for plan in message.plans),
-        tuple(session_from_pb(session) for session in message.sessions),
-    )
-
-
-def session_to_pb(session: SessionState) -> pb.SessionState:
-    return pb.SessionState(
-        member=member_to_pb(session.member),
-        state=session.state,
-        entry=session.join_point,
-        silent=session.silent,
-        drives=session.drives,
-    )
-
-
-def session_from_pb(message: pb.SessionState) -> SessionState:
-    return SessionState(member_from_pb(message.member), message.state, message.entry, message.silent, message.drives)
-
-
-def shard_to_pb(shard: Shard) -> pb.SnapshotReply:
-    return pb.SnapshotReply(
-        path=shard.path,
-        file=shard.file,
-        round=shard.round,
-        positions=[position_to_pb(p) for p in shard.positions],
-        tensors=[
-            pb.NamedTensor(name=name, spec=tensor_to_pb(spec), checksum=checksum)
-            for name, spec, checksum in shard.tensors
-        ],
-        nbytes=shard.nbytes,
-    )
-
-
-def shard_from_pb(message: pb.SnapshotReply) -> Shard:
-    return Shard(
-        message.path,
-        message.file,
-        message.round,
-        positions_from_pb(message.positions),
-        tuple((t.name, tensor_from_pb(t.spec), t.checksum) for t in message.tensors),
-        message.nbytes,
-    )
-
-
-def restored_to_pb(reply: RestoreReply) -> pb.RestoreReply:
-    positions = [position_to_pb(p) for p in reply.positions]
-    return pb.RestoreReply(path=reply.path, positions=positions, manifest=reply.manifest, damaged=reply.damaged)
-
-
-def restored_from_pb(message: pb.RestoreReply) -> RestoreReply:
-    positions = positions_from_pb(message.positions)
-    return RestoreReply(message.path, positions, message.manifest, dict(message.damaged))
-
-
-def order_to_pb(order: RestoreOrder) -> pb.RestoreOrder:
-    return pb.RestoreOrder(
-        stage=_STAGES[order.stage],
-        named=order.names is not None,
-        names=order.names,
-        late=order.late,
-        cast=order.cast,
-        damaged=order.damaged,
-        checkers=order.checkers,
-    )
-
-
-def order_from_pb(message: pb.RestoreOrder) -> RestoreOrder:
-    stage = next((stage for stage, number in _STAGES.items() if number == message.stage), None)
-    if stage is None:
-        raise InvalidRequest(f"a restore has no stage {message.stage}")
-    names, damaged = dict(message.names) if message.named else None, dict(message.damaged)
-    return RestoreOrder(stage, names, message.late, message.cast, damaged, message.checkers)
-
-
-def status_to_pb(status: ServerStatus) -> pb.StatusReply:
-    return pb.StatusReply(
-        server=status.server,
-        incarnation=status.incarnation,
-        log=status.log,
-        epoch=epoch_to_pb(status.epoch) if status.epoch else None,
-        round=status.round,
-        positions=[position_to_pb(p) for p in status.positions],
-        waiting=[
-            pb.OpenRound(
-                round=w.round,
-                section=w.section,
-                missing=[task_to_pb(task) for task in w.missing],
-                approved=w.approved,
-            )
-            for w in status.waiting
-        ],
-        variables=status.variables,
-        nbytes=status.nbytes,
-        memory_limit=status.memory_limit,
-        chief=status.chief,
-        places=[
-            pb.Place(task=task_to_pb(p.task), round=p.round, positions=[position_to_pb(at) for at in p.positions])
-            for p in status.places
-        ],
-        program_version=status.program_version,
-        held=status.held,
-        snapshot_limit=status.snapshot_limit,
-        saving=[pb.Saving(path=each.path, round=each.round, nbytes=each.nbytes) for each in status.saving],
-        sessions=[session_to_pb(session) for session in status.sessions],
-        incarnations=status.incarnations,
-        over=status.over,
-        broken=status.broken,
-        device=status.device,
-        process=process_to_pb(status.process) if status.process else None,
-        job=status.job,
-    )
-
-
-def process_to_pb(process: ProcessStatus) -> pb.ProcessStatus:
-    return pb.ProcessStatus(
-        clock=process.clock,
-        resident=process.resident,
-        versions=process.versions,
-        data_port=process.data_port,
-        data_path=process.data_path,
-        lanes=process.lanes,
-        traffic=process.traffic,
-        uptime=process.uptime,
-    )
-
-
-def process_from_pb(message: pb.ProcessStatus) -> ProcessStatus:
-    return ProcessStatus(
-        message.clock,
-        message.resident,
-        dict(message.versions),
-        message.data_port,
-        message.data_path,
-        dict(message.lanes),
-        dict(message.traffic),
-        message.uptime,
-    )
-
-
-def status_from_pb(message: pb.StatusReply) -> ServerStatus:
-    return ServerStatus(
-        server=message.server,
-        incarnation=message.incarnation,
-        log=message.log,
-        epoch=epoch_from_pb(message.epoch) if message.HasField("epoch") else None,
-        round=message.round,
-        positions=positions_from_pb(message.positions),
-        waiting=tuple(
-            OpenRound(w.round, w.section, tuple(task_from_pb(t) for t in w.missing), w.approved)
-            for w in message.waiting
-        ),
-        variables=message.variables,
-        nbytes=message.nbytes,
-        memory_limit=message.memory_limit,
-        chief=message.chief,
-        places=tuple(
-            WorkerProgress(task_from_pb(p.task), p.round, positions_from_pb(p.positions)) for p in message.places
-        ),
-        program_version=message.program_version,
-        held=message.held,
-        snapshot_limit=message.snapshot_limit,
-        saving=tuple(Saving(each.path, each.round, each.nbytes) for each in message.saving),
-        sessions=tuple(session_from_pb(session) for session in message.sessions),
-        incarnations=tuple(message.incarnations),
-        over=message.over,
-        broken=message.broken,
-        device=message.device,
-        process=process_from_pb(message.process) if message.HasField("process") else None,
-        job=message.job,
-    )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN, MAX_NDIM, MAX_TENSOR_BYTES
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
 DTYPES: dict[str, np.dtype[np.generic]] = {
     name: np.dtype(name)

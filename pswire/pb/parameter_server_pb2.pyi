@@ -90,7 +90,7 @@ class Task(_message.Message):
     def __init__(self, job: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("task", "replicas", "session", "drives", "mode", "job", "term")
+    __slots__ = ("task", "replicas", "session", "drives", "mode", "job", "term", "protocol")
     TASK_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class OpenRequest(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     task: Task
     replicas: int
     session: int
@@ -105,10 +106,11 @@ class OpenRequest(_message.Message):
     mode: Mode
     job: str
     term: int
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
+    protocol: int
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term")
+    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +121,7 @@ class OpenReply(_message.Message):
     LANE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     token: int
@@ -129,19 +132,22 @@ class OpenReply(_message.Message):
     lane_token: bytes
     in_flight: int
     term: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+    protocol: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class LaneHello(_message.Message):
-    __slots__ = ("session", "token", "lease", "replaces")
+    __slots__ = ("session", "token", "lease", "replaces", "protocol")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     REPLACES_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     session: int
     token: bytes
     lease: float
     replaces: bool
-    def __init__(self, session: _Optional[int] = ..., token: _Optional[bytes] = ..., lease: _Optional[float] = ..., replaces: _Optional[bool] = ...) -> None: ...
+    protocol: int
+    def __init__(self, session: _Optional[int] = ..., token: _Optional[bytes] = ..., lease: _Optional[float] = ..., replaces: _Optional[bool] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class LaneAlive(_message.Message):
     __slots__ = ("received", "paused")

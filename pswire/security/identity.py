@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pswire.errors import ConfigError
+from pswire.options import flag_name, option, options_of
 
 PREFIX = "PS_"
 """`PS_TLS_CERT` says what `--tls-cert` says; each field of `SecurityOptions` has such a name."""
@@ -87,10 +88,19 @@ class SecurityOptions:
         token: the token itself; no flag and no file says it, for others may read these.
     """
 
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_ca: str = ""
-    token_file: str = ""
+    tls_cert: str = option(
+        "",
+        "Path of a task's certificate; {task} becomes ps-0, worker-1 and so on.",
+        variable="PS_TLS_CERT",
+        hint="for psctl it is admin",
+    )
+    tls_key: str = option("", "Path of its key, the same.", variable="PS_TLS_KEY")
+    tls_ca: str = option(
+        "", "Path of the certificate that has signed those of all tasks, the same.", variable="PS_TLS_CA"
+    )
+    token_file: str = option(
+        "", "Path of the file with the token of the job, the same.", variable="PS_TOKEN_FILE", otherwise="PS_TOKEN"
+    )
     token: str = field(default="", repr=False)
 
     @classmethod
@@ -120,7 +130,7 @@ class SecurityOptions:
 
     def _certificates(self, name: str) -> tuple[bytes, bytes, bytes, float]:
         paths = {field: getattr(self, field) for field in ("tls_cert", "tls_key", "tls_ca")}
-        missing = [_flag(field) for field, path in paths.items() if not path]
+        missing = [flag_name(field) for field, path in paths.items() if not path]
         if len(missing) == len(paths):
             return b"", b"", b"", 0.0
         if missing:
@@ -129,7 +139,7 @@ class SecurityOptions:
                 "three, or none for no TLS"
             )
         files = {field: _file(path, name) for field, path in paths.items()}
-        certificate, key, ca = (_read(_flag(field), path) for field, path in files.items())
+        certificate, key, ca = (_read(flag_name(field), path) for field, path in files.items())
         # Only where there is TLS: to load it takes a while.
         from pswire.security.certificates import Pair, check
 
@@ -151,7 +161,7 @@ class SecurityOptions:
         return token
 
 
-FLAGS = ("tls_cert", "tls_key", "tls_ca", "token_file")
+FLAGS = tuple(options_of(SecurityOptions))
 """Attributes of `SecurityOptions` that flags and files may give."""
 
 
@@ -161,10 +171,6 @@ def _names() -> list[str]:
 
 def _variable(name: str) -> str:
     return PREFIX + name.upper()
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _file(path: str, name: str) -> str:

@@ -14,8 +14,18 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from pswire.options import Option
+
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
+
+LOG_LEVEL = Option(
+    "Of every process's log.",
+    choices=LEVELS,
+    variable="PS_LOG_LEVEL",
+    otherwise="warning; of servers info",
+)
+LOG_FORMAT = Option("Of every process's log, on stderr.", choices=FORMATS, variable="PS_LOG_FORMAT")
 
 MAX_CHARACTERS = 5_000
 """Of a message, and of a traceback: whoever relays lines has to take them whole."""

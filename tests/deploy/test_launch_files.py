@@ -14,12 +14,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psclient._src.config import LaunchConfig, ServerOptions
+from psclient._src.config import LaunchConfig
 from psclient._src.devices import local_devices
-from psclient._src.launch.config_file import SECTIONS, TOP, Key, load_launch_config, schema
+from psclient._src.launch.config_file import SECTIONS, load_launch_config, refuse, schema
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
+from pswire.options import Option, options_of
 from pswire.security.identity import FLAGS, SecurityOptions
+from pswire.server_options import ServerOptions
 from tests.support.shell import shell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,13 +40,11 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_the_keys_are_the_attributes() -> None:
     """What a cluster can be told, a file can tell: each attribute has a key, and each key an attribute."""
-    fields = {
-        kind: {field.name for field in dataclasses.fields(kind)} for kind in (LaunchConfig, ServerOptions, Timeouts)
-    }
-    assert {*TOP, *SECTIONS} == fields[LaunchConfig]
-    assert set(SECTIONS["server"]) == fields[ServerOptions]
-    assert set(SECTIONS["timeouts"]) == fields[Timeouts]
-    assert set(SECTIONS["security"]) == set(FLAGS)
+    properties = schema()["properties"]
+    assert {*properties} == {field.name for field in dataclasses.fields(LaunchConfig)}
+    for name, owner in (("server", ServerOptions), ("timeouts", Timeouts)):
+        assert {*properties[name]["properties"]} == {field.name for field in dataclasses.fields(owner)}
+    assert {*properties["security"]["properties"]} == set(FLAGS) == {*vars(SecurityOptions())} - {"token"}
 
 
 def test_the_committed_schema_is_what_the_code_says() -> None:
@@ -54,8 +54,8 @@ def test_the_committed_schema_is_what_the_code_says() -> None:
     jsonschema.Draft202012Validator.check_schema(committed)
 
 
-KEYS = [(None, name, key) for name, key in TOP.items()]
-KEYS += [(section, name, key) for section, keys in SECTIONS.items() for name, key in keys.items()]
+OWNERS = {None: LaunchConfig, **SECTIONS}
+KEYS = [(section, name, key) for section, owner in OWNERS.items() for name, key in options_of(owner).items()]
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -70,13 +70,13 @@ VALUES = st.one_of(
 
 
 @given(st.sampled_from(KEYS), VALUES)
-def test_the_schema_and_the_loader_refuse_the_same(place: tuple[str | None, str, Key], value: Any) -> None:
+def test_the_schema_and_the_loader_refuse_the_same(place: tuple[str | None, str, Option], value: Any) -> None:
     """What an editor underlines is what psworker refuses, and nothing else."""
     section, name, key = place
     data = {section: {name: value}} if section else {name: value}
     valid = jsonschema.Draft202012Validator(schema()).is_valid(data)
     with nullcontext() if valid else pytest.raises(ConfigError, match=f"^{name} must be "):
-        key.refuse(value, name)
+        refuse(key, value, name)
 
 
 # ---- What a file may say ----
@@ -98,7 +98,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
         script="a.py",
         args=("--epochs", "3"),
         lane="tcp",
-        server=ServerOptions("gpu:1", "4GiB", "/tmp/x", "2", "0"),
+        server=ServerOptions("gpu:1", "4GiB", "/tmp/x", 2, "0"),
         timeouts=Timeouts(lease=5.0),
         security=SecurityOptions(token_file="certs/{task}/token"),
     )

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from psclient._src.chief.driver import Chief
-from psclient._src.config import ServerOptions
 from psclient._src.launch.cluster import start_server
 from psclient._src.processes.process import address_in, await_listening
 from psclient._src.transport.remote_server import RemoteServer
+from pstesting.clock import Clock
 from pswire.api import RestoreOrder, RoundReply
 from pswire.checkpoint import storage
 from pswire.cluster import ClusterSpec, Task
@@ -32,12 +32,12 @@ from pswire.model.log import Epoch, Snapshotted
 from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, Turn
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
+from pswire.server_options import ServerOptions
 from tests.support.objects import BUCKET, object_store
 from tests.support.rig import (
     CHIEF,
     SOON,
     WORKERS,
-    Clock,
     Job,
     Servers,
     Worker,

@@ -16,15 +16,16 @@ from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
 from psserver.execution import calls
 from psserver.transport.server import ServerThread
+from pstesting.clock import Clock
 from pswire.api import Contribution
-from pswire.encoding import messages as replies
+from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS, parse, refused
 from pswire.errors import Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame, frames
 from pswire.transport.payload import Assembly
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, core, eventually, payload, sum_into, together
+from tests.support.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]
 SIZE = PART_BYTES // 4
@@ -130,7 +131,7 @@ class Cluster:
     def frames(self, number: float) -> list[Frame]:
         """The other member's push, as it travels."""
         sent = self.payload(number)
-        header = replies.contribution_to_pb(self.said(self.other), sent.size).SerializeToString()
+        header = messages.contribution_to_pb(self.said(self.other), sent.size).SerializeToString()
         found = list(frames(header, sent.parts()))
         assert len(found) == 3
         return found

@@ -1,4 +1,4 @@
-"""The README and the quickstart, typed into shells from the top: each command does what the text around it says.
+"""The README and the pages for a start, typed into shells from the top: each command does what the text around it says.
 
 They run in namespaces of their own, where port 2222 is free and `pkill` finds nobody else.
 """
@@ -93,7 +93,7 @@ def shells_and_the_rest(document: str) -> Iterator[tuple[list[list[str]], list[l
     yield found[first : first + 3], found[:first] + found[first + 3 :]
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("document", ["docs/running.md", "docs/quickstart.md"])
 def test_three_shells(home, document):
     """What is started by hand in three shells trains, and the server ends at SIGTERM."""
     ((shells, _),) = shells_and_the_rest(document)
@@ -112,9 +112,9 @@ def test_a_fourth_shell_drives(home):
 
 
 def test_the_readme_from_the_top(home):
-    """Each command of the README ends well, in their order; resuming goes on, the clone stays clean."""
-    ((_, rest),) = shells_and_the_rest("README.md")
-    for block in rest:
+    """Each command of it and of the next page ends well, in order; resuming goes on, the clone stays clean."""
+    ((_, rest),) = shells_and_the_rest("docs/running.md")
+    for block in [*blocks("README.md"), *rest]:
         out = run(typed(block), home)
     assert "epoch 25/25" in out
     assert new_files(home) == ""

@@ -29,10 +29,10 @@ from psclient._src.processes.process import await_listening
 from psclient._src.transport.remote_server import RemoteServer, connect
 from psserver.config import ServerConfig
 from psserver.transport.server import ServerThread
+from pstesting.script import add
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
 from tests.support.checkpoints import write_checkpoint
-from tests.support.inside import add
 from tests.support.rig import SOON, core, eventually
 from tests.support.waits import TRIED
 

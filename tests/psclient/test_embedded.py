@@ -11,9 +11,9 @@ import sys
 import psutil
 import pytest
 
-from psclient._src.config import ServerOptions
 from psclient._src.processes.embedded_server import EmbeddedServer
 from pswire.errors import Unreachable
+from pswire.server_options import ServerOptions
 
 SECONDS = 180
 START = (

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from psclient._src.config import ServerOptions
 from psclient._src.launch import cluster as launch
 from pswire.cluster import Task
 from pswire.errors import ConfigError
+from pswire.server_options import ServerOptions
 
 SECONDS = 180
 WORKERS = [Task("worker", index) for index in range(3)]

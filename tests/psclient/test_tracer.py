@@ -18,7 +18,7 @@ from psclient._src import nest
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, trace
 from psclient._src.tracing.tracer import Tracer, VariableTracer
 from psserver.programs.interpreter import run
-from pswire.encoding import values as codec
+from pswire.encoding import messages
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
@@ -69,7 +69,7 @@ def traced(fn, *args):
 def execute(found, args):
     """Runs what was traced: `({place of variable: array}, result)`."""
     inputs = [o if isinstance(o, np.ndarray) else args[o].array for o in found.origins]
-    program = codec.program_from_pb(codec.program_to_pb(found.program))
+    program = messages.PROGRAM.from_pb(messages.PROGRAM.to_pb(found.program))
     assigned, outputs = run(program, inputs, np)
 
     def leaf(value):

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import psclient
 from psserver.config import server_config
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.limits import Timeouts
@@ -179,6 +181,15 @@ def test_debug_shows_the_traceback():
         _, err = process.communicate(timeout=SECONDS)
     assert process.returncode != 0
     assert "Traceback" in err
+
+
+def test_the_commands_say_their_version():
+    """Each command prints its name and the version of the distribution, which the package has as well."""
+    for command, module in (("psserver", "psserver"), ("psworker", "psclient"), ("psctl", "psclient.psctl")):
+        words = [sys.executable, "-m", module, "--version"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"{command} {version('paramserver')}\n", "")
+    assert psclient.__version__ == version("paramserver")
 
 
 def test_flags_win():

@@ -12,7 +12,7 @@ from psserver.programs.interpreter import peak_bytes
 from psserver.programs.kernels.codegen import Form, cuda_source, numba_source
 from psserver.programs.kernels.fusion import split
 from psserver.programs.kernels.kernels import Kernels
-from pswire.encoding import values as codec
+from pswire.encoding import messages
 from pswire.encoding.verbs import parse
 from pswire.errors import PSError
 from pswire.model.program import OPS, Input, Node, Program
@@ -49,7 +49,7 @@ HUGE = [*SIZES, 1 << 40, (1 << 63) - 1]
 @st.composite
 def altered(draw, programs):
     """A message of a program in which some fields have other values, each of its own type."""
-    message = codec.program_to_pb(draw(programs))
+    message = messages.PROGRAM.to_pb(draw(programs))
     for _ in range(draw(st.integers(1, 4))):
         node = draw(st.sampled_from(message.nodes or [pb.Node()]))
         spec = draw(st.sampled_from(message.inputs)).spec
@@ -101,7 +101,9 @@ def inputs_of(program: Program):
 
 
 MUTATED = st.builds(
-    lambda program, changes: mutated(codec.program_to_pb(program).SerializeToString(), changes), programs(BIG), CHANGES
+    lambda program, changes: mutated(messages.PROGRAM.to_pb(program).SerializeToString(), changes),
+    programs(BIG),
+    CHANGES,
 )
 
 
@@ -109,7 +111,7 @@ MUTATED = st.builds(
 def test_a_fuzzed_message_is_refused_or_runs_within_its_bound(data):
     """Decoding, verifying and running raise nothing but errors of ours, and take no more than was computed before."""
     try:
-        received = codec.program_from_pb(parse(pb.Program, data))
+        received = messages.PROGRAM.from_pb(parse(pb.Program, data))
         bound = peak_bytes(received)
     except PSError:
         return

@@ -30,6 +30,7 @@ from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.transport.session import Session
 from psserver.core.core import Core
 from psserver.state.rounds import Record
+from pstesting.clock import Clock
 from pswire.api import Contribution, Opened, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, TaskTaken
@@ -39,7 +40,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, layout
 from pswire.transport.payload import Chunk, Payload
-from tests.support.rig import CHIEF, WORKERS, Clock, adding, core
+from tests.support.rig import CHIEF, WORKERS, adding, core
 from tests.support.strands import Strand as Thread
 
 VALUE = TensorSpec("int64", ())

@@ -7,7 +7,7 @@ import math
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pswire.encoding import values
+from pswire.encoding import messages
 from pswire.errors import PSError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
@@ -45,7 +45,7 @@ def applied_ops(draw):
 def test_what_is_verified_runs(program):
     """And gives what was foreseen; a value that an op refuses, and memory, are all that may stop it."""
     try:
-        received = values.program_from_pb(values.program_to_pb(program))
+        received = messages.PROGRAM.from_pb(messages.PROGRAM.to_pb(program))
         specs = received.output_specs
     except PSError:
         return

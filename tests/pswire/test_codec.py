@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Callable
 from typing import Any, get_args
@@ -22,8 +23,8 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import JOBS, Task
-from pswire.encoding import messages as replies
-from pswire.encoding import values as codec
+from pswire.encoding import messages
+from pswire.encoding.mapper import Pair
 from pswire.encoding.verbs import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, fitting, parse, refusal, refused
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
@@ -167,26 +168,26 @@ CONTRIBUTIONS = st.builds(Contribution, U64, U64, U64, BYTES, tuples(REAL), st.b
 REPLIES = st.builds(RoundReply, U64, EPOCHS, st.booleans(), tuples(TASKS), st.just(EMPTY))
 PULLED = st.builds(PullReply, S64, st.just(EMPTY))
 
-To = Callable[[Any], Message]
-From = Callable[[Any], Any]
-
-PAIRS: dict[str, tuple[st.SearchStrategy[Any], To, From]] = {
-    "tensor": (TENSORS, codec.tensor_to_pb, codec.tensor_from_pb),
-    "variable": (VARIABLES, codec.variable_to_pb, codec.variable_from_pb),
-    "program": (PROGRAMS, codec.program_to_pb, codec.program_from_pb),
-    "plan": (PLANS, codec.plan_to_pb, codec.plan_from_pb),
-    "epoch": (EPOCHS, codec.epoch_to_pb, codec.epoch_from_pb),
-    "entry": (ENTRIES, codec.entry_to_pb, codec.entry_from_pb),
-    "watched": (WATCHED, replies.watched_to_pb, replies.watched_from_pb),
-    "status": (STATUSES, replies.status_to_pb, replies.status_from_pb),
-    "process": (PROCESSES, replies.process_to_pb, replies.process_from_pb),
-    "turn": (TURNS, codec.turn_to_pb, codec.turn_from_pb),
-    "order": (ORDERS, replies.order_to_pb, replies.order_from_pb),
-    "restored": (RESTORED, replies.restored_to_pb, replies.restored_from_pb),
-    "shard": (SHARDS, replies.shard_to_pb, replies.shard_from_pb),
-    "contribution": (CONTRIBUTIONS, lambda c: replies.contribution_to_pb(c, 8), replies.contribution_from_pb),
-    "round": (REPLIES, replies.round_to_pb, lambda m: replies.round_from_pb(m, EMPTY)),
-    "pull": (PULLED, replies.pull_to_pb, lambda m: replies.pull_from_pb(m, EMPTY)),
+PAIRS: dict[str, tuple[st.SearchStrategy[Any], Pair[Any, Any]]] = {
+    "tensor": (TENSORS, messages.TENSOR),
+    "variable": (VARIABLES, messages.VARIABLE),
+    "program": (PROGRAMS, messages.PROGRAM),
+    "plan": (PLANS, messages.PLAN),
+    "epoch": (EPOCHS, messages.EPOCH),
+    "entry": (ENTRIES, messages.ENTRY),
+    "watched": (WATCHED, messages.WATCHED),
+    "status": (STATUSES, messages.STATUS),
+    "process": (PROCESSES, messages.MAPPER.pairs[ProcessStatus]),
+    "turn": (TURNS, messages.TURN),
+    "order": (ORDERS, messages.ORDER),
+    "restored": (RESTORED, messages.RESTORED),
+    "shard": (SHARDS, messages.SHARD),
+    "contribution": (
+        CONTRIBUTIONS,
+        Pair(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
+    ),
+    "round": (REPLIES, Pair(pb.RoundHeader, messages.round_to_pb, lambda m: messages.round_from_pb(m, EMPTY))),
+    "pull": (PULLED, Pair(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY))),
 }
 
 
@@ -194,71 +195,60 @@ PAIRS: dict[str, tuple[st.SearchStrategy[Any], To, From]] = {
 @given(data=st.data())
 def test_values_arrive_as_they_were(kind: str, data: st.DataObject) -> None:
     """Each value comes back equal, to the last bit: its repr, from which ids are made, is the same."""
-    values, to_pb, from_pb = PAIRS[kind]
+    values, pair = PAIRS[kind]
     value = data.draw(values)
-    message = to_pb(value)
-    assert repr(from_pb(type(message).FromString(message.SerializeToString()))) == repr(value)
+    sent = pair.to_pb(value).SerializeToString()
+    assert repr(pair.from_pb(pair.message.FromString(sent))) == repr(value)
 
 
 @given(PLANS)
 def test_a_plan_keeps_its_id(plan: Plan) -> None:
     """A server computes the id that the client did."""
-    assert codec.plan_from_pb(codec.plan_to_pb(plan)).id == plan.id
+    assert messages.PLAN.from_pb(messages.PLAN.to_pb(plan)).id == plan.id
 
 
 SPEC = pb.TensorSpec(dtype="float32")
-REFUSED: dict[str, tuple[From, Message]] = {
-    "a restore of stage 0": (replies.order_from_pb, pb.RestoreOrder()),
-    "a reduction of kind 0": (codec.plan_from_pb, pb.Plan(reductions=[pb.Reduction(tensor=SPEC)])),
-    "an input of kind 0": (codec.program_from_pb, pb.Program(inputs=[pb.Input(spec=SPEC)], version=PROGRAM_VERSION)),
-    "a program of a later version": (codec.program_from_pb, pb.Program(version=PROGRAM_VERSION + 1)),
-    "a program without a version": (codec.program_from_pb, pb.Program()),
-    "a value of kind 0": (codec.plan_from_pb, pb.Plan(returned=[pb.Ref(index=1)])),
-    "a reduction of kind 99": (
-        codec.plan_from_pb,
-        pb.Plan(reductions=[pb.Reduction(op=99, tensor=SPEC)]),  # type: ignore[arg-type]
+REFUSED: dict[str, Message] = {
+    "a restore has no stage 0": pb.RestoreOrder(),
+    "unknown mode 0": pb.Member(task=pb.Task(job="worker")),
+    "unknown reduction 0": pb.Plan(reductions=[pb.Reduction(tensor=SPEC)]),
+    "unknown reduction 99": pb.Plan(reductions=[pb.Reduction(op=99, tensor=SPEC)]),  # type: ignore[arg-type]
+    "unknown kind of input 0": pb.Program(inputs=[pb.Input(spec=SPEC)], version=PROGRAM_VERSION),
+    "unknown kind of input 99": pb.Program(
+        inputs=[pb.Input(kind=99, spec=SPEC)],  # type: ignore[arg-type]
+        version=PROGRAM_VERSION,
     ),
-    "an input of kind 99": (
-        codec.program_from_pb,
-        pb.Program(inputs=[pb.Input(kind=99, spec=SPEC)], version=PROGRAM_VERSION),  # type: ignore[arg-type]
-    ),
-    "a value of kind 99": (
-        codec.plan_from_pb,
-        pb.Plan(returned=[pb.Ref(kind=99)]),  # type: ignore[arg-type]
-    ),
-    "an entry of no kind": (codec.entry_from_pb, pb.Entry()),
-    "a tensor of no dtype": (codec.tensor_from_pb, pb.TensorSpec()),
-    "a tensor of another dtype": (codec.tensor_from_pb, pb.TensorSpec(dtype="object")),
-    "a tensor too large": (codec.tensor_from_pb, pb.TensorSpec(dtype="int8", shape=[1 << 45])),
-    "a variable without name": (codec.spec_from_pb, pb.VariableSpec(tensor=SPEC)),
-    "a name of several lines": (codec.spec_from_pb, pb.VariableSpec(name="a\nb", tensor=SPEC)),
-    "saved by a name of several lines": (codec.spec_from_pb, pb.VariableSpec(name="a", tensor=SPEC, saved_as="a\nb")),
-    "a member of no mode": (codec.member_from_pb, pb.Member(task=pb.Task(job="worker"))),
-    "a task of no job": (codec.task_from_pb, pb.Task(index=1)),
-    "a task of another job": (codec.task_from_pb, pb.Task(job="boss")),
-    "a plan too long": (codec.plan_from_pb, pb.Plan(snapshot=pb.SnapshotOrder(path="x" * MAX_PLAN_BYTES))),
+    "unknown kind of value 0": pb.Plan(returned=[pb.Ref(index=1)]),
+    "unknown kind of value 99": pb.Plan(returned=[pb.Ref(kind=99)]),  # type: ignore[arg-type]
+    f"an update program has version {PROGRAM_VERSION + 1}, and": pb.Program(version=PROGRAM_VERSION + 1),
+    f"an update program has version 0, and version {PROGRAM_VERSION} runs here": pb.Program(),
+    "an entry of the log is empty, or of a newer version": pb.Entry(),
+    "unknown dtype ''": pb.TensorSpec(),
+    "unknown dtype 'object'": pb.TensorSpec(dtype="object"),
+    f"impossible shape ({1 << 45},)": pb.TensorSpec(dtype="int8", shape=[1 << 45]),
+    "a variable's name has 1 to 512 printable characters": pb.VariableSpec(tensor=SPEC),
+    "a variable's name has 1 to 512 printable": pb.VariableSpec(name="a\nb", tensor=SPEC),
+    "a variable's name has 1 to 512": pb.VariableSpec(name="a", tensor=SPEC, saved_as="a\nb"),
+    "unknown job ''; known are chief, worker, ps, evaluator": pb.Task(index=1),
+    "unknown job 'boss'": pb.Task(job="boss"),
+    f"bytes; at most {MAX_PLAN_BYTES} are allowed": pb.Plan(snapshot=pb.SnapshotOrder(path="x" * MAX_PLAN_BYTES)),
 }
+READERS: dict[Any, Callable[[Any], Any]] = {p.message: p.from_pb for p in messages.MAPPER.pairs.values()}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused(case: str) -> None:
-    """Unknown numbers, missing choices and impossible sizes are refused where they come in."""
-    from_pb, message = REFUSED[case]
-    with pytest.raises(InvalidRequest):
-        from_pb(message)
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_is_refused(words: str) -> None:
+    """Unknown numbers, missing choices and impossible sizes are refused where they come in, in these words."""
+    message = REFUSED[words]
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        READERS[type(message)](message)
 
 
 @given(st.sampled_from([pb.Plan, pb.Entry, pb.WatchReply, pb.StatusReply]), st.binary(max_size=60))
 def test_any_bytes_are_read_or_refused(kind: type[Message], data: bytes) -> None:
     """No bytes do anything but be read, or raise InvalidRequest."""
-    readers: dict[Any, From] = {
-        pb.Plan: codec.plan_from_pb,
-        pb.Entry: codec.entry_from_pb,
-        pb.WatchReply: replies.watched_from_pb,
-        pb.StatusReply: replies.status_from_pb,
-    }
     try:
-        readers[kind](parse(kind, data))
+        READERS[kind](parse(kind, data))
     except InvalidRequest:
         pass
 

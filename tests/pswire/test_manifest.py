@@ -98,8 +98,8 @@ def test_each_field_has_its_type(path):
         refused = refusal(text)
         if refused is None:
             found = Manifest.parse(text, "run/manifest.json")
-            reply = messages.restored_to_pb(RestoreReply("run", found.positions, text))
-            assert messages.restored_from_pb(reply).positions == found.positions
+            reply = messages.RESTORED.to_pb(RestoreReply("run", found.positions, text))
+            assert messages.RESTORED.from_pb(reply).positions == found.positions
             assert Manifest.parse(found.text(), "again") == found
         else:
             newer = path == ("format",) and other == 7

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from pswire.encoding import values
+from pswire.encoding import messages
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.limits import MAX_NODES
 from pswire.model.program import OPS, Input, Node, Program, infer
@@ -127,7 +127,7 @@ def test_programs_survive_the_wire():
         Node("broadcast_to", (3,), (("shape", ()),)),
     ]
     sent = program(nodes[:5], assigns=[(0, 7)], outputs=[3, 4, 5])
-    assert values.program_from_pb(values.program_to_pb(sent)) == sent
+    assert messages.PROGRAM.from_pb(messages.PROGRAM.to_pb(sent)) == sent
     assert sent.output_specs[0] == TensorSpec("float32", (1, 1))
     with pytest.raises(ProgramError):
         _ = program(nodes).specs

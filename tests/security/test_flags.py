@@ -42,7 +42,7 @@ def test_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = str(tmp_path / "x.yaml"), str(tmp_path / "x.py")
     cluster = launched(monkeypatch, "--config", files[0], "--tls-cert", "flag.crt", files[1])
     assert cluster.config.security == SecurityOptions("flag.crt", "file/{task}/tls.key")
-    assert cluster.config.server.max_sessions == "7"
+    assert cluster.config.server.max_sessions == 7
 
 
 def test_a_server_reads_its_own(certificates: Certificates) -> None:

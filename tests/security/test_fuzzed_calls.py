@@ -17,7 +17,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from psserver.core.waiting import MAX_CALLS
-from pswire.encoding import values
+from pswire.encoding import messages
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.grpc_frames import Frame
@@ -134,7 +134,9 @@ def storm(attacker: Attacker, count: int) -> None:
     watch = pb.WatchRequest(session=attacker.session, after=log, version=-1)
     pull = pb.PullRequest(session=attacker.session, variables=[site.variables[0].id], after=1 << 40)
     push = pb.PushHeader(session=attacker.session, epoch=99, size=1 << 20, plan_id=b"p" * 32)
-    create = pb.CreateHeader(session=attacker.session, ordinal=0, id=-1, spec=values.spec_to_pb(site.variables[0].spec))
+    create = pb.CreateHeader(
+        session=attacker.session, ordinal=0, id=-1, spec=messages.SPEC.to_pb(site.variables[0].spec)
+    )
     calls: dict[str, list[bytes]] = {
         "Watch": [watch.SerializeToString()],
         "Pull": [pull.SerializeToString()],

@@ -14,9 +14,10 @@ import pytest
 from psserver.core import waiting
 from psserver.plans import memory
 from psserver.state import rounds, sessions
+from pstesting.clock import Clock
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
-from pswire.encoding import values
+from pswire.encoding import messages
 from pswire.encoding.verbs import MAX_DETAILS_BYTES, refusal, refusal_to_pb
 from pswire.errors import ConfigError, Forbidden, InvalidRequest, NoCheckpoint, PSError
 from pswire.limits import MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_VARIABLES
@@ -26,7 +27,7 @@ from pswire.model.program import Input, Program
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, Worker, checkpoint, core, sum_into
+from tests.support.rig import SOON, WORKERS, Job, Servers, Worker, checkpoint, core, sum_into
 
 FOUR = TensorSpec("float32", (4,))
 STRANGER = Task("worker", 7)
@@ -139,7 +140,7 @@ def test_a_shape_of_many_dimensions_is_not_multiplied() -> None:
     """Half a million factors would take hours: their number alone refuses them."""
     message = pb.TensorSpec(dtype="float32", shape=[(1 << 63) - 1] * 400_000)
     with within(1.0), pytest.raises(InvalidRequest, match="400000 dimensions"):
-        values.tensor_from_pb(message)
+        messages.TENSOR.from_pb(message)
 
 
 SUM = pb.Reduction(op=pb.Reduction.SUM, tensor=pb.TensorSpec(dtype="float32", shape=[4]), servers=[0])
@@ -160,7 +161,7 @@ def test_a_plan_of_empty_parts_is_not_read(case: str) -> None:
     """Its bytes are few, and its parts are many: they are counted before anything is made of them."""
     message = EMPTY[case]()
     with within(2.0), pytest.raises(InvalidRequest, match=f"at most ({MAX_PLAN_NODES}|{MAX_PLAN_ITEMS}) "):
-        values.plan_from_pb(message)
+        messages.PLAN.from_pb(message)
 
 
 def test_a_server_is_named_once(two: Two) -> None:

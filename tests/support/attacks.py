@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from pswire.cluster import Task
-from pswire.encoding import values
+from pswire.encoding import messages
 from pswire.encoding.verbs import ERROR_KEY, VERBS
 from pswire.model.program import OPS
 from pswire.model.tensor import DTYPES
@@ -176,17 +176,17 @@ class Attacker:
         session = draw(st.sampled_from([self.session] * 4 + [0, 1, (1 << 64) - 1, *self._sessions]))
         site, plan = self.site, sum_into(*self.site.variables)
         token = draw(st.sampled_from([0, 1, 1 << 63, (1 << 64) - 1]))
-        variable = values.variable_to_pb(site.variables[0])
+        variable = messages.VARIABLE.to_pb(site.variables[0])
         ids = [one.id for one in site.variables]
         spec = pb.VariableSpec(name=draw(st.sampled_from(WORDS)), tensor=variable.spec.tensor)
         known: dict[str, Callable[[], Message]] = {
-            "Open": lambda: pb.OpenRequest(task=values.task_to_pb(STRANGER), replicas=1, mode=pb.SYNC),
+            "Open": lambda: pb.OpenRequest(task=messages.TASK.to_pb(STRANGER), replicas=1, mode=pb.SYNC),
             "Beat": lambda: pb.BeatRequest(session=session, round=site.workers[0].round, plan_id=b"p" * 32),
             "Leave": lambda: pb.LeaveRequest(session=session),
             "Create": lambda: pb.CreateHeader(
                 session=session, ordinal=len(ids), id=draw(st.sampled_from([-1, *ids])), spec=spec, servers=[0]
             ),
-            "Propose": lambda: pb.ProposeRequest(session=session, plan=values.plan_to_pb(plan)),
+            "Propose": lambda: pb.ProposeRequest(session=session, plan=messages.PLAN.to_pb(plan)),
             "Watch": lambda: pb.WatchRequest(
                 session=session, after=draw(st.sampled_from([0, site.server.status().log, 1 << 40])), version=-1
             ),
@@ -220,8 +220,8 @@ class Attacker:
                     [
                         pb.Entry(job_started=pb.JobStarted(job=1, incarnations=[1])),
                         pb.Entry(created=variable),
-                        pb.Entry(approved=values.plan_to_pb(site.plan)),
-                        pb.Entry(epoch_closed=values.epoch_to_pb(site.job.epoch)),
+                        pb.Entry(approved=messages.PLAN.to_pb(site.plan)),
+                        pb.Entry(epoch_closed=messages.EPOCH.to_pb(site.job.epoch)),
                         pb.Entry(done=pb.Empty()),
                         pb.Entry(),
                     ]
@@ -303,7 +303,7 @@ def _refusal(call: Any) -> str:
 def _disguise(request: pb.OpenRequest) -> None:
     """Whoever opens a session as a task ends the one that it had; where there are no certificates anybody may."""
     if request.task.job in ("worker", "chief") and request.task.index < 2:
-        request.task.CopyFrom(values.task_to_pb(STRANGER))
+        request.task.CopyFrom(messages.TASK.to_pb(STRANGER))
     request.drives = False
 
 

@@ -7,19 +7,24 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from psclient._src.context import Strategy
 from psclient._src.data import distributed
 from psclient._src.devices import Device
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.variables.variable import Variable, VariableAggregation
-from pswire.model.plan import VariableSpec
+from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
 
 if TYPE_CHECKING:
-    from psclient._src.distribute.template import HostValue, SectionTemplate
+    from psclient._src.distribute.template import HostValue, TemplateCache
     from psclient._src.tracing.symbolic_numbers import Number
 
 ServerIds = tuple[int, ...]
 """Parameter devices, by number."""
+
+
+Contributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | HostValue]"]
+"""Gives what this process contributes to each of some reductions."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,13 @@ class Backend(Protocol):
         ...
 
     def create(
-        self, strategy: Any, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, how: VariableAggregation
+        self,
+        strategy: Strategy,
+        spec: VariableSpec,
+        value: Array,
+        place: ServerIds,
+        on_read: bool,
+        how: VariableAggregation,
     ) -> Variable:
         """Gets or creates a variable.
 
@@ -126,32 +137,32 @@ class Backend(Protocol):
         ...
 
     def apply(
-        self, strategy: Any, place: ServerIds, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        strategy: Strategy,
+        place: ServerIds,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> list[Any]:
         """Runs an update function beside the variables of a place; returns its result for each copy of them."""
         ...
 
-    def complete(self, numbers: list[Number]) -> SectionTemplate | None:
-        """Ends the recording of what the calling thread has begun.
+    def replay(
+        self,
+        cache: TemplateCache,
+        key: object,
+        numbers: list[Number],
+        local: Contributions,
+        record: Callable[[], None],
+    ) -> None:
+        """Replays the section that was recorded last under an equal key, or records one.
 
         Args:
-            numbers: of which the update functions took all their numbers.
-
-        Returns:
-            What was recorded, where it can be repeated.
-        """
-        ...
-
-    def repeat(self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
-        """Makes the reductions that were made before, and does behind them what was done behind them then.
-
-        Args:
-            kept: what was done.
-            numbers: in place of those of then.
-            local: this process's contributions, in place of those of then; of the same dtypes and shapes.
-
-        Returns:
-            False if it is not known that this would be the same: then nothing is done.
+            cache: of the caller.
+            key: all that the section depends on, but for numbers and contributions; compared with `==`.
+            numbers: the arguments of the section's update functions that may differ from call to call.
+            local: gives this process's contributions to the reductions of a plan; fewer, where they do not fit it.
+            record: makes the section's reductions and updates, one by one.
         """
         ...
 

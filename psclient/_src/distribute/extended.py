@@ -10,12 +10,13 @@ from typing import Any
 
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable, read
+from psclient._src.context import Strategy
 from psclient._src.devices import Device, is_array, to_device, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.local import apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.template import HostValue, travels_as
-from psclient._src.options import ReduceOp
+from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
@@ -36,7 +37,7 @@ class StrategyExtended:
         container_strategy: whose methods these are; it has the backend that does what they say.
     """
 
-    def __init__(self, container_strategy: Any) -> None:
+    def __init__(self, container_strategy: Strategy) -> None:
         self._strategy = container_strategy
         self._backend: Backend = container_strategy.backend
         self._names: dict[str, int] = {}
@@ -167,7 +168,7 @@ class StrategyExtended:
     # ---- Reductions ----
 
     def reduce_to(
-        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, experimental_hints: Any = None
+        self, reduce_op: ReduceOp | ReduceOpName, value: Any, destinations: Any, experimental_hints: Any = None
     ) -> Any:
         """Combines a value across all replicas of all workers. In cross-replica context.
 
@@ -194,7 +195,7 @@ class StrategyExtended:
 
     def batch_reduce_to(
         self,
-        reduce_op: ReduceOp | str,
+        reduce_op: ReduceOp | ReduceOpName,
         value_destination_pairs: Sequence[tuple[Any, Any]],
         experimental_hints: Any = None,
     ) -> list[Any]:
@@ -253,7 +254,7 @@ class StrategyExtended:
         (reduced,) = self._backend.reduce([(local, None)])
         return to_numpy(read(reduced))
 
-    def _reduce_to(self, what: str, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def _reduce_to(self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         with self._cross_replica(what):
             op = ReduceOp.parse(reduce_op)
             # A look at a value ends the section: all are looked at before the first reduction is recorded.

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from psclient._src import context, values
+from psclient._src.context import Strategy
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute import extended
 from psclient._src.distribute.backend import Beside
-from psclient._src.options import ReduceOp
+from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import Mirrored
 from psclient._src.variables.variable import Variable
 
@@ -117,7 +118,7 @@ class MultiStepContext:
         self.non_tensor_outputs: dict[str, Any] = {}
         self.run_op = None
 
-    def set_last_step_output(self, name: str, output: Any, reduce_op: ReduceOp | str | None = None) -> None:
+    def set_last_step_output(self, name: str, output: Any, reduce_op: ReduceOp | ReduceOpName | None = None) -> None:
         """Sets an output of this step. In replica context, then with a reduction, or in cross-replica context.
 
         Args:
@@ -136,11 +137,11 @@ class MultiStepContext:
         boxed = context.Box((name, output, reduce_op))
         context.require_replica("set_last_step_output").merge_call(self._set_boxes, (boxed,))
 
-    def _set_boxes(self, strategy: Any, boxes: Any) -> None:
+    def _set_boxes(self, strategy: Strategy, boxes: Any) -> None:
         name, _, reduce_op = values.local_results(boxes)[0].leaves
         self._set(strategy, name, context.unbox(boxes)[1], reduce_op)
 
-    def _set(self, strategy: Any, name: str, output: Any, reduce_op: ReduceOp | str | None) -> None:
+    def _set(self, strategy: Strategy, name: str, output: Any, reduce_op: ReduceOp | ReduceOpName | None) -> None:
         alone = reduce_op is None or context.is_default(strategy)
         self.last_step_outputs[name] = output if alone else strategy.reduce(reduce_op, output, axis=None)
 
@@ -152,7 +153,7 @@ class MultiStepContext:
         boxed = context.Box((name, output))
         context.require_replica("set_non_tensor_output").merge_call(self._set_non_tensor, (boxed,))
 
-    def _set_non_tensor(self, strategy: Any, boxes: Any) -> None:
+    def _set_non_tensor(self, strategy: Strategy, boxes: Any) -> None:
         given = [box.leaves for box in values.local_results(boxes)]
         self.non_tensor_outputs[given[0][0]] = tuple(output for _, output in given)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from psclient._src import context, nest, values
+from psclient._src.context import Strategy
 from psclient._src.data.progress import Progress
 from psclient._src.devices import Device, as_array, device_scope, to_numpy
-from psclient._src.distribute.backend import Beside, ServerIds
+from psclient._src.distribute.backend import Beside, Contributions, ServerIds
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.tracing.diagnostics import refuse_result
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
@@ -18,7 +19,7 @@ from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array
 
 if TYPE_CHECKING:
-    from psclient._src.distribute.template import HostValue, SectionTemplate
+    from psclient._src.distribute.template import TemplateCache
     from psclient._src.tracing.symbolic_numbers import Number
 
 LOCALHOST = Task("localhost", 0)
@@ -92,7 +93,13 @@ class LocalBackend:
             raise RuntimeError("this strategy is closed; make another one")
 
     def create(
-        self, strategy: Any, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, how: VariableAggregation
+        self,
+        strategy: Strategy,
+        spec: VariableSpec,
+        value: Array,
+        place: ServerIds,
+        on_read: bool,
+        how: VariableAggregation,
     ) -> Variable:
         """A copy on each device; the default strategy's variables have but one value."""
         saved = self.first_value(spec)
@@ -104,7 +111,7 @@ class LocalBackend:
         return made
 
     def _make(
-        self, strategy: Any, spec: VariableSpec, value: Array, on_read: bool, how: VariableAggregation
+        self, strategy: Strategy, spec: VariableSpec, value: Array, on_read: bool, how: VariableAggregation
     ) -> Variable:
         devices = self.group.devices
         if context.is_default(strategy):
@@ -127,17 +134,26 @@ class LocalBackend:
         return [local.alone() for local, _ in contributions]
 
     def apply(
-        self, strategy: Any, place: ServerIds, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        strategy: Strategy,
+        place: ServerIds,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> list[Any]:
         """Calls the function for each copy, with the copies that are there."""
         return apply_to_copies(strategy, [(index, self.group.devices[index]) for index in place], fn, args, kwargs)
 
-    def complete(self, numbers: list[Number]) -> None:
-        """Nothing: each update runs at once."""
-
-    def repeat(self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
-        """False: nothing is recorded that could be."""
-        return False
+    def replay(
+        self,
+        cache: TemplateCache,
+        key: object,
+        numbers: list[Number],
+        local: Contributions,
+        record: Callable[[], None],
+    ) -> None:
+        """Runs `record`: nothing travels, so that there is nothing to replay."""
+        record()
 
     def bring(self, values: Sequence[Any]) -> list[Array]:
         """They are here: host arrays of the same values."""
@@ -167,7 +183,7 @@ class LocalBackend:
 
 
 def apply_to_copies(
-    strategy: Any,
+    strategy: Strategy,
     copies: Sequence[tuple[int, Device]],
     fn: Callable[..., Any],
     args: Sequence[Any],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psclient._src import context, values
-from psclient._src.context import ReplicaContext
+from psclient._src.context import ReplicaContext, Strategy
 from psclient._src.devices import Device, device_scope
 from psclient._src.nest import Nest
 
@@ -54,7 +54,7 @@ class ReplicaRunner:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         devices: Sequence[Device],
         slice: Callable[[], tuple[int, int]],
         cross_replica: CrossReplica,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from psclient._src.data.distributed import DistributedDataset, DistributedDatase
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
 from psclient._src.distribute.replicas import ReplicaRunner
-from psclient._src.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
+from psclient._src.options import InputContext, InputOptions, ReduceOp, ReduceOpName, RunOptions, ValueContext
 from psclient._src.processes import shutdown
 from pswire.model.tensor import Array
+
+T = TypeVar("T")
 
 
 class Strategy:
@@ -81,11 +83,11 @@ class Strategy:
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., T],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
+    ) -> T:
         """Calls a function once on each local replica, in replica context. In cross-replica context.
 
         In a process that came to a running job, and is taken in at the first section of this run, it is called a
@@ -99,7 +101,8 @@ class Strategy:
 
         Returns:
             The merged results: what is the same object from every replica comes back itself, all else, and Python
-            numbers always, as a per-replica value; with one local replica what `fn` returned.
+            numbers always, as a per-replica value; with one local replica what `fn` returned. The type is that of
+            one replica's result: a per-replica value stands for it.
 
         Raises:
             RuntimeError: called inside a run, or after `close`.
@@ -110,7 +113,7 @@ class Strategy:
             context.require_cross_replica(self, "run")
             self.backend.check_open()
             self.begin_step()
-            return self.backend.run(lambda: self._runner.run(fn, args, kwargs))
+            return cast(T, self.backend.run(lambda: self._runner.run(fn, args, kwargs)))
 
     def after_step(self, call: Callable[[], object]) -> None:
         """Has a function called once, when the next step is over. In any context.
@@ -138,7 +141,7 @@ class Strategy:
             for _, call in waiting:
                 call()
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | None) -> Array:
+    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | None) -> Array:
         """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.
 
         Args:

@@ -1,4 +1,4 @@
-"""What one section recorded, for later ones that differ by their contributions, and by numbers."""
+"""A recorded section, reusable with new contributions and scalar operands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pswire.model.tensor import DTYPES, Array, TensorSpec
 
 @dataclass(frozen=True, eq=False)
 class SectionTemplate:
-    """What one section recorded.
+    """A recorded section.
 
     Attributes:
         plan: as it travels.
@@ -39,6 +39,26 @@ class SectionTemplate:
                 return None
             found[one] = arrays
         return tuple(cast(Array, found[one][place]) for one, place in self.sources)
+
+
+class TemplateCache:
+    """The template of the section that one caller recorded last, under the caller's key. Used by one thread at a time.
+
+    Attributes:
+        key: of the template; None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.key: Any = None
+        self._template: SectionTemplate | None = None
+
+    def find(self, key: object) -> SectionTemplate | None:
+        """Returns the template that was kept under an equal key, if there is one."""
+        return self._template if self._template is not None and self.key == key else None
+
+    def keep(self, key: object, template: SectionTemplate | None) -> None:
+        """Replaces the template; None forgets it."""
+        self.key, self._template = (None, None) if template is None else (key, template)
 
 
 class HostValue(NamedTuple):

@@ -8,66 +8,31 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from psclient._src.config import CHIEFS, LaunchConfig, ServerOptions, security_options, timeouts_from
+from psclient._src.config import LaunchConfig, security_options, timeouts_from
 from pswire.errors import ConfigError
-from pswire.limits import refuse_unknown
-from pswire.telemetry import logging_setup
-from pswire.transport.traffic import LANES
+from pswire.limits import Timeouts, refuse_unknown
+from pswire.options import BYTES, DEVICE, LIST, SECONDS, SWITCH, TEXT, WHOLE, Option, options_of
+from pswire.security.identity import SecurityOptions
+from pswire.server_options import ServerOptions
 
 SIZE = r"^\s*[0-9]+(\.[0-9]+)?\s*([bB]|[kKmMgGtT][iI]?[bB])?\s*$"
-DEVICE = r"^(cpu|gpu(:[0-9]+)?)$"
-
-
-@dataclass(frozen=True)
-class Key:
-    """What may stand for one key.
-
-    Attributes:
-        about: what it is, in one sentence.
-        kind: the word for it in messages, a key of `KINDS`.
-        least: the least number, which for seconds may not be reached itself; None for any.
-        choices: the only words that may stand there; () for any.
-    """
-
-    about: str
-    kind: str
-    least: int | None = None
-    choices: tuple[str, ...] = ()
-
-    def refuse(self, value: Any, where: str) -> None:
-        """Raises `ConfigError`, which begins with `where`, if the value may not stand there."""
-        if not _fits(self.schema(), value):
-            raise ConfigError(f"{where} must be {self._wanted()}, not {value!r}")
-
-    def schema(self) -> dict[str, Any]:
-        """The same as a JSON schema."""
-        least = {} if self.least is None else {"exclusiveMinimum" if self.kind == SECONDS else "minimum": self.least}
-        return KINDS[self.kind] | least | ({"enum": list(self.choices)} if self.choices else {})
-
-    def _wanted(self) -> str:
-        if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        return self.kind if self.least is None or self.kind == SECONDS else f"{self.kind} from {self.least}"
-
-
-WHOLE, SECONDS, SWITCH, WORDS = "a whole number", "a positive number of seconds", "true or false", "text"
-BYTES, ON, LIST = "a number of bytes with a unit, such as 4GiB", "cpu or gpu:N", "a list, one item for each argument"
+ON = r"^(cpu|gpu(:[0-9]+)?)$"
 
 KINDS: dict[str, dict[str, Any]] = {
     WHOLE: {"type": "integer"},
     SECONDS: {"type": "number"},
     SWITCH: {"type": "boolean"},
-    WORDS: {"type": "string"},
+    TEXT: {"type": "string"},
     BYTES: {"type": ["string", "integer"], "minimum": 0, "pattern": SIZE},
-    ON: {"type": "string", "pattern": DEVICE},
+    DEVICE: {"type": "string", "pattern": ON},
     LIST: {"type": "array", "items": {"type": ["string", "number", "boolean"]}},
 }
+"""The JSON schema of each kind of value."""
 
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "integer": lambda value: type(value) is int,
@@ -77,54 +42,28 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "array": lambda value: type(value) is list,
 }
 
-TOP: dict[str, Key] = {
-    "ps": Key("Servers.", WHOLE, 1),
-    "workers": Key("Processes that run the script.", WHOLE, 0),
-    "chief": Key("A process that only drives, one that runs the script as well, or worker 0.", WORDS, None, CHIEFS),
-    "evaluator": Key("Whether one more process runs the script, as the task that follows checkpoints.", SWITCH),
-    "restarts": Key(
-        "Failures, in all, that are made good by starting tasks again before one ends the cluster.", WHOLE, 0
-    ),
-    "script": Key("What workers run, as a path from where psworker is started.", WORDS),
-    "args": Key("The script's arguments.", LIST),
-    "debug": Key("Whether every process shows tracebacks of this package.", SWITCH),
-    "lane": Key("The fastest lane that workers may use.", WORDS, None, LANES),
-    "log_level": Key("Of every process's log.", WORDS, None, logging_setup.LEVELS),
-    "log_format": Key("Of every process's log, on stderr.", WORDS, None, logging_setup.FORMATS),
-    "metrics_port": Key("Where the first task serves its metrics, the others behind it; 0 picks.", WHOLE, 0),
-    "metrics_host": Key("Where metrics are served: an address of this machine.", WORDS),
-}
+_READ: dict[str, Callable[[Any], Any]] = {SECONDS: float, BYTES: str, LIST: lambda items: tuple(map(str, items))}
+"""What becomes of a value, by its kind; others stay as they are."""
 
-SECTIONS: dict[str, dict[str, Key]] = {
-    "server": {
-        "device": Key("Where the variables live.", ON),
-        "memory_limit": Key("Bytes that variables may take on one server; 0 for no limit.", BYTES),
-        "checkpoint_root": Key("The directory, or the URL that fsspec knows, below which checkpoints are.", WORDS),
-        "threads": Key("Threads of one update program.", WHOLE, 1),
-        "shared_memory": Key("Bytes in which answers are for clients on the same host; 0 for none.", BYTES),
-        "in_flight": Key("Bytes of one worker's contribution that are held before they are used.", BYTES),
-        "snapshot_limit": Key("Bytes of old values for checkpoints that are being written; 0 for no limit.", BYTES),
-        "max_sessions": Key("Sessions that may be open at a time.", WHOLE, 1),
-    },
-    "timeouts": {
-        "lease": Key("A session that does not beat for this long is ended.", SECONDS, 0),
-        "beat": Key("Pause between two beats; several must fit into a lease.", SECONDS, 0),
-        "call": Key("An ordinary call, retries included.", SECONDS, 0),
-        "round": Key("How long a worker that is alive may hold a round up; three leases at least.", SECONDS, 0),
-        "server": Key("How long a server that is silent is waited for.", SECONDS, 0),
-        "word": Key("Pause between two log lines that say whom a waiting call waits for.", SECONDS, 0),
-        "chief": Key("How long what needs a chief waits for one.", SECONDS, 0),
-        "alone": Key("How long a job waits where all its workers are gone.", SECONDS, 0),
-        "first": Key("How long a chief waits for all workers to have come.", SECONDS, 0),
-        "start": Key("How long a process waits at the start for the tasks of its cluster.", SECONDS, 0),
-    },
-    "security": {
-        "tls_cert": Key("Path of a task's certificate; {task} becomes ps-0, worker-1 and so on.", WORDS),
-        "tls_key": Key("Path of its key, the same.", WORDS),
-        "tls_ca": Key("Path of the certificate that has signed those of all tasks, the same.", WORDS),
-        "token_file": Key("Path of the file with the token of the job, the same.", WORDS),
-    },
-}
+SECTIONS: dict[str, type] = {"server": ServerOptions, "timeouts": Timeouts, "security": SecurityOptions}
+"""The options of each key that is a mapping itself; all other keys are those of `LaunchConfig`."""
+
+
+def refuse(option: Option, value: Any, where: str) -> None:
+    """Raises `ConfigError`, which begins with `where`, if a value may not be said for an option."""
+    if _fits(schema_of(option), value):
+        return
+    wanted = option.kind if option.least is None or option.kind == SECONDS else f"{option.kind} from {option.least}"
+    if option.choices:
+        wanted = f"one of {', '.join(option.choices)}"
+    raise ConfigError(f"{where} must be {wanted}, not {value!r}")
+
+
+def schema_of(option: Option) -> dict[str, Any]:
+    """The JSON schema of an option."""
+    least = {"exclusiveMinimum" if option.kind == SECONDS else "minimum": option.least}
+    more = {} if option.least is None else least
+    return KINDS[option.kind] | more | ({"enum": list(option.choices)} if option.choices else {})
 
 
 class _Once(yaml.SafeLoader):
@@ -164,8 +103,8 @@ def load_launch_config(path: Path) -> LaunchConfig:
 
 def schema() -> dict[str, Any]:
     """The JSON schema of the file."""
-    sections = {name: _object(keys) for name, keys in SECTIONS.items()}
-    top = _object(TOP)
+    sections = {name: _object(owner) for name, owner in SECTIONS.items()}
+    top = _object(LaunchConfig)
     heading = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A local cluster of psworker --config",
@@ -176,22 +115,22 @@ def schema() -> dict[str, Any]:
 def _checked(data: Any, path: str) -> dict[str, Any]:
     """The arguments of `LaunchConfig`."""
     values = _mapping(data, path)
-    refuse_unknown(values, [*TOP, *SECTIONS], f"{path}: key")
-    for name in TOP.keys() & values.keys():
-        TOP[name].refuse(values[name], f"{path}: {name}")
-    if "args" in values:
-        values["args"] = tuple(map(str, values["args"]))
-    for name in SECTIONS.keys() & values.keys():
-        values[name] = _MAKE[name](_section(values[name], name, path))
-    return values
+    refuse_unknown(values, [*options_of(LaunchConfig), *SECTIONS], f"{path}: key")
+    sections = {name: values.pop(name) for name in SECTIONS.keys() & values.keys()}
+    found = _read(values, LaunchConfig, f"{path}: ")
+    for name, section in sections.items():
+        section = _mapping(section, f"{path}: {name}")
+        refuse_unknown(section, options_of(SECTIONS[name]), f"{path}: key of {name}")
+        found[name] = _MAKE[name](_read(section, SECTIONS[name], f"{path}: {name}."))
+    return found
 
 
-def _section(data: Any, name: str, path: str) -> dict[str, Any]:
-    section = _mapping(data, f"{path}: {name}")
-    refuse_unknown(section, SECTIONS[name], f"{path}: key of {name}")
-    for key, value in section.items():
-        SECTIONS[name][key].refuse(value, f"{path}: {name}.{key}")
-    return section
+def _read(values: Mapping[str, Any], owner: type, where: str) -> dict[str, Any]:
+    """The values of options, as their dataclass has them."""
+    options = options_of(owner)
+    for name, value in values.items():
+        refuse(options[name], value, where + name)
+    return {name: _READ.get(options[name].kind, lambda same: same)(value) for name, value in values.items()}
 
 
 def _mapping(data: Any, where: str) -> dict[str, Any]:
@@ -201,8 +140,8 @@ def _mapping(data: Any, where: str) -> dict[str, Any]:
 
 
 _MAKE: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "server": lambda section: ServerOptions(**{key: str(value) for key, value in section.items()}),
-    "timeouts": lambda section: dataclasses.replace(timeouts_from(), **{k: float(v) for k, v in section.items()}),
+    "server": lambda section: ServerOptions(**section),
+    "timeouts": lambda section: dataclasses.replace(timeouts_from(), **section),
     "security": lambda section: security_options().under(section),
 }
 
@@ -220,6 +159,7 @@ def _fits(rule: dict[str, Any], value: Any) -> bool:
     return bool(value >= least and above < value < float("inf"))
 
 
-def _object(keys: Mapping[str, Key]) -> dict[str, Any]:
-    properties = {name: {"description": key.about} | key.schema() for name, key in keys.items()}
+def _object(owner: type) -> dict[str, Any]:
+    options = options_of(owner).items()
+    properties = {name: {"description": each.about} | schema_of(each) for name, each in options}
     return {"type": "object", "additionalProperties": False, "properties": properties}

@@ -16,7 +16,6 @@ import click
 
 from psclient._src.config import (
     LaunchConfig,
-    ServerOptions,
     job_from,
     refused_from,
     security_from,
@@ -34,11 +33,18 @@ from psclient._src.launch.script import code_of, die_with, end_on_sigterm, run_s
 from psclient._src.processes.output import Printer
 from pswire.cluster import EVALUATOR, TaskConfig
 from pswire.errors import ConfigError, PSError
+from pswire.flags import flag, flags
+from pswire.options import flag_name, said
+from pswire.security.identity import SecurityOptions
 from pswire.security.names import task_name
+from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
-from pswire.transport.traffic import LANES
 
 log = logging.getLogger("psworker")
+
+
+OF_A_TASK = ("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host")
+"""Options of a local cluster that a single task has as well."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,6 @@ class Invocation:
 @click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
 @click.option("--standalone", is_flag=True, help="Start a whole local cluster that runs SCRIPT.")
 @click.option("--config", type=click.Path(path_type=Path), help="A file that describes the local cluster.")
-@click.option("--ps", type=click.IntRange(1), help="Servers of the local cluster [default: 1].")
-@click.option("--workers", type=click.IntRange(0), help="Workers of the local cluster [default: 1].")
 @click.option(
     "--chief/--no-chief",
     "has_chief",
@@ -75,97 +79,56 @@ class Invocation:
     help="A process of its own drives [default]; or worker 0.",
 )
 @click.option("--chief-runs-script", is_flag=True, help="The chief is a replica as well.")
-@click.option("--evaluator", is_flag=True, help="One more process runs SCRIPT, as the task that follows checkpoints.")
-@click.option(
-    "--restarts", type=click.IntRange(0), help="Failures, in all, after which tasks are replaced [default: 0]."
-)
-@click.option("--device", help="Where the servers' variables live: cpu or gpu:N.")
-@click.option("--memory-limit", help="Bytes for variables on each server, such as 4GiB.")
-@click.option("--checkpoint-root", help="Directory below which checkpoints are, or a URL: s3://bucket/run.")
-@click.option("--snapshot-limit", help="Bytes of old values that each server holds for checkpoints being written.")
-@click.option("--shared-memory", help="Bytes in which each server's answers are for workers here, such as 4GiB.")
-@click.option("--threads", type=click.IntRange(1), help="Threads of one update program on each server.")
-@click.option("--in-flight", help="Bytes of one worker's contribution that a server holds before they are used.")
-@click.option("--lane", type=click.Choice(LANES), help="The fastest lane to use [default: PS_LANE, else shm].")
-@click.option("--tls-cert", help="The process's certificate; {task} becomes worker-0 [default: PS_TLS_CERT].")
-@click.option("--tls-key", help="Its key [default: PS_TLS_KEY].")
-@click.option("--tls-ca", help="Whose signature other tasks' certificates must have [default: PS_TLS_CA].")
-@click.option("--token-file", help="A file with the token of the job [default: PS_TOKEN_FILE, else PS_TOKEN].")
-@click.option("--max-sessions", type=click.IntRange(1), help="That may be open at a time on each server.")
-@click.option(
-    "--metrics-port",
-    type=click.IntRange(0, 65535),
-    help="Serve metrics there; 0 picks; tasks of a local cluster count up from it [default: PS_METRICS_PORT, or none].",
-)
-@click.option("--metrics-host", help="Where metrics are served [default: PS_METRICS_HOST, else 127.0.0.1].")
-@click.option(
-    "--log-level",
-    type=click.Choice(logging_setup.LEVELS),
-    envvar="PS_LOG_LEVEL",
-    help="Of the log [default: PS_LOG_LEVEL, else warning; servers: info].",
-)
-@click.option(
-    "--log-format",
-    type=click.Choice(logging_setup.FORMATS),
-    envvar="PS_LOG_FORMAT",
-    help="Of the log, on stderr [default: PS_LOG_FORMAT, else text].",
-)
+@flags(LaunchConfig, unsaid=True, without=("chief", "script", "log_level", "log_format"))
+@flags(ServerOptions, unsaid=True)
+@flags(SecurityOptions, unsaid=True)
+@flag("log_level", logging_setup.LOG_LEVEL, unsaid=True, environ=True)
+@flag("log_format", logging_setup.LOG_FORMAT, "text", unsaid=True, environ=True)
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
-@click.option("--debug", is_flag=True, help="Show tracebacks of this package.")
+@click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
 @click.argument("script", default="")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def command(script: str, args: tuple[str, ...], **flags: Any) -> Invocation:
+def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     """Runs SCRIPT as the task that TF_CONFIG names; a chief without a SCRIPT drives.
 
     With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
     win over the file.
     """
-    if flags["lane"]:
-        set_lane(flags["lane"])
-    if not (flags["standalone"] or flags["config"]):
-        set_security(security_options().under(flags))
-        set_metrics(flags["metrics_host"], flags["metrics_port"])
-    given = {name: flags[name] for name in ("ps", "workers", "restarts") if flags[name] is not None}
-    names = [field.name for field in dataclasses.fields(ServerOptions) if flags[field.name] is not None]
-    server = {name: str(flags[name]) for name in names}
-    given |= {"evaluator": True} if flags["evaluator"] else {}
-    if flags["chief_runs_script"]:
-        given["chief"] = "script"
-    elif flags["has_chief"] is not None:
-        given["chief"] = "driver" if flags["has_chief"] else "none"
+    if given["lane"]:
+        set_lane(given["lane"])
+    cluster = said(LaunchConfig, given)
+    server = said(ServerOptions, given)
+    if given["chief_runs_script"]:
+        cluster["chief"] = "script"
+    elif given["has_chief"] is not None:
+        cluster["chief"] = "driver" if given["has_chief"] else "none"
     launch = None
-    if flags["standalone"] or flags["config"]:
-        shown = ("lane", "log_level", "log_format", "metrics_port", "metrics_host")
-        given |= {name: flags[name] for name in shown if flags[name] is not None}
-        launch = _launch_config(flags["config"], given, server, script, args, flags)
-    elif given or server:
-        name = next(iter(given | server)).replace("_", "-")
-        raise ConfigError(f"--{name} describes a local cluster; add --standalone")
-    level, kind = flags["log_level"] or "warning", launch.log_format if launch else flags["log_format"] or "text"
-    return Invocation(script, args, launch, flags["parent"], level, kind, flags["debug"])
+    if given["standalone"] or given["config"]:
+        if script:
+            cluster |= {"script": script, "args": args}
+        launch = _launch_config(given["config"], cluster, server, given)
+    else:
+        set_security(security_options().under(given))
+        set_metrics(given["metrics_host"], given["metrics_port"])
+        for name in (name for name in cluster | server if name not in OF_A_TASK):
+            raise ConfigError(f"{flag_name(name)} describes a local cluster; add --standalone")
+    level, kind = given["log_level"] or "warning", launch.log_format if launch else given["log_format"] or "text"
+    return Invocation(script, args, launch, given["parent"], level, kind, bool(given["debug"]))
 
 
 def _launch_config(
-    path: Path | None,
-    given: dict[str, Any],
-    server: dict[str, str],
-    script: str,
-    args: tuple[str, ...],
-    flags: Mapping[str, Any],
+    path: Path | None, cluster: dict[str, Any], server: dict[str, Any], given: Mapping[str, Any]
 ) -> LaunchConfig:
     config = LaunchConfig()
     if path:
         from psclient._src.launch.config_file import load_launch_config  # with YAML, which no single task needs
 
         config = load_launch_config(path)
-    if script:
-        given |= {"script": script, "args": args}
     config = dataclasses.replace(
         config,
         server=dataclasses.replace(config.server, **server),
-        security=config.security.under(flags),
-        debug=flags["debug"] or config.debug,
-        **given,
+        security=config.security.under(given),
+        **cluster,
     )
     if not config.script:
         usage = f"--config {path}" if path else "--standalone"

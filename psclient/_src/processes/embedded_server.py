@@ -7,11 +7,11 @@ import os
 import secrets
 import subprocess
 
-from psclient._src.config import ServerOptions
 from psclient._src.processes.process import start_server
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts
 from pswire.security.identity import TOKEN_BYTES, Security, SecurityOptions
+from pswire.server_options import ServerOptions
 
 END_SECONDS = 5.0
 """How long the server may take to end, before SIGTERM and again before SIGKILL."""

@@ -11,11 +11,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from psclient._src.config import ServerOptions, child_environ
+from psclient._src.config import child_environ
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts
+from pswire.options import flag_name
 from pswire.security.identity import SecurityOptions
+from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -78,7 +80,7 @@ def spawn_server(
     command = [sys.executable, "-P", "-m", "psserver", "--task", str(task.index), "--lifeline"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     for name, value in vars(options).items():
-        command += ["--" + name.replace("_", "-"), value]
+        command += [flag_name(name), str(value)]
     return spawn([*command, *flags], child_environ(tasks, timeouts, more), stdin=subprocess.PIPE, stderr=stderr)
 
 

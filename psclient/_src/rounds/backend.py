@@ -11,10 +11,10 @@ import numpy as np
 
 from psclient._src import context, nest
 from psclient._src.devices import AnyArray, Device
-from psclient._src.distribute.backend import Beside, ServerIds
+from psclient._src.distribute.backend import Beside, Contributions, ServerIds
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
-from psclient._src.distribute.template import HostValue, SectionTemplate
+from psclient._src.distribute.template import TemplateCache
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.restore import Restoring
@@ -155,14 +155,23 @@ class RemoteBackend:
         self.flush(returned=result)
         return result
 
-    def complete(self, numbers: list[Number]) -> SectionTemplate | None:
-        """Ends the recording of the calling thread's section, which is to be repeated; see `Section.complete`."""
+    def replay(
+        self,
+        cache: TemplateCache,
+        key: object,
+        numbers: list[Number],
+        local: Contributions,
+        record: Callable[[], None],
+    ) -> None:
+        """Replays a section in the calling thread's, or records it there: see `Backend.replay`."""
+        template = cache.find(key)
+        if template is not None:
+            found = local(template.plan.reductions)
+            if len(found) == len(template.plan.reductions) and self.section_here.repeat(template, numbers, found):
+                return
+        record()
         section = self._mine()
-        return None if section is None else section.complete(numbers)
-
-    def repeat(self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue]) -> bool:
-        """Records in the calling thread's section what another one recorded; see `Section.repeat`."""
-        return self.section_here.repeat(kept, numbers, local)
+        cache.keep(key, None if section is None else section.complete(numbers))
 
     @property
     def section_here(self) -> Section:

@@ -26,6 +26,7 @@ import numpy as np
 
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable
+from psclient._src.context import Strategy
 from psclient._src.tracing.diagnostics import fail, refuse_changing, users_function
 from psclient._src.tracing.guards import Surroundings
 from psclient._src.tracing.hyperparameters import NUMBERS, WORDS, Settings
@@ -167,7 +168,7 @@ class UpdateFunction:
         return self._fn(*own, **kwargs)
 
     def call(
-        self, strategy: Any, args: Sequence[Any], kwargs: Mapping[str, Any], give: Callable[[Any], Given | None]
+        self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any], give: Callable[[Any], Given | None]
     ) -> Call:
         """Finds the trace of a call, or makes it.
 
@@ -197,7 +198,7 @@ class UpdateFunction:
 
     def _trace(
         self,
-        strategy: Any,
+        strategy: Strategy,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         give: Callable[[Any], Given | None],
@@ -219,7 +220,7 @@ class UpdateFunction:
 
     def _record(
         self,
-        strategy: Any,
+        strategy: Strategy,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         give: Callable[[Any], Given | None],

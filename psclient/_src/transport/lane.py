@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from psclient._src.transport import forks
 from psclient._src.transport.silence import Silence
+from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
@@ -121,7 +122,7 @@ class Lane:
         self._bell, self._rope = socket.socketpair()
         self._rope.setblocking(False)
         self._sockets: list[Stream] = [self._bell, self._rope]
-        said = pb.LaneHello(session=offer.session, token=offer.token, lease=lease, replaces=replaces)
+        said = pb.LaneHello(session=offer.session, token=offer.token, lease=lease, replaces=replaces, protocol=PROTOCOL)
         hello = Message(Kind.HELLO, header=said.SerializeToString()).head()
         try:
             self._sock = _connect(name, offer, lease)

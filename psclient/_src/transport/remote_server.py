@@ -39,8 +39,8 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import ClusterSpec, Task
-from pswire.encoding import messages as replies
-from pswire.encoding import values
+from pswire.encoding import messages
+from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, Metadata, batches, bearer, parse
 from pswire.errors import InvalidRequest, PSError
 from pswire.limits import PART_BYTES, Refused, Timeouts
@@ -134,15 +134,17 @@ class RemoteServer:
     ) -> Opened:
         """As `ParameterServer.open`; binds later calls to the incarnation that answered."""
         request = pb.OpenRequest(
-            task=values.task_to_pb(task),
+            task=messages.TASK.to_pb(task),
             replicas=replicas,
             session=session,
             drives=drives,
-            mode=values.mode_to_pb(mode),
+            mode=messages.MODES.numbers[mode],
             job=job,
             term=term,
+            protocol=PROTOCOL,
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
+        check_protocol(m.protocol, str(self.task), str(task))
         self._metadata = (*self._token, (INCARNATION_KEY, str(m.incarnation)))
         self._attempts.opened = True
         if replicas:
@@ -153,7 +155,7 @@ class RemoteServer:
             self._lanes[m.session] = lanes
             if old is not None:
                 old.close("the session was opened again")
-        return Opened(m.session, m.incarnation, m.token, m.server, m.device, m.term)
+        return messages.OPENED.from_pb(m)
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         """As `ParameterServer.beat`."""
@@ -179,7 +181,7 @@ class RemoteServer:
             session=session,
             ordinal=ordinal,
             id=id,
-            spec=values.spec_to_pb(spec),
+            spec=messages.SPEC.to_pb(spec),
             servers=servers,
             has_value=value is not None,
         ).SerializeToString()
@@ -191,16 +193,16 @@ class RemoteServer:
                 return bytes(call.result())
 
         extra = value.size / SLOWEST if value else 0.0
-        m = parse(pb.CreateReply, self._attempts.until_answered(VERBS["Create"], once, extra))
-        return CreateReply(m.id, tuple(m.servers), m.initialized, m.restored)
+        reply = self._attempts.until_answered(VERBS["Create"], once, extra)
+        return messages.CREATED.from_pb(parse(pb.CreateReply, reply))
 
     def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
         """As `ParameterServer.propose`."""
         request = pb.ProposeRequest(
             session=session,
-            plan=values.plan_to_pb(plan) if plan else None,
+            plan=messages.PLAN.to_pb(plan) if plan else None,
             entry=join_point,
-            start=values.start_to_pb(start) if start else None,
+            start=messages.START.to_pb(start) if start else None,
         )
         self._ask("Propose", request)
 
@@ -214,12 +216,12 @@ class RemoteServer:
                 return bytes(call.result())
 
         again = partial(self._attempts.until_answered, VERBS["Watch"], once)
-        return self._threads.submit(lambda: replies.watched_from_pb(parse(pb.WatchReply, again())))
+        return self._threads.submit(lambda: messages.WATCHED.from_pb(parse(pb.WatchReply, again())))
 
     def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
         """As `ParameterServer.approve`; a long list travels in several calls."""
         length, ends = index, any(isinstance(entry, Done) for entry in entries[-1:])
-        for batch in batches([values.entry_to_pb(entry) for entry in entries]):
+        for batch in batches([messages.ENTRY.to_pb(entry) for entry in entries]):
             request = pb.ApproveRequest(token=token, index=index, entries=batch)
             length = parse(pb.ApproveReply, self._ask("Approve", request, ends)).length
             index += len(batch)
@@ -229,21 +231,21 @@ class RemoteServer:
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """As `ParameterServer.push`; the payload may still grow. A broken stream is sent again, whole."""
-        header = replies.contribution_to_pb(contribution, payload.size).SerializeToString()
+        header = messages.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:
             alone, parts = payload.whole and payload.size <= PART_BYTES, Parts(payload)
-            messages = self._frames(header, parts)
-            start, request = (self._push_whole, next(messages)) if alone else (self._stubs["Push"], messages)
+            frames = self._frames(header, parts)
+            start, request = (self._push_whole, next(frames)) if alone else (self._stubs["Push"], frames)
             try:
                 call = self._start(start, request, seconds)
-                return replies.round_from_pb(*self._receive(call, pb.RoundHeader))
+                return messages.round_from_pb(*self._receive(call, pb.RoundHeader))
             finally:
                 parts.end()  # gRPC's thread would wait for them, however the call has ended
 
         again = partial(self._attempts.until_answered, VERBS["Push"], once)
         return self._ask_on_lane(
-            contribution.session, lambda lane: lane.push(header, payload), replies.round_from_pb, again
+            contribution.session, lambda lane: lane.push(header, payload), messages.round_from_pb, again
         )
 
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
@@ -251,10 +253,10 @@ class RemoteServer:
         data = pb.PullRequest(session=session, variables=variables, after=after).SerializeToString()
 
         def once(seconds: float) -> PullReply:
-            return replies.pull_from_pb(*self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader))
+            return messages.pull_from_pb(*self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader))
 
         again = partial(self._attempts.until_answered, VERBS["Pull"], once)
-        return self._ask_on_lane(session, lambda lane: lane.pull(data), replies.pull_from_pb, again)
+        return self._ask_on_lane(session, lambda lane: lane.pull(data), messages.pull_from_pb, again)
 
     def _ask_on_lane(
         self,
@@ -277,18 +279,18 @@ class RemoteServer:
         """As `ParameterServer.snapshot`."""
         request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
         ask = partial(self._ask, "Snapshot", request)
-        return self._threads.submit(lambda: replies.shard_from_pb(parse(pb.SnapshotReply, ask())))
+        return self._threads.submit(lambda: messages.SHARD.from_pb(parse(pb.SnapshotReply, ask())))
 
     def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         """As `ParameterServer.restore`."""
-        said = replies.order_to_pb(order)
-        request = pb.RestoreRequest(session=session, path=path, turn=values.turn_to_pb(turn), order=said)
+        said = messages.ORDER.to_pb(order)
+        request = pb.RestoreRequest(session=session, path=path, turn=messages.TURN.to_pb(turn), order=said)
         ask = partial(self._ask, "Restore", request)
-        return self._threads.submit(lambda: replies.restored_from_pb(parse(pb.RestoreReply, ask())))
+        return self._threads.submit(lambda: messages.RESTORED.from_pb(parse(pb.RestoreReply, ask())))
 
     def status(self) -> ServerStatus:
         """As `ParameterServer.status`."""
-        return replies.status_from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
+        return messages.STATUS.from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
 
     # ---- The end ----
 
@@ -374,7 +376,7 @@ class RemoteServer:
     def _missing(self) -> str:
         """Whom the server waits for, in words, if it can still say it."""
         try:
-            status = replies.status_from_pb(parse(pb.StatusReply, self._once("Status", b"", self._timeouts.beat)))
+            status = messages.STATUS.from_pb(parse(pb.StatusReply, self._once("Status", b"", self._timeouts.beat)))
         except (grpc.RpcError, grpc.FutureCancelledError, PSError):
             return "; the server does not answer"
         tasks = sorted({task for waiting in status.waiting for task in waiting.missing})

@@ -16,6 +16,7 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import Readable, read
+from psclient._src.context import Strategy
 from psclient._src.devices import AnyArray, Device, as_array, device_scope, namespace, to_device, to_numpy
 from psclient._src.values import Component, DistributedValues, Mirrored
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
@@ -35,7 +36,7 @@ class ServerVariable(Variable):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         spec: VariableSpec,
         aggregation: VariableAggregation,
         handle: Handle,
@@ -144,7 +145,7 @@ class LocalVariable(Variable):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         spec: VariableSpec,
         aggregation: VariableAggregation,
         synchronization: VariableSynchronization,
@@ -231,7 +232,7 @@ class CopiedVariable(Variable, DistributedValues):
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Strategy,
         spec: VariableSpec,
         aggregation: VariableAggregation,
         place: tuple[int, ...],

@@ -1,0 +1,233 @@
+"""The mapper: turns frozen values into protobuf messages and back, by the names and types of their fields.
+
+A `Mapper` reads the type hints of a class and the descriptor of its message once, and makes two functions of them. What
+travels in every round is written by hand, beside the table, which costs it less. These types are known:
+
+| field of the value | field of the message |
+|---|---|
+| `bool`, `int`, `float`, `str`, `bytes` | the same |
+| a `Literal` that was given to `words` | an enumeration |
+| another class | its message |
+| `tuple[X, ...]` | repeated |
+| `tuple[X, Y]` | a message with as many fields, in that order |
+| `Mapping` | a map |
+| `X | None` | absent for None |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from pswire.errors import InvalidRequest
+
+V = TypeVar("V")
+M = TypeVar("M", bound=Message)
+W = TypeVar("W")
+
+Way = Callable[[Any], Any]
+
+SCALARS = (bool, int, float, str, bytes)
+
+
+class Words(dict[Any, W]):
+    """The words of a `Literal`, by the numbers of an enumeration; another number raises `InvalidRequest`.
+
+    Attributes:
+        numbers: the numbers by the words.
+    """
+
+    def __init__(self, words: object, enum: Any, unknown: str) -> None:
+        by_suffix = {name.rpartition("_")[2].lower(): number for name, number in enum.items()}
+        super().__init__({by_suffix[word]: word for word in get_args(words)})
+        self.numbers: dict[W, Any] = {word: number for number, word in self.items()}
+        self._unknown = unknown
+
+    def __missing__(self, number: int) -> W:
+        raise InvalidRequest(self._unknown.format(number))
+
+
+@dataclass(frozen=True)
+class Pair(Generic[V, M]):
+    """A kind of value, and the message that it travels as.
+
+    Attributes:
+        message: the message's class.
+        to_pb: makes the message of a value.
+        from_pb: makes the value of a message; raises `InvalidRequest` for one that cannot be.
+    """
+
+    message: type[M]
+    to_pb: Callable[[V], M]
+    from_pb: Callable[[M], V]
+
+
+class Mapper:
+    """The table of all pairs.
+
+    Attributes:
+        pairs: those that were given, and those of the values within, by type.
+        enums: the words by their `Literal`.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: dict[Any, Pair[Any, Any]] = {}
+        self.enums: dict[Any, Words[Any]] = {}
+
+    def words(self, words: Any, enum: Any, unknown: str) -> Words[Any]:
+        """Adds a `Literal`.
+
+        Args:
+            words: the `Literal`.
+            enum: the enumeration; the last part of each name is a word, and 0 is none.
+            unknown: the message for another number, which stands there as `{}`.
+        """
+        return self.enums.setdefault(words, Words(words, enum, unknown))
+
+    def pair(
+        self,
+        value: type[V],
+        message: type[M],
+        *,
+        names: Mapping[str, str] | None = None,
+        flags: Mapping[str, str] | None = None,
+        constants: Mapping[str, object] | None = None,
+        admit: Callable[[M], object] | None = None,
+        check: Callable[[V], V] | None = None,
+    ) -> Pair[V, M]:
+        """Adds a class whose fields are those of its message.
+
+        Args:
+            value: the class.
+            message: its message's class.
+            names: names of fields that the message has by another name.
+            flags: for a `Mapping` that may be None the field that tells whether it is there.
+            constants: fields of the message that are always the same.
+            admit: called with a message before it is read.
+            check: called with a value that was read.
+        """
+        names, flags, constants = names or {}, flags or {}, constants or {}
+        fields = []
+        for own, kind in get_type_hints(value).items():
+            name, optional = names.get(own, own), NoneType in get_args(kind)
+            way = self._way(get_args(kind)[0] if optional else kind, message.DESCRIPTOR.fields_by_name[name])
+            fields.append((own, name, flags.get(own), optional, *way))
+
+        def to_pb(v: V) -> M:
+            made = dict(constants)
+            for own, name, flag, _, write, _ in fields:
+                given = getattr(v, own)
+                if flag is not None:
+                    made[flag] = given is not None
+                if given is not None:
+                    made[name] = write(given)
+            return message(**made)
+
+        def from_pb(m: M) -> V:
+            if admit is not None:
+                admit(m)
+            found = []
+            for _, name, flag, optional, _, read in fields:
+                there = not optional or (getattr(m, flag) if flag is not None else m.HasField(name))
+                found.append(read(getattr(m, name)) if there else None)
+            return value(*found) if check is None else check(value(*found))
+
+        return self.add(value, Pair(message, to_pb, from_pb))
+
+    def choice(self, values: Any, message: type[M], missing: str) -> Pair[Any, M]:
+        """Adds a union of classes, each of which is a choice of the message's oneof by its name.
+
+        Args:
+            values: the union; a class with one field may be that field's message.
+            message: the message's class.
+            missing: the message for none of them.
+        """
+        (oneof,) = message.DESCRIPTOR.oneofs
+        name, writers, readers = oneof.name, {}, {}
+        for value in get_args(values):
+            chosen = re.sub(r"\B(?=[A-Z])", "_", value.__name__).lower()
+            inner = self._inner(value, message.DESCRIPTOR.fields_by_name[chosen].message_type)
+            writers[value], readers[chosen] = (chosen, inner.to_pb), inner.from_pb
+
+        def to_pb(value: Any) -> M:
+            chosen, write = writers[type(value)]
+            return message(**{chosen: write(value)})
+
+        def from_pb(received: M) -> Any:
+            chosen = received.WhichOneof(name)
+            if chosen is None:
+                raise InvalidRequest(missing)
+            return readers[chosen](getattr(received, chosen))
+
+        return self.add(values, Pair(message, to_pb, from_pb))
+
+    def add(self, value: Any, pair: Pair[V, M]) -> Pair[V, M]:
+        """Adds a pair, for values of a type.
+
+        Raises:
+            ValueError: the type is in the table already. A row that came after those it is in would not check there.
+        """
+        if value in self.pairs:
+            raise ValueError(f"{value} is in the table; its row stands before those that it is in")
+        self.pairs[value] = pair
+        return pair
+
+    def _inner(self, value: Any, message: Any) -> Pair[Any, Any]:
+        """The pair of a choice; if its message is that of its only field, the class is put around that."""
+        hints = get_type_hints(value)
+        within = self.pairs.get(next(iter(hints.values()), None))
+        if within and within.message.DESCRIPTOR is message:
+            (name,), write, read = hints, within.to_pb, within.from_pb
+            return Pair(within.message, lambda v: write(getattr(v, name)), lambda m: value(read(m)))
+        return self._known(value, message)
+
+    def _known(self, value: Any, message: Any) -> Pair[Any, Any]:
+        """The pair of a class; added where it is not there yet, by its fields alone."""
+        return self.pairs.get(value) or self.pair(value, GetMessageClass(message))
+
+    def _way(self, kind: Any, field: Any) -> tuple[Way, Way]:
+        """Returns what writes a field of a value, and what reads the message's field."""
+        inner = get_args(kind)
+        if kind in SCALARS:
+            return _same, _same
+        if kind in self.enums:
+            words = self.enums[kind]
+            return words.numbers.__getitem__, words.__getitem__
+        if get_origin(kind) is Mapping:
+            return _same, dict
+        if inner and kind not in self.pairs:
+            if inner[-1] is Ellipsis:
+                return _each(*self._way(inner[0], field))
+            return self._in_order(inner, field.message_type)
+        pair = self._known(kind, field.message_type)
+        return pair.to_pb, pair.from_pb
+
+    def _in_order(self, kinds: tuple[Any, ...], message: Any) -> tuple[Way, Way]:
+        """As `_way`, of a tuple whose items are the fields of a message."""
+        made = GetMessageClass(message)
+        ways = [(field.name, *self._way(kind, field)) for kind, field in zip(kinds, message.fields, strict=True)]
+
+        def write(items: Any) -> Message:
+            return made(**{name: way(item) for (name, way, _), item in zip(ways, items, strict=True)})
+
+        def read(m: Message) -> tuple[Any, ...]:
+            return tuple([way(getattr(m, name)) for name, _, way in ways])
+
+        return write, read
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _each(write: Way, read: Way) -> tuple[Way, Way]:
+    """As `Mapper._way`, of a tuple whose items are written and read like this."""
+    if write is _same:
+        return _same, tuple
+    return lambda items: [write(x) for x in items], lambda items: tuple([read(x) for x in items])

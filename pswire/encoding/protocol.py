@@ -1,0 +1,37 @@
+"""The number of the protocol: the meaning and the bytes of the verbs, of gRPC's frames, and of the lanes.
+
+Both ends say theirs when a session opens, a client again on each lane. Each end serves its own number and the one
+before, so that servers and workers may be replaced one after the other. A change of the bytes that the other end has
+to know, or of what they mean, is a new number.
+"""
+
+from __future__ import annotations
+
+from pswire.errors import ConfigError
+
+PROTOCOL = 1
+"""The number of this version. 0 is spoken by versions that say none."""
+
+SERVED = (PROTOCOL - 1, PROTOCOL)
+
+
+def check_protocol(number: int, theirs: str, ours: str) -> int:
+    """Chooses the number that two ends speak.
+
+    Args:
+        number: the peer's.
+        theirs: the peer, for the message.
+        ours: this end, for the message.
+
+    Returns:
+        The lower of both numbers.
+
+    Raises:
+        ConfigError: this end does not serve the peer's number.
+    """
+    if number in SERVED:
+        return number
+    served = " and ".join(map(str, SERVED))
+    raise ConfigError(
+        f"{theirs} speaks protocol {number}, and {ours} {served}; install the same version of paramserver for both"
+    )

@@ -1,0 +1,58 @@
+"""Options as flags of a command; loaded by commands alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import click
+
+from pswire.options import LIST, SWITCH, WHOLE, Option, flag_name, options_of
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def flag(
+    name: str, option: Option, default: Any = None, *, unsaid: bool = False, environ: bool = False
+) -> Callable[[Command], Command]:
+    """Gives a command the flag of an option.
+
+    Args:
+        name: of its parameter.
+        option: the option.
+        default: what holds where the flag is not given.
+        unsaid: whether the flag is None then, since something else may say it.
+        environ: whether click reads the option's variable; else whoever reads the others does.
+    """
+    keys: dict[str, Any] = {"envvar": option.variable} if environ and option.variable else {}
+    if option.kind == SWITCH:
+        keys["is_flag"] = True
+    elif option.choices:
+        keys["type"] = click.Choice(option.choices)
+    elif option.kind == WHOLE:
+        keys["type"] = click.IntRange(option.least, option.most)
+    keys |= {"default": None if unsaid else default, "help": option.help(default)}
+    return click.option(flag_name(name), name, **keys)
+
+
+def flags(
+    owner: type, *, unsaid: bool = False, environ: bool = False, without: Collection[str] = ()
+) -> Callable[[Command], Command]:
+    """Gives a command a flag for each option of a dataclass, but for lists.
+
+    Args:
+        owner: the dataclass.
+        unsaid, environ: as in `flag`.
+        without: options that get none.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(owner)}
+
+    def decorate(command: Command) -> Command:
+        for name, option in reversed(options_of(owner).items()):
+            if name not in without and option.kind != LIST:
+                default = None if defaults[name] is dataclasses.MISSING else defaults[name]
+                command = flag(name, option, default, unsaid=unsaid, environ=environ)(command)
+        return command
+
+    return decorate
