@@ -180,13 +180,13 @@ def test_a_server_is_named_once(two: Two) -> None:
 def test_large_programs_are_looked_into_without_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats are answered meanwhile, whether they are proposed or approved."""
     two = Two(tmp_path, memory_limit=1 << 20)
-    (of, seen) = memory._Need.of, []
+    (of, seen) = memory.Need.of, []
 
     def look(program: Program) -> object:
         seen.append([one._lock.locked() for one in two.cores])
         return of(program)
 
-    monkeypatch.setattr(memory._Need, "of", look)
+    monkeypatch.setattr(memory.Need, "of", look)
     two.job.approve(sum_into(two.variable), two.members[0])
     assert seen == [[False, False]] * len(seen)
     assert seen

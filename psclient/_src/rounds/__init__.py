@@ -2,6 +2,7 @@
 
 backend      carries out the operations of the model on servers
 section      collects reductions and updates until the next look, and sends them as one round
+prepared     what goes to each server and comes back; found once for each plan
 rounds       makes one round: a push to each server, and what comes back
 read_cache   reads variables between the rounds, and keeps what was read
 awaited      names those whom a round waits for

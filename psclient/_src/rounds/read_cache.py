@@ -124,7 +124,7 @@ class ReadCache:
         with self._lock:
             return [id for id in written if id in self._read]
 
-    def forget(self, written: set[int], everything: bool) -> None:
+    def forget(self, written: frozenset[int], everything: bool) -> None:
         """A round has assigned variables; with `everything` all that was read is out of date."""
         with self._lock:
             self._read -= written

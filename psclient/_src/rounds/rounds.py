@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import Counters
 from psclient._src.rounds.membership import Group
+from psclient._src.rounds.prepared import PreparedPlan, ServerShare
 from psclient._src.rounds.read_cache import ReadCache, frozen
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
@@ -23,7 +24,7 @@ from pswire.api import Contribution, CreateReply, RoundReply
 from pswire.errors import Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
 from pswire.model.plan import Plan, Ref, SnapshotOrder, Variable, VariableSpec
-from pswire.model.tensor import Array, TensorSpec, portable
+from pswire.model.tensor import Array, portable
 from pswire.telemetry.reminder import Reminder
 from pswire.transport.payload import EMPTY, Payload
 
@@ -49,34 +50,10 @@ class Outgoing:
     contributions: tuple[Sent | None, ...]
     operands: tuple[Array, ...]
 
-    def payload(self, server: int) -> Payload:
+    def payload(self, share: ServerShare) -> Payload:
         """What goes to one server."""
-        share = _share(self.plan, server)
         sent = [self.contributions[place] for place in share.reductions]
         return pack([*(self.operands[place] for place in share.operands), *(x for x in sent if x is not None)])
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What of a plan concerns one server; found once, and remembered with the plan.
-
-    Attributes:
-        operands, reductions: places of those that are sent there.
-        given: as `Plan.given`.
-    """
-
-    operands: tuple[int, ...]
-    reductions: tuple[int, ...]
-    given: list[tuple[Ref, TensorSpec]]
-
-
-def _share(plan: Plan, server: int) -> _Share:
-    found = plan.remembered.get(("share", server))
-    if not isinstance(found, _Share):
-        operands = tuple(place for place, item in enumerate(plan.operands) if server in item.servers)
-        reductions = tuple(place for place, item in enumerate(plan.reductions) if server in item.servers)
-        found = plan.remembered["share", server] = _Share(operands, reductions, plan.given(server))
-    return found
 
 
 class Exchange:
@@ -99,6 +76,7 @@ class Exchange:
         self.reads = ReadCache(session, group, self._awaited, self.measures)
         self._variables: dict[int, Variable] = {}
         self._proposed: set[bytes] = set()
+        self._prepared: dict[bytes, PreparedPlan] = {}
         self._restored: set[int] = set()
 
     # ---- Variables ----
@@ -180,11 +158,14 @@ class Exchange:
     def _make_round(self, outgoing: Outgoing, observes: bool) -> dict[Ref, Array]:
         plan = outgoing.plan
         self._propose(plan)
-        want = {server: self._want(plan, server) for server in plan.servers}
+        prepared = self._prepare(plan)
+        want = {server: self._want(share.writes, server) for server, share in prepared.shares.items()}
         if not self.group.alone:
             self.session.waits = (self.group.round, plan.id)
         try:
-            payloads = {server: EMPTY if observes else outgoing.payload(server) for server in plan.servers}
+            payloads = {
+                server: EMPTY if observes else outgoing.payload(share) for server, share in prepared.shares.items()
+            }
             futures = {
                 server: self._push(outgoing, payload, server, want[server], observes)
                 for server, payload in payloads.items()
@@ -199,7 +180,7 @@ class Exchange:
             raise
         finally:
             self.session.waits = (-1, b"")
-        values = self._take(plan, want, replies)
+        values = self._take(prepared, want, replies)
         if failure is not None:
             raise failure
         return values
@@ -240,10 +221,18 @@ class Exchange:
         names = dict.fromkeys(name for server in plan.servers for name in self._awaited.names(server))
         log.warning("%s waits in round %d for %s", self.session.task, self.group.round, ", ".join(names))
 
-    def _want(self, plan: Plan, server: int) -> tuple[int, ...]:
-        """What to ask back: variables that the plan assigns and that were read since their last assignment."""
-        wanted = self.reads.wanted(plan.writes(server))
-        return tuple([id for id in wanted if self._variables[id].servers[0] == server])
+    def _prepare(self, plan: Plan) -> PreparedPlan:
+        """A plan as its rounds are made; one that saves or restores is of one round, and is not kept."""
+        found = self._prepared.get(plan.id)
+        if found is None:
+            found = PreparedPlan(plan)
+            if plan.snapshot is None and plan.restore is None:
+                self._prepared[plan.id] = found
+        return found
+
+    def _want(self, writes: Iterable[int], server: int) -> tuple[int, ...]:
+        """What to ask back: of the variables that a round assigns those that were read since their last assignment."""
+        return tuple([id for id in self.reads.wanted(writes) if self._variables[id].servers[0] == server])
 
     def _fill(self, outgoing: Outgoing, payloads: Iterable[Payload]) -> None:
         """Waits until all of a contribution is on the host, while what is there is sent."""
@@ -308,16 +297,15 @@ class Exchange:
         )
 
     def _take(
-        self, plan: Plan, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
+        self, prepared: PreparedPlan, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
     ) -> dict[Ref, Array]:
         """Keeps what came back; returns what the plan returns."""
-        written = set[int]().union(*map(plan.writes, plan.servers))
         # First, so that there is never room for more than one value of a variable that spans parts.
-        self.reads.forget(written, everything=plan.restore is not None)
+        self.reads.forget(prepared.written, everything=prepared.restores)
         values: dict[Ref, Array] = {}
         fresh: dict[int, Array] = {}
         for server, reply in replies.items():
-            given = _share(plan, server).given
+            given = prepared.shares[server].given
             wanted = [self._variables[id].spec.tensor for id in want[server]]
             tensors = [frozen(array) for array in reply.payload.tensors(wanted + [spec for _, spec in given])]
             fresh |= zip(want[server], tensors, strict=False)
@@ -328,7 +316,7 @@ class Exchange:
         # Of a variable that several servers hold each of them says the same.
         for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
             log.warning("%s", words)
-        self.reads.bring(fresh, plan.servers, self.group.round)
+        self.reads.bring(fresh, prepared.shares, self.group.round)
         epochs = [reply.epoch for reply in replies.values()]
         newest = max(epochs, key=lambda epoch: epoch.number, default=None)
         self.group.round_over(newest, any(reply.more for reply in replies.values()))
