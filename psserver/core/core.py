@@ -24,8 +24,8 @@ from psserver.devices import Device, owned
 from psserver.effects import Answer, Submit, answering, do, failing
 from psserver.plans.memory import prepare
 from psserver.programs.kernels.kernels import Kernels
+from psserver.registry import Registry
 from psserver.state.counters import Counters
-from psserver.state.guests import Guests
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
 from psserver.state.variables import Store
@@ -78,6 +78,7 @@ class Core:
     Attributes:
         done: answered when the job has ended and everybody has left.
         kernels, tally: what its metrics tell of.
+        registry: its sessions, which the rims may look up.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class Core:
         self.tally = Counters(clock, self._lock, self._rounds)
         # Other servers may remember the numbers of an earlier life.
         first = incarnation >> NUMBERS << NUMBERS
+        self.registry = Registry(self.task, max_sessions)
         self._members = Membership(
-            timeouts.lease, timeouts.beat, first, max_sessions, lambda: self._rounds.epoch, self._holds_job
+            self.registry, timeouts.lease, timeouts.beat, first, lambda: self._rounds.epoch, self._holds_job
         )
         root, files = storage_at(checkpoint_root), files or submit
         self._restores = Restores(self.task, self._lock, self._store, root, files, self.tally)
@@ -130,7 +132,6 @@ class Core:
         self._log = Log(self.task, self._store, self._rounds, self._snapshots)
         self._token = 0
         self._job = 0
-        self._guests = Guests(self.task, self._members.check_count)
         self._ticked = clock()
         self._watchers = Watchers(self._log, self._members)
         self._readers = Readers(self._store, self._rounds, submit)
@@ -165,7 +166,7 @@ class Core:
             if self.server == 0:
                 session, token = self._members.open(task, replicas, drives, session, self._clock(), mode, job, term)
             else:
-                self._guests.open(session, task)
+                self.registry.enter(session, task)
             seen = max(self._members.term, self._token >> DRAWN)
             self.tally.signs += 1
             answers = self._progress()
@@ -231,7 +232,7 @@ class Core:
             if self.server == 0:
                 self._members.check(session)
             else:
-                self._guests.check(session, self._rounds.epoch)
+                self.registry.check(session, self._rounds.epoch)
             self._rounds.check(session)
             self._check_unbroken()
         except PSError as error:
@@ -256,11 +257,12 @@ class Core:
     ) -> CreateReply:
         with self._lock:
             self._check(session)
-            if id < 0:
-                variable = self._log.name(self._members.task(session), ordinal, spec, servers)
+            if id < 0 and self.server == 0:
+                variable = self._log.name(self.registry.task(session), ordinal, spec, servers)
             else:
                 variable = Variable(id, spec, servers)
-                if self.server not in servers or id >= (MAX_VARIABLES if self.server else len(self._store.variables)):
+                known = MAX_VARIABLES if self.server else len(self._store.variables)
+                if self.server not in servers or not 0 <= id < known:
                     raise InvalidRequest(f"variable {spec} was not placed on this server", str(self.task))
                 self._store.declare(variable)
             here = self.server in variable.servers
@@ -369,7 +371,6 @@ class Core:
         ended = {member.session for member in self._rounds.epoch.members} if self._rounds.epoch else set()
         answers = self._abandon(error, lambda session: session in ended)
         self._job += 1
-        self._guests.forget(ended)
         self._members.begin_anew(ended)
         self._log.clear()
         self._store.clear()

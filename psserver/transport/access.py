@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hmac
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
+from psserver.registry import Registry
 from pswire.api import (
     ALL,
     Begun,
@@ -31,9 +31,6 @@ from pswire.security.identity import Security
 from pswire.security.names import certificate_name, named, task_name
 from pswire.transport.payload import Payload
 
-MAX_SESSIONS = 1 << 16
-"""Sessions of which it is remembered whose they are; the oldest is forgotten, and may do nothing any more."""
-
 DNS_NAMES = "peer_dns"
 """As gRPC calls the DNS names of a certificate: a URI or an address of mail may read like one, and is nobody."""
 
@@ -45,13 +42,14 @@ class Gate:
         core: the server proper.
         task: which task this is, for messages.
         security: what callers are asked for.
+        registry: whose sessions are whose.
     """
 
-    def __init__(self, core: ParameterServer, task: Task, security: Security) -> None:
+    def __init__(self, core: ParameterServer, task: Task, security: Security, registry: Registry) -> None:
         self._core = core
         self._task = str(task)
         self._bearer = bearer(security.token).encode() if security.token else b""
-        self.roles = Roles(str(task)) if security.tls else None
+        self.roles = Roles(str(task), registry) if security.tls else None
 
     def admit(
         self, metadata: Iterable[tuple[str, str | bytes]], shown: Callable[[], Mapping[str, Iterable[bytes]]]
@@ -89,25 +87,16 @@ class Gate:
 
 
 class Roles:
-    """Whose sessions are whose, and what certificates allow. May be used by any thread.
+    """What certificates allow. May be used by any thread.
 
     Args:
         server: which task this is, for messages.
+        registry: whose sessions are whose.
     """
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, registry: Registry) -> None:
         self._server = server
-        self._lock = threading.Lock()  # guards the owners
-        self._owners: dict[int, Task] = {}
-
-    def own(self, session: int, task: Task) -> None:
-        """Notes whose a session is; raises `Forbidden` if it is another's."""
-        with self._lock:
-            if session not in self._owners and len(self._owners) >= MAX_SESSIONS:
-                del self._owners[next(iter(self._owners))]
-            owner = self._owners.setdefault(session, task)
-        if owner != task:
-            raise Forbidden(f"session {session} is {owner}'s, and not {task}'s; restart {task}", self._server)
+        self._registry = registry
 
     def check_task(self, names: frozenset[str], task: Task) -> None:
         """Raises `Forbidden` if a certificate does not name a task."""
@@ -120,15 +109,15 @@ class Roles:
 
     def check_session(self, names: frozenset[str], session: int) -> None:
         """Raises `Forbidden` if a session is not of a task that a certificate names."""
-        owner = self._owners.get(session)
-        if owner is None:
+        found = self._registry.find(session)
+        if found is None:
             raise Forbidden(
                 f"session {session} was not opened here by a task with a certificate; restart the process", self._server
             )
-        if task_name(owner) not in names:
+        if task_name(found.task) not in names:
             raise Forbidden(
-                f"session {session} is {owner}'s, and the caller's certificate is {_whose(names)}; a process uses its "
-                "own session alone",
+                f"session {session} is {found.task}'s, and the caller's certificate is {_whose(names)}; a process uses "
+                "its own session alone",
                 self._server,
             )
 
@@ -182,9 +171,7 @@ class Guarded:
         self._roles.check_task(self._names, task)
         if drives:
             self._roles.check_chief(frozenset((task_name(task),)))
-        opened = self._core.open(task, replicas, session, drives, mode, job, term)
-        self._roles.own(opened.session, task)
-        return opened
+        return self._core.open(task, replicas, session, drives, mode, job, term)
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
         """For the session's task."""

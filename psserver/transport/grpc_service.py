@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from psserver.registry import Registry
 from psserver.transport.access import Gate
 from psserver.transport.grpc_answers import Bell, Frames, Growing
 from psserver.transport.lane_server import Lanes
@@ -155,10 +156,12 @@ class Service(grpc.GenericRpcHandler):
         task: which task this is, for messages.
         incarnation: the core's life; calls that name another are refused with `ServerLost`.
         lanes: the other ways to push and pull; what bounds their messages bounds ours.
+        registry: of sessions, with the tokens of their lanes.
     """
 
-    def __init__(self, gate: Gate, task: Task, incarnation: int, lanes: Lanes) -> None:
+    def __init__(self, gate: Gate, task: Task, incarnation: int, lanes: Lanes, registry: Registry) -> None:
         self._lanes = lanes
+        self._registry = registry
         self._gate = gate
         self._task = str(task)
         self._incarnation = str(incarnation)
@@ -250,7 +253,7 @@ class Service(grpc.GenericRpcHandler):
         reply = await asyncio.to_thread(_open, core, data, self._task)
         reply.protocol = PROTOCOL
         reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
-        reply.lane_token, reply.in_flight = self._lanes.token(reply.session), self._lanes.in_flight
+        reply.lane_token, reply.in_flight = self._registry.lane_token(reply.session), self._lanes.in_flight
         return reply.SerializeToString()
 
     async def _status(self, core: ParameterServer, data: bytes, context: Context) -> bytes:

@@ -12,11 +12,11 @@ import errno
 import hmac
 import logging
 import os
-import secrets
 import socket
 from pathlib import Path
 
 from psserver.config import ServerConfig
+from psserver.registry import Registry
 from psserver.transport import unix_socket
 from psserver.transport.access import Roles
 from psserver.transport.lane_connection import Connection
@@ -35,9 +35,6 @@ log = logging.getLogger("psserver.lanes")
 MAX_STRANGERS = 256
 """Connections that have not said who they are; the oldest has to go."""
 
-MAX_TOKENS = 4096
-"""Sessions that may open lanes; of those without one the oldest can no more, and pushes and pulls over gRPC."""
-
 MAX_CONNECTIONS = 8
 """Of one session; it uses one, and for a moment a second. The oldest has to go."""
 
@@ -52,16 +49,19 @@ SILENCE_SECONDS = 30.0
 
 
 class Lanes:
-    """Listens for the lanes of all sessions. All methods belong to the event loop, but `token`.
+    """Listens for the lanes of all sessions. All methods belong to the event loop.
 
     Args:
         core: the server proper.
         config: where it listens, with which certificate, and what it may hold. Of the memory for answers only what was
             once in use at a time is taken; twice the largest model whose values are used where they are is best.
-        roles: whose sessions are whose; None where there are no certificates.
+        registry: whose sessions are whose, and what their clients show.
+        roles: what certificates allow; None where there are none.
     """
 
-    def __init__(self, core: ParameterServer, config: ServerConfig, roles: Roles | None = None) -> None:
+    def __init__(
+        self, core: ParameterServer, config: ServerConfig, registry: Registry, roles: Roles | None = None
+    ) -> None:
         self.in_flight = config.in_flight
         self._shared_memory = config.shared_memory
         self.core = core
@@ -69,6 +69,7 @@ class Lanes:
         self.traffic = traffic()
         """Payload bytes of each lane, that of gRPC included."""
         self.max_payload_bytes = config.max_payload_bytes
+        self._registry = registry
         self._roles = roles
         self._tls = config.security.server_context() if config.security.tls else None
         self.port = 0
@@ -77,7 +78,6 @@ class Lanes:
         """Of the shm lane's socket, once it listens; "" where the system has none."""
         self._host = config.host
         self._wanted = config.data_port
-        self._tokens: dict[int, bytes] = {}
         self._listeners: list[socket.socket] = []
         self._outbox: tuple[SharedArena, int] | None = None
         self.connections: list[Connection] = []
@@ -88,17 +88,10 @@ class Lanes:
         """Why no call is taken any more."""
         self._resting = False
 
-    def token(self, session: int) -> bytes:
-        """What the client of a session says to show that it is."""
-        if session not in self._tokens and len(self._tokens) >= MAX_TOKENS:
-            busy = {connection.session for connection in list(self.connections)}
-            del self._tokens[next((old for old in self._tokens if old not in busy), next(iter(self._tokens)))]
-        return self._tokens.setdefault(session, secrets.token_bytes(16))
-
     def let_in(self, connection: Connection, session: int, token: bytes) -> None:
         """A client has said whose it is; raises `InvalidRequest` or `Forbidden` if that is not shown."""
-        known = self._tokens.get(session)
-        if known is None or not hmac.compare_digest(known, token):
+        known = self._registry.find(session)
+        if known is None or not hmac.compare_digest(known.lane_token, token):
             raise InvalidRequest("a connection has not shown whose it is")
         if self._roles is not None and connection.names is not None:
             self._roles.check_session(connection.names, session)

@@ -260,7 +260,7 @@ def test_a_lane_is_for_its_task(certificates: Certificates, case: str) -> None:
         lanes = thread._server._lanes
         member = stack.enter_context(client(thread, certificates.of("worker-0"), lane="tcp"))
         session = member.open(W0, 1, 0, False).session
-        token = {"wrong token": b"x" * 16, "no token": b""}.get(case, lanes.token(session))
+        token = {"wrong token": b"x" * 16, "no token": b""}.get(case, lanes._registry.lane_token(session))
         shown = None if case == "no TLS" else LANE_REFUSED.get(case, ours("worker-0"))(certificates)
         sock = stack.enter_context(stranger(thread, shown))
         with contextlib.suppress(OSError):
@@ -268,7 +268,7 @@ def test_a_lane_is_for_its_task(certificates: Certificates, case: str) -> None:
         assert is_closed(sock)
         eventually(lambda: [c.session for c in lanes.connections] == [session])
         good = stack.enter_context(stranger(thread, certificates.of("worker-0")))
-        good.sendall(hello(session, lanes.token(session)))
+        good.sendall(hello(session, lanes._registry.lane_token(session)))
         assert good.recv(HEAD.size)[0] == Kind.WELCOME
 
 
