@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hmac
 import logging
 import os
 import socket
 from pathlib import Path
 
 from psserver.config import ServerConfig
-from psserver.registry import Registry
 from psserver.transport import unix_socket
-from psserver.transport.access import Roles
+from psserver.transport.access import Access
 from psserver.transport.lane_connection import Connection
 from psserver.transport.tls_handshake import Handshake
 from pswire.api import ParameterServer
-from pswire.errors import InvalidRequest, MemoryLimit, PSError
+from pswire.errors import MemoryLimit, PSError
+from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import named
 from pswire.transport.payload import Assembly
 from pswire.transport.shared_memory import Segment, SharedArena
@@ -55,22 +54,18 @@ class Lanes:
         core: the server proper.
         config: where it listens, with which certificate, and what it may hold. Of the memory for answers only what was
             once in use at a time is taken; twice the largest model whose values are used where they are is best.
-        registry: whose sessions are whose, and what their clients show.
-        roles: what certificates allow; None where there are none.
+        access: checks clients and their calls.
     """
 
-    def __init__(
-        self, core: ParameterServer, config: ServerConfig, registry: Registry, roles: Roles | None = None
-    ) -> None:
+    def __init__(self, core: ParameterServer, config: ServerConfig, access: Access) -> None:
         self.in_flight = config.in_flight
         self._shared_memory = config.shared_memory
         self.core = core
+        self.access = access
         self.task = str(config.task)
         self.traffic = traffic()
         """Payload bytes of each lane, that of gRPC included."""
         self.max_payload_bytes = config.max_payload_bytes
-        self._registry = registry
-        self._roles = roles
         self._tls = config.security.server_context() if config.security.tls else None
         self.port = 0
         """Of the tcp lane, once it listens."""
@@ -88,14 +83,10 @@ class Lanes:
         """Why no call is taken any more."""
         self._resting = False
 
-    def let_in(self, connection: Connection, session: int, token: bytes) -> None:
+    def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:
         """A client has said whose it is; raises `InvalidRequest` or `Forbidden` if that is not shown."""
-        known = self._registry.find(session)
-        if known is None or not hmac.compare_digest(known.lane_token, token):
-            raise InvalidRequest("a connection has not shown whose it is")
-        if self._roles is not None and connection.names is not None:
-            self._roles.check_session(connection.names, session)
-        others = [other for other in self.connections if other.session == session]
+        self.access.admit_lane(hello, connection.names)
+        others = [other for other in self.connections if other.session == hello.session]
         if len(others) >= MAX_CONNECTIONS:
             others[0].close("its client has opened too many others")
 

@@ -16,7 +16,7 @@ import grpc
 
 from psserver.config import ServerConfig
 from psserver.registry import Registry
-from psserver.transport.access import Gate
+from psserver.transport.access import Access
 from psserver.transport.grpc_service import Service
 from psserver.transport.health import Health
 from psserver.transport.lane_server import Lanes
@@ -61,9 +61,9 @@ class Server:
     def __init__(self, core: Served, config: ServerConfig, well: Callable[[], bool] = lambda: True) -> None:
         self._config = config
         self._health = Health(well)
-        gate = Gate(core, config.task, config.security, core.registry)
-        self._lanes = Lanes(core, config, core.registry, gate.roles)
-        self._service = Service(gate, config.task, core.status().incarnation, self._lanes, core.registry)
+        access = Access(config.task, config.security, core.registry)
+        self._lanes = Lanes(core, config, access)
+        self._service = Service(core, config.task, core.status().incarnation, self._lanes, access)
         self._server: grpc.aio.Server | None = None
 
     @property
