@@ -19,7 +19,7 @@ from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
-from psserver.core.waiting import Readers, Resends, Watchers
+from psserver.core.waiting import Read, Resend, Waiters, Watch
 from psserver.devices import Device, owned
 from psserver.effects import Answer, Submit, answering, do, failing
 from psserver.plans.memory import prepare
@@ -133,9 +133,7 @@ class Core:
         self._token = 0
         self._job = 0
         self._ticked = clock()
-        self._watchers = Watchers(self._log, self._members)
-        self._readers = Readers(self._store, self._rounds, submit)
-        self._resends = Resends(self._store)
+        self._waiters = Waiters(self._log, self._members, self._store, self._rounds, submit, self._reply)
         self._runner = Runner(
             server,
             self._lock,
@@ -292,7 +290,7 @@ class Core:
         future: Future[PullReply] = Future()
         with self._lock:
             self._check_reader(session)
-            self._readers.add(session, tuple(variables), after, future)
+            self._waiters.add(Read(session, future, tuple(variables), after))
             self.tally.read(session, self._rounds.last)
             answers = self._progress()
         do(answers)
@@ -327,7 +325,7 @@ class Core:
         future: Future[Watched] = Future()
         with self._lock:
             self._check_reader(session)
-            self._watchers.add(session, after, version, future)
+            self._waiters.add(Watch(session, future, after, version))
             answers = self._progress()
         do(answers)
         future.add_done_callback(partial(self._part, session))
@@ -388,7 +386,7 @@ class Core:
             self._check(contribution.session)
             record = self._rounds.recorded(contribution)
             if record is not None:
-                self._resends.add((record, contribution, future))
+                self._waiters.add(Resend(contribution.session, future, record, contribution))
             elif len(set(contribution.want)) != len(contribution.want):
                 raise InvalidRequest("a variable is wanted twice")
             else:
@@ -456,12 +454,13 @@ class Core:
         """Fails all that waits; of the watchers those for whose session `watches` holds."""
         self._rounds.abandon(error)
         waiting: list[Future[Any]] = [future for future, _ in self._rounds.take_failed()]
-        waiting += self._watchers.drop(watches)
-        waiting += self._readers.drop()
+        waiting += self._waiters.drop(watches)
         waiting += self._snapshots.clear()
         waiting += self._restores.clear()
-        waiting += self._resends.drop()
         return [failing(future, error) for future in waiting]
+
+    def _reply(self, again: Resend) -> list[Answer]:
+        return self._runner.replies(again.record, [(again.said, again.future)])
 
     def _progress(self) -> list[Answer]:
         """After every change, under the lock: what can be answered or run now."""
@@ -476,10 +475,7 @@ class Core:
                 self._members.fail_all(error)
         answers += [partial(kept.follow, again) for kept, again in self._rounds.take_followed()]
         answers += self._runner.next()
-        for record, said, future in self._resends.take():
-            answers += self._runner.replies(record, [(said, future)])
-        answers += self._readers.answers(self._ended)
-        answers += self._watchers.answers(self._clock(), self._ended)
+        answers += self._waiters.answers(self._clock(), self._ended)
         answers += self._snapshots.answers()
         if self._log.over and (self.server != 0 or self._members.chief_left()):
             answers.append(answering(self.done, None))

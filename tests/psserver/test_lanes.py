@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from psserver.core.waiting import Read
 from psserver.transport import lane_connection as connection_of
 from psserver.transport import lane_server as server_lanes
 from psserver.transport import unix_socket
@@ -314,7 +315,7 @@ def test_what_comes_while_a_server_ends_is_refused(stack: ExitStack, name: str) 
     guest = member(stack, site, name)
     late = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=worker.round)
     guest.say(Kind.PULL, 1, late.SerializeToString())
-    eventually(lambda: site.core._readers)
+    eventually(lambda: site.core._waiters.rows[Read])
     site.thread._loop.call_soon_threadsafe(site.thread._server._service.close)
     header, parts = guest.push(site, worker, 2)
     for call in (1, 2):

@@ -208,7 +208,7 @@ def test_who_only_looks_is_told_at_once() -> None:
     """Also where nothing has happened yet: nobody would know that it is gone, and has not to be waited for."""
     one = core()
     assert one.watch(0, 0, 0).done()
-    assert len(one._watchers) == 0
+    assert len(one._waiters.rows[waiting.Watch]) == 0
     one.close()
 
 
