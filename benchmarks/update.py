@@ -40,8 +40,9 @@ from psclient._src.tracing.recorder import Recording, trace
 from psclient.optimizers.state import state_of
 from psclient.optimizers.update_functions import apply, begin
 from psserver.devices import Device
-from psserver.execution import executor
-from psserver.plans.prepared import MemberShare, ReadyRound
+from psserver.execution.execution import Execution
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import apply_rows
 from pswire.api import Contribution
@@ -174,7 +175,7 @@ class Traced:
             (Apply(0, (0,), tuple(refs)),),
         )
         parts = [_part(place, plan, gradient, operands) for place, gradient in enumerate(gradients)]
-        return ReadyRound(0, plan, tuple(parts), (), str)
+        return ReadyRound(0, PreparedPlan(plan, 0), tuple(parts), (), str)
 
 
 def _part(place: int, plan: Plan, gradient: Any, operands: Sequence[Any]) -> MemberShare:
@@ -209,9 +210,15 @@ def updating(case: Case, threads: int) -> Work:
     job = Traced.of(case.fn, case.variables, (SIZE,)).job(gradients)
     values: dict[int, Any] = {n: np.ones(SIZE, "float32") for n in range(case.variables)}
     kernels = Kernels(Device(), threads, patience=1)
-    executor.run(job, 0, kernels, values)
+
+    def once() -> None:
+        execution = Execution(job, kernels)
+        execution.reads()
+        execution.step(values, frozenset(values))
+
+    once()
     kernels.compiler.wait()
-    return lambda: executor.run(job, 0, kernels, values, frozenset(values))
+    return once
 
 
 def expressions(case: Case) -> Work:

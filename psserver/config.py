@@ -84,13 +84,23 @@ class ListenOptions:
     """Options that no two servers share."""
 
     task: int | None = option(None, "Index of this ps task.", WHOLE, 0, otherwise="TF_CONFIG's, else 0")
-    host: str | None = option(None, "Where to listen.", otherwise="TF_CONFIG's, else 127.0.0.1")
-    port: int | None = option(None, "Where to listen; 0 picks.", WHOLE, 0, most=PORTS, otherwise="TF_CONFIG's, else 0")
-    data_port: int = option(0, "Port of the tcp lane; 0 picks.", WHOLE, 0, most=PORTS)
-    insecure: bool = option(False, "Listen to other machines without TLS and token.", SWITCH)
-    metrics_host: str | None = option(None, "Where metrics are served.", variable="PS_METRICS_HOST", otherwise="--host")
+    host: str | None = option(None, "Address to listen on.", otherwise="TF_CONFIG's, else 127.0.0.1")
+    port: int | None = option(
+        None, "Port to listen on; 0 picks a free one.", WHOLE, 0, most=PORTS, otherwise="TF_CONFIG's, else 0"
+    )
+    data_port: int = option(0, "Port of the tcp lane; 0 picks a free one.", WHOLE, 0, most=PORTS)
+    insecure: bool = option(False, "Listen on addresses of other machines without TLS and a token.", SWITCH)
+    metrics_host: str | None = option(
+        None, "Address on which metrics are served.", variable="PS_METRICS_HOST", otherwise="--host"
+    )
     metrics_port: int | None = option(
-        None, "Serve metrics there; 0 picks.", WHOLE, 0, most=PORTS, variable="PS_METRICS_PORT", otherwise="none"
+        None,
+        "Port on which metrics are served; 0 picks a free one.",
+        WHOLE,
+        0,
+        most=PORTS,
+        variable="PS_METRICS_PORT",
+        otherwise="none",
     )
 
 

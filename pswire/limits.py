@@ -40,7 +40,7 @@ MAX_VARIABLES = 100_000
 """Variables of a job: whoever may create one may create many, and all of them stay in the log."""
 
 MAX_SESSIONS = 1024
-"""Sessions that may be open at a time, if nobody says another number."""
+"""Default maximum of concurrent sessions."""
 
 MAX_NAME = 512
 """Characters in a variable's name."""
@@ -88,16 +88,16 @@ class Timeouts:
         start: how long a process waits at the start for the tasks of its cluster.
     """
 
-    lease: float = _seconds(10.0, "A session that does not beat for this long is ended.")
+    lease: float = _seconds(10.0, "Time without a beat after which a session ends.")
     beat: float = _seconds(2.0, "Pause between two beats; several must fit into a lease.")
-    call: float = _seconds(30.0, "An ordinary call, retries included.")
-    round: float = _seconds(600.0, "How long a worker that is alive may hold a round up; three leases at least.")
-    server: float = _seconds(60.0, "How long a server that is silent is waited for.")
-    word: float = _seconds(10.0, "Pause between two log lines that say whom a waiting call waits for.")
-    chief: float = _seconds(300.0, "How long what needs a chief waits for one.")
-    alone: float = _seconds(300.0, "How long a job waits where all its workers are gone.")
-    first: float = _seconds(3600.0, "How long a chief waits for all workers to have come.")
-    start: float = _seconds(120.0, "How long a process waits at the start for the tasks of its cluster.")
+    call: float = _seconds(30.0, "Deadline of an ordinary call, retries included.")
+    round: float = _seconds(600.0, "Time that a live worker may hold up a round; at least three leases.")
+    server: float = _seconds(60.0, "Time that a silent server is waited for before it counts as lost.")
+    word: float = _seconds(10.0, "Pause between two log lines of a call that waits.")
+    chief: float = _seconds(300.0, "Time that a process waits for a chief when it needs one.")
+    alone: float = _seconds(300.0, "Time after which a job without live workers is given up.")
+    first: float = _seconds(3600.0, "Time that a chief waits for all workers to arrive.")
+    start: float = _seconds(120.0, "Time that a process waits at its start for the tasks of its cluster.")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Timeouts:

@@ -15,30 +15,30 @@ DEFAULT_ROOT = "runs"
 class ServerOptions:
     """Options that every server of a cluster may share; sizes are written as bytes with a unit."""
 
-    device: str = option("cpu", "Where the variables live.", DEVICE, hint="cpu or gpu:N")
-    memory_limit: str = option("0", "Bytes that variables may take on one server; 0 for no limit.", BYTES)
+    device: str = option("cpu", "Device that holds the variables.", DEVICE, hint="cpu or gpu:N")
+    memory_limit: str = option("0", "Maximum bytes of variables on one server; 0 for no limit.", BYTES)
     checkpoint_root: str = option(
         DEFAULT_ROOT,
-        "The directory, or the URL that fsspec knows, below which checkpoints are.",
+        "Directory of checkpoints, or a URL that fsspec knows.",
         hint="such as s3://bucket/run",
     )
-    threads: int = option(1, "Threads of one update program.", WHOLE, 1)
+    threads: int = option(1, "Number of threads that run one update program.", WHOLE, 1)
     shared_memory: str = option(
         "1GiB",
-        "Bytes in which answers are for clients on the same host; 0 for none.",
+        "Bytes of shared memory for answers to clients on the same host; 0 for none.",
         BYTES,
-        hint="best twice the model",
+        hint="twice the model is best",
     )
     in_flight: str = option(
         "64MiB",
-        "Bytes of one worker's contribution that are held before they are used.",
+        "Maximum bytes of one worker's contribution that wait to be used.",
         BYTES,
-        hint="the rest waits in the worker",
+        hint="the rest stays in the worker",
     )
     snapshot_limit: str = option(
         "0",
-        "Bytes of old values for checkpoints that are being written; 0 for no limit.",
+        "Maximum bytes of old values that are kept for checkpoints under way; 0 for no limit.",
         BYTES,
-        hint="beyond it rounds wait",
+        hint="rounds wait at the limit",
     )
-    max_sessions: int = option(MAX_SESSIONS, "Sessions that may be open at a time.", WHOLE, 1)
+    max_sessions: int = option(MAX_SESSIONS, "Maximum number of concurrent sessions.", WHOLE, 1)

@@ -63,25 +63,27 @@ class LaunchConfig:
         security: of every process; by default what the environment says. Where there is no token, a cluster draws one.
     """
 
-    ps: int = option(1, "Servers.", WHOLE, 1)
-    workers: int = option(1, "Processes that run the script.", WHOLE, 0)
+    ps: int = option(1, "Number of servers.", WHOLE, 1)
+    workers: int = option(1, "Number of workers, the processes that run the script.", WHOLE, 0)
     chief: str = option(
-        CHIEFS[0], "A process that only drives, one that runs the script as well, or worker 0.", choices=CHIEFS
+        CHIEFS[0],
+        "Role of the chief: a process of its own, one that also runs the script, or worker 0.",
+        choices=CHIEFS,
     )
     evaluator: bool = option(
-        False, "Whether one more process runs the script, as the task that follows checkpoints.", SWITCH
+        False, "Run the script in one more process, the evaluator, which follows the checkpoints.", SWITCH
     )
     restarts: int = option(
-        0, "Failures, in all, that are made good by starting tasks again before one ends the cluster.", WHOLE, 0
+        0, "Number of failures, in total, after which tasks are restarted; one more ends the cluster.", WHOLE, 0
     )
-    script: str = option("", "What workers run, as a path from where psworker is started.")
-    args: tuple[str, ...] = option((), "The script's arguments.", LIST)
+    script: str = option("", "Path of the script, relative to the working directory of psworker.")
+    args: tuple[str, ...] = option((), "Arguments of the script.", LIST)
     server: ServerOptions = field(default_factory=ServerOptions)
     timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
-    debug: bool = option(False, "Whether every process shows tracebacks of this package.", SWITCH)
+    debug: bool = option(False, "Show tracebacks of this package's errors.", SWITCH)
     lane: str = option(
         lambda: lane_from(),
-        "The fastest lane that workers may use.",
+        "Fastest lane that workers may use.",
         choices=LANES,
         variable=LANE,
         otherwise=LANES[0],
@@ -90,7 +92,7 @@ class LaunchConfig:
     log_format: str = logging_setup.LOG_FORMAT.field(logging_setup.FORMATS[0])
     metrics_port: int | None = option(
         lambda: metrics_from()[1],
-        "Where the first task serves its metrics, the others behind it; 0 picks.",
+        "Port of the first task's metrics; other tasks take the ports after it. 0 picks free ones.",
         WHOLE,
         0,
         most=PORTS,
@@ -99,7 +101,7 @@ class LaunchConfig:
     )
     metrics_host: str = option(
         lambda: metrics_from()[0],
-        "Where metrics are served: an address of this machine.",
+        "Address on which metrics are served.",
         variable=METRICS_HOST,
         otherwise=LOCAL_HOST,
     )

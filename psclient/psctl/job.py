@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from psclient._src.chief.driver import Chief
+from psclient._src.chief.discard import discard
 from psclient._src.transport.remote_server import connect
 from psclient.psctl.settings import Settings, options, settings
 from pswire.cluster import ClusterSpec, Task
@@ -34,7 +34,7 @@ def end(told: Settings) -> int:
     timeouts = dataclasses.replace(Timeouts(), start=told.seconds, call=told.seconds)
     servers = connect(cluster, timeouts, security=told.paths().read(task_name(CHIEF)), drives=True)
     try:
-        name = Chief(CHIEF, servers, cluster, timeouts).discard()
+        name = discard(CHIEF, servers, timeouts)
     finally:
         for server in servers:
             server.close()

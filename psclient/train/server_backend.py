@@ -32,6 +32,7 @@ class ServerBackend:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._remote = cast(RemoteBackend, strategy.backend)
+        self._checkpoints = self._remote.checkpoints
 
     def check_path(self, path: str) -> None:
         """As `CheckpointBackend.check_path`, by the servers' own rules."""
@@ -47,13 +48,14 @@ class ServerBackend:
     def check_free(self, options: CheckpointOptions) -> None:
         """As `CheckpointBackend.check_free`; it is asked in a round, so that all processes go the same way."""
         if options.if_busy == "refuse" and self._busy():
+            path = self._checkpoints.saving
             raise CheckpointError(
-                f"checkpoint {self._remote.saving!r} is still being written; save less often, or take if_busy='wait'"
+                f"checkpoint {path!r} is still being written; save less often, or take if_busy='wait'"
             )
 
     def _busy(self) -> bool:
         """Whether a checkpoint is being written, as the process knows that asks for them."""
-        busy = self._remote.group.saves() and self._remote.is_saving()
+        busy = self._remote.group.saves() and self._checkpoints.is_saving()
         if self._remote.group.alone:
             return busy
         told = [np.float32(busy and not index) for index in range(len(self._remote.worker_devices))]
@@ -68,19 +70,19 @@ class ServerBackend:
                 f"the states and paths in checkpoint {path!r} take {len(order):,} bytes of JSON, and at most "
                 f"{PART_BYTES // 2:,} can be sent; keep in variables what is large"
             )
-        self._remote.save(path, order)
+        self._checkpoints.save(path, order)
 
     def sync(self) -> None:
         """As `CheckpointBackend.sync`."""
-        self._remote.saved()
+        self._checkpoints.saved()
 
     def failed(self, path: str) -> bool:
         """As `CheckpointBackend.failed`."""
-        return self._remote.failed(path)
+        return self._checkpoints.failed(path)
 
     def look(self, path: str) -> Opened:
         """As `CheckpointBackend.look`, on server 0."""
-        return _opened(self._remote.look(path))
+        return _opened(self._checkpoints.look(path))
 
     def restore(self, path: str, choose: Choose, cast: bool) -> Opened | None:
         """As `CheckpointBackend.restore`: a round of all, but for a process that comes back to a running job."""
@@ -92,15 +94,15 @@ class ServerBackend:
         if self._remote.group.late:
             # The others have waited for what they saved before this process came.
             self._remote.group.settle_saves()
-        return _opened(self._remote.restore(path, lambda reply: choose(_opened(reply).manifest), cast))
+        return _opened(self._checkpoints.restore(path, lambda reply: choose(_opened(reply).manifest), cast))
 
     def was_restored(self, variable: Variable) -> bool:
         """As `CheckpointBackend.was_restored`."""
-        return self._remote.was_restored(variable)
+        return self._checkpoints.was_restored(variable)
 
     def restored_names(self) -> frozenset[str]:
         """As `CheckpointBackend.restored_names`."""
-        return self._remote.restored_names()
+        return self._checkpoints.restored_names()
 
 
 def _opened(reply: RestoreReply) -> Opened:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from psserver.effects import Answer, Submit, failing, naming, working
-from psserver.plans.prepared import ReadyRound
+from psserver.plans.round import ReadyRound
 from psserver.state.counters import Counters
 from psserver.state.variables import Store
 from pswire.api import RestoreOrder, RestoreReply, RestoreStage

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 from psserver.checkpoints.restores import Restores
 from psserver.effects import Answer, Submit, answering, do, failing, naming, working
-from psserver.plans.prepared import ReadyRound
+from psserver.plans.round import ReadyRound
 from psserver.state.counters import Counters
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store

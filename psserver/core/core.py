@@ -22,7 +22,7 @@ from psserver.core.status import status_of
 from psserver.core.waiting import Read, Resend, Waiters, Watch
 from psserver.devices import Device, owned
 from psserver.effects import Answer, Submit, answering, do, failing
-from psserver.plans.memory import prepare
+from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
 from psserver.state.counters import Counters
@@ -107,7 +107,7 @@ class Core:
         self._lock = threading.Lock()
         # All below is guarded by the lock.
         self._store = Store(server, self.device, memory_limit)
-        self._rounds = Rounds(server, lambda plan_id: self._log.describe(plan_id))
+        self._rounds = Rounds(lambda plan_id: self._log.describe(plan_id))
         self.tally = Counters(clock, self._lock, self._rounds)
         # Other servers may remember the numbers of an earlier life.
         first = incarnation >> NUMBERS << NUMBERS
@@ -135,7 +135,6 @@ class Core:
         self._ticked = clock()
         self._waiters = Waiters(self._log, self._members, self._store, self._rounds, submit, self._reply)
         self._runner = Runner(
-            server,
             self._lock,
             self._store,
             self._rounds,
@@ -299,13 +298,12 @@ class Core:
     # ---- The log ----
 
     def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
-        if plan is not None:
-            prepare(plan, self._store.memory_limit > 0)  # outside of the lock: a large program takes a while
+        prepared = None if plan is None else self._prepared(plan)
         with self._lock:
             self._check(session)
             if plan is not None or start is not None:
                 self._members.check_part(session)
-            if plan is not None and self._log.propose(plan):
+            if prepared is not None and self._log.propose(prepared):
                 self._members.version += 1
             if join_point:
                 self._members.enter(session, join_point)
@@ -320,6 +318,10 @@ class Core:
         do(answers)
         if ended is not None:
             raise ended
+
+    def _prepared(self, plan: Plan) -> PreparedPlan:
+        """A plan as this server would run it; made outside of the lock."""
+        return PreparedPlan(plan, self.server, self._store.memory_limit > 0)
 
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         future: Future[Watched] = Future()
@@ -340,13 +342,12 @@ class Core:
     def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
         with self._lock:
             self._check_token(token)
-        for plan in (entry.plan for entry in entries if isinstance(entry, Approved)):
-            prepare(plan, self._store.memory_limit > 0)  # as in `propose`
+        prepared = {entry.plan.id: self._prepared(entry.plan) for entry in entries if isinstance(entry, Approved)}
         with self._lock:
             self._check_token(token)
             answers = self._restart() if self._log.begins_anew(entries) else []
             self._check_unbroken()
-            agreed = self._log.append(index, entries)
+            agreed = self._log.append(index, entries, prepared)
             if (epoch := self._rounds.epoch) is not None and epoch.start is not None:
                 self._members.take_part(epoch.members, -1)
             self._members.exclude(self._rounds.fenced)

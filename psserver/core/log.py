@@ -6,11 +6,11 @@ Server 0 appends creations and starts itself, since clients ask it for them; all
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.plans.divergence import PlanText
-from psserver.plans.memory import plan_bytes
+from psserver.plans.prepared import PreparedPlan
 from psserver.sizes import human
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
@@ -85,8 +85,13 @@ class Log:
 
     # ---- By the chief ----
 
-    def append(self, index: int, entries: Sequence[LogEntry]) -> int:
-        """Takes what is new of the chief's log; returns up to where the two agree."""
+    def append(self, index: int, entries: Sequence[LogEntry], prepared: Mapping[bytes, PreparedPlan]) -> int:
+        """Takes what is new of the chief's log; returns up to where the two agree.
+
+        Args:
+            index, entries: the chief's log from a place on.
+            prepared: the plans among the entries, by id.
+        """
         have, end = len(self.entries), index + len(entries)
         if index > have:
             return have
@@ -94,16 +99,16 @@ class Log:
             # Server 0's log has grown by itself: the chief has to look again before it decides.
             return index
         for entry in entries[have - index :]:
-            self._take(entry)
+            self._take(entry, prepared)
         return end
 
-    def _take(self, entry: LogEntry) -> None:
+    def _take(self, entry: LogEntry, prepared: Mapping[bytes, PreparedPlan]) -> None:
         """Appends one entry and does what it says."""
         match entry:
             case Created():
                 self._declare(entry.variable)
             case Approved():
-                self._approve(entry.plan)
+                self._approve(prepared[entry.plan.id])
                 self.proposed.pop(entry.plan.id, None)
             case EpochClosed():
                 self._rounds.close_epoch(entry.epoch)
@@ -125,14 +130,15 @@ class Log:
         except MemoryLimit as error:
             log.warning("%s; who creates it here is told the same", error)
 
-    def _approve(self, plan: Plan) -> None:
+    def _approve(self, prepared: PreparedPlan) -> None:
+        plan = prepared.plan
         try:
-            self.verify(plan)
+            self._verify(prepared)
         except PSError as error:
             log.warning("refuses a plan: %s", error)
-            self._rounds.refuse(plan, error)
+            self._rounds.refuse(plan.id, error)
         else:
-            self._rounds.approve(plan)
+            self._rounds.approve(prepared)
         if plan.snapshot is not None:
             self._ordered += plan.id in self._rounds.plans
             self._snapshots.order(plan)
@@ -141,7 +147,7 @@ class Log:
         self._snapshots.settle(entry)
         plan = forget_state(self.entries, entry.plan_id)
         if plan is not None and plan.id in self._rounds.plans:
-            self._rounds.plans[plan.id] = plan
+            self._rounds.plans[plan.id] = PreparedPlan(plan, self._store.server)
 
     # ---- By clients, at server 0 ----
 
@@ -206,16 +212,17 @@ class Log:
                 return
         self.entries.append(Started(start))
 
-    def propose(self, plan: Plan) -> bool:
+    def propose(self, prepared: PreparedPlan) -> bool:
         """Keeps a plan for the chief to approve; returns whether it is new.
 
         Raises:
             PSError: why it may not run.
         """
+        plan = prepared.plan
         if plan.id in self._rounds.plans or plan.id in self.proposed:
             return False
         self._check_room(plan)
-        self.verify(plan)
+        self._verify(prepared)
         self.proposed[plan.id] = plan
         return True
 
@@ -234,11 +241,10 @@ class Log:
                 "reused: pad the shapes, or reduce over an axis first"
             )
 
-    def verify(self, plan: Plan) -> None:
+    def _verify(self, prepared: PreparedPlan) -> None:
         """Raises `PSError` if a plan may not run here."""
-        plan.verify(self._store.variables, self.servers)
-        limit = self._store.memory_limit
-        need = plan_bytes(plan, self._store.server) if limit else 0
+        plan = prepared.plan.verify(self._store.variables, self.servers)
+        limit, need = self._store.memory_limit, prepared.nbytes
         if need > limit:
             raise MemoryLimit(
                 f"a section needs {human(need)} while it runs, and the limit is {human(limit)}; raise --memory-limit, "
@@ -248,6 +254,7 @@ class Log:
 
     def describe(self, plan_id: bytes) -> str:
         """A section in words, for messages; one that is known here is a `PlanText`."""
-        plan = self._rounds.plans.get(plan_id) or self.proposed.get(plan_id)
+        approved = self._rounds.plans.get(plan_id)
+        plan = approved.plan if approved else self.proposed.get(plan_id)
         # Proposals are at server 0; the others know what the chief has approved.
         return PlanText(plan, self._store.variables) if plan else f"a section not yet approved ({plan_id.hex()[:8]})"

@@ -16,11 +16,9 @@ from weakref import WeakKeyDictionary
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.effects import Answer, Submit, answering, do, failing, working
-from psserver.execution import executor
-from psserver.execution.executor import Outcome
+from psserver.execution.execution import Execution
 from psserver.execution.nonfinite import Found, NonfiniteVariables
-from psserver.execution.stream import Stream
-from psserver.plans.prepared import ReadyRound
+from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.counters import Counters
 from psserver.state.rounds import Record, Rounds, Waiter
@@ -66,7 +64,6 @@ class Runner:
     """The round that runs. Its methods are called under the core's lock.
 
     Args:
-        server: the number of this server.
         lock: the core's.
         store, rounds, snapshots, restores: what a round reads and changes.
         kernels: run its programs.
@@ -80,7 +77,6 @@ class Runner:
 
     def __init__(
         self,
-        server: int,
         lock: threading.Lock,
         store: Store,
         rounds: Rounds,
@@ -91,7 +87,6 @@ class Runner:
         progress: Callable[[], list[Answer]],
         tally: Counters,
     ) -> None:
-        self._server = server
         self._lock = lock
         self._store = store
         self._rounds = rounds
@@ -102,8 +97,7 @@ class Runner:
         self._progress = progress
         self._tally = tally
         self._nonfinite = NonfiniteVariables(store)
-        self._life = 0
-        self._stream: Stream | None = None
+        self._execution: Execution | None = None
         self._held: ReadyRound | None = None
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
         self._begun: WeakKeyDictionary[Future[RoundReply], Begun] = WeakKeyDictionary()
@@ -111,17 +105,16 @@ class Runner:
 
     def clear(self) -> None:
         """Forgets the round that runs: what comes of it is thrown away."""
-        self._life += 1
         self._tally.forget()
         self._nonfinite.clear()
         self.broken = None
-        self._stream = self._held = None
+        self._execution = self._held = None
         self._deliveries = {}
 
     def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun) -> list[Answer]:
-        """Who is answered by a future wants to be told of an answer that begins to grow."""
+        """Registers who is to be told when the answer to a contribution begins to grow."""
         delivery = self._deliveries.get(said.want)
-        if delivery is None or self._stream is None or self._stream.job.round != said.round:
+        if delivery is None or self._execution is None or self._execution.job.round != said.round:
             self._begun[future] = begun
             return []
         payload = delivery.payload
@@ -129,14 +122,14 @@ class Runner:
 
     def next(self) -> list[Answer]:
         """Begins the round that can run now, if there is one; tells the one that runs who is lost."""
-        if self._stream is not None:
-            return self._drop(self._stream)
+        if self._execution is not None:
+            return self._drop(self._execution)
         job = self._held or self._rounds.next_job()
         if job is None or self._holds(job):
             return []
         self._tally.round = job.round
-        life, run = self._life, self._begin if job.streams else self._execute
-        return [lambda: self._submit(lambda: self._guarded(run, job, life))]
+        execution = self._execution = Execution(job, self._kernels)
+        return [lambda: self._submit(lambda: self._advance(execution))]
 
     def explain(self, waiting: Sequence[OpenRound]) -> tuple[OpenRound, ...]:
         """Says of the round that waits for a checkpoint, if one does, that it does."""
@@ -145,73 +138,107 @@ class Runner:
 
     def _holds(self, job: ReadyRound) -> bool:
         """Whether a round has to wait: the old values that it would leave to a checkpoint are more than may be."""
-        held = job if self._snapshots.blocks(job.plan.writes(self._server)) else None
+        held = job if self._snapshots.blocks(job.prepared.writes) else None
         if held and not self._held:
             log.info("round %d waits until more of a checkpoint is written (--snapshot-limit)", job.round)
         self._held = held
         return held is not None
 
-    def _guarded(self, run: Callable[[ReadyRound, int], None], job: ReadyRound, life: int) -> None:
-        """A bug of ours must reach the members as an error, not as silence."""
+    def _drop(self, execution: Execution) -> list[Answer]:
+        """Lets a round wait no more for members that are lost."""
+        if not execution.contributions.drop(self._rounds.fenced):
+            return []
+        return [lambda: self._submit(lambda: self._advance(execution))]
+
+    # ---- The round that runs, on the thread for array work ----
+
+    def _advance(self, execution: Execution) -> None:
+        """Makes all steps that can be made, the last of which ends the round."""
         try:
-            run(job, life)
-        except Exception as error:
-            log.exception("round %d failed", job.round)
+            if execution.job.commit is Commit.PROGRESSIVE and not execution.told:
+                self._tell(execution)
+            while self._step(execution):
+                pass
+        except Exception as error:  # a bug of ours must reach the members as an error, not as silence
+            log.exception("round %d failed", execution.job.round)
             with self._lock:
-                if life != self._life or not self._rounds.runs(job):
+                if execution is not self._execution:
                     return
-                self._stream, self._deliveries = None, {}
-                self._store.end_loan()
-                self.broken = _halfway(job, PSError(f"internal error: {error!r}; see the server's log"))
-                record, waiters = self._failed(job, self.broken)
-                self._count(job, record, 0.0)
-                answers = self.replies(record, waiters) + self._progress()
+                self._execution, self._deliveries = None, {}
+                if not self._rounds.runs(execution.job):
+                    return
+                self.broken = _halfway(execution.job, PSError(f"internal error: {error!r}; see the server's log"))
+                answers = self._end(execution, {}, self.broken)
             do(answers)
 
-    # ---- All or nothing ----
-
-    def _execute(self, job: ReadyRound, life: int) -> None:
-        with self._lock:
-            if life != self._life:
-                return  # everyone who waited was told when the job was started anew
-            written = job.plan.writes(self._server)
-            self._store.lend(written)
-            alone = self._store.alone(written)
-            values = self._store.values()
-        error: PSError | None = None
+    def _step(self, execution: Execution) -> bool:
+        """Makes one step; returns whether there may be another one now."""
+        if execution.awaits(lambda: self._submit(lambda: self._advance(execution))):
+            return False
         began = self._tally.clock()
-        outcome = Outcome({}, (), {})
-        restored: dict[int, Array] = {}
-        try:
-            outcome = executor.run(job, self._server, self._kernels, values, alone)
-            restored = self._restores.values(job)
-        except PSError as caught:
-            error = caught
         with self._lock:
-            if life != self._life:
-                return
-            self._store.end_loan()
-            if error is None:
-                self._store.commit(outcome.assigned)
-                self._store.commit(restored)
-                self._nonfinite.restore(restored)
-                warnings = self._judge(job, outcome.found)
-                record, waiters = self._rounds.complete(job, outcome.given, warnings=warnings)
-                answers = self._restores.ran(job)  # first: who is answered may look at the files
-                self._snapshots.freeze(job)
-            else:
-                answers = []
-                record, waiters = self._failed(job, error)
-            over = self._count(job, record, self._tally.clock() - began)
-            answers += self.replies(record, waiters, outcome.wanted) + self._progress()
-        do(answers)
-        self._tally.answering.observe(self._tally.clock() - over)
+            if execution is not self._execution:
+                return False  # everyone who waited was told when the job was started anew
+            if not execution.begun:
+                self._store.lend(execution.job.prepared.writes)  # Nobody reads half a round.
+            reads = execution.reads()
+            alone = self._store.alone(reads)  # before there is one who holds them
+            values = self._store.values_of(reads)
+        try:
+            assigned, ready = execution.step(values, alone)
+            if execution.done:
+                assigned |= self._restores.values(execution.job)
+        except PSError as error:
+            return self._commit(execution, began, {}, {}, error)
+        values.clear()
+        return self._commit(execution, began, assigned, ready)
 
-    def _count(self, job: ReadyRound, record: Record, ran: float) -> float:
-        """A round is over, after so many seconds of work; says when that was."""
-        now = self._tally.clock()
-        self._tally.over(job, record, self._rounds.last, ran, now)
-        return now
+    def _commit(
+        self,
+        execution: Execution,
+        began: float,
+        assigned: Mapping[int, Array],
+        ready: Mapping[int | Ref, Array],
+        error: PSError | None = None,
+    ) -> bool:
+        """Takes in what a step has made; the last one, and one that failed, end the round. Returns as `_step`."""
+        over = error is not None or execution.done
+        execution.ran += self._tally.clock() - began
+        with self._lock:
+            if execution is not self._execution:
+                return False
+            self._store.commit(assigned)
+            if execution.job.plan.restore is not None:
+                self._nonfinite.restore(assigned)
+            growing = list(self._deliveries.values())
+            answers = self._end(execution, ready, error) if over else []
+        for delivery in growing:
+            delivery.put(ready)
+        if over:
+            execution.close()
+        do(answers)
+        return not over
+
+    def _end(self, execution: Execution, ready: Mapping[int | Ref, Array], error: PSError | None) -> list[Answer]:
+        """The round is over; `ready` are values that are on the host already."""
+        job, answers = execution.job, list[Answer]()
+        self._store.end_loan()
+        if error is None:
+            warnings = self._judge(job, execution.found)
+            dropped = sorted(execution.contributions.dropped)
+            record, waiters = self._rounds.complete(job, execution.given, dropped, warnings)
+            answers += self._restores.ran(job)  # first: who is answered may look at the files
+            self._snapshots.freeze(job)
+        else:
+            if execution.halfway and self.broken is None:
+                error = self.broken = _halfway(job, error)
+            log.warning("round %d failed: %s", job.round, error)
+            record, waiters = self._rounds.fail(job, error)
+        over = self._tally.clock()
+        self._tally.over(job, record, self._rounds.last, execution.ran, over)
+        delivered, self._deliveries, self._execution = self._deliveries, {}, None
+        answers += self.replies(record, waiters, ready, delivered) + self._progress()
+        return [*answers, lambda: self._tally.answering.observe(self._tally.clock() - over)]
 
     def _judge(self, job: ReadyRound, found: Found) -> tuple[str, ...]:
         """Counts what is NaN or infinite after a round; returns what its members are told of it."""
@@ -220,15 +247,45 @@ class Runner:
         self._tally.nonfinite_variables = len(self._nonfinite.ids)
         return warnings
 
-    def _failed(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
-        log.warning("round %d failed: %s", job.round, error)
-        return self._rounds.fail(job, error)
+    # ---- Answers ----
+
+    def _tell(self, execution: Execution) -> None:
+        """Tells members of the payloads of their answers, before the first step."""
+        with self._lock:
+            if execution is not self._execution:
+                return
+            execution.told = True
+            answers = [self._telling(execution, *waiter) for waiter in self._rounds.waiters(execution.job)]
+            answers += self._drop(execution)
+        do(answers)
+
+    def _telling(self, execution: Execution, said: Contribution, future: Future[RoundReply]) -> Answer:
+        """Tells a member of its payload; one that wants what is not here is told at the end."""
+        begun, prepared = self._begun.pop(future, None), execution.job.prepared
+        known = execution.wanted.issuperset(said.want) and all(map(self._store.initialized, said.want))
+        if begun is None or not known:
+            return lambda: None
+        delivery = self._deliveries.get(said.want)
+        if delivery is None:
+            given, variables = prepared.given, self._store.variables
+            specs = [*(variables[id].spec.tensor for id in said.want), *(spec for _, spec in given)]
+            delivery = self._deliveries[said.want] = Delivery(said.want, [ref for ref, _ in given], specs)
+            others = set(said.want).difference(prepared.writes)
+            values = {id: self._store.value(id) for id in others}
+            return lambda: self._open(delivery, values, begun)
+        payload = delivery.payload
+        return lambda: begun(payload)
+
+    def _open(self, delivery: Delivery, values: Mapping[int, Array], begun: Begun) -> None:
+        """Begins an answer with what the round does not change; called without the lock, before its first step."""
+        begun(delivery.payload)
+        delivery.put({id: self._store.device.get(value) for id, value in values.items()})
 
     def replies(
         self,
         record: Record,
         waiters: Sequence[Waiter],
-        wanted: Mapping[int, Array] | None = None,
+        ready: Mapping[int | Ref, Array] | None = None,
         delivered: Mapping[tuple[int, ...], Delivery] | None = None,
     ) -> list[Answer]:
         """The answers to members; their wanted variables are as they are now, which is before the next round.
@@ -236,10 +293,10 @@ class Runner:
         Args:
             record: what came of the round.
             waiters: who is answered.
-            wanted: values that are on the host already.
+            ready: values that are on the host already.
             delivered: payloads that are on their way already, by what they have.
         """
-        fresh = dict(wanted or {})
+        fresh: dict[int | Ref, Array] = dict(ready or {})
         payloads = {want: delivery.payload for want, delivery in (delivered or {}).items()}
         answers = []
         for said, future in waiters:
@@ -247,7 +304,7 @@ class Runner:
                 if error := record.error or self.broken:
                     raise error
                 if said.want not in payloads:
-                    here = {id: self._store.value(id) for id in said.want if id not in fresh}
+                    here: dict[int | Ref, Array] = {id: self._store.value(id) for id in said.want if id not in fresh}
                     if here and self._store.device.gpu is not None:
                         answers.append(self._fetching(said, future, record, fresh | here))
                         continue
@@ -259,7 +316,7 @@ class Runner:
         return answers
 
     def _fetching(
-        self, said: Contribution, future: Future[RoundReply], record: Record, values: Mapping[int, Array]
+        self, said: Contribution, future: Future[RoundReply], record: Record, values: Mapping[int | Ref, Array]
     ) -> Answer:
         """The answer to a member that wants what is not on the host: it is brought there outside of the lock."""
 
@@ -268,108 +325,6 @@ class Runner:
             return _reply(said, record, Payload.pack([*wanted, *record.given]))
 
         return lambda: self._submit(working(future, fetch))
-
-    # ---- Bit by bit ----
-
-    def _begin(self, job: ReadyRound, life: int) -> None:
-        stream = Stream(job, self._server, self._kernels)
-        with self._lock:
-            if life != self._life:
-                return
-            self._stream = stream
-            # Nobody reads half a round.
-            self._store.lend(job.plan.writes(self._server))
-            answers = [self._tell(stream, *waiter) for waiter in self._rounds.waiters(job)]
-            answers += self._drop(stream)
-        do(answers)
-        self._advance(stream)
-
-    def _tell(self, stream: Stream, said: Contribution, future: Future[RoundReply]) -> Answer:
-        """Tells a member of its payload; one that wants what is not here is told at the end."""
-        begun, variables = self._begun.pop(future, None), self._store.variables
-        if begun is None or not all(self._store.initialized(id) for id in said.want):
-            return lambda: None
-        delivery = self._deliveries.get(said.want)
-        if delivery is None:
-            given = stream.job.plan.given(self._server)
-            specs = [*(variables[id].spec.tensor for id in said.want), *(spec for _, spec in given)]
-            delivery = self._deliveries[said.want] = Delivery(said.want, [ref for ref, _ in given], specs)
-            others = set(said.want).difference(stream.job.plan.writes(self._server))
-            values = {id: self._store.value(id) for id in others}
-            return lambda: self._open(delivery, values, begun)
-        payload = delivery.payload
-        return lambda: begun(payload)
-
-    def _open(self, delivery: Delivery, values: Mapping[int, Array], begun: Begun) -> None:
-        """Begins an answer with what the round does not change; called without the lock, before its first step."""
-        begun(delivery.payload)
-        delivery.put({id: self._store.device.get(value) for id, value in values.items()})
-
-    def _drop(self, stream: Stream) -> list[Answer]:
-        """Lets a stream wait no more for members that are lost."""
-        if not stream.drop(self._rounds.fenced):
-            return []
-        return [lambda: self._submit(lambda: self._advance(stream))]
-
-    def _advance(self, stream: Stream) -> None:
-        """Makes all steps that can be made; the last one ends the round."""
-        try:
-            while not stream.done:
-                if stream.awaits(lambda: self._submit(lambda: self._advance(stream))):
-                    return
-                began = self._tally.clock()
-                if not self._step(stream):
-                    return
-                stream.ran += self._tally.clock() - began
-        except PSError as error:
-            self._end(stream, error)
-        except Exception as error:  # a bug of ours must reach the members as an error, not as silence
-            log.exception("round %d failed", stream.job.round)
-            self._end(stream, PSError(f"internal error: {error!r}; see the server's log"))
-        else:
-            self._end(stream, None)
-
-    def _step(self, stream: Stream) -> bool:
-        """Makes one step; False if the round is another's by now."""
-        with self._lock:
-            if stream is not self._stream:
-                return False
-            reads = stream.reads()
-            alone = self._store.alone(reads)  # before there is one who holds them
-            values = {id: self._store.value(id) for id in reads}
-        assigned, ready = stream.step(values, alone)
-        values.clear()
-        with self._lock:
-            if stream is not self._stream:
-                return False
-            self._store.commit(assigned)
-            deliveries = list(self._deliveries.values())
-        for delivery in deliveries:
-            delivery.put(ready)
-        return True
-
-    def _end(self, stream: Stream, error: PSError | None) -> None:
-        job = stream.job
-        with self._lock:
-            if stream is not self._stream:
-                return
-            deliveries = self._deliveries
-            self._stream, self._deliveries = None, {}
-            self._store.end_loan()
-            if error is None:
-                warnings = self._judge(job, stream.found)
-                record, waiters = self._rounds.complete(job, stream.given, sorted(stream.dropped), warnings)
-                self._restores.ran(job)
-                self._snapshots.freeze(job)
-            else:
-                if stream.has_written and not stream.abandoned:
-                    error = self.broken = _halfway(job, error)
-                record, waiters = self._failed(job, error)
-            over = self._count(job, record, stream.ran)
-            answers = self.replies(record, waiters, None, deliveries) + self._progress()
-        stream.close()
-        do(answers)
-        self._tally.answering.observe(self._tally.clock() - over)
 
 
 def _halfway(job: ReadyRound, error: PSError) -> PSError:

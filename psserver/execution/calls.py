@@ -8,39 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from psserver.plans.prepared import Application
-from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role, Sum
+from psserver.execution.contributions import Parts, Sender
+from psserver.plans.batches import Batch
+from psserver.plans.outline import Application
+from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role
 from psserver.programs.kernels.kernels import Kernel, Kernels, Stage
-from psserver.programs.kernels.launch import Copy, Pieces
+from psserver.programs.kernels.launch import Copy, Crew, Pieces, address_of
 from pswire.model.plan import Ref
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
-MAX_PARTS = 8
-"""Contributions that a kernel sums; of more, the reducer makes one value first."""
-
 Room = dict[tuple[Role, int], Array]
 """New arrays that a stage writes: of assigned inputs, by input, and of outputs."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The contributions to a reduction that nothing but one kernel reads.
-
-    Attributes:
-        combined: how they become one value.
-        pieces: of each contribution.
-        total: the sum of the weights.
-    """
-
-    combined: Sum
-    pieces: Sequence[Pieces]
-    total: float
 
 
 class Call:
@@ -83,17 +66,17 @@ class Call:
         """The variable that is an input of a stage."""
         return self._args[stage.step.args[index]].index
 
-    def reserve(self, safe: Sequence[bool], own: Set[int], fresh: Set[int]) -> None:
+    def reserve(self, safe: int, own: Set[int], fresh: Set[int]) -> None:
         """Decides where kernels write, and makes the arrays for it; on a GPU kernels make their own.
 
         Args:
-            safe: for each stage whether nothing after it may fail.
+            safe: the first stage from which on nothing may fail.
             own: variables whose arrays nobody else holds.
             fresh: variables whose values are new ones of this round.
         """
-        for at, (stage, secure) in enumerate(zip(self.stages, safe, strict=True)):
+        for at, stage in enumerate(self.stages):
             if stage.kernel is not None and self._kernels.device.gpu is None:
-                mine = own | fresh if secure else fresh
+                mine = own | fresh if at >= safe else fresh
                 self._in_place[at] = frozenset(
                     t for t in stage.targets - stage.step.kept if self.target(stage, t) in mine
                 )
@@ -212,3 +195,93 @@ def _on_gpu(kernel: Kernel, inputs: Mapping[int, Any], xp: Any) -> tuple[dict[in
 
 def _empty(spec: TensorSpec) -> Array:
     return np.empty(spec.shape, DTYPES[spec.dtype])
+
+
+class Ready:
+    """Applications of a batch that can be made together. Nothing of it can fail.
+
+    All contributions to them are there, each in one piece, and nobody holds their variables, which are written in
+    place. Else the applications are made as `Call`s.
+
+    Args:
+        batch: of which.
+        rows: which.
+        contributions: where they are, for each parameter of the kernel that is one.
+
+    Attributes:
+        numbers: of the applications, among those of the server.
+        assigned: numbers of the variables that they assign.
+        width: as of a `Call`.
+    """
+
+    width = 1
+
+    def __init__(self, batch: Batch, rows: slice, contributions: Mapping[Parameter, Sequence[int]]) -> None:
+        self.numbers = range(batch.first, batch.stop)[rows]
+        self.assigned = [id for ids in batch.assigned[rows] for id in ids]
+        self._batch = batch
+        self._rows = rows
+        self._contributions = contributions
+
+    @classmethod
+    def of(cls, batch: Batch, at: int, stop: int, senders: Sequence[Sender], alone: Set[int]) -> Ready | None:
+        """Some of a batch's applications, if they can be made together.
+
+        Args:
+            batch: which.
+            at, stop: their numbers, among those of the server.
+            senders: who contributes.
+            alone: variables whose arrays nobody else holds.
+        """
+        rows = slice(at - batch.first, stop - batch.first)
+        found: dict[Parameter, Sequence[int]] = {}
+        for parameter, refs in batch.refs.items():
+            if parameter.role == "part":
+                where = senders[parameter.place].addresses(np.array([ref.index for ref in refs[rows]]))
+                if where is None:
+                    return None
+                found[parameter] = where.tolist()
+        ready = cls(batch, rows, found)
+        return ready if alone >= set(ready.assigned) else None
+
+    def run(self, crew: Crew, totals: Callable[[int], float], value: Callable[[Ref], Any]) -> list[tuple[int, int]]:
+        """Runs the kernel, which writes the variables in place: nobody else may hold them.
+
+        Args:
+            crew: the threads for it.
+            totals: gives the sum of the weights of a reduction.
+            value: gives the array of a variable, an operand or a result.
+
+        Returns:
+            Numbers of the applications in which the kernel saw NaN or infinity, and what it returned; one may be there
+            several times.
+        """
+        held: list[Array] = []  # while the kernel runs
+        columns: list[Sequence[int]] = [self._batch.sizes[self._rows]]
+        for parameter, refs in self._batch.refs.items():
+            if parameter.role == "part":
+                columns.append(self._contributions[parameter])
+            elif parameter.role == "total":
+                columns.append(_totals([totals(ref.index) for ref in refs[self._rows]], parameter, held))
+            else:
+                columns.append(_arrays(refs[self._rows], value, held))
+        calls = list(zip(*columns, strict=True))
+        strides = [0 if p.single else DTYPES[p.dtype].itemsize for p in self._batch.refs]
+        runs, places = crew.cut(calls, strides)
+        found = crew.run(self._batch.kernel.function, runs)
+        if not any(found):
+            return []
+        return [(self.numbers[place], flags) for place, flags in zip(places, found, strict=True) if flags]
+
+
+def _totals(totals: Sequence[float], parameter: Parameter, held: list[Array]) -> range:
+    held.append(np.array(totals, DTYPES[parameter.dtype]))
+    first = address_of(held[-1])
+    return range(first, first + held[-1].nbytes, held[-1].itemsize)
+
+
+def _arrays(refs: Sequence[Ref], value: Callable[[Ref], Any], held: list[Array]) -> list[int]:
+    known = {ref: np.ascontiguousarray(value(ref)) for ref in dict.fromkeys(refs)}
+    held += known.values()
+    addresses = {ref: address_of(array) for ref, array in known.items()}
+    return [addresses[ref] for ref in refs]

@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from psserver.plans.prepared import Application, ReadyRound, outline
+from psserver.devices import Device
+from psserver.execution.contributions import Contributions
+from psserver.plans.outline import Application
+from psserver.plans.round import ReadyRound
 from psserver.state.variables import Store
 from pswire.cluster import Task
+from pswire.model.plan import Ref
 from pswire.model.tensor import DTYPES, Array
 
 log = logging.getLogger("psserver")
@@ -74,18 +77,69 @@ def finite_flag(array: Any, xp: Any) -> Any:
     return xp.all((array.view(xp.uint16) & _NO_SIGN) < exponent)
 
 
-@dataclass
 class Found:
-    """What a round found.
+    """What one round finds of such values. Used by one thread at a time.
+
+    Args:
+        device: where the values are.
+        sent: what they are made of.
 
     Attributes:
         contributions: those that have such values: the number of the reduction, and who contributed it.
         variables: the numbers of those variables that have such values after it, and of each whether it was known to
-            have some before.
+            have some before. On a GPU both are known once that is settled.
     """
 
-    contributions: list[tuple[int, Task]] = field(default_factory=list)
-    variables: dict[int, bool] = field(default_factory=dict)
+    def __init__(self, device: Device, sent: Contributions) -> None:
+        self._device = device
+        self._sent = sent
+        self._flags: list[tuple[Ref, Any, Any, Any]] = []
+        self.contributions: list[tuple[int, Task]] = []
+        self.variables: dict[int, bool] = {}
+
+    def forget(self, ids: Iterable[int]) -> None:
+        """Variables have other values now."""
+        if self.variables:
+            for id in ids:
+                self.variables.pop(id, None)
+
+    def look(self, ref: Ref, value: Any, old: Any = None) -> None:
+        """Looks at a reduction's value, or at a variable's new one; where that is in a new array, `old` is the last."""
+        if not may_be_nonfinite(value.dtype):
+            return
+        if self._device.gpu is None:
+            self._take_in(ref, value, old, is_finite(value))
+        else:
+            held = value if ref.kind == "variable" else None  # A reduction's memory serves the next one.
+            self._flags.append((ref, held, old, finite_flag(value, self._device.xp)))
+
+    def settle(self) -> None:
+        """Takes in what a GPU knows by now of the values that it has made; waits for it."""
+        if not self._flags:
+            return
+        flags, self._flags = self._flags, []
+        finite = self._device.get(self._device.xp.stack([flag for *_, flag in flags]))
+        for (ref, value, old, _), is_so in zip(flags, finite, strict=True):
+            self._take_in(ref, value, old, bool(is_so))
+
+    def _take_in(self, ref: Ref, value: Any, old: Any, finite: bool) -> None:
+        if ref.kind == "variable":
+            self.variables.pop(ref.index, None)
+            if not finite:
+                # Whether it was so before is not known where it was written in place.
+                self.variables[ref.index] = old is not None and old is not value and not self._finite(old)
+        elif not finite:
+            self.accuse(ref.index)
+
+    def _finite(self, value: Any) -> bool:
+        on_host = self._device.gpu is None
+        return is_finite(value) if on_host else bool(self._device.get(finite_flag(value, self._device.xp)))
+
+    def accuse(self, index: int) -> None:
+        """Finds whose contributions to a reduction are not finite; they are still here."""
+        for task, pieces in self._sent.counted(index):
+            if not all(map(is_finite, pieces)):
+                self.contributions.append((index, task))
 
 
 class NonfiniteVariables:
@@ -117,14 +171,14 @@ class NonfiniteVariables:
             What is to be told of those that nobody was told of yet, in words; it is in the server's log by now.
         """
         if self.ids:
-            self.ids.difference_update(set(job.plan.writes(self._store.server)) - found.variables.keys())
+            self.ids.difference_update(set(job.prepared.writes) - found.variables.keys())
         if not found.variables:
             return ()  # Also of contributions that the update kept out, as one with a loss scale does.
         tasks: dict[int, set[Task]] = {}
         for reduction, task in found.contributions:
             tasks.setdefault(reduction, set()).add(task)
         lines = []
-        for application in outline(job.plan, self._store.server).applications:
+        for application in job.prepared.outline.applications:
             senders = set[Task]().union(*(tasks.get(reduction, ()) for reduction in application.needs))
             line = self._line(application, sorted(senders), found)
             lines += [f"round {job.round}: {line}"] if line else []

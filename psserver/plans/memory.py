@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
 
 from psserver.programs.interpreter import peak_bytes
 from psserver.programs.kernels.fusion import split
@@ -17,7 +16,7 @@ Span = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class _Need:
+class Need:
     """Bytes that one application of a program takes.
 
     Attributes:
@@ -29,40 +28,20 @@ class _Need:
     running: int
 
     @classmethod
-    def of(cls, program: Program) -> _Need:
+    def of(cls, program: Program) -> Need:
+        """Finds what a program takes; of a large one this takes a while."""
         kernels = [step.program for step in split(program) if step.shape is not None]
         before = sum(spec.nbytes for kernel in kernels for spec in kernel.output_specs)
         return cls(before, peak_bytes(program))
 
 
-def prepare(plan: Plan, limited: bool) -> None:
-    """Verifies the programs of a plan by themselves; where memory is limited, finds out what each takes.
-
-    Both are remembered with the plan. Of large programs they take a while: the core's lock is not held for that.
-
-    Raises:
-        ProgramError: a program cannot be run.
-    """
-    plan.check_programs()
-    if limited:
-        _needs(plan)
-
-
-def _needs(plan: Plan) -> Sequence[_Need]:
-    found: Any = plan.remembered.get("needs")
-    if found is None:
-        found = plan.remembered["needs"] = [_Need.of(program) for program in plan.programs]
-    return cast(Sequence[_Need], found)
-
-
-def plan_bytes(plan: Plan, server: int) -> int:
-    """Memory that a round of a verified plan takes at most on a server, in bytes.
+def plan_bytes(plan: Plan, server: int, needs: Sequence[Need]) -> int:
+    """Memory that a round of a verified plan takes at most on a server, in bytes; `needs` are those of its programs.
 
     It is beside what the members sent, and beside the values of variables, of which each may be there twice: as it
     was and as it will be.
     """
     here = [apply for apply in plan.applies if server in apply.servers]
-    needs = _needs(plan)
     changes = [0] * (len(here) + 2)
     for nbytes, first, end in (*_spans(plan, server, here), *_written(plan, server, here, needs)):
         changes[first] += nbytes
@@ -89,7 +68,7 @@ def _spans(plan: Plan, server: int, here: list[Apply]) -> Iterator[Span]:
             yield reduction.tensor.nbytes, first, last + 1
 
 
-def _written(plan: Plan, server: int, here: list[Apply], needs: Sequence[_Need]) -> Iterator[Span]:
+def _written(plan: Plan, server: int, here: list[Apply], needs: Sequence[Need]) -> Iterator[Span]:
     """What applications write, before and after they run; of variables what is written after the first time."""
     uses, end = _uses(here), len(here) + 1
     given = {ref for ref, _ in plan.given(server)}

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from psserver.plans.prepared import ReadyRound
+from psserver.plans.round import ReadyRound
 from psserver.state.rounds import Record, Rounds
 from pswire.api import RestoreReply, Shard
 from pswire.telemetry.metrics import Histogram

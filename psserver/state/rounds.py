@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
-from psserver.plans.prepared import Key, MemberShare, ReadyRound, places
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
 from psserver.state.sessions import diverged, newcomer_diverged
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
 from pswire.model.log import Epoch, Member, Position
-from pswire.model.plan import Plan
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
@@ -109,7 +109,6 @@ class Rounds:
     """All rounds of one server. Guarded by the core's lock.
 
     Args:
-        server: the number of this server.
         describe: a plan in words, approved or not, for messages.
 
     Attributes:
@@ -119,14 +118,13 @@ class Rounds:
         strands: all rounds; the strand whose turn it is comes first.
     """
 
-    def __init__(self, server: int, describe: Callable[[bytes], str]) -> None:
-        self.server = server
+    def __init__(self, describe: Callable[[bytes], str]) -> None:
         self._describe = describe
         self.clear()
 
     def clear(self) -> None:
         """Forgets everything, as at the start of a job."""
-        self.plans: dict[bytes, Plan] = {}
+        self.plans: dict[bytes, PreparedPlan] = {}
         self.epoch: Epoch | None = None
         self.last = -1
         self.closed = 0
@@ -151,19 +149,20 @@ class Rounds:
         own = sorted((key, strand) for key, strand in self.strands.items() if key)
         return tuple(WorkerProgress(task, strand.newest, strand.positions) for task, strand in own)
 
-    def approve(self, plan: Plan) -> None:
+    def approve(self, plan: PreparedPlan) -> None:
         """A plan may run from now on."""
-        self.plans[plan.id] = plan
+        plan_id = plan.plan.id
+        self.plans[plan_id] = plan
         for _, waiting in self._open():
-            if waiting.plan_id == plan.id:
+            if waiting.plan_id == plan_id:
                 for part in list(waiting.parts.values()):
                     self._admit(waiting, part, plan)
 
-    def refuse(self, plan: Plan, error: PSError) -> None:
+    def refuse(self, plan_id: bytes, error: PSError) -> None:
         """A plan was approved that cannot run here: whoever pushes for it is told why."""
-        self.refused[plan.id] = error
+        self.refused[plan_id] = error
         for _, waiting in self._open():
-            if waiting.plan_id == plan.id:
+            if waiting.plan_id == plan_id:
                 waiting.error = error
                 self._fail(waiting, error)
 
@@ -335,20 +334,19 @@ class Rounds:
                     self._fail(waiting, waiting.error)
                     raise waiting.error
 
-    def _admit(self, waiting: _Open, part: MemberShare, plan: Plan) -> None:
+    def _admit(self, waiting: _Open, part: MemberShare, prepared: PreparedPlan) -> None:
         """Refuses a contribution that does not fit its plan; its sender alone is told."""
-        said = part.said
-        found = places(plan, self.server, said)
-        expected = found.size
-        if len(said.weights) == len(plan.reductions) and part.payload.size == expected:
-            if self._streams(plan, waiting):
-                part.payload.reader = found.window
+        said, reductions = part.said, prepared.plan.reductions
+        layout = prepared.layout(said)
+        if len(said.weights) == len(reductions) and part.payload.size == layout.size:
+            if self._streams(prepared, waiting):
+                part.payload.reader = layout.window
             return
         del waiting.parts[said.session]
-        here = sum(self.server in reduction.servers for reduction in plan.reductions)
+        here = sum(prepared.server in reduction.servers for reduction in reductions)
         error = InvalidRequest(
             f"a contribution of {part.payload.size} bytes and {len(said.weights)} weights does not fit a "
-            f"section of {expected} bytes and {len(plan.reductions)} reductions, {here} of them here"
+            f"section of {layout.size} bytes and {len(reductions)} reductions, {here} of them here"
         )
         for one in [w for w in waiting.waiters if w[0].session == said.session]:
             waiting.waiters.remove(one)
@@ -407,24 +405,25 @@ class Rounds:
         parts = sorted(waiting.parts.values(), key=lambda part: part.member.task)
         return [part for part in parts if part.payload.whole or part.member.session not in self.fenced]
 
-    def _streams(self, plan: Plan, waiting: _Open) -> bool:
+    def _streams(self, plan: PreparedPlan, waiting: _Open) -> bool:
         """Whether a round begins before its contributions are whole. One that is small, or that may fail, does not."""
         together = all(member.mode == "sync" for member in waiting.members)
-        return together and self.server in plan.streams
+        return together and plan.streams
 
     def _job(self, key: Key, number: int, waiting: _Open) -> ReadyRound:
         plan = self.plans[waiting.plan_id]
         self._running = True
         parts = self._usable(waiting)
         there = {part.member.session for part in parts}
+        streams = self._streams(plan, waiting) and not all(part.said.observes for part in parts)
         return ReadyRound(
             number,
             plan,
             tuple(parts),
             tuple(m.task for m in waiting.members if m.session not in there),
-            partial(self._describe, plan.id),
+            partial(self._describe, waiting.plan_id),
             key,
-            self._streams(plan, waiting) and not all(part.said.observes for part in parts),
+            Commit.PROGRESSIVE if streams else Commit.ATOMIC,
             waiting.since,
         )
 
@@ -460,7 +459,7 @@ class Rounds:
         self._running = False
         self.last = self.last + 1 if key else number
         plan = self.plans.get(record.plan_id)
-        self.closed += key is None or (plan is not None and plan.snapshot is not None)
+        self.closed += key is None or (plan is not None and plan.plan.snapshot is not None)
         # To the end of the line: who pushes fast must not keep the others from their turn.
         strand = self.strands[key] = self.strands.pop(key)
         strand.last = number

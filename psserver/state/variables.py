@@ -8,7 +8,7 @@ write. Whoever wants to read what a round assigns waits for its end.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -105,6 +105,10 @@ class Store:
     def values(self) -> dict[int, Array]:
         """All values, by number."""
         return dict(self._values)
+
+    def values_of(self, ids: Collection[int]) -> dict[int, Array | None]:
+        """The values of some variables, by number; None where there is none."""
+        return dict(zip(ids, map(self._values.get, ids), strict=True))
 
     def lend(self, ids: Iterable[int]) -> None:
         """A round that is going to assign these variables begins; nobody reads them before its end."""

@@ -207,11 +207,6 @@ class Plan:
         return hashlib.sha256(repr(self).encode()).digest()
 
     @cached_property
-    def remembered(self) -> dict[object, object]:
-        """What somebody found out about this plan, and would find out again in each round."""
-        return {}
-
-    @cached_property
     def servers(self) -> tuple[int, ...]:
         """The servers that take part in a round of this plan."""
         found = {server for item in self._placed for server in item.servers}

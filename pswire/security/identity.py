@@ -90,16 +90,16 @@ class SecurityOptions:
 
     tls_cert: str = option(
         "",
-        "Path of a task's certificate; {task} becomes ps-0, worker-1 and so on.",
+        "Path of the task's certificate; {task} stands for the task's name, such as ps-0 or worker-1.",
         variable="PS_TLS_CERT",
-        hint="for psctl it is admin",
+        hint="admin for psctl",
     )
-    tls_key: str = option("", "Path of its key, the same.", variable="PS_TLS_KEY")
+    tls_key: str = option("", "Path of the certificate's private key; {task} as above.", variable="PS_TLS_KEY")
     tls_ca: str = option(
-        "", "Path of the certificate that has signed those of all tasks, the same.", variable="PS_TLS_CA"
+        "", "Path of the CA certificate that signed those of all tasks; {task} as above.", variable="PS_TLS_CA"
     )
     token_file: str = option(
-        "", "Path of the file with the token of the job, the same.", variable="PS_TOKEN_FILE", otherwise="PS_TOKEN"
+        "", "Path of a file with the job's token; {task} as above.", variable="PS_TOKEN_FILE", otherwise="PS_TOKEN"
     )
     token: str = field(default="", repr=False)
 

@@ -20,12 +20,12 @@ FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 
 LOG_LEVEL = Option(
-    "Of every process's log.",
+    "Level of the log of every process.",
     choices=LEVELS,
     variable="PS_LOG_LEVEL",
     otherwise="warning; of servers info",
 )
-LOG_FORMAT = Option("Of every process's log, on stderr.", choices=FORMATS, variable="PS_LOG_FORMAT")
+LOG_FORMAT = Option("Format of the log of every process, on stderr.", choices=FORMATS, variable="PS_LOG_FORMAT")
 
 MAX_CHARACTERS = 5_000
 """Of a message, and of a traceback: whoever relays lines has to take them whole."""

@@ -11,6 +11,7 @@ import pytest
 from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
 from psserver.transport.server import ServerThread
+from pstesting.clock import Clock
 from pswire.api import Contribution, ServerStatus
 from pswire.cluster import Task
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, RoundTimeout, ServerLost
@@ -18,19 +19,7 @@ from pswire.limits import Timeouts
 from pswire.model.plan import Turn, VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY, Payload
-from tests.support.rig import (
-    SOON,
-    WORKERS,
-    Clock,
-    Job,
-    Servers,
-    checkpoint,
-    core,
-    given,
-    remote,
-    sum_into,
-    together,
-)
+from tests.support.rig import SOON, WORKERS, Job, Servers, checkpoint, core, given, remote, sum_into, together
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

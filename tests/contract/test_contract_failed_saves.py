@@ -340,7 +340,11 @@ def test_the_state_goes_when_the_save_is_over(job, worker):
         kept = [entry.plan for entry in log_of(job, server) if isinstance(entry, Approved)]
         assert [plan.snapshot.state for plan in kept] == ["", "", STATE]
         assert [plan.id for plan in kept] == [plan.id for plan in plans]
-        assert [job.servers.cores[server]._rounds.plans[plan.id].snapshot.state for plan in plans] == ["", "", STATE]
+        assert [job.servers.cores[server]._rounds.plans[plan.id].plan.snapshot.state for plan in plans] == [
+            "",
+            "",
+            STATE,
+        ]
     job.opened = job.open(CHIEF, 0, True)
     job.token = job.opened.token
     seen = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).entries

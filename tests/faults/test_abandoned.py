@@ -13,11 +13,11 @@ from psclient._src.launch.script import SERVER_LOST
 from psclient._src.transport.remote_server import connect
 from psserver.config import ServerConfig
 from psserver.transport.server import ServerThread
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
+from pstesting.script import ME, add, gate, say
 from pswire.cluster import ClusterSpec
 from pswire.errors import Abandoned
 from pswire.limits import Timeouts
-from tests.support.inside import ME, add, gate, say
-from tests.support.jobs import CHIEF, PS0, PS1, QUICK, W0, W1, Job
 from tests.support.rig import core
 
 SOON = replace(QUICK, alone=4.0)
@@ -41,7 +41,7 @@ def train(rounds, leaves=-1):
 
 def test_a_chief_whose_workers_are_all_gone_gives_the_job_up(tmp_path):
     """It names them and what became of them, and the servers end by what it tells them."""
-    with Job(train, tmp_path, (5,), ps=2, workers=2, chief="driver", gates=["on"], timeouts=SOON) as job:
+    with ProcessCluster(train, tmp_path, (5,), ps=2, workers=2, chief="driver", gates=["on"], timeouts=SOON) as job:
         for task in (W0, W1):
             job.hear(task, "at")
         for task in (W0, W1):
@@ -54,7 +54,7 @@ def test_a_chief_whose_workers_are_all_gone_gives_the_job_up(tmp_path):
 
 def test_servers_that_nobody_calls_end(tmp_path):
     """Without a chief nobody tells them; the one that has the leases, and the one that has not."""
-    with Job(train, tmp_path, (5,), ps=2, workers=2, chief="driver", gates=["on"], timeouts=SOON) as job:
+    with ProcessCluster(train, tmp_path, (5,), ps=2, workers=2, chief="driver", gates=["on"], timeouts=SOON) as job:
         for task in (W0, W1):
             job.hear(task, "at")
         for task in (W0, W1, CHIEF):
@@ -66,7 +66,7 @@ def test_servers_that_nobody_calls_end(tmp_path):
 
 def test_what_is_left_of_a_job_whose_server_died_ends(tmp_path):
     """All processes are told `ServerLost`, the chief as well; the other server is then alone."""
-    with Job(train, tmp_path, (5,), ps=2, workers=1, chief="driver", gates=["on"], timeouts=SOON) as job:
+    with ProcessCluster(train, tmp_path, (5,), ps=2, workers=1, chief="driver", gates=["on"], timeouts=SOON) as job:
         job.hear(W0, "at")
         job.kill(PS1)
         job.open("on")
@@ -75,7 +75,7 @@ def test_what_is_left_of_a_job_whose_server_died_ends(tmp_path):
 
 def test_worker_0_as_chief_does_not_wait_for_ever(tmp_path):
     """Its own part is done, and the other died afterwards: nobody is there for whom it would still drive."""
-    with Job(train, tmp_path, (5, 0), workers=2, gates=["on"], timeouts=SOON) as job:
+    with ProcessCluster(train, tmp_path, (5, 0), workers=2, gates=["on"], timeouts=SOON) as job:
         for task in (W0, W1):
             job.hear(task, "at")
         with job.server(PS0) as server:
@@ -93,7 +93,7 @@ def fail():
 
 def test_a_script_that_fails_everywhere_ends_its_job(tmp_path):
     """Its processes say so before they go; nobody waits for ever for others in their place."""
-    with Job(fail, tmp_path, ps=2, workers=2, chief="driver", timeouts=SOON) as job:
+    with ProcessCluster(fail, tmp_path, ps=2, workers=2, chief="driver", timeouts=SOON) as job:
         assert [job.exited(task) for task in (W0, W1, CHIEF)] == [1, 1, 1]
         job.hear_error(CHIEF, f"{W0} failed, {W1} failed. The job is given up")
         assert [job.exited(task) for task in (PS0, PS1)] == [0, 0]

@@ -22,6 +22,7 @@ from psclient._src.chief.driver import Chief
 from psclient._src.launch.cluster import start_server
 from psclient._src.processes.process import address_in, await_listening
 from psclient._src.transport.remote_server import RemoteServer
+from pstesting.clock import Clock
 from pswire.api import RestoreOrder, RoundReply
 from pswire.checkpoint import storage
 from pswire.cluster import ClusterSpec, Task
@@ -37,7 +38,6 @@ from tests.support.rig import (
     CHIEF,
     SOON,
     WORKERS,
-    Clock,
     Job,
     Servers,
     Worker,

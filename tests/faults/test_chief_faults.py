@@ -7,8 +7,8 @@ import signal
 import numpy as np
 
 import psclient as ps
-from tests.support.inside import ME, add, gate, say
-from tests.support.jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, Job
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
+from pstesting.script import ME, add, gate, say
 
 
 def drive(known, after):
@@ -33,7 +33,7 @@ def drive(known, after):
 def test_a_chief_that_dies_and_is_replaced(tmp_path):
     """Approved sections run without it; a new one waits and says for whom; the next chief goes on from there."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
-    with Job(drive, tmp_path, (20, 5), **keys) as job:
+    with ProcessCluster(drive, tmp_path, (20, 5), **keys) as job:
         for task in (W0, W1):
             job.hear(task, "at", 10)
         job.kill(CHIEF)
@@ -51,7 +51,7 @@ def test_a_chief_that_dies_and_is_replaced(tmp_path):
 def test_a_chief_that_does_not_come_back(tmp_path):
     """What needs one fails with `ChiefLost` before its deadline, everywhere, and names what to do."""
     timeouts = QUICK.__class__(**{**vars(QUICK), "chief": 5.0})
-    with Job(drive, tmp_path, (20, 5), workers=2, chief="driver", timeouts=timeouts, gates=["known"]) as job:
+    with ProcessCluster(drive, tmp_path, (20, 5), workers=2, chief="driver", timeouts=timeouts, gates=["known"]) as job:
         for task in (W0, W1):
             job.hear(task, "at", 10)
         job.kill(CHIEF)
@@ -64,7 +64,7 @@ def test_a_chief_that_does_not_come_back(tmp_path):
 def test_of_two_chiefs_the_older_is_refused(tmp_path):
     """One that was silent, and replaced, is told so when it speaks again; the job does not notice it."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
-    with Job(drive, tmp_path, (20, 5), **keys) as job:
+    with ProcessCluster(drive, tmp_path, (20, 5), **keys) as job:
         for task in (W0, W1):
             job.hear(task, "at", 10)
         older = job.cluster.processes[CHIEF]
@@ -87,7 +87,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
 def test_a_second_chief_is_refused_while_the_first_is_there(tmp_path):
     """It waits for a lease, says for whom, and ends; the first does not notice, and every sum is exact."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
-    with Job(drive, tmp_path, (20, 5), **keys) as job:
+    with ProcessCluster(drive, tmp_path, (20, 5), **keys) as job:
         for task in (W0, W1):
             job.hear(task, "at", 10)
         older = job.cluster.processes[CHIEF]
@@ -105,7 +105,7 @@ def test_a_second_chief_is_refused_while_the_first_is_there(tmp_path):
 def test_a_chief_that_was_paused_goes_on(tmp_path):
     """Its lease has ended, and nobody has taken its place: it opens again, with a new token, and the job goes on."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
-    with Job(drive, tmp_path, (20, 5), **keys) as job:
+    with ProcessCluster(drive, tmp_path, (20, 5), **keys) as job:
         for task in (W0, W1):
             job.hear(task, "at", 10)
         job.kill(CHIEF, signal.SIGSTOP)

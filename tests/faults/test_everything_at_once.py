@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.network import WAYS, Relay
+from pstesting.processes import CHIEF, PS0, PS1, W0, W1, W2, ProcessCluster
+from pstesting.script import ME, add_all, gate, say
 from pswire.cluster import Task
 from pswire.limits import Timeouts
-from tests.support.inside import ME, add_all, gate, say
-from tests.support.jobs import CHIEF, PS0, PS1, W0, W1, W2, Job
-from tests.support.silent_network import WAYS, Relay
 
 W3 = Task("worker", 3)
 WORKERS = (W0, W1, W2, W3)
@@ -52,10 +52,10 @@ def recorded():
 
 def sum_up(rounds, stops, relay, seconds):
     """Rounds on both servers, with a gate before the pushes in which (worker, round) is a stop."""
-    from tests.support import silent_network
+    from pstesting import network
 
     if ME == 1:
-        silent_network.through(relay, server=1)
+        network.through(relay, server=1)
     records = recorded()
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
@@ -116,7 +116,7 @@ class Scenario:
         gates = [f"{worker} at {round}" for worker, round in stops]
         keys = {"ps": 2, "workers": 4, "chief": "driver", "lane": "tcp", "timeouts": timeouts}
         args = (rounds, [list(stop) for stop in stops], self.relay.port, step)
-        self.job = stack.enter_context(Job(sum_up, directory, args, helpers=[recorded], gates=gates, **keys))
+        self.job = stack.enter_context(ProcessCluster(sum_up, directory, args, helpers=[recorded], gates=gates, **keys))
         self.second = stack.enter_context(self.job.server(PS1))
 
     def arrive(self, round, *workers):

@@ -15,12 +15,12 @@ import pytest
 import psclient as ps
 from psclient._src.launch.script import SERVER_LOST
 from psclient._src.transport import lane_selector as client_lanes
+from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
+from pstesting.script import ME, add_all, gate, say
 from pswire.limits import PART_BYTES
 from pswire.transport.sockets import HEAD
 from pswire.transport.traffic import LaneName
 from tests.support import lane_rig
-from tests.support.inside import ME, add_all, gate, say
-from tests.support.jobs import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, Job
 from tests.support.lane_rig import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
 from tests.support.rig import SOON, WORKERS
 
@@ -164,7 +164,7 @@ def hammer(rounds, calls):
 
 def test_the_variable_is_the_exact_sum(tmp_path, name):
     """2 servers, 3 workers, integers: the exact sum after each round, however often lanes break."""
-    with Job(hammer, tmp_path, (25, 30), ps=2, workers=3, lane=name) as job:
+    with ProcessCluster(hammer, tmp_path, (25, 30), ps=2, workers=3, lane=name) as job:
         for task in (W0, W1, W2):
             assert job.hear(task, "wrong") == []
             assert job.hear(task, "sums") == [6.0 * 325] * 2
@@ -217,7 +217,7 @@ def counts(*workers):
 def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, name):
     """No half contribution is ever visible, the others go on within the lease, and its memory is gone."""
     keys = {"ps": 1, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never", "go"], "lane": name}
-    with Job(endure, tmp_path, (8, [[0, 7]], 400_000, [1, 5]), **keys) as job:
+    with ProcessCluster(endure, tmp_path, (8, [[0, 7]], 400_000, [1, 5]), **keys) as job:
         job.hear(W1, "stalled")
         server = job.cluster.processes[PS0].pid
         path = named(server)
@@ -245,7 +245,7 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, name):
 def test_a_stopped_worker(tmp_path, name):
     """Its lease ends, and the others go on; when it runs again it is told, and disturbs nobody."""
     keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["go"], "lane": name}
-    with Job(endure, tmp_path, (12, [[1, 5], [0, 9]], 200_000, None), **keys) as job:
+    with ProcessCluster(endure, tmp_path, (12, [[1, 5], [0, 9]], 200_000, None), **keys) as job:
         job.hear(W1, "at", 5)
         job.kill(W1, signal.SIGSTOP)
         job.open("go")
@@ -267,7 +267,7 @@ def test_a_stopped_worker(tmp_path, name):
 def test_a_server_that_is_lost(tmp_path, name, number):
     """Every process knows which one within a lease; what it had in the file system goes with the next server."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"], "lane": name}
-    with Job(endure, tmp_path, (20, [[1, 5]], 200_000, None), **keys) as job:
+    with ProcessCluster(endure, tmp_path, (20, [[1, 5]], 200_000, None), **keys) as job:
         job.hear(W1, "at", 5)
         path, other = (named(job.cluster.processes[task].pid) for task in (PS1, PS0))
         assert path.is_socket()
@@ -301,7 +301,7 @@ def interrupted():
 @ON_ONE_LANE
 def test_control_c_while_a_push_waits(tmp_path, name):
     """The process ends at once, as one that waits for a call of gRPC."""
-    with Job(interrupted, tmp_path, gates=["never"], workers=2, lane=name) as job, job.server(PS0) as server:
+    with ProcessCluster(interrupted, tmp_path, gates=["never"], workers=2, lane=name) as job, job.server(PS0) as server:
         job.hear(W1, "away")
         job.hear(W0, "waits")
         job.until(lambda: any(W0 not in waiting.missing for waiting in server.status().waiting))

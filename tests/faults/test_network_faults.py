@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting import faults
+from pstesting.faults import Faults
+from pstesting.processes import PS0, W0, W1, W2, ProcessCluster
+from pstesting.script import ME, add_all, gate, say
 from pswire.limits import Timeouts
-from tests.support import faulty
-from tests.support.faulty import Faults
-from tests.support.inside import ME, add_all, gate, say
-from tests.support.jobs import PS0, W0, W1, W2, Job
 
 
 def hammer(rounds, rates):
-    faults = Faults(7 + ME, rates)
-    faulty.use(faults)
+    network = Faults(7 + ME, rates)
+    faults.use(network)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         small = ps.Variable(np.zeros(5), name="small")
@@ -33,7 +33,7 @@ def hammer(rounds, rates):
             wrong.append([step, expected, [float(value[0]) for value in found]])
     say("wrong", wrong)
     say("sums", [float(small[0]), float(large.numpy().min()), float(-weights[0]), int(optimizer.iterations)])
-    say("faults", faults.counts)
+    say("faults", network.counts)
 
 
 ALL = {"drop": 0.1, "cut": 0.05, "repeat": 0.05, "twice": 0.05, "late": 0.05, "lose": 0.1}
@@ -53,7 +53,7 @@ ALL = {"drop": 0.1, "cut": 0.05, "repeat": 0.05, "twice": 0.05, "late": 0.05, "l
 def test_the_variable_is_the_exact_sum(tmp_path, rates):
     """50 rounds, 2 servers, 3 workers, integers: the exact sum after each round, whatever the network does."""
     counts = []
-    with Job(hammer, tmp_path, (25, rates), ps=2, workers=3) as job:
+    with ProcessCluster(hammer, tmp_path, (25, rates), ps=2, workers=3) as job:
         for task in (W0, W1, W2):
             assert job.hear(task, "wrong") == []
             assert job.hear(task, "sums") == [6.0 * 325] * 3 + [25]
@@ -64,9 +64,9 @@ def test_the_variable_is_the_exact_sum(tmp_path, rates):
 
 def begin(rounds):
     """Worker 1 does not hear the answer to its first call until the others have begun."""
-    lost = faulty.LoseOnce("Open", lambda: (say("lost"), gate("begun")))
+    lost = faults.LoseOnce("Open", lambda: (say("lost"), gate("begun")))
     if ME == 1:
-        faulty.use(lost, only=0)
+        faults.use(lost, only=0)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(2), name="v")
@@ -77,7 +77,7 @@ def begin(rounds):
 
 def test_a_lost_answer_at_the_beginning(tmp_path):
     """Who asks again for its session gets the same one: the job that has begun with it does not lose it."""
-    with Job(begin, tmp_path, (10,), workers=3, gates=["begun"]) as job, job.server(PS0) as server:
+    with ProcessCluster(begin, tmp_path, (10,), workers=3, gates=["begun"]) as job, job.server(PS0) as server:
         job.hear(W1, "lost")
         job.until(lambda: server.status().epoch is not None)
         job.open("begun")
@@ -103,7 +103,7 @@ def end():
     def is_last(request):
         return any(entry.HasField("done") for entry in pb.ApproveRequest.FromString(request).entries)
 
-    faulty.use(faulty.LoseOnce("Approve", lambda: (until_gone(), say("lost", True)), is_last), only=1)
+    faults.use(faults.LoseOnce("Approve", lambda: (until_gone(), say("lost", True)), is_last), only=1)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(2), name="v")
@@ -112,6 +112,6 @@ def end():
 
 def test_a_lost_answer_at_the_end(tmp_path):
     """A server that has ended is not waited for until a lease is over, or a call's time."""
-    with Job(end, tmp_path, ps=2, workers=1, timeouts=Timeouts(lease=90.0, call=90.0)) as job:
+    with ProcessCluster(end, tmp_path, ps=2, workers=1, timeouts=Timeouts(lease=90.0, call=90.0)) as job:
         job.hear(W0, "lost", True)
         job.finish()  # in less than these

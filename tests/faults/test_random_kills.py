@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support import faulty
-from tests.support.faulty import Faults
-from tests.support.inside import ME, add_all, say
-from tests.support.jobs import CHIEF, QUICK, W0, W1, W2, Job
+from pstesting import faults
+from pstesting.faults import Faults
+from pstesting.processes import CHIEF, QUICK, W0, W1, W2, ProcessCluster
+from pstesting.script import ME, add_all, say
 
 
 def endure(rounds, rates):
     """Each contribution is a power of 1000, so that the sums' digits count contributions by worker."""
-    faulty.use(Faults(ME, rates))
+    faults.use(Faults(ME, rates))
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(50_000), name="v")
@@ -46,7 +46,7 @@ def test_every_contribution_counts_once_and_whole(tmp_path, seed, rates):
     choices = random.Random(seed)
     deaths = dict.fromkeys((W0, W1, W2, CHIEF), 0)
     keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK}
-    with Job(endure, tmp_path, (800, rates), **keys) as job:
+    with ProcessCluster(endure, tmp_path, (800, rates), **keys) as job:
         job.hear(W0, "did", 0)
         while max(job.said(W0, "did")) < 650:
             task = choices.choice(list(deaths))

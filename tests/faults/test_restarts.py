@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.launch.cluster import Outcome
+from psclient._src.launch.outcome import Outcome
 from psclient._src.launch.script import SERVER_LOST
-from tests.support.inside import DIRECTORY, ME, add_all, gate, say
-from tests.support.jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, Job
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add_all, gate, say
 
 
 def count(rounds):
@@ -56,7 +56,7 @@ FOLLOWED = [f"ended because a server was lost (exit code {SERVER_LOST}); replace
 )
 def test_a_server_s_loss_costs_one_restart(tmp_path, number, how):
     """However many processes end because of it, and whether its process has failed, ended in good order, or hangs."""
-    with Job(count, tmp_path, (8,), **{**KEYS, "restarts": 1}) as job:
+    with ProcessCluster(count, tmp_path, (8,), **{**KEYS, "restarts": 1}) as job:
         for task in (W0, W1):
             job.hear(task, "at")
         job.kill(PS1, number)
@@ -78,7 +78,7 @@ def test_a_server_s_loss_costs_one_restart(tmp_path, number, how):
 )
 def test_what_fails_by_itself_counts(tmp_path, killed, blamed):
     """Two that are killed at once are two causes: one restart is not enough, and the report is about one of the two."""
-    with Job(count, tmp_path, (8,), **{**KEYS, "restarts": 1}) as job:
+    with ProcessCluster(count, tmp_path, (8,), **{**KEYS, "restarts": 1}) as job:
         for task in (W0, W1):
             job.hear(task, "at")
         for task in killed:
@@ -102,7 +102,7 @@ def again(rounds):
 def test_a_server_that_dies_again_and_again_ends_the_cluster(tmp_path):
     """Each death costs a restart; the report is about the server, and not about those that it takes with it."""
     with (
-        Job(again, tmp_path, (1_000_000,), **{**KEYS, "restarts": 2}) as job,
+        ProcessCluster(again, tmp_path, (1_000_000,), **{**KEYS, "restarts": 2}) as job,
         ThreadPoolExecutor(1) as pool,
     ):
         outcome = pool.submit(job.cluster.wait, SECONDS)
@@ -137,7 +137,7 @@ def lose(lives):
 def test_a_client_that_loses_a_server_which_answers_counts_itself(tmp_path, monkeypatch, lives, code):
     """For all that lose one at the time; who loses one in its next life as well counts again."""
     monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)  # no job begins: servers wait for one
-    with Job(lose, tmp_path, (lives,), ps=1, workers=3, restarts=1) as job:
+    with ProcessCluster(lose, tmp_path, (lives,), ps=1, workers=3, restarts=1) as job:
         assert job.cluster.wait(SECONDS).code == code
         left = [line for task in (W0, W1, W2) for line in replaced(job, task)]
         assert sorted(left)[0::3] == FOLLOWED[:1]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, add, gate, say
-from tests.support.jobs import QUICK, W0, W1, W2, Job
+from pstesting.processes import QUICK, W0, W1, W2, ProcessCluster
+from pstesting.script import ME, add, gate, say
 
 MILLION = 1_000_000
 """What a replica of worker 1 adds in a step; those of others add 1, so that the sum counts both."""
@@ -96,7 +96,7 @@ def adam_of(gradients):
 def test_each_run_that_returned_has_counted(tmp_path, devices):
     """Also the first one of a worker that came back: once, computed with the values and the R of its round."""
     keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": GATES}
-    with Job(train, tmp_path, (devices, MILLION, MILLION * RUNS * len(devices)), (stop_at,), **keys) as job:
+    with ProcessCluster(train, tmp_path, (devices, MILLION, MILLION * RUNS * len(devices)), (stop_at,), **keys) as job:
         come_back(job)
         total, trained, steps, made, mine = job.hear(W1, "sums")
         assert job.hear(W0, "sums")[:4] == [total, trained, steps, made]
@@ -119,8 +119,10 @@ def test_each_run_that_returned_has_counted(tmp_path, devices):
 
 def look(million, enough):
     """Each step computes in a run, and makes its section outside of it."""
+    import logging
+
     told = []
-    ps.parameter_server.log.addFilter(lambda record: told.append(record.getMessage()) or True)
+    logging.getLogger("psclient").addFilter(lambda record: told.append(record.getMessage()) or True)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros((), "int64"), name="v")
@@ -144,7 +146,7 @@ def look(million, enough):
 def test_what_cannot_be_computed_again_is_told_before_the_look_returns(tmp_path):
     """A section outside of every run, which was computed before its worker took part, adds nothing, and says so."""
     keys = {"workers": 2, "chief": "driver", "timeouts": QUICK, "gates": GATES}
-    with Job(look, tmp_path, (MILLION, MILLION * RUNS), (stop_at,), **keys) as job:
+    with ProcessCluster(look, tmp_path, (MILLION, MILLION * RUNS), (stop_at,), **keys) as job:
         come_back(job)
         assert job.hear(W1, "did") == [1, 1]
         told = job.hear_error(W1, "does not count")

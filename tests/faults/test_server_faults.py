@@ -14,8 +14,8 @@ import pytest
 
 import psclient as ps
 from psclient._src.launch.script import SERVER_LOST
-from tests.support.inside import DIRECTORY, ME, add_all, gate, say
-from tests.support.jobs import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, Job
+from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add_all, gate, say
 
 
 def serve(rounds, stops):
@@ -54,7 +54,7 @@ KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["
 @pytest.mark.parametrize("server", [PS0, PS1])
 def test_a_server_that_is_lost(tmp_path, server):
     """Killed: within a lease every process knows which one, whatever it does, and ends."""
-    with Job(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
+    with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
         job.hear(W1, "at", 5)
         job.kill(server)
         began = time.monotonic()
@@ -73,7 +73,7 @@ def test_a_server_that_is_lost(tmp_path, server):
 @pytest.mark.parametrize("server", [PS0, PS1])
 def test_a_server_that_pauses_is_waited_for(tmp_path, server):
     """For two leases: everybody says that it is silent, nobody ends, and all goes on where it was."""
-    with Job(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
+    with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
         job.hear(W1, "at", 5)
         job.kill(server, signal.SIGSTOP)
         time.sleep(2 * QUICK.lease)
@@ -96,7 +96,7 @@ def test_a_server_that_is_silent_for_too_long_is_lost(tmp_path, server):
     it was server 0, nobody has said that it is lost, and the job goes on from the variables, which are there.
     """
     timeouts = dataclasses.replace(QUICK, server=3.0)
-    with Job(serve, tmp_path, (20, [[1, 5]]), **{**KEYS, "timeouts": timeouts}) as job:
+    with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **{**KEYS, "timeouts": timeouts}) as job:
         job.hear(W1, "at", 5)
         job.kill(server, signal.SIGSTOP)
         for task in (W0, CHIEF):
@@ -131,7 +131,7 @@ def join(rounds):
 
 def test_who_opens_its_sessions_learns_that_a_server_is_lost(tmp_path):
     """As all others do, and not only when `PS_TIMEOUT_START` is over."""
-    with Job(join, tmp_path, (5,), **KEYS) as job:
+    with ProcessCluster(join, tmp_path, (5,), **KEYS) as job:
         for task in (W0, W1):
             job.hear(task, "at", 0)
         job.kill(PS1, signal.SIGSTOP)  # it lets in nobody, and is not lost yet
@@ -157,7 +157,7 @@ def test_a_server_that_is_replaced(tmp_path, server):
 
     One worker comes back before the chief: it is as new as all others.
     """
-    with Job(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
+    with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
         job.hear(W1, "at", 5)
         job.kill(server)
         job.start(server)
@@ -195,7 +195,7 @@ def test_the_launcher_starts_a_job_anew(tmp_path):
             strategy.run(lambda: add_all([(v, np.ones(4)), (u, np.ones(4))]))
         say("sums", [float(v[0]), float(u[0])])
 
-    with Job(once, tmp_path, (12,), **{**KEYS, "restarts": 8}) as job:
+    with ProcessCluster(once, tmp_path, (12,), **{**KEYS, "restarts": 8}) as job:
         for task in (W0, W1):
             job.hear(task, "at", 5)
         job.kill(PS1)

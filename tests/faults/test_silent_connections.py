@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
+from pstesting.script import CONFIG, ME, add_all, say
 from pswire.security.identity import Security
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName
 from tests.support import packets
 from tests.support.certificates import Certificates
-from tests.support.inside import CONFIG, ME, add_all, say
-from tests.support.jobs import PS0, QUICK, W0, W1, Job
 from tests.support.lane_rig import ON_ONE_LANE, SIZE, Proxy, Site, eventually
 from tests.support.rig import WORKERS
 
@@ -351,7 +351,7 @@ def lose(rounds, when):
 )
 def test_a_job_goes_on_when_connections_become_silent(tmp_path: Path, lane: str, what: str) -> None:
     """All of a worker's, with both servers, in the middle of the job: the sums are exact, and all end with 0."""
-    with Job(lose, tmp_path, (12, {3: what, 8: what}), ps=2, workers=2, timeouts=QUICK, lane=lane) as job:
+    with ProcessCluster(lose, tmp_path, (12, {3: what, 8: what}), ps=2, workers=2, timeouts=QUICK, lane=lane) as job:
         for task in (W0, W1):
             assert job.hear(task, "sums") == [3.0 * 78] * 2
         if what == "lanes":

@@ -12,9 +12,9 @@ import numpy as np
 import psclient as ps
 from psclient._src.processes.process import start_server
 from psclient._src.transport.remote_server import RemoteServer
+from pstesting.processes import QUICK, SECONDS, until
+from pstesting.script import add
 from pswire.cluster import ClusterSpec, Task
-from tests.support.inside import add
-from tests.support.jobs import QUICK, SECONDS, until
 
 
 def free_address():

@@ -16,6 +16,7 @@ from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
 from psserver.execution import calls
 from psserver.transport.server import ServerThread
+from pstesting.clock import Clock
 from pswire.api import Contribution
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS, parse, refused
@@ -24,7 +25,7 @@ from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame, frames
 from pswire.transport.payload import Assembly
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, core, eventually, payload, sum_into, together
+from tests.support.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]
 SIZE = PART_BYTES // 4

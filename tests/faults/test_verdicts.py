@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import DIRECTORY, ME, add, add_all, gate, say
-from tests.support.jobs import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, Job
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add, add_all, gate, say
 
 HASTY = dataclasses.replace(QUICK, round=3 * QUICK.lease)
 """The shortest time for a round that may be set."""
@@ -57,7 +57,7 @@ def test_a_hung_worker_is_left_out(tmp_path):
     """
     stops = [[1, 5], [2, 2], [0, 7]]
     gates = [f"{worker} at {round}" for worker, round in stops]
-    with Job(count, tmp_path, (20, stops), **KEYS, gates=gates) as job, job.server(PS0) as keeper:
+    with ProcessCluster(count, tmp_path, (20, stops), **KEYS, gates=gates) as job, job.server(PS0) as keeper:
         job.hear(W2, "at", 2)
         job.hear_error(CHIEF, f"round 2 has waited for {W2}")
         job.open("2 at 2")
@@ -89,7 +89,7 @@ def test_a_hung_worker_is_left_out(tmp_path):
 def test_who_waits_for_a_hung_worker_without_a_chief_is_told_for_whom(tmp_path, lane):
     """Two leases after the chief would have dropped it, the wait of the others ends with an error that names it."""
     keys = {**KEYS, "workers": 2, "lane": lane}
-    with Job(count, tmp_path, (20, [[1, 5]]), **keys, gates=["1 at 5"]) as job:
+    with ProcessCluster(count, tmp_path, (20, [[1, 5]]), **keys, gates=["1 at 5"]) as job:
         job.hear(W1, "at", 5)
         job.kill(CHIEF)
         job.hear_error(W0, f"waits in round 5 for {W1}")
@@ -105,7 +105,7 @@ def outcome(process: subprocess.Popen[bytes]) -> tuple[int, str]:
 
 def test_a_second_process_and_a_second_job_are_refused(tmp_path):
     """With a sentence that says what to do; the job that runs does not notice."""
-    with Job(count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2}, gates=["0 at 5"]) as job:
+    with ProcessCluster(count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2}, gates=["0 at 5"]) as job:
         job.hear(W0, "at", 5)
         strays = [job.stray(W1), job.stray(W0, PS_JOB="blue"), job.stray(CHIEF)]
         (second, said), (other, refused), (chief, rival) = map(outcome, strays)
@@ -126,7 +126,7 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
 
     While one of its processes is there, that is refused, too.
     """
-    with Job(count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2}, gates=["0 at 5"]) as job:
+    with ProcessCluster(count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2}, gates=["0 at 5"]) as job:
         servers = ",".join(job.cluster.addresses[task] for task in (PS0, PS1))
         psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "end"]
         environ = os.environ | job.cluster._options.variables()
@@ -181,7 +181,9 @@ def test_a_newcomer_that_differs_ends_alone(tmp_path, first):
     stops = [[1, 1, 2], [0, 1, 4], [0, 1, 5], [1, 2, 5], [0, 1, 8]]
     gates = [f"{worker} at {round}" for worker, _, round in stops]
     with (
-        Job(differ, tmp_path, (40, stops), ps=2, workers=2, chief="driver", timeouts=QUICK, gates=gates) as job,
+        ProcessCluster(
+            differ, tmp_path, (40, stops), ps=2, workers=2, chief="driver", timeouts=QUICK, gates=gates
+        ) as job,
         job.server(PS0) as keeper,
         job.server(PS1) as holder,
     ):
@@ -225,7 +227,7 @@ def test_a_refused_connection_may_be_silence(tmp_path):
     """Behind a proxy nobody knows who refuses: with PS_REFUSED=silence it takes as long as silence does."""
     timeouts = dataclasses.replace(QUICK, server=4.0)
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts, "more": {"PS_REFUSED": "silence"}}
-    with Job(count, tmp_path, (20, [[1, 5]]), **keys, gates=["1 at 5"]) as job:
+    with ProcessCluster(count, tmp_path, (20, [[1, 5]]), **keys, gates=["1 at 5"]) as job:
         job.hear(W1, "at", 5)
         job.kill(PS1)
         assert "PS_TIMEOUT_SERVER" in job.hear_error(W0, f"error: {PS1}: was lost")

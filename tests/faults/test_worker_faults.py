@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support import faulty
-from tests.support.faulty import Stall
-from tests.support.inside import ME, add_all, gate, open_gate, say
-from tests.support.jobs import CHIEF, MARGIN, PS0, QUICK, SECONDS, W0, W1, W2, Job
+from pstesting import faults
+from pstesting.faults import Stall
+from pstesting.processes import CHIEF, MARGIN, PS0, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.script import ME, add_all, gate, open_gate, say
 
 LEASE = QUICK.lease
 
@@ -20,7 +20,7 @@ LEASE = QUICK.lease
 def endure(rounds, stops, elements, stall):
     """Each contribution is a power of 100, so that the sums' digits count contributions by worker."""
     if stall and stall[0] == ME:
-        faulty.use(Stall(lambda: strategy.round == stall[1], lambda: (say("stalled"), gate("never"))), only=1)
+        faults.use(Stall(lambda: strategy.round == stall[1], lambda: (say("stalled"), gate("never"))), only=1)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(elements), name="v")
@@ -52,7 +52,7 @@ def after_the_lease(job, task, round, began):
 def test_a_worker_killed_between_rounds(tmp_path):
     """The round completes within the lease, without it and saying so; the others end cleanly."""
     keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
-    with Job(endure, tmp_path, (12, [[1, 5]], 4, None), **keys) as job:
+    with ProcessCluster(endure, tmp_path, (12, [[1, 5]], 4, None), **keys) as job:
         job.hear(W1, "at", 5)
         job.kill(W1)
         began = time.monotonic()
@@ -68,7 +68,7 @@ def test_a_worker_killed_between_rounds(tmp_path):
 def test_a_worker_killed_in_the_middle_of_a_push(tmp_path):
     """What had arrived whole counts, what had not does not: no half contribution is ever visible."""
     keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never"]}
-    with Job(endure, tmp_path, (8, [], 1_200_000, [1, 5]), **keys) as job:
+    with ProcessCluster(endure, tmp_path, (8, [], 1_200_000, [1, 5]), **keys) as job:
         job.hear(W1, "stalled")
         # The other server has all three contributions, and its round is complete.
         with job.server(PS0) as server:
@@ -86,7 +86,7 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path):
 def test_a_stopped_worker(tmp_path):
     """Its lease ends, and the others go on; when it runs again it is told, and disturbs nobody."""
     keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["go"]}
-    with Job(endure, tmp_path, (12, [[1, 5], [0, 9]], 4, None), **keys) as job:
+    with ProcessCluster(endure, tmp_path, (12, [[1, 5], [0, 9]], 4, None), **keys) as job:
         job.hear(W1, "at", 5)
         job.kill(W1, signal.SIGSTOP)
         job.open("go")
@@ -110,7 +110,7 @@ def test_a_worker_that_leaves_early(tmp_path):
             strategy.run(lambda: add_all([(v, np.full(2, 100.0**ME))]))
         say("sums", v.numpy())
 
-    with Job(leave, tmp_path, ([20, 5],), workers=2, chief="driver") as job:
+    with ProcessCluster(leave, tmp_path, ([20, 5],), workers=2, chief="driver") as job:
         job.finish()
         assert job.said(W0, "sums")[0][0] in (counts(20, 5), counts(20, 5))
 
@@ -169,7 +169,7 @@ def test_a_worker_that_dies_and_comes_back(tmp_path, chief, deaths):
     stops = [stop for n in range(deaths) for stop in ([1, 3 + 8 * n, "never"], [0, 6 + 8 * n, f"go{n}"])]
     keys = {"workers": 2, "chief": chief, "timeouts": QUICK, "gates": {gate for *_, gate in stops}}
     lost = set()
-    with Job(learn, tmp_path, (240, 6, stops), **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(learn, tmp_path, (240, 6, stops), **keys) as job, job.server(PS0) as server:
         for n in range(deaths):
             job.hear(W1, "at", 3 + 8 * n)
             job.kill(W1)
@@ -196,7 +196,7 @@ def test_all_workers_die_and_new_ones_come(tmp_path):
     """Training goes on from the live variables and the data's position: every row counts once."""
     stops = [[0, 5, "go"], [1, 5, "go"]]
     keys = {"workers": 2, "chief": "driver", "gates": ["go"], "timeouts": QUICK}
-    with Job(learn, tmp_path, (80, 4, stops), **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(learn, tmp_path, (80, 4, stops), **keys) as job, job.server(PS0) as server:
         for task in (W0, W1):
             job.hear(task, "at", 5)
         for task in (W0, W1):
@@ -215,7 +215,7 @@ def test_all_workers_die_and_new_ones_come(tmp_path):
 def test_worker_0_as_chief_dies_and_comes_back(tmp_path):
     """With it the chief dies; the other waits and says so, and goes on when both are back."""
     stops = [[0, 3, "never"]]
-    with Job(learn, tmp_path, (40, 4, stops), workers=2, gates=["never"], timeouts=QUICK) as job:
+    with ProcessCluster(learn, tmp_path, (40, 4, stops), workers=2, gates=["never"], timeouts=QUICK) as job:
         job.hear(W0, "at", 3)
         lost = job.said(W0, "took")[-1][1]
         job.kill(W0)
@@ -259,7 +259,7 @@ def look_again(rows, batch):
 def test_what_was_read_before_taking_part_is_read_again(tmp_path):
     """A worker that comes back when the others are done finds nothing left to do, and the value as it is then."""
     gates = ["look", "0 at 2", "1 at 2", "0 at 4"]
-    with Job(look_again, tmp_path, (24, 4), workers=2, chief="driver", gates=gates, timeouts=QUICK) as job:
+    with ProcessCluster(look_again, tmp_path, (24, 4), workers=2, chief="driver", gates=gates, timeouts=QUICK) as job:
         before = come_back_behind(job)
         sums = job.hear(W0, "sums")
         assert 0 < before < sums[0]
@@ -293,7 +293,7 @@ def test_a_worker_without_data_of_its_own_comes_back(tmp_path):
         say("sums", float(v[0]))
 
     keys = {"workers": 2, "chief": "driver", "gates": ["go", "never"], "timeouts": QUICK}
-    with Job(work, tmp_path, ((12, 4),), **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(work, tmp_path, ((12, 4),), **keys) as job, job.server(PS0) as server:
         job.hear(W1, "at", 3)
         job.kill(W1)
         job.hear(W0, "at", 6)
@@ -326,7 +326,9 @@ def test_the_launcher_replaces_a_worker(tmp_path):
                 gate("go")
         say("sums", [float(v[0]), strategy.round])
 
-    with Job(fail_once, tmp_path, (20,), workers=2, chief="driver", restarts=1, gates=["go"], timeouts=QUICK) as job:
+    with ProcessCluster(
+        fail_once, tmp_path, (20,), workers=2, chief="driver", restarts=1, gates=["go"], timeouts=QUICK
+    ) as job:
         job.finish()
         total, _ = job.said(W0, "sums")[0]
         assert total % 100 == 20
@@ -346,7 +348,7 @@ def test_a_worker_that_fails_ends_all(tmp_path):
                 raise ValueError("an accident")
             strategy.run(lambda: add_all([(v, np.ones(2))]))
 
-    with Job(fail, tmp_path, (20,), ps=2, workers=3, chief="driver") as job:
+    with ProcessCluster(fail, tmp_path, (20,), ps=2, workers=3, chief="driver") as job:
         outcome = job.cluster.wait(SECONDS)
         assert (outcome.code, outcome.task) == (1, W1)
         assert outcome.report.endswith("ValueError: an accident")

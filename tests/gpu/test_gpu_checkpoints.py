@@ -10,8 +10,9 @@ import pytest
 
 from psclient._src import devices
 from psserver.core.core import Core
+from pstesting.clock import Clock
 from pswire.limits import Timeouts
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, manifest_of, sum_into, together
+from tests.support.rig import SOON, WORKERS, Job, Servers, manifest_of, sum_into, together
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,9 +16,10 @@ from psclient._src.devices import Download
 from psclient._src.distribute.reduction import combine
 from psserver.core.core import Core
 from psserver.devices import Device as ServerDevice
+from pstesting.clock import Clock
 from pswire.limits import Timeouts
 from pswire.transport.traffic import LANES, LaneName
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, given, remote, sum_into, together
+from tests.support.rig import SOON, WORKERS, Job, Servers, given, remote, sum_into, together
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,11 +7,10 @@ import pytest
 
 from psclient._src import devices
 from psserver.devices import Device
-from psserver.execution import executor
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import apply_rows
 from pswire.model.tensor import TensorSpec
-from tests.support.programs import job_of, plan_of, same_bits, traced
+from tests.support.programs import job_of, plan_of, run, same_bits, traced
 from tests.support.rig import WORKERS
 
 pytestmark = [
@@ -43,9 +42,9 @@ def test_kernels_give_the_interpreters_bits() -> None:
     with kernels.device.scope():
         values = {n: kernels.device.put(rng.random(1000, "float32")) for n in range(2)}
         before = {n: kernels.device.get(value) for n, value in values.items()}
-        first = executor.run(job, 0, kernels, values)
+        first = run(job, kernels, values)
         kernels.compiler.wait()
-        second = executor.run(job, 0, kernels, values, frozenset([0, 1]))
+        second = run(job, kernels, values, frozenset([0, 1]))
         for n in range(2):
             assert same_bits(kernels.device.get(first.assigned[n]), kernels.device.get(second.assigned[n]))
             assert same_bits(kernels.device.get(values[n]), before[n])
@@ -65,9 +64,9 @@ def test_values_that_are_not_finite_are_found_on_the_device(patience: int) -> No
         for bad in (True, False):
             contributions = gradients if bad else gradients[::2]
             job = job_of(plan_of(program), contributions, operands)
-            executor.run(job, 0, kernels, values)
+            run(job, kernels, values)
             kernels.compiler.wait()
-            found = executor.run(job, 0, kernels, values).found
+            found = run(job, kernels, values).found
             assert found.contributions == ([(0, WORKERS[1])] if bad else [])
             assert found.variables == ({0: False} if bad else {})
     kernels.close()

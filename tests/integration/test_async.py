@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, add_all, gate, say
-from tests.support.jobs import CALM, PS0, PS1, QUICK, W0, W1, Job
+from pstesting.processes import CALM, PS0, PS1, QUICK, W0, W1, ProcessCluster
+from pstesting.script import ME, add_all, gate, say
 
 
 def push_alone(rounds, stops):
@@ -38,7 +38,7 @@ def total(*pushes):
 def test_the_slow_do_not_hold_up_the_fast(tmp_path):
     """One does all its rounds while the other stands; at the end every push of both has been counted once."""
     keys = {"ps": 2, "workers": 2, "gates": ["go1", "end"], "timeouts": CALM}
-    with Job(push_alone, tmp_path, (60, [[1, 5]]), **keys) as job:
+    with ProcessCluster(push_alone, tmp_path, (60, [[1, 5]]), **keys) as job:
         job.hear(W1, "at", 5)
         job.hear(W0, "done", 60)
         assert job.said(W1, "did") == list(range(5))
@@ -54,7 +54,7 @@ def test_the_slow_do_not_hold_up_the_fast(tmp_path):
 def test_a_killed_worker_holds_nobody_up_and_goes_on_where_it_was(tmp_path):
     """The other does not notice; started again, it makes the rounds that it had left, and no other twice."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"], "timeouts": QUICK}
-    with Job(push_alone, tmp_path, (40, [[1, 7]]), **keys) as job:
+    with ProcessCluster(push_alone, tmp_path, (40, [[1, 7]]), **keys) as job:
         job.hear(W1, "at", 7)
         job.kill(W1)
         job.hear(W0, "done", 40)
@@ -72,7 +72,7 @@ def test_a_worker_that_was_thought_dead_is_told(tmp_path):
     """What it sends after its lease has ended does not count; what was answered before does."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"], "timeouts": QUICK}
     with (
-        Job(push_alone, tmp_path, (40, [[1, 7]]), **keys) as job,
+        ProcessCluster(push_alone, tmp_path, (40, [[1, 7]]), **keys) as job,
         job.server(PS0) as first,
         job.server(PS1) as second,
     ):
@@ -94,7 +94,7 @@ def test_a_worker_that_was_thought_dead_is_told(tmp_path):
 def test_a_worker_dies_again_and_again(tmp_path):
     """What was answered counts once; of what was under way at a death each server counts all or nothing."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["end"], "timeouts": QUICK}
-    with Job(push_alone, tmp_path, (600, []), **keys) as job:
+    with ProcessCluster(push_alone, tmp_path, (600, []), **keys) as job:
         for round in (40, 200, 360):
             job.hear(W1, "did", round)
             job.kill(W1)
@@ -133,7 +133,7 @@ def learn_alone(rows, batch, stops):
 def test_every_example_counts_once(tmp_path):
     """Also where a worker dies with a batch in its hands: started again, it takes that batch first."""
     keys = {"workers": 2, "chief": "driver", "gates": ["go1", "end"], "timeouts": QUICK}
-    with Job(learn_alone, tmp_path, (120, 8, [[1, 4]]), **keys) as job:
+    with ProcessCluster(learn_alone, tmp_path, (120, 8, [[1, 4]]), **keys) as job:
         job.hear(W1, "at", 4)
         job.kill(W1)
         job.hear(W0, "done", 15)
@@ -168,7 +168,7 @@ def restore_alone(directory):
 
 def test_who_restores_late_undoes_nothing(tmp_path):
     """The first process says whether there was a checkpoint; what it has pushed since stays."""
-    with Job(restore_alone, tmp_path, ("run",), workers=2, gates=["go1", "end"]) as job:
+    with ProcessCluster(restore_alone, tmp_path, ("run",), workers=2, gates=["go1", "end"]) as job:
         assert job.hear(W0, "pushed") == 1.0
         job.open("go1")
         assert job.hear(W1, "pushed") == 11.0
@@ -189,7 +189,7 @@ def test_all_processes_have_one_consistency(tmp_path):
         say("open")
         gate("end")
 
-    with Job(differ, tmp_path, (), workers=2, gates=["go1", "end"]) as job:
+    with ProcessCluster(differ, tmp_path, (), workers=2, gates=["go1", "end"]) as job:
         job.hear(W0, "open")
         job.open("go1")
         assert job.exited(W1) == 2

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.processes import CHIEF, W0, W1, ProcessCluster
+from pstesting.script import ME, add_all, gate, say
 from pswire.server_options import ServerOptions
-from tests.support.inside import ME, add_all, gate, say
-from tests.support.jobs import CHIEF, W0, W1, Job
 
 STRATEGIES = ("greedy", "round_robin")
 
@@ -29,7 +29,7 @@ def grow():
 def test_places_outlive_the_chief_and_a_worker(tmp_path):
     """A worker that comes back places what it creates next where the others do; slot variables count."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["more"]}
-    with Job(grow, tmp_path, **keys) as job:
+    with ProcessCluster(grow, tmp_path, **keys) as job:
         for task in (W0, W1):
             assert job.hear(task, "built") == [[0], [1], [1], [1]]
         for task in (CHIEF, W1):
@@ -57,7 +57,7 @@ def disagree():
 
 def test_processes_that_place_otherwise_are_told(tmp_path):
     """Whoever comes second to the first variable that differs, with both places."""
-    with Job(disagree, tmp_path, ps=2, workers=2) as job:
+    with ProcessCluster(disagree, tmp_path, ps=2, workers=2) as job:
         told = [job.hear(task, "told") for task in (W0, W1)]
         job.finish()
     (message,) = filter(None, told)
@@ -92,7 +92,7 @@ def test_a_checkpoint_does_not_know_places(tmp_path):
     for servers, path, name in [(2, "", "greedy"), (3, "run", "round_robin"), (1, "run", "greedy")]:
         directory = tmp_path / str(servers)
         directory.mkdir()
-        with Job(keep, directory, (path, name), ps=servers, server=root) as job:
+        with ProcessCluster(keep, directory, (path, name), ps=servers, server=root) as job:
             job.finish()
         places += job.said(W0, "places")
         values += job.said(W0, "values")
@@ -117,7 +117,7 @@ def fill(ps_strategy):
 @pytest.mark.parametrize("ps_strategy", STRATEGIES)
 def test_a_full_server_is_passed_over(tmp_path, ps_strategy):
     """What does not fit on one goes to another, by either strategy; what fits on none is refused, with the limit."""
-    with Job(fill, tmp_path, (ps_strategy,), ps=2, server=ServerOptions(memory_limit="8000")) as job:
+    with ProcessCluster(fill, tmp_path, (ps_strategy,), ps=2, server=ServerOptions(memory_limit="8000")) as job:
         job.finish()
     assert job.said(W0, "placed") == [[[0], [1], [1], [0], [1]]]
     (message,) = job.said(W0, "refused")

@@ -13,9 +13,10 @@ import pytest
 
 import psclient as ps
 from psclient._src.processes.process import start_server
+from pstesting.processes import CALM, PS0, PS1, SECONDS, ProcessCluster, until
+from pstesting.script import add, gate, say
 from pswire.cluster import ClusterSpec
-from tests.support.inside import add, gate, say
-from tests.support.jobs import CALM, PS0, PS1, SECONDS, Job, children, listens, until
+from tests.support.residue import children, listens
 
 
 def work(rounds):
@@ -35,7 +36,7 @@ def work(rounds):
 def test_a_job_leaves_nothing_behind(tmp_path, chief):
     """All processes exit with 0 by themselves; their ports are free, and the names of their sockets are gone."""
     before = children()
-    with Job(work, tmp_path, (5,), gates=["looked"], ps=2, workers=2, chief=chief) as job:
+    with ProcessCluster(work, tmp_path, (5,), gates=["looked"], ps=2, workers=2, chief=chief) as job:
         for task in job.runners:
             job.hear(task, "worked", True)
         sockets = [path for task in (PS0, PS1) for path in _sockets(job.cluster.processes[task].pid)]

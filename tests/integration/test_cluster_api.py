@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, say  # the programs use it
-from tests.support.jobs import Job
+from pstesting.processes import ProcessCluster
+from pstesting.script import ME, say  # the programs use it
 
 
 def trained(strategy):
@@ -133,7 +133,7 @@ def program(what, replicas):
 def from_cluster(directory, what, replicas):
     """What each of several processes found, each with so many replicas, with two servers."""
     helpers = [trained, asked, rows_of]
-    with Job(program, directory, (what, replicas), helpers=helpers, ps=2, workers=len(replicas)) as job:
+    with ProcessCluster(program, directory, (what, replicas), helpers=helpers, ps=2, workers=len(replicas)) as job:
         found = [job.hear(task, "found") for task in job.runners]
         job.finish()
     return found

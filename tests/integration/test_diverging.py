@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, add, say
-from tests.support.jobs import W0, W1, W2, Job
+from pstesting.processes import W0, W1, W2, ProcessCluster
+from pstesting.script import ME, add, say
 
 SOON = 30.0
 """Seconds within which everyone knows: a few beats; less than a lease, on a machine that others use."""
@@ -65,7 +65,7 @@ def test_everyone_is_told_where_the_others_are(tmp_path, kind, servers, words):
 
     A script that catches it, and ends, ends its process: nobody waits for a job that cannot go on.
     """
-    with Job(diverge, tmp_path, (kind,), ps=servers, workers=3) as job:
+    with ProcessCluster(diverge, tmp_path, (kind,), ps=servers, workers=3) as job:
         for task in (W0, W1, W2):
             text, seconds = job.hear(task, "diverged")
             odd = W0 if kind == "variable" else W1
@@ -103,7 +103,7 @@ def fail_in_the_third(failing):
 
 def test_who_leaves_a_section_out_cannot_go_on_with_the_next(tmp_path):
     """Though all sections are alike: the one after that which failed is not taken for it."""
-    with Job(fail_in_the_third, tmp_path, ([1],), workers=2) as job:
+    with ProcessCluster(fail_in_the_third, tmp_path, ([1],), workers=2) as job:
         assert job.hear(W1, "failed") == 3
         for task in (W0, W1):
             text = job.hear(task, "diverged")
@@ -114,7 +114,7 @@ def test_who_leaves_a_section_out_cannot_go_on_with_the_next(tmp_path):
 
 def test_a_section_that_fails_everywhere_is_left_out_by_all(tmp_path):
     """They go on together, and nothing of it has counted."""
-    with Job(fail_in_the_third, tmp_path, ([0, 1],), workers=2) as job:
+    with ProcessCluster(fail_in_the_third, tmp_path, ([0, 1],), workers=2) as job:
         for task in (W0, W1):
             assert job.hear(task, "sums") == [5 * 2.0, 6]
         job.finish()

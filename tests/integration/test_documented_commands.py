@@ -112,7 +112,7 @@ def test_a_fourth_shell_drives(home):
 
 
 def test_the_readme_from_the_top(home):
-    """Each command of it, and of what it leads to, ends well, in their order; resuming goes on, the clone stays clean."""
+    """Each command of it and of the next page ends well, in order; resuming goes on, the clone stays clean."""
     ((_, rest),) = shells_and_the_rest("docs/running.md")
     for block in [*blocks("README.md"), *rest]:
         out = run(typed(block), home)

@@ -6,9 +6,9 @@ import numpy as np
 
 import psclient as ps
 from psclient._src.launch.cluster import EVALUATOR
+from pstesting.processes import ProcessCluster
+from pstesting.script import DIRECTORY, gate, say
 from tests.support.events import scalars
-from tests.support.inside import DIRECTORY, gate, say
-from tests.support.jobs import Job
 
 SAVES = 3
 
@@ -61,7 +61,9 @@ def test_an_evaluator_sees_each_checkpoint(tmp_path):
     Of the workers one alone writes summaries, and what the evaluator sees is what that one saw.
     """
     gates = [f"saved-{step}" for step in range(1, SAVES + 1)]
-    with Job(train_or_evaluate, tmp_path, (SAVES,), (train, evaluate), gates, ps=2, workers=2, evaluator=True) as job:
+    with ProcessCluster(
+        train_or_evaluate, tmp_path, (SAVES,), (train, evaluate), gates, ps=2, workers=2, evaluator=True
+    ) as job:
         job.hear(EVALUATOR, "evaluated", 1)
         job.kill(EVALUATOR)
         job.start(EVALUATOR)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
+from pstesting.script import ME, add_all, gate, say
 from pswire.telemetry import logging_setup
-from tests.support.inside import ME, add_all, gate, say
-from tests.support.jobs import PS0, PS1, W0, W1, Job
 from tests.support.scraped import Page
 
 LARGE = (3 << 20) // 4
@@ -30,7 +30,7 @@ def poisoned(size: int, asynchronous: bool) -> None:
     strategy.close()
 
 
-def warnings_of(job: Job, task) -> list[str]:
+def warnings_of(job: ProcessCluster, task) -> list[str]:
     """What a task has said of values that are not finite."""
     lines = [logging_setup.read(line) for line in job.errors(task).splitlines()]
     return [line["message"] for line in lines if line and line["level"] == "warning" and "NaN" in line["message"]]
@@ -43,7 +43,7 @@ def warnings_of(job: Job, task) -> list[str]:
 def test_a_poisoned_variable_is_told_once_in_every_terminal(tmp_path, size, lane, servers):
     """The worker and the variable are named exactly, and nothing else is; the metrics count it; all go on."""
     keys = {"ps": len(servers), "workers": 2, "metrics_port": 0, "log_format": "json", "lane": lane}
-    with Job(poisoned, tmp_path, (size, False), gates=["on"], **keys) as job:
+    with ProcessCluster(poisoned, tmp_path, (size, False), gates=["on"], **keys) as job:
         assert [job.hear(task, "finite") for task in (W0, W1)] == [[True, False, True]] * 2
         pages = [page(job, task) for task in servers]
         job.open("on")
@@ -63,7 +63,7 @@ def test_a_poisoned_variable_is_told_once_in_every_terminal(tmp_path, size, lane
 def test_an_asynchronous_worker_reads_of_its_own_gradients(tmp_path):
     """Its rounds are its own, and so is the warning; the server's log has it as well."""
     keys = {"ps": 1, "workers": 2, "log_format": "json"}
-    with Job(poisoned, tmp_path, (64, True), gates=["on"], **keys) as job:
+    with ProcessCluster(poisoned, tmp_path, (64, True), gates=["on"], **keys) as job:
         for task in (W0, W1):
             job.hear(task, "finite")
         job.open("on")
@@ -74,7 +74,7 @@ def test_an_asynchronous_worker_reads_of_its_own_gradients(tmp_path):
     assert (told[W0], told[PS0]) == ([], [words])
 
 
-def page(job: Job, task) -> Page:
+def page(job: ProcessCluster, task) -> Page:
     """A server's metrics, at the port that it has picked."""
     said = " serves metrics at "
     job.until(lambda: any(said in line for line in job.cluster.output(task)))

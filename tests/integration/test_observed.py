@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
+from pstesting.script import add, gate, say
 from pswire.cluster import Task
 from pswire.telemetry import logging_setup
-from tests.support.inside import add, gate, say
-from tests.support.jobs import CHIEF, PS0, PS1, SECONDS, W0, W1, Job
 from tests.support.scraped import Page, documented, mistakes
 
 ROUNDS = 5
@@ -36,7 +36,7 @@ def observed(rounds: int) -> None:
     strategy.close()
 
 
-def page(job: Job, task: Task) -> Page:
+def page(job: ProcessCluster, task: Task) -> Page:
     """A task's metrics, at the port that it has picked."""
     if task.job == "ps":
         said = " serves metrics at "
@@ -52,7 +52,7 @@ def page(job: Job, task: Task) -> Page:
 def test_every_task_tells_what_it_does(tmp_path):
     """Servers, workers and the chief agree on the rounds; each line of a log says whose it is."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "metrics_port": 0, "log_format": "json"}
-    with Job(observed, tmp_path, (ROUNDS,), gates=["on"], **keys) as job:
+    with ProcessCluster(observed, tmp_path, (ROUNDS,), gates=["on"], **keys) as job:
         assert {job.hear(task, "rounds") for task in (W0, W1)} == {ROUNDS}
         pages = {task: page(job, task) for task in TASKS}
         job.open("on")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, say
-from tests.support.jobs import W0, W1, Job
+from pstesting.processes import W0, W1, ProcessCluster
+from pstesting.script import ME, say
 
 
 def learn(kind):
@@ -39,7 +39,7 @@ def test_two_servers_make_the_steps_of_one(tmp_path, kind):
     for servers in (1, 2):
         directory = tmp_path / str(servers)
         directory.mkdir()
-        with Job(learn, directory, (kind,), ps=servers, workers=2) as job:
+        with ProcessCluster(learn, directory, (kind,), ps=servers, workers=2) as job:
             job.finish()
         said = [[job.said(task, what) for what in ("weights", "averages", "counts")] for task in (W0, W1)]
         assert said[0] == said[1]
@@ -65,7 +65,7 @@ def asynchronous(kind):
 
 def test_asynchronous_workers_do_not_mix_their_norms(tmp_path):
     """On several servers what a norm is taken of could be another worker's by the second round: refused with a word."""
-    with Job(asynchronous, tmp_path, ("async",), ps=2, workers=1) as job:
+    with ProcessCluster(asynchronous, tmp_path, ("async",), ps=2, workers=1) as job:
         job.finish()
     (refused,) = job.said(W0, "refused")
     assert "asynchronous workers on several servers" in refused

@@ -10,11 +10,11 @@ import pytest
 import psclient as ps
 from psclient._src.transport import lane
 from psserver.transport import grpc_service
+from pstesting.processes import PS0, W0, W1, ProcessCluster
+from pstesting.script import ME, add_all, say
 from pswire.encoding.protocol import PROTOCOL
 from pswire.errors import ConfigError
 from tests.support import rig
-from tests.support.inside import ME, add_all, say
-from tests.support.jobs import PS0, W0, W1, Job
 
 
 def speak(number):
@@ -33,7 +33,7 @@ def speak(number):
 
 def test_the_protocol_before_is_served(tmp_path):
     """A worker of it trains together with one of this protocol, on the lanes as well."""
-    with Job(speak, tmp_path, (PROTOCOL - 1,), ps=1, workers=2, lane="tcp") as job:
+    with ProcessCluster(speak, tmp_path, (PROTOCOL - 1,), ps=1, workers=2, lane="tcp") as job:
         for task in (W0, W1):
             assert job.hear(task, "sums") == [6.0] * 4
         job.finish()
@@ -41,7 +41,7 @@ def test_the_protocol_before_is_served(tmp_path):
 
 def test_an_unknown_protocol_is_refused_with_both_ends_named(tmp_path):
     """At once, and with the exit code of what has to be corrected."""
-    with Job(speak, tmp_path, (PROTOCOL + 1,), ps=1, workers=2) as job:
+    with ProcessCluster(speak, tmp_path, (PROTOCOL + 1,), ps=1, workers=2) as job:
         line = job.hear_error(W1, f"{W1} speaks protocol {PROTOCOL + 1}, and {PS0} 0 and {PROTOCOL}")
         assert "install the same version" in line
         assert job.exited(W1) == 2

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add, gate, say
 from pswire.server_options import ServerOptions
-from tests.support.inside import DIRECTORY, ME, add, gate, say
-from tests.support.jobs import PS0, QUICK, W0, W1, Job
 
 EPOCHS, BATCHES, SAVED = 3, 5, 7
 """Passes over the data, batches of each, and after how many steps the checkpoint is saved: in a pass."""
@@ -51,7 +51,7 @@ def learn(resume, style):
 def uninterrupted(tmp_path_factory):
     """A job of two servers and two workers that was never interrupted, and saved a checkpoint in its middle."""
     directory = tmp_path_factory.mktemp("job")
-    with Job(learn, directory, ("", "epochs"), ps=2, workers=2, chief="driver") as job:
+    with ProcessCluster(learn, directory, ("", "epochs"), ps=2, workers=2, chief="driver") as job:
         job.finish()
     return directory / "checkpoints", job
 
@@ -69,7 +69,7 @@ def test_a_new_cluster_goes_on_bit_by_bit(tmp_path, uninterrupted, servers, styl
     """With another number of servers: the same weights, slots and step count, and each row once in each pass."""
     root, before = uninterrupted
     keys = {"ps": servers, "workers": 2, "server": ServerOptions(checkpoint_root=str(root))}
-    with Job(learn, tmp_path, ("run", style), **keys) as job:
+    with ProcessCluster(learn, tmp_path, ("run", style), **keys) as job:
         job.finish()
     for task in (W0, W1):
         assert job.said(task, "restored") == [True]
@@ -122,7 +122,10 @@ def test_a_process_that_comes_back_restores_nothing(tmp_path):
         say("sums", float(v[0]))
 
     gates = ["go", "never"]
-    with Job(add_rows, tmp_path, (80,), workers=2, gates=gates, timeouts=QUICK) as job, job.server(PS0) as server:
+    with (
+        ProcessCluster(add_rows, tmp_path, (80,), workers=2, gates=gates, timeouts=QUICK) as job,
+        job.server(PS0) as server,
+    ):
         lost = job.hear(W1, "took")
         job.kill(W1)
         job.hear(W0, "at")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, add, add_all, gate, say
-from tests.support.jobs import PS0, PS1, W0, W1, Job
+from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
+from pstesting.script import ME, add, add_all, gate, say
 
 
 def rules():
@@ -113,7 +113,7 @@ def rules():
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """The job that keeps to the rules; it waits at its end until `ended` lets it go."""
-    with Job(rules, tmp_path_factory.mktemp("job"), ps=2, workers=2, gates=["status"]) as job:
+    with ProcessCluster(rules, tmp_path_factory.mktemp("job"), ps=2, workers=2, gates=["status"]) as job:
         for task in (W0, W1):
             job.hear(task, "round")
         yield job

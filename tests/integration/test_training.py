@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import say
-from tests.support.jobs import CHIEF, Job
+from pstesting.processes import CHIEF, ProcessCluster
+from pstesting.script import say
 
 EXAMPLES, BATCH = 50, 12
 
@@ -128,7 +128,7 @@ def trained(request, tmp_path):
     keys = dict(request.param)
     replicas = keys.pop("replicas", 1)
     helpers = (data, first_weights, gradients)
-    with Job(train, tmp_path, (CASES, replicas), helpers, ps=2, **keys) as job:
+    with ProcessCluster(train, tmp_path, (CASES, replicas), helpers, ps=2, **keys) as job:
         job.finish()
     runners = job.runners
     assert {job.said(task, "R")[0] for task in runners} == {len(runners) * replicas}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, add, say
-from tests.support.jobs import QUICK, W0, W1, Job
+from pstesting.processes import QUICK, W0, W1, ProcessCluster
+from pstesting.script import ME, add, say
 
 
 def accumulate(every, lengths):
@@ -34,7 +34,7 @@ def accumulate(every, lengths):
 )
 def test_accumulating_workers_end_in_the_same_step(tmp_path, every):
     """Nobody hangs or diverges; what a worker held back counts, even if its batch in use has no examples."""
-    with Job(accumulate, tmp_path, (every, [2, 5]), workers=2, chief="driver", timeouts=QUICK) as job:
+    with ProcessCluster(accumulate, tmp_path, (every, [2, 5]), workers=2, chief="driver", timeouts=QUICK) as job:
         job.finish()
     (first,), (second,) = job.said(W0, "ended"), job.said(W1, "ended")
     assert first == second

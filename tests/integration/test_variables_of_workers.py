@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.processes import W0, W1, ProcessCluster
+from pstesting.script import ME, say
 from pswire.server_options import ServerOptions
-from tests.support.inside import ME, say
-from tests.support.jobs import W0, W1, Job
 
 TOTAL = 1.0 + 2.0 + 3.0 + 4.0
 
@@ -91,7 +91,7 @@ def train(path):
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     directory = tmp_path_factory.mktemp("job")
-    with Job(train, directory, ("",), ps=2, workers=2) as job:
+    with ProcessCluster(train, directory, ("",), ps=2, workers=2) as job:
         job.finish()
     return directory / "checkpoints", job
 
@@ -160,7 +160,9 @@ def test_an_optimizer_counts_steps_once(job):
 def test_a_restored_aggregate_is_shared_out_among_the_workers_of_now(job, tmp_path):
     """Of four replicas on two workers, onto the two of one: a sum in two parts, all else whole."""
     root = str(job[0])
-    with Job(train, tmp_path, ("run",), ps=1, workers=1, server=ServerOptions(checkpoint_root=root)) as alone:
+    with ProcessCluster(
+        train, tmp_path, ("run",), ps=1, workers=1, server=ServerOptions(checkpoint_root=root)
+    ) as alone:
         alone.finish()
     assert alone.said(W0, "restored") == [True]
     assert alone.said(W0, "copies") == [[[TOTAL / 2] * 2, [TOTAL / 4] * 2, [1.0] * 2]]

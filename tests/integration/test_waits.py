@@ -29,10 +29,10 @@ from psclient._src.processes.process import await_listening
 from psclient._src.transport.remote_server import RemoteServer, connect
 from psserver.config import ServerConfig
 from psserver.transport.server import ServerThread
+from pstesting.script import add
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
 from tests.support.checkpoints import write_checkpoint
-from tests.support.inside import add
 from tests.support.rig import SOON, core, eventually
 from tests.support.waits import TRIED
 
@@ -359,7 +359,7 @@ DRAIN = """
 import asyncio, sys
 from psserver.cli import _thread
 from psserver.config import ServerConfig
-from pswire import logs
+from pswire.telemetry import logging_setup
 from pswire.cluster import Task
 from pswire.limits import Timeouts
 
@@ -367,7 +367,7 @@ async def serve():
     async with _thread(ServerConfig(Task("ps", 0), timeouts=Timeouts(word=0.05)), "files", "writes a file") as files:
         files.submit(sys.stdin.readline)
 
-logs.configure("text", "info")
+logging_setup.configure("text", "info")
 asyncio.run(serve())
 """
 

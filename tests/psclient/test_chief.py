@@ -1,4 +1,4 @@
-"""The end of a job, as the chief decides it: what it needs is that every task has done its part."""
+"""The end of a job, which needs that every task has done its part, and its checkpoints, as a chief commits them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.chief.driver import Chief
+from psclient._src.chief.checkpoints import Checkpoints
+from psclient._src.chief.decisions import is_done as decide_end
+from psclient._src.chief.job_state import JobState
+from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.session import Session
 from psserver.config import ServerConfig
 from psserver.transport.server import ServerThread
 from pswire.cluster import ClusterSpec
 from pswire.limits import Timeouts
 from pswire.model.log import EpochClosed
+from pswire.telemetry.metrics import Histogram
 from tests.support.rig import SOON, WORKERS, Job, checkpoint, core, serving, together
 
 A, B = WORKERS[:2]
@@ -31,15 +35,10 @@ def job(tmp_path):
 
 def is_done(job):
     """What a chief says that sees all that happened in a job at once."""
-    chief = chief_of(job)
+    state = JobState()
     watched = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON)
-    chief._state.take([entry for entry in watched.entries if isinstance(entry, EpochClosed)])
-    return chief._is_done(watched.sessions)
-
-
-def chief_of(job):
-    """A chief that looks at the job's servers."""
-    return Chief(A, job.verbs, ClusterSpec({"ps": ("x:1", "x:2"), "worker": ("x:3", "x:4")}), SLOW)
+    state.take([entry for entry in watched.entries if isinstance(entry, EpochClosed)])
+    return decide_end(state, watched.sessions, {A, B})
 
 
 def leave(job, *sessions):
@@ -97,14 +96,15 @@ def test_parts_of_different_rounds_are_no_checkpoint(job, tmp_path):
     (one,) = job.join(A)
     for number in (0, 1):
         job.variable(one, np.array(float(number)), (number,))
-    chief = chief_of(job)
-    chief._session.token = job.token
+    session = Session(A, job.verbs, 0, True, SLOW)
+    session.token = job.token
+    checkpoints = Checkpoints(job.verbs, session, Threads("checkpoint"), Histogram())
 
     def save(path, *rounds):
         plan = job.approve(checkpoint(path, (0, 1)), one)
         for server, one.round in enumerate(rounds):
             together(one.push(plan, server=server))
-        done = chief._commit(plan)
+        done = checkpoints.commit(plan)
         assert (tmp_path / path / "manifest.json").exists() == (not done.error)
         return done
 

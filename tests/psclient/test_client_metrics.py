@@ -15,12 +15,12 @@ from psclient._src.config import LaunchConfig, metrics_from
 from psclient._src.rounds import counters
 from psclient._src.rounds.counters import Counters
 from psclient._src.telemetry import OF_CHIEFS, OF_WORKERS, Exporter
+from pstesting.script import add
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.security.identity import Security
 from pswire.telemetry.metrics import PROCESS, Process
 from pswire.telemetry.prometheus import Metrics
-from tests.support.inside import add
 from tests.support.scraped import Page, documented, mistakes
 
 WORKER = Task("worker", 0)

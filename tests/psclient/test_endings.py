@@ -16,12 +16,12 @@ from psclient._src.processes import shutdown
 from psclient._src.processes.process import start_server
 from psclient._src.transport.daemon_threads import SPARE, Threads
 from psclient._src.transport.remote_server import RemoteServer
+from pstesting.processes import W0, W1, ProcessCluster
+from pstesting.script import ME, gate, say
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import TensorSpec
-from tests.support.inside import ME, gate, say
-from tests.support.jobs import W0, W1, Job
 from tests.support.shell import shell
 
 SCRIPT = """
@@ -205,7 +205,7 @@ def test_a_failed_save_ends_nobody_else(tmp_path: Path) -> None:
     """Who has only not saved has left as all do: the others go on, and then the whole command fails with its code."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/last-1").write_text("no directory")
-    with Job(saves_last, tmp_path, workers=2, gates=["go"], chief="driver", restarts=3) as job:
+    with ProcessCluster(saves_last, tmp_path, workers=2, gates=["go"], chief="driver", restarts=3) as job:
         waited = ThreadPoolExecutor(1).submit(job.cluster.wait, 60.0)
         assert job.exited(W0) == shutdown.NOT_SAVED
         job.open("go")

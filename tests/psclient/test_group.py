@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psclient._src.chief.driver import Chief
+from psclient._src.chief.decisions import Beginning, decide
+from psclient._src.chief.job_state import JobState
 from psclient._src.devices import Device
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.transport.session import Session
-from pswire.cluster import ClusterSpec
+from pswire.api import Watched
 from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.model.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Start, Started
@@ -225,7 +226,7 @@ def test_an_asynchronous_worker_waits_at_no_boundary(job):
         assert all(state.join_point == "" for state in one.session.look().sessions)
         one.add(plan, 2)
         assert (one.group.round, one.session.waits) == (2, (-1, b""))
-        assert int(one.exchange.read(one.exchange._variables[0], now=True)) == 3
+        assert int(one.exchange.reads.read(one.exchange._variables[0], now=True)) == 3
         assert other.session.number in job.servers.cores[0]._rounds.fenced
 
 
@@ -236,18 +237,18 @@ def test_a_step_computes_with_one_value(job):
         plan = sum_into(v)
         job.append(Approved(plan))
         other.add(plan, 1)
-        assert int(one.exchange.read(v)) == 1
+        assert int(one.exchange.reads.read(v)) == 1
         other.add(plan, 1)
-        assert int(one.exchange.read(v)) == 1
-        assert int(one.exchange.read(v, now=True)) == 2
-        one.exchange.begin_step()
-        assert int(one.exchange.read(v)) == 2
+        assert int(one.exchange.reads.read(v)) == 1
+        assert int(one.exchange.reads.read(v, now=True)) == 2
+        one.exchange.reads.begin_step()
+        assert int(one.exchange.reads.read(v)) == 2
         one.add(plan, 10)
         other.add(plan, 1)
-        one.exchange.begin_step()
-        assert int(one.exchange.read(v)) == 12, "what its push brought back is what its next step begins with"
-        one.exchange.begin_step()
-        assert int(one.exchange.read(v)) == 13
+        one.exchange.reads.begin_step()
+        assert int(one.exchange.reads.read(v)) == 12, "what its push brought back is what its next step begins with"
+        one.exchange.reads.begin_step()
+        assert int(one.exchange.reads.read(v)) == 13
 
 
 @pytest.mark.parametrize(("asks", "replicas"), [(True, 1), (True, 2), (False, 2)])
@@ -264,14 +265,14 @@ def test_a_section_is_out_of_date_by_what_it_was_computed_with(job, asks, replic
         late.create("v")
         assert not asks or late.group.slice() == (1, 2)
         if reads == "before":
-            assert int(late.exchange.read(v)) == 1
+            assert int(late.exchange.reads.read(v)) == 1
         one.add(plan, 1)
         if reads == "now":
-            assert int(late.exchange.read(v)) == 2
+            assert int(late.exchange.reads.read(v)) == 2
         job.append(EpochClosed(Epoch(3, (one.member, late.member), start=Start(3, 2))))
         assert late.exchange.enter(plan) == (reads == "before" or (asks and replicas == 2))
         assert not late.exchange.enter(plan), "it takes part by now"
-        assert int(late.exchange.read(v)) == 2
+        assert int(late.exchange.reads.read(v)) == 2
         late.session.leave()
 
 
@@ -297,34 +298,7 @@ def test_who_waits_in_vain_is_told_for_what(job, entry, place, caplog):
         late.session.leave("it gave up")
 
 
-# ---- What the chief decides of asynchronous workers ----
-
-
-def chief_of(job: Job) -> Chief:
-    """A chief that looks at the job's servers and is asked for its decisions alone."""
-    cluster = ClusterSpec({"ps": ("x:1", "x:2"), "worker": ("x:3", "x:4")})
-    chief = Chief(A, job.verbs, cluster, Timeouts())  # type: ignore[arg-type]
-    chief._state.take([EpochClosed(job.epoch)])
-    return chief
-
-
-def states(*members: Member) -> list[SessionState]:
-    return [SessionState(member, "open", "", 0.0) for member in members]
-
-
-def test_who_is_gone_is_fenced_before_its_task_goes_on(job):
-    """One epoch drops them, the next takes new ones in: what the servers say of their places is final by then."""
-    one, other = job.join(A, B, mode="async")
-    chief = chief_of(job)
-    back = Member(A, 77, 1, "async")
-    (dropped,) = chief._next_epochs(states(other.member, back))
-    assert dropped == Epoch(2, (other.member,))
-    chief._state.take([EpochClosed(dropped)])
-    (taken,) = chief._next_epochs(states(other.member, back))
-    assert taken == Epoch(3, (back, other.member), start=Start(3, 0))
-    chief._state.take([EpochClosed(taken)])
-    assert chief._next_epochs(states(other.member, back)) == []
-    assert one.session not in (back.session, other.session)
+# ---- Where asynchronous workers go on, as servers tell the chief ----
 
 
 def test_each_who_comes_begins_where_its_task_was(job):
@@ -340,8 +314,11 @@ def test_each_who_comes_begins_where_its_task_was(job):
     other.round = 5
     other.push(plan, [1, 1], positions=places[3])
     job.close()
-    chief = chief_of(job)
+    state = JobState()
+    state.take([EpochClosed(job.epoch)])
     back = [Member(A, 77, 1, "async"), Member(B, 78, 1, "async")]
-    epochs = chief._next_epochs(states(*back))
+    sessions = tuple(SessionState(member, "open", "", 0.0) for member in back)
+    decided = [one for one in decide(state, Watched(1, 0, (), (), sessions), {A, B}) if isinstance(one, Beginning)]
+    epochs = [one.closed([server.status() for server in job.verbs]).epoch for one in decided]
     assert [epoch.members for epoch in epochs] == [(back[0],), tuple(back)]
     assert [epoch.start for epoch in epochs] == [Start(3, 2, places[2]), Start(4, 6, places[3])]

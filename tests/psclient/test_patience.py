@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psclient._src.transport.patience import Patience
-from tests.support.rig import Clock
+from pstesting.clock import Clock
 
 LEASE, BEAT = 4.0, 1.0
 

@@ -11,7 +11,7 @@ from psclient._src.rounds.placement import Placement
 from pswire.errors import ConfigError
 from pswire.model.plan import Variable, VariableSpec
 from pswire.model.tensor import TensorSpec
-from tests.support.jobs import children
+from tests.support.residue import children
 
 STRATEGIES = ("greedy", "round_robin")
 SIZES = st.lists(st.integers(0, 1000), max_size=40)

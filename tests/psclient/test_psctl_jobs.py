@@ -22,8 +22,8 @@ import pytest
 
 import psclient as ps
 from psclient import psctl
-from tests.support.inside import ME, gate, say
-from tests.support.jobs import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, Job
+from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
+from pstesting.script import ME, gate, say
 
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"]}
 
@@ -31,7 +31,7 @@ KEYS = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"]}
 class Psctl:
     """Runs psctl with what a job's tasks are told."""
 
-    def __init__(self, job: Job, capsys: Any) -> None:
+    def __init__(self, job: ProcessCluster, capsys: Any) -> None:
         self.job = job
         self._capsys = capsys
 
@@ -64,7 +64,7 @@ class Psctl:
 def psctl_of(monkeypatch, capsys):
     """Runs psctl beside a job that runs."""
 
-    def told(job: Job) -> Psctl:
+    def told(job: ProcessCluster) -> Psctl:
         monkeypatch.setenv("TF_CONFIG", job.cluster.tf_config(W0))
         monkeypatch.setenv("PS_TOKEN", job.cluster.security(W0).token)
         return Psctl(job, capsys)
@@ -77,7 +77,7 @@ def beside(psctl_of):
     """Runs psctl beside a job of the test's own."""
 
     @contextmanager
-    def running(job: Job) -> Iterator[Psctl]:
+    def running(job: ProcessCluster) -> Iterator[Psctl]:
         with job:
             yield psctl_of(job)
 
@@ -88,7 +88,7 @@ def beside(psctl_of):
 def waiting(tmp_path_factory):
     """A job whose worker 0 waits for worker 1 in round 5, for tests that look; it ends well, as if nobody had."""
     patient = replace(CALM, round=600.0)
-    with Job(train, tmp_path_factory.mktemp("waiting"), (8, 5), timeouts=patient, **KEYS) as job:
+    with ProcessCluster(train, tmp_path_factory.mktemp("waiting"), (8, 5), timeouts=patient, **KEYS) as job:
         job.hear(W1, "at", 5)
         yield job
         job.open("go1")
@@ -194,7 +194,7 @@ def test_variables_are_listed_and_read(run, tmp_path):
 
 def test_asynchronous_workers_have_their_own_rounds(beside, tmp_path):
     """Each stands where it is, and nobody waits for anybody."""
-    with beside(Job(train, tmp_path, (8, 5, "async"), **KEYS)) as run:
+    with beside(ProcessCluster(train, tmp_path, (8, 5, "async"), **KEYS)) as run:
         run.job.hear(W1, "at", 5)
         run.job.hear(W0, "done")
         code, said = run.json("status")
@@ -209,7 +209,7 @@ def test_asynchronous_workers_have_their_own_rounds(beside, tmp_path):
 
 def test_who_is_lost_is_named(beside, tmp_path):
     """A worker whose lease ended, a chief that is gone, a server that is silent: one line for each, and exit code 1."""
-    with beside(Job(train, tmp_path, (8, 5), timeouts=QUICK, **KEYS)) as run:
+    with beside(ProcessCluster(train, tmp_path, (8, 5), timeouts=QUICK, **KEYS)) as run:
         job = run.job
         job.hear(W1, "at", 5)
         job.kill(W1)
@@ -238,7 +238,7 @@ def test_who_is_lost_is_named(beside, tmp_path):
 
 def test_a_server_that_was_started_anew_is_no_part_of_the_job(beside, tmp_path):
     """Its variables are gone, which it cannot say itself."""
-    with beside(Job(train, tmp_path, (8, 5), **KEYS)) as run:
+    with beside(ProcessCluster(train, tmp_path, (8, 5), **KEYS)) as run:
         run.job.hear(W1, "at", 5)
         run.job.kill(PS1)
         run.job.start(PS1)
@@ -253,7 +253,7 @@ def test_health_is_for_probes(beside, tmp_path):
     def nothing():
         gate("end")
 
-    with beside(Job(nothing, tmp_path, (), ps=1, workers=1, chief="driver", gates=["end"])) as run:
+    with beside(ProcessCluster(nothing, tmp_path, (), ps=1, workers=1, chief="driver", gates=["end"])) as run:
         address = run.job.cluster.addresses[PS0]
         assert run("health", address) == (0, f"{address} serves\n")
         assert run.json("health") == (

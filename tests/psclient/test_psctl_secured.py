@@ -14,9 +14,10 @@ import pytest
 from psclient import psctl
 from psclient.psctl.health import why_not
 from psserver.transport.server import ServerThread
+from pstesting.clock import Clock
 from pswire.security.identity import Security
 from tests.support.certificates import Certificates, guarded
-from tests.support.rig import WORKERS, Clock, Job, Servers, core
+from tests.support.rig import WORKERS, Job, Servers, core
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from psclient._src.devices import Device
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.rounds import Exchange
 from psclient._src.transport.session import Session
+from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add_all, gate, say
 from pswire.cluster import Task
 from pswire.limits import Timeouts
 from pswire.model.log import Member
 from pswire.model.plan import Plan, SnapshotOrder
-from tests.support.inside import DIRECTORY, ME, add_all, gate, say
-from tests.support.jobs import PS0, QUICK, W0, W1, Job
 from tests.support.rig import SOON, WORKERS, eventually, serving
 from tests.support.rig import Job as Driven
 
@@ -173,7 +173,7 @@ def test_who_came_back_does_not_overwrite_what_others_know(tmp_path):
     """The first worker is started again, and has seen less than the second, whose state is saved."""
     stops = [[0, 3, "never"], [1, 6, "go"]]
     keys = {"workers": 2, "chief": "driver", "gates": ["never", "go"], "timeouts": QUICK}
-    with Job(learn, tmp_path, (stops,), helpers=[Seen], **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(learn, tmp_path, (stops,), helpers=[Seen], **keys) as job, job.server(PS0) as server:
         job.hear(W0, "at", 3)
         job.kill(W0)
         job.hear(W1, "at", 6)

@@ -13,10 +13,8 @@ from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
 
 from psserver.devices import Device
-from psserver.execution import executor
-from psserver.execution.batches import batches
-from psserver.execution.stream import Stream
-from psserver.plans.prepared import outline
+from psserver.execution.execution import Execution
+from psserver.plans.round import Commit
 from psserver.programs.interpreter import Script
 from psserver.programs.kernels import launch
 from psserver.programs.kernels.kernels import SMALL_PATIENCE, Kernels
@@ -26,7 +24,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.programs import job_of, same_bits
+from tests.support.programs import job_of, run, same_bits
 
 RATE = TensorSpec("float32", ())
 POWER = Program(
@@ -78,9 +76,9 @@ def job_for(plan, contributions, part_bytes=1 << 20):
 def warm(kernels, job, values):
     """Has all kernels made; returns the numbers of what is batched now."""
     for _ in range(2):
-        executor.run(job, 0, kernels, values)
+        run(job, kernels, values)
         kernels.compiler.wait()
-    return set(batches(job.plan, 0, outline(job.plan, 0), kernels, len(job.parts)))
+    return set(job.prepared.batches(kernels, len(job.parts)))
 
 
 def fresh(sizes):
@@ -97,10 +95,10 @@ def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, p
     """Whatever the sizes, however many contribute, wherever their contributions are cut."""
     plan = descents(sizes, op)
     job = job_for(plan, [arrays(sizes, seed) for seed in range(members)], part_bytes)
-    expected = executor.run(job, 0, Kernels(Device()), fresh(sizes))
+    expected = run(job, Kernels(Device()), fresh(sizes))
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
     values = fresh(sizes)
-    lent = executor.run(job, 0, kernels, values, frozenset(values)).assigned
+    lent = run(job, kernels, values, frozenset(values)).assigned
     assert all(same_bits(lent[id], expected.assigned[id]) for id in values)
     assert all(lent[id] is values[id] for id in values if values[id].size), "it is written where it is"
 
@@ -111,11 +109,11 @@ def test_threads_share_a_batch_evenly(monkeypatch):
     kernels = Kernels(Device(), 2, patience=1, smallest=0)
     sizes, calls, own = [50, 3, 0, 33], [], kernels.crew.run
     job = job_for(descents(sizes, "mean"), [arrays(sizes, 1), arrays(sizes, 2)])
-    expected = executor.run(job, 0, Kernels(Device()), fresh(sizes))
+    expected = run(job, Kernels(Device()), fresh(sizes))
     assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
     monkeypatch.setattr(kernels.crew, "run", lambda kernel, made: calls.extend(made) or own(kernel, made))
     values = fresh(sizes)
-    found = executor.run(job, 0, kernels, values, frozenset(values)).assigned
+    found = run(job, kernels, values, frozenset(values)).assigned
     assert [size for size, *_ in calls] == [16, 16, 16, 2, 3, 16, 16, 1]
     assert all(same_bits(found[id], expected.assigned[id]) for id in values)
     kernels.close()
@@ -127,9 +125,9 @@ def test_what_one_of_many_holds_is_not_written(kernels):
     job = job_for(descents(sizes), [arrays(sizes)])
     warm(kernels, job, fresh(sizes))
     values = fresh(sizes)
-    found = executor.run(job, 0, kernels, values, frozenset([0, 2])).assigned
+    found = run(job, kernels, values, frozenset([0, 2])).assigned
     assert same_bits(values[1], fresh(sizes)[1])
-    assert all(same_bits(found[id], executor.run(job, 0, Kernels(Device()), fresh(sizes)).assigned[id]) for id in found)
+    assert all(same_bits(found[id], run(job, Kernels(Device()), fresh(sizes)).assigned[id]) for id in found)
 
 
 def test_a_later_failure_leaves_all_variables_of_a_batch(kernels):
@@ -140,9 +138,9 @@ def test_a_later_failure_leaves_all_variables_of_a_batch(kernels):
     good = job_for(plan, [[*arrays(sizes), np.array(3)]])
     assert warm(kernels, good, dict(values)) == {0, 1}
     with pytest.raises(ProgramError, match="pow"):
-        executor.run(job_for(plan, [[*arrays(sizes), np.array(-1)]]), 0, kernels, values, frozenset(values))
+        run(job_for(plan, [[*arrays(sizes), np.array(-1)]]), kernels, values, frozenset(values))
     assert all(same_bits(values[id], array) for id, array in fresh(sizes).items())
-    assert int(executor.run(good, 0, kernels, values, frozenset(values)).assigned[2]) == 8
+    assert int(run(good, kernels, values, frozenset(values)).assigned[2]) == 8
 
 
 def test_who_contributes_nothing_is_left_out(kernels):
@@ -155,8 +153,8 @@ def test_who_contributes_nothing_is_left_out(kernels):
     short = Payload.pack([np.float32(0.1), arrays(sizes, 2)[1]])
     job = replace(whole, parts=(first, replace(second, said=said, payload=short)))
     values = fresh(sizes)
-    found = executor.run(job, 0, kernels, values, frozenset(values)).assigned
-    expected = executor.run(job, 0, Kernels(Device()), fresh(sizes)).assigned
+    found = run(job, kernels, values, frozenset(values)).assigned
+    expected = run(job, Kernels(Device()), fresh(sizes)).assigned
     assert all(same_bits(found[id], expected[id]) for id in (0, 1))
 
 
@@ -168,8 +166,8 @@ def test_one_variable_twice_is_no_batch(kernels):
     job = job_for(plan, [arrays([8, 8])])
     assert warm(kernels, job, fresh([8])) == set()
     values = fresh([8])
-    found = executor.run(job, 0, kernels, values, frozenset(values)).assigned[0]
-    assert same_bits(found, executor.run(job, 0, Kernels(Device()), fresh([8])).assigned[0])
+    found = run(job, kernels, values, frozenset(values)).assigned[0]
+    assert same_bits(found, run(job, Kernels(Device()), fresh([8])).assigned[0])
 
 
 def test_variables_of_a_wrong_shape_are_refused_before_anything_is_written(kernels):
@@ -179,7 +177,7 @@ def test_variables_of_a_wrong_shape_are_refused_before_anything_is_written(kerne
     warm(kernels, job, fresh(sizes))
     values = {0: fresh(sizes)[0], 1: np.zeros(8, "float32")}
     with pytest.raises(ProgramError, match="variable 1 should have a value of float32"):
-        executor.run(job, 0, kernels, values, frozenset(values))
+        run(job, kernels, values, frozenset(values))
     assert same_bits(values[0], fresh(sizes)[0])
 
 
@@ -188,7 +186,7 @@ def streamed(kernels, sizes):
     job = job_for(descents(sizes), [arrays(sizes, 1), arrays(sizes, 2)])
     warm(kernels, job, fresh(sizes))
     parts = [replace(part, payload=Payload((), part.payload.size)) for part in job.parts]
-    stream = Stream(replace(job, parts=tuple(parts)), 0, kernels)
+    stream = Execution(replace(job, parts=tuple(parts), commit=Commit.PROGRESSIVE), kernels)
     ends = [ALIGN, *(ALIGN + 4 * sum(sizes[: n + 1]) for n in range(len(sizes)))]
     bytes_of = [part.payload.chunks[0][1] for part in job.parts]
     return job, stream, parts, [[(low, whole[low:high]) for low, high in pairwise([0, *ends])] for whole in bytes_of]
@@ -221,14 +219,16 @@ def test_a_stream_makes_at_once_what_is_there(kernels):
     assert 0 < few < 6
     come(9)
     assert advance(stream, values) == [6 - few]
-    expected = executor.run(job, 0, Kernels(Device()), fresh(sizes)).assigned
+    expected = run(job, Kernels(Device()), fresh(sizes)).assigned
     assert all(same_bits(values[id], expected[id]) for id in values)
 
 
 def test_what_a_step_is_waits_for_no_kernel(kernels, monkeypatch):
     """That is decided under the core's lock: while a kernel is compiled nobody could beat, and leases would end."""
     sizes = [8, 9]
-    stream = Stream(job_for(descents(sizes), [arrays(sizes)]), 0, kernels)
+    job = replace(job_for(descents(sizes), [arrays(sizes)]), commit=Commit.PROGRESSIVE)
+    stream = Execution(job, kernels)
+    stream.reads()
     stream.step(fresh(sizes), frozenset())
     monkeypatch.setattr(kernels, "stages", None)
     assert stream.reads() <= {0, 1}
@@ -243,10 +243,10 @@ def test_who_is_lost_within_a_batch_counts_where_it_was_whole(kernels):
         for offset, buffer in chunks:
             part.payload.add(offset, buffer)
     before = sum(advance(stream, values))
-    assert stream.drop({parts[1].member.session})
+    assert stream.contributions.drop({parts[1].member.session})
     advance(stream, values)
-    both = executor.run(job, 0, Kernels(Device()), fresh(sizes)).assigned
-    alone = executor.run(replace(job, parts=job.parts[:1]), 0, Kernels(Device()), fresh(sizes)).assigned
+    both = run(job, Kernels(Device()), fresh(sizes)).assigned
+    alone = run(replace(job, parts=job.parts[:1]), Kernels(Device()), fresh(sizes)).assigned
     assert 0 < before < 4
     assert all(same_bits(values[id], (both if id < before else alone)[id]) for id in values)
 
@@ -256,10 +256,10 @@ def test_small_variables_have_a_kernel_in_the_long_run():
     kernels = Kernels(Device(), patience=1)
     job = job_for(descents([8, 9]), [arrays([8, 9])])
     for _ in range(SMALL_PATIENCE // 2 - 1):
-        executor.run(job, 0, kernels, fresh([8, 9]))
+        run(job, kernels, fresh([8, 9]))
     assert not kernels.compiler.texts
     for _ in range(SMALL_PATIENCE):
-        executor.run(job, 0, kernels, fresh([8, 9]))
+        run(job, kernels, fresh([8, 9]))
     kernels.compiler.wait()
     assert warm(kernels, job, fresh([8, 9])) == {0, 1}
     kernels.close()
@@ -272,7 +272,7 @@ def test_a_large_variable_waits_for_its_kernel(monkeypatch):
     kernels = Kernels(Device(), patience=1000, smallest=0)
     job = job_for(descents([8, 9]), [arrays([8, 9])])
     values = fresh([8, 9])
-    assert executor.run(job, 0, kernels, values, frozenset(values)).assigned[0] is values[0]
+    assert run(job, kernels, values, frozenset(values)).assigned[0] is values[0]
     kernels.close()
 
 
@@ -283,7 +283,7 @@ def test_a_kernel_that_takes_too_long_is_waited_for_once(monkeypatch):
     kernels, busy, sizes = Kernels(Device(), patience=1, smallest=0), threading.Event(), [8] * 20
     kernels.compiler._background.submit(busy.wait)
     begun = time.monotonic()
-    executor.run(job_for(descents(sizes), [arrays(sizes)]), 0, kernels, fresh(sizes))
+    run(job_for(descents(sizes), [arrays(sizes)]), kernels, fresh(sizes))
     took = time.monotonic() - begun
     busy.set()
     kernels.close()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from pstesting.clock import Clock
 from pswire.checkpoint import safetensors_stream
 from pswire.checkpoint.manifest import Manifest
 from pswire.model.log import Snapshotted
@@ -21,7 +22,6 @@ from tests.support.rig import (
     CHIEF,
     SOON,
     WORKERS,
-    Clock,
     Job,
     Servers,
     checkpoint,

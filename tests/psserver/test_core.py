@@ -10,6 +10,7 @@ import pytest
 
 from psserver.cli import summary
 from psserver.core.core import Core
+from pstesting.clock import Clock
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerLost
@@ -18,19 +19,7 @@ from pswire.model.log import Approved, Done
 from pswire.model.plan import Turn, VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.rig import (
-    SOON,
-    WORKERS,
-    Clock,
-    Job,
-    Servers,
-    checkpoint,
-    core,
-    given,
-    reduce_only,
-    sum_into,
-    together,
-)
+from tests.support.rig import SOON, WORKERS, Job, Servers, checkpoint, core, given, reduce_only, sum_into, together
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

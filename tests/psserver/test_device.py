@@ -11,8 +11,9 @@ import pytest
 
 from psserver.core.core import Core
 from psserver.devices import Device
+from pstesting.clock import Clock
 from pswire.errors import ConfigError
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, core, given, sum_into
+from tests.support.rig import SOON, WORKERS, Job, Servers, core, given, sum_into
 from tests.support.streams import Sending, arrays, full, streaming, zeros
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from psserver.devices import Device
-from psserver.execution import executor
-from psserver.plans.prepared import MemberShare, ReadyRound
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
@@ -17,6 +17,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, Variable, Va
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY
+from tests.support import programs
 from tests.support.rig import WORKERS, adding, payload, reduce_only, sgd, sum_into
 
 NUMBER = TensorSpec("int64", ())
@@ -34,8 +35,8 @@ def part(place, plan, values=(), operands=(), weights=None, want=(), server=0):
 
 
 def run(plan, parts, values, server=0):
-    job = ReadyRound(4, plan, tuple(parts), (), lambda: "the section")
-    return executor.run(job, server, KERNELS, values)
+    job = ReadyRound(4, PreparedPlan(plan, server), tuple(parts), (), lambda: "the section")
+    return programs.run(job, KERNELS, values)
 
 
 def test_a_round_reduces_applies_and_gives():

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.devices import Device
-from psserver.execution import executor
-from psserver.plans.memory import plan_bytes
+from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.support.programs import job_of
+from tests.support.programs import job_of, run
 
 SPEC = TensorSpec("float32", (100_000,))
 VARIABLE, VALUE = Input("variable", SPEC), Input("value", SPEC)
@@ -70,11 +69,16 @@ def taken(plan, kernels, values):
     for _ in range(2):  # the second time nothing is remembered anew
         tracemalloc.start()
         try:
-            executor.run(job, 0, kernels, values)
+            run(job, kernels, values)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
     return peak
+
+
+def plan_bytes(plan, server=0):
+    """What is said before the first round of how many bytes it takes."""
+    return PreparedPlan(plan, server, limited=True).nbytes
 
 
 @pytest.mark.parametrize("kernels", [Kernels(Device(), patience=10**9), Ready()], ids=["interpreted", "compiled"])
@@ -83,7 +87,7 @@ def test_a_round_takes_no_more_than_its_plan_says(kernels, plan):
     """Beside the new values of variables; with nothing written in place."""
     values = {number: np.ones(SPEC.shape, "float32") for number in (0, 1)}
     new = len(set(plan.writes(0))) * SPEC.nbytes
-    assert taken(plan, kernels, values) <= plan_bytes(plan, 0) + new + SLACK
+    assert taken(plan, kernels, values) <= plan_bytes(plan) + new + SLACK
 
 
 @pytest.mark.parametrize("read", [False, True], ids=["by nobody", "by the next"])
@@ -102,6 +106,6 @@ def test_what_a_whole_plan_holds_is_counted():
     many = [Apply(0, (0,), (Ref("variable", 0),)) for _ in range(20)]
     last = Program((VALUE,) * 20, (Node("add", (0, 19)),), (), (20,))
     plan = Plan((), (), (PROGRAMS[0], last), (*many, Apply(1, (0,), tuple(Ref("result", n) for n in range(20)))))
-    assert plan_bytes(plan, 0) >= 20 * SPEC.nbytes
+    assert plan_bytes(plan) >= 20 * SPEC.nbytes
     assert plan_bytes(plan, 1) == 0
-    assert plan_bytes(Plan((), (), PROGRAMS, tuple(many[:1])), 0) <= 4 * SPEC.nbytes
+    assert plan_bytes(Plan((), (), PROGRAMS, tuple(many[:1]))) <= 4 * SPEC.nbytes

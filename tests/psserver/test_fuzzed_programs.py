@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psserver.devices import Device
-from psserver.execution import executor
 from psserver.programs.interpreter import peak_bytes
 from psserver.programs.kernels.codegen import Form, cuda_source, numba_source
 from psserver.programs.kernels.fusion import split
@@ -19,7 +18,7 @@ from pswire.errors import PSError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
-from tests.support.programs import expected, job_of, numbers, plan_of, programs
+from tests.support.programs import expected, job_of, numbers, plan_of, programs, run
 
 LIMIT = 1 << 26
 """Bytes that a server would give to a program and to its inputs."""
@@ -161,7 +160,7 @@ def test_steps_take_no_more_memory_than_the_whole(program):
     for _ in range(2):  # the second time nothing is remembered anew
         tracemalloc.start()
         try:
-            executor.run(job, 0, kernels, variables)
+            run(job, kernels, variables)
         except PSError:
             pass
         finally:

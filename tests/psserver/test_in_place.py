@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from psserver.devices import Device
-from psserver.execution import executor
+from psserver.execution.execution import Execution
 from psserver.programs.interpreter import Script
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
 from psserver.state.variables import Store
@@ -19,7 +19,7 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref, Variable, VariableSpe
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, as_bytes
 from pswire.transport.payload import Payload
-from tests.support.programs import job_of, plan_of, same_bits, traced
+from tests.support.programs import job_of, plan_of, run, same_bits, traced
 from tests.support.rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
 
 N = SMALLEST
@@ -84,7 +84,7 @@ def kernels():
 
 def warmed(kernels, job, values):
     """A round for whose kernels one need not wait."""
-    executor.run(job, 0, kernels, values)
+    run(job, kernels, values)
     kernels.compiler.wait()
     return job
 
@@ -97,9 +97,9 @@ def test_what_is_lent_is_written_and_what_is_not_is_replaced(kernels):
     """The new value is the same."""
     job = warmed(kernels, job_of(plan_of(ADD), [ones(), ones()]), {0: ones()[0]})
     value = np.zeros(N, "float32")
-    kept = executor.run(job, 0, kernels, {0: value})
+    kept = run(job, kernels, {0: value})
     assert not value.any()
-    written = executor.run(job, 0, kernels, {0: value}, frozenset([0]))
+    written = run(job, kernels, {0: value}, frozenset([0]))
     assert written.assigned[0] is value
     assert same_bits(value, kept.assigned[0])
     assert value[0] == 2
@@ -121,9 +121,9 @@ def test_a_round_that_fails_later_has_changed_nothing(kernels):
     warmed(kernels, job_of(plan, [[*ones(), np.array(3)]]), values)
     lent = frozenset([0, 1])
     with pytest.raises(ProgramError, match="pow"):
-        executor.run(job_of(plan, [[*ones(), np.array(-1)]]), 0, kernels, values, lent)
+        run(job_of(plan, [[*ones(), np.array(-1)]]), kernels, values, lent)
     assert values[0].tolist() == [1.0] * N
-    found = executor.run(job_of(plan, [[*ones(), np.array(3)]]), 0, kernels, values, lent)
+    found = run(job_of(plan, [[*ones(), np.array(3)]]), kernels, values, lent)
     assert (found.assigned[0][0], int(found.assigned[1])) == (2.0, 8)
 
 
@@ -141,7 +141,7 @@ def test_memory_that_is_short_later_has_changed_nothing(kernels, monkeypatch, si
 
     monkeypatch.setattr(Script, "run", short)
     with pytest.raises(Exception, match="no more"):
-        executor.run(job, 0, kernels, values, frozenset([0, 1]))
+        run(job, kernels, values, frozenset([0, 1]))
     assert values[0].tolist() == [1.0] * N
 
 
@@ -152,7 +152,7 @@ def test_what_is_missing_later_has_changed_nothing(kernels):
     job = warmed(kernels, job_of(plan, [ones(2)]), values)
     for wrong in ({0: values[0]}, {0: values[0], 1: np.ones(N)}, {0: values[0], 1: np.ones(N - 1, "float32")}):
         with pytest.raises(ProgramError, match=r"variable 1 should have a value of float32"):
-            executor.run(job, 0, kernels, wrong, frozenset([0, 1]))
+            run(job, kernels, wrong, frozenset([0, 1]))
     assert values[0].tolist() == [1.0] * N
 
 
@@ -167,7 +167,7 @@ def test_what_is_given_back_is_not_the_variables_own_memory(kernels):
     program, operands = traced(fn, [SPEC], [SPEC])
     job = warmed(kernels, job_of(plan_of(program), [ones()], operands), {0: ones()[0]})
     value = ones()[0]
-    found = executor.run(job, 0, kernels, {0: value}, frozenset([0]))
+    found = run(job, kernels, {0: value}, frozenset([0]))
     assert [array[0] for array in found.given] == [1.0, 2.0, 1.0]
     assert value[0] == 1.0
     for array in found.given:
@@ -181,7 +181,7 @@ def test_two_programs_on_one_variable_see_each_other(kernels):
     plan = Plan(reductions, (), (ADD,), applies)
     job = warmed(kernels, job_of(plan, [ones(2)]), {0: ones()[0]})
     for lent in (frozenset(), frozenset([0])):
-        assert executor.run(job, 0, kernels, {0: ones()[0]}, lent).assigned[0].tolist() == [3.0] * N
+        assert run(job, kernels, {0: ones()[0]}, lent).assigned[0].tolist() == [3.0] * N
 
 
 def test_two_names_for_one_variable_are_interpreted(kernels):
@@ -189,7 +189,7 @@ def test_two_names_for_one_variable_are_interpreted(kernels):
     both = Program((Input("variable", SPEC),) * 2, (Node("add", (0, 1)),), ((0, 2),), ())
     plan = Plan((), (), (both,), (Apply(0, (0,), (Ref("variable", 0),) * 2),))
     job = warmed(kernels, job_of(plan, [[]]), {0: ones()[0]})
-    assert executor.run(job, 0, kernels, {0: ones()[0]}, frozenset([0])).assigned[0].tolist() == [2.0] * N
+    assert run(job, kernels, {0: ones()[0]}, frozenset([0])).assigned[0].tolist() == [2.0] * N
     assert kernels.compiler.texts == ()
 
 
@@ -279,14 +279,14 @@ def test_who_reads_during_a_round_waits_for_its_end(job, monkeypatch):
     """And sees all of it; so does who sends again what was answered already."""
     worker, variable, plan = trained(job)
     begun, may = threading.Event(), threading.Event()
-    run = executor.run
+    step = Execution.step
 
     def slow(*args):
         begun.set()
         assert may.wait(SOON)
-        return run(*args)
+        return step(*args)
 
-    monkeypatch.setattr(executor, "run", slow)
+    monkeypatch.setattr(Execution, "step", slow)
     answer = worker.push(plan, ones())
     assert begun.wait(SOON)
     reading = job.verbs[0].pull(worker.session, [variable.id], -1)

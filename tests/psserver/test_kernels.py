@@ -18,7 +18,6 @@ import psclient
 import psserver
 import pswire
 from psserver.devices import Device
-from psserver.execution import executor
 from psserver.programs.kernels import compiler as compiled
 from psserver.programs.kernels.codegen import Form, Sum, cuda_source, numba_source, parameters
 from psserver.programs.kernels.compiler import Compiler, compile_numba
@@ -28,7 +27,7 @@ from psserver.programs.kernels.launch import Crew
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec
-from tests.support.programs import expected, job_of, numbers, plan_of, programs, same_bits, traced
+from tests.support.programs import expected, job_of, numbers, plan_of, programs, run, same_bits, traced
 
 N = 1003
 VECTOR = TensorSpec("float32", (N,))
@@ -61,9 +60,9 @@ def kernels():
 
 def run_twice(kernels, job, values):
     """The outcome while there is no kernel, and when there is one."""
-    first = executor.run(job, 0, kernels, values)
+    first = run(job, kernels, values)
     kernels.compiler.wait()
-    return first, executor.run(job, 0, kernels, values)
+    return first, run(job, kernels, values)
 
 
 # ---- The same bits ----
@@ -134,12 +133,12 @@ def test_random_programs_give_the_same_interpreted_and_compiled(program, seed, d
     kernels = Kernels(Device(), patience=1, smallest=0)
     try:
         try:
-            first = executor.run(job, 0, kernels, variables)
+            first = run(job, kernels, variables)
         except ProgramError:
             assume(False)
         kernels.compiler.wait()
-        second = executor.run(job, 0, kernels, {id: a.copy() for id, a in variables.items()}, frozenset(variables))
-        third = executor.run(job, 0, kernels, variables)
+        second = run(job, kernels, {id: a.copy() for id, a in variables.items()}, frozenset(variables))
+        third = run(job, kernels, variables)
     finally:
         kernels.close()
     for found in (second, third):

@@ -30,6 +30,7 @@ from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.transport.session import Session
 from psserver.core.core import Core
 from psserver.state.rounds import Record
+from pstesting.clock import Clock
 from pswire.api import Contribution, Opened, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, TaskTaken
@@ -39,7 +40,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, layout
 from pswire.transport.payload import Chunk, Payload
-from tests.support.rig import CHIEF, WORKERS, Clock, adding, core
+from tests.support.rig import CHIEF, WORKERS, adding, core
 from tests.support.strands import Strand as Thread
 
 VALUE = TensorSpec("int64", ())
@@ -198,7 +199,7 @@ class Worker:
         alone, totals = self.group.alone, self.model.totals
         self.model.take_in()
         before = totals[variable.id]
-        value = int(self.exchange.read(variable, now=True))
+        value = int(self.exchange.reads.read(variable, now=True))
         self.model.take_in()
         if self.model.is_open(self.session.number):
             least = before if alone else totals[variable.id]
@@ -234,7 +235,7 @@ class Worker:
 
 
 class Stepping(Chief):
-    """A chief that stands still where it waits; it looks for no hung member, as the model has none."""
+    """A chief that stands still where it waits."""
 
     pause: Callable[[], None] = staticmethod(lambda: None)
 
@@ -242,9 +243,6 @@ class Stepping(Chief):
         session = Stepped(self._task, self._servers, 0, True, TIMEOUTS)
         session.pause = lambda: self.pause()
         return session
-
-    def _stalled(self) -> bool:
-        return False
 
 
 class Driver:
@@ -769,8 +767,9 @@ class Alone(Model):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chief looks, and does not wait for something to see."""
+    """A chief looks, and does not wait for something to see; for no hung member, as the model has none."""
     monkeypatch.setattr(chief_module, "PAUSE", 0.0)
+    monkeypatch.setattr(chief_module.HungMembers, "look", lambda self, epoch: False)
 
 
 class TestModel(Model.TestCase):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from psserver.devices import Device
-from psserver.execution import executor
+from psserver.execution.execution import Execution
 from psserver.execution.nonfinite import CHUNK, MAX_LINES, SMALL, finite_flag, is_finite, may_be_nonfinite
-from psserver.execution.stream import Stream
+from psserver.plans.round import Commit
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
 from psserver.telemetry import ROWS, Seen
 from pswire.errors import ProgramError
@@ -27,7 +27,7 @@ from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.telemetry import prometheus
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import traffic
-from tests.support.programs import job_of, numbers, plan_of, programs, same_bits, traced
+from tests.support.programs import job_of, numbers, plan_of, programs, run, same_bits, traced
 from tests.support.rig import SOON, WORKERS, Job, scaling, serving, sgd, sum_into, together
 from tests.support.scraped import Page
 from tests.support.streams import LIMIT, SIZE, Sending, streaming
@@ -67,9 +67,9 @@ def kernels(request):
 def ran(kernels, job, values, in_place=True):
     """What a round finds, with its kernels ready."""
     with contextlib.suppress(ProgramError):
-        executor.run(job, 0, kernels, {id: array.copy() for id, array in values.items()})
+        run(job, kernels, {id: array.copy() for id, array in values.items()})
     kernels.compiler.wait()
-    return executor.run(job, 0, kernels, values, frozenset(values) if in_place else frozenset())
+    return run(job, kernels, values, frozenset(values) if in_place else frozenset())
 
 
 # ---- Arrays ----
@@ -256,9 +256,8 @@ def test_of_a_first_contribution_the_first_alone_counts(kernels):
 
 def test_more_contributions_than_a_kernel_sums_are_told_apart(kernels, monkeypatch):
     """The reducer's sum is judged."""
-    monkeypatch.setattr("psserver.execution.calls.MAX_PARTS", 2)
-    monkeypatch.setattr("psserver.execution.executor.MAX_PARTS", 2)
-    monkeypatch.setattr("psserver.execution.batches.MAX_PARTS", 2)
+    monkeypatch.setattr("psserver.execution.contributions.MAX_PARTS", 2)
+    monkeypatch.setattr("psserver.plans.prepared.MAX_PARTS", 2)
     spec = TensorSpec("float32", (N,))
     program, operands = traced(descent, [spec], [spec])
     contributions = [[np.ones(N, "float32")] for _ in range(3)]
@@ -298,12 +297,12 @@ def test_a_device_is_asked_once_in_a_round(dtype, monkeypatch):
     own = Pretended.get
     monkeypatch.setattr(Pretended, "get", lambda self, array: asked.append(array.dtype) or own(self, array))
     job = job_of(plan_of(program), contributions, operands)
-    outcome = executor.run(job, 0, kernels, {0: np.ones(N, DTYPES[dtype])})
+    outcome = run(job, kernels, {0: np.ones(N, DTYPES[dtype])})
     assert (outcome.found.contributions, outcome.found.variables) == ([(0, C)], {0: False})
     assert asked.count(np.dtype(bool)) == 2, "one for the round, and one for what the variable was before"
     asked.clear()
     job = job_of(plan_of(program), contributions[:2], operands)
-    outcome = executor.run(job, 0, kernels, {0: np.ones(N, DTYPES[dtype])})
+    outcome = run(job, kernels, {0: np.ones(N, DTYPES[dtype])})
     assert (outcome.found.contributions, outcome.found.variables) == ([], {})
     assert asked.count(np.dtype(bool)) == 1
     kernels.close()
@@ -499,7 +498,8 @@ def test_a_stream_finds_it_before_contributions_are_gone(how):
     whole = job_of(plan, contributions, operands)
     ran(kernels, whole, {n: np.ones(N, "float32") for n in range(3)})
     job = replace(whole, parts=tuple(replace(part, payload=Payload((), part.payload.size)) for part in whole.parts))
-    stream, values = Stream(job, 0, kernels), {n: np.ones(N, "float32") for n in range(3)}
+    stream = Execution(replace(job, commit=Commit.PROGRESSIVE), kernels)
+    values = {n: np.ones(N, "float32") for n in range(3)}
     found = []
     for end in range(0, whole.parts[0].payload.size + 1024, 1024):
         for part, source in zip(job.parts, whole.parts, strict=True):

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from psclient._src.tracing.recorder import Recording, trace
 from psserver.devices import Device
-from psserver.execution import executor
+from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from pswire.errors import ProgramError
 from pswire.model.plan import Apply
 from pswire.model.program import Program
-from tests.support.programs import expected, job_of, numbers, plain, plan_of, programs, same_bits
+from tests.support.programs import expected, job_of, numbers, plain, plan_of, programs, run, same_bits
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +90,16 @@ def test_kernels_give_what_numpy_gives(kernels, program, seed, double, workers):
     contributions = [[np.roll(inputs[2], place)] for place in range(workers)]
     job = job_of(plan, contributions, inputs[3:], part_bytes=16 * seed % 112 + 16)
     summed = plan_of(Program(program.inputs, (), (), (2,)))
-    (reduced,) = executor.run(replace(job, plan=summed), 0, kernels, values).given
+    (reduced,) = run(replace(job, prepared=PreparedPlan(summed, 0)), kernels, values).given
     try:
         with np.errstate(all="ignore"):
             wanted = plain(program, [*inputs[:2], reduced, inputs[3]])
-        executor.run(job, 0, kernels, values)
+        run(job, kernels, values)
     except (ProgramError, ValueError):
         assume(False)
     kernels.compiler.wait()
     for own in (frozenset(), frozenset(plan.writes(0))):
-        found = executor.run(job, 0, kernels, {n: array.copy() for n, array in values.items()}, own)
+        found = run(job, kernels, {n: array.copy() for n, array in values.items()}, own)
         places = [apply.args[target].index for target, _ in program.assigns]
         assert all_same([found.assigned[place] for place in places], [np.asarray(value) for value in wanted[0]])
         assert all_same(found.given, [np.asarray(value) for value in wanted[1]])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver.execution.reducer import reduce
+from psserver.execution.contributions import reduce
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 
 SUMMED = sorted(set(DTYPES) - {"bool"})

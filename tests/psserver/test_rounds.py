@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver.plans.prepared import MAX_PLACES
+from psserver.plans.prepared import MAX_LAYOUTS, PreparedPlan
 from psserver.state.rounds import RECORDS, RESENDS, Rounds
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
@@ -30,9 +30,9 @@ MEMBERS = tuple(Member(task, place + 1, 1) for place, task in enumerate(WORKERS[
 @pytest.fixture
 def rounds():
     """Two plans approved, two members."""
-    found = Rounds(0, lambda plan_id: {PLAN.id: "this", OTHER.id: "that"}.get(plan_id, "unknown"))
-    found.approve(PLAN)
-    found.approve(OTHER)
+    found = Rounds(lambda plan_id: {PLAN.id: "this", OTHER.id: "that"}.get(plan_id, "unknown"))
+    found.approve(PreparedPlan(PLAN, 0))
+    found.approve(PreparedPlan(OTHER, 0))
     found.close_epoch(Epoch(1, MEMBERS[:2]))
     return found
 
@@ -139,7 +139,7 @@ def test_an_epoch_completes_what_is_open(rounds):
 
 def test_who_comes_back_is_fenced_no_more():
     """A session that an epoch left out stays out, whatever later epochs say of its task."""
-    found = Rounds(0, lambda _: "")
+    found = Rounds(lambda _: "")
     found.close_epoch(Epoch(1, MEMBERS[:2]))
     found.close_epoch(Epoch(2, MEMBERS[:1]))
     found.close_epoch(Epoch(3, (MEMBERS[0], Member(WORKERS[1], 9, 1))))
@@ -254,7 +254,7 @@ def test_a_plan_that_was_refused_runs_nowhere(rounds):
     large = reduce_only(NUMBER, target="large")
     early = push(rounds, 1, plan=large)
     error = MemoryLimit("too large")
-    rounds.refuse(large, error)
+    rounds.refuse(large.id, error)
     assert failed(rounds) == {early: error}
     with pytest.raises(MemoryLimit, match="too large"):
         push(rounds, 2, plan=large)
@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_told_to_its_sender(rounds):
     assert rounds.take_failed() == []
     wrong = Future()
     rounds.push(Contribution(2, 1, 0, strange.id, (1.0,)), Payload.pack([np.zeros(2)]), wrong, 0.0)
-    rounds.approve(strange)
+    rounds.approve(PreparedPlan(strange, 0))
     assert set(failed(rounds)) == {future, wrong}
     assert [waiting.missing for waiting in rounds.waiting()] == [(WORKERS[0], WORKERS[1])]
 
@@ -287,14 +287,12 @@ def test_what_is_remembered_of_contributions_is_bounded(rounds):
     """Which of them count is whatever a client says, refused or not."""
     spec = TensorSpec("float64", (4,))
     plan = Plan(tuple(Reduction("sum", spec, (0,), str(n)) for n in range(8)))
-    rounds.approve(plan)
+    rounds.approve(PreparedPlan(plan, 0))
     for said in product([0.0, 1.0], repeat=8):
         future = Future()
         rounds.push(Contribution(1, 1, 0, plan.id, said), Payload((), 1), future, 0.0)
         assert isinstance(failed(rounds)[future], InvalidRequest)
-    known = plan.remembered["places"]
-    assert isinstance(known, dict)
-    assert 0 < len(known) <= MAX_PLACES
+    assert 0 < len(rounds.plans[plan.id]._layouts) <= MAX_LAYOUTS
 
 
 def test_who_observes_has_no_weight(rounds):
@@ -341,8 +339,8 @@ ONE, TWO, THREE = WORKERS[:3]
 def alone(rounds):
     """A job of two asynchronous members."""
     rounds.clear()
-    rounds.approve(PLAN)
-    rounds.approve(OTHER)
+    rounds.approve(PreparedPlan(PLAN, 0))
+    rounds.approve(PreparedPlan(OTHER, 0))
     rounds.close_epoch(Epoch(1, LONERS[:2]))
     return rounds
 
@@ -408,7 +406,7 @@ def test_a_wait_for_approval_is_ones_own(alone):
     job = alone.next_job()
     assert sessions(job) == [2]
     finish(alone, job)
-    alone.approve(strange)
+    alone.approve(PreparedPlan(strange, 0))
     assert sessions(alone.next_job()) == [1]
 
 
@@ -459,8 +457,8 @@ def test_tasks_that_come_and_go_leave_little(alone):
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=40))
 def test_every_push_is_counted_once(steps):
     """In any interleaving of pushes, resends and turns of the server; each task's in its own order."""
-    found = Rounds(0, lambda _: "")
-    found.approve(PLAN)
+    found = Rounds(lambda _: "")
+    found.approve(PreparedPlan(PLAN, 0))
     found.close_epoch(Epoch(1, LONERS))
     rounds, ran, pushed = dict.fromkeys((1, 2, 3), 0), [], []
 

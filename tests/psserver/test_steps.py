@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from psserver.devices import Device
-from psserver.execution import executor
 from psserver.programs.kernels.fusion import split, whole
 from psserver.programs.kernels.kernels import Kernels
 from pswire.limits import MAX_NODES
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.support.programs import job_of, plan_of, traced
+from tests.support.programs import job_of, plan_of, run, traced
 
 SPEC = TensorSpec("float32", (300, 400))
 V = Input("variable", SPEC)
@@ -58,11 +57,11 @@ def test_what_is_only_looked_at_takes_no_memory(compiled):
     program, operands = traced(fn, [SPEC], [])
     kernels, value = Kernels(Device(), patience=1 if compiled else 10**9), np.ones(SPEC.shape, "float32")
     job = job_of(plan_of(program), [[]], operands)
-    executor.run(job, 0, kernels, {0: value})
+    run(job, kernels, {0: value})
     kernels.compiler.wait()
     tracemalloc.start()
     try:
-        (found,) = executor.run(job, 0, kernels, {0: value}).given
+        (found,) = run(job, kernels, {0: value}).given
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

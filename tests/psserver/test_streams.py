@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from psserver.devices import Device
-from psserver.execution import executor
-from psserver.execution.stream import Stream
-from psserver.plans.prepared import MemberShare
-from psserver.plans.prepared import ReadyRound as Round
+from psserver.execution.execution import Execution
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import Commit, MemberShare
+from psserver.plans.round import ReadyRound as Round
 from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
 from pswire.api import Contribution
@@ -27,7 +27,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrde
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY, Payload
-from tests.support.programs import same_bits
+from tests.support.programs import run, same_bits
 from tests.support.rig import SOON, WORKERS, Job, adding, given, payload, reduce_only, serving, sum_into, together
 from tests.support.streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
 
@@ -717,7 +717,7 @@ def rounds(draw):
         packed = EMPTY if observes else payload(plan, 0, values, weights, [operand])
         parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, packed))
     variables = {n: rng.normal(size=SIZE).astype(spec.dtype) for n in range(4)}
-    return Round(4, plan, tuple(parts), (), lambda: "the section"), variables
+    return Round(4, PreparedPlan(plan, 0), tuple(parts), (), lambda: "the section"), variables
 
 
 def growing(part):
@@ -732,9 +732,9 @@ KERNELS = Kernels(Device())
 def test_a_stream_makes_what_is_made_at_once(round, data):
     """To the last bit: variables, slots, returned values and what is wanted, in whatever order contributions come."""
     job, values = round
-    expected = executor.run(job, 0, KERNELS, dict(values))
+    expected = run(job, KERNELS, dict(values))
     parts, rest = zip(*(growing(part) for part in job.parts), strict=True)
-    stream = Stream(replace(job, parts=parts), 0, KERNELS)
+    stream = Execution(replace(job, parts=parts, commit=Commit.PROGRESSIVE), KERNELS)
     ready, told = {}, []
     while not stream.done:
         if stream.awaits(lambda: told.append(1)):

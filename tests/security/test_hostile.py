@@ -65,11 +65,11 @@ class Attacked:
 
     def say(self, verb: str, message: bytes) -> str:
         """Sends bytes as the request of a verb; returns the name of the error, "" for an answer."""
-        stub: Any = self.server._stubs[verb]
+        stub: Any = self.server._calls._stubs[verb]
         asks = VERBS[verb].streams[0]
         call = stub if streams(verb) else stub.future
         try:
-            reply = call(iter([message]) if asks else message, metadata=self.server._metadata, timeout=SECONDS)
+            reply = call(iter([message]) if asks else message, metadata=self.server._calls._metadata, timeout=SECONDS)
             list(reply) if streams(verb) else reply.result()
         except grpc.RpcError as error:
             trailing: Any = dict(error.trailing_metadata() or ())  # type: ignore[attr-defined]
@@ -135,8 +135,8 @@ def test_whatever_follows_a_session(attacked: Attacked, verb: str, rest: bytes) 
     """The same for who has one, whose bytes come further in; what waits is not waited for."""
     message = SESSIONS[verb](session=attacked.session).SerializeToString() + rest
     if VERBS[verb].waits:
-        stub: Any = attacked.server._stubs[verb]
-        stub(message, metadata=attacked.server._metadata, timeout=1).cancel()
+        stub: Any = attacked.server._calls._stubs[verb]
+        stub(message, metadata=attacked.server._calls._metadata, timeout=1).cancel()
     else:
         assert attacked.say(verb, message) in KNOWN
     attacked.server.status()

@@ -15,6 +15,7 @@ from psserver import registry
 from psserver.core import waiting
 from psserver.plans import memory
 from psserver.state import rounds
+from pstesting.clock import Clock
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
 from pswire.encoding import messages
@@ -27,7 +28,7 @@ from pswire.model.program import Input, Program
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, Worker, checkpoint, core, sum_into
+from tests.support.rig import SOON, WORKERS, Job, Servers, Worker, checkpoint, core, sum_into
 
 FOUR = TensorSpec("float32", (4,))
 STRANGER = Task("worker", 7)
@@ -180,13 +181,13 @@ def test_a_server_is_named_once(two: Two) -> None:
 def test_large_programs_are_looked_into_without_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats are answered meanwhile, whether they are proposed or approved."""
     two = Two(tmp_path, memory_limit=1 << 20)
-    (of, seen) = memory._Need.of, []
+    (of, seen) = memory.Need.of, []
 
     def look(program: Program) -> object:
         seen.append([one._lock.locked() for one in two.cores])
         return of(program)
 
-    monkeypatch.setattr(memory._Need, "of", look)
+    monkeypatch.setattr(memory.Need, "of", look)
     two.job.approve(sum_into(two.variable), two.members[0])
     assert seen == [[False, False]] * len(seen)
     assert seen

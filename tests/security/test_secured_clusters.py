@@ -15,13 +15,13 @@ import psclient as ps
 from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.process import start_server
 from psclient._src.transport.remote_server import RemoteServer
+from pstesting.processes import CALM, PS0, W0, ProcessCluster
+from pstesting.script import say  # in the programs below, which are sources
 from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost
 from pswire.security.identity import SecurityOptions
 from pswire.transport.traffic import LaneName
 from tests.support.certificates import Certificates, options
-from tests.support.inside import say  # in the programs below, which are sources
-from tests.support.jobs import CALM, PS0, W0, Job
 
 AT_ONCE = 90.0
 """Seconds: processes start in a few of them, on a machine that others use in many; a start's deadline is 120."""
@@ -50,7 +50,7 @@ def train(rounds: int) -> None:
 def digests(directory: Path, **keys: Any) -> set[str]:
     """What the workers of a job end with, and which lanes they used."""
     directory.mkdir(exist_ok=True)
-    with Job(train, directory, (6,), ps=2, workers=2, **keys) as job:
+    with ProcessCluster(train, directory, (6,), ps=2, workers=2, **keys) as job:
         job.finish()
         (first,), (second,) = (job.said(task, "digest") for task in (W0, Task("worker", 1)))
         logged = job.errors(W0)
@@ -86,7 +86,7 @@ def test_a_cluster_draws_a_token(tmp_path: Path) -> None:
 def fails(directory: Path, security: SecurityOptions) -> str:
     """How a job ends that cannot begin."""
     began = time.monotonic()
-    with Job(train, directory, (1,), security=security) as job:
+    with ProcessCluster(train, directory, (1,), security=security) as job:
         outcome = job.cluster.wait(AT_ONCE)
     assert outcome.code
     assert time.monotonic() - began < AT_ONCE

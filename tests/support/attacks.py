@@ -255,10 +255,10 @@ class Attacker:
 
     def begin(self, verb: str, messages: Sequence[bytes], seconds: float) -> Any:
         """Begins a call; what it gives has the answer, and can be cancelled."""
-        stub: Any = self.server._stubs[verb]
+        stub: Any = self.server._calls._stubs[verb]
         asks, _ = VERBS[verb].streams
         call = stub if streams(verb) else stub.future
-        return call(iter(messages) if asks else messages[0], metadata=self.server._metadata, timeout=seconds)
+        return call(iter(messages) if asks else messages[0], metadata=self.server._calls._metadata, timeout=seconds)
 
     def send(self, verb: str, messages: Sequence[bytes], leaves: bool = False) -> str:
         """Makes a call; returns the name of the error, "" for an answer, "waits" where none has come so far.

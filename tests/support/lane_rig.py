@@ -28,6 +28,7 @@ from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
 from psserver.transport.lane_server import Lanes
 from psserver.transport.server import ServerThread
+from pstesting.clock import Clock
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.encoding import messages
@@ -40,7 +41,7 @@ from pswire.transport.sockets import HEAD, INLINE, Kind, Message
 from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import LaneName
 from tests.support import packets
-from tests.support.rig import SOON, WORKERS, Clock, Job, Servers, Worker, core, eventually, payload, sum_into, together
+from tests.support.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 SIZE = PART_BYTES // 4
 """Elements of float32 of which a part holds as many."""

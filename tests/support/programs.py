@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from psclient._src.tracing.recorder import Recording, trace
-from psserver.plans.prepared import MemberShare, ReadyRound
+from psserver.execution.execution import Execution
+from psserver.execution.nonfinite import Found
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs import interpreter
+from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import ProgramError
 from pswire.model.log import Member
@@ -87,7 +92,26 @@ def job_of(
         chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in packed.parts(part_bytes)]
         said = Contribution(place + 1, 1, 4, plan.id, tuple(float(place + 1) for _ in arrays))
         parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, packed.size)))
-    return ReadyRound(4, plan, tuple(parts), (), lambda: "the section")
+    return ReadyRound(4, PreparedPlan(plan, 0), tuple(parts), (), lambda: "the section")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a round that ran all at once has made: as `Execution.step` and its attributes say."""
+
+    assigned: dict[int, Array]
+    given: list[Array]
+    wanted: dict[int, Array]
+    found: Found
+
+
+def run(job: ReadyRound, kernels: Kernels, values: Mapping[int, Array], alone: Set[int] = frozenset()) -> Outcome:
+    """Runs a round that commits all at the end; kernels may write into the arrays of variables that are `alone`."""
+    execution = Execution(job, kernels)
+    assigned, ready = execution.step({id: values.get(id) for id in execution.reads()}, alone)
+    assert execution.done
+    wanted = {id: array for id, array in ready.items() if isinstance(id, int)}
+    return Outcome(assigned, execution.given, wanted, execution.found)
 
 
 def _reduced(draw: Any, spec: TensorSpec, shape: tuple[int, ...]) -> dict[str, Attr]:

@@ -17,6 +17,7 @@ from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.transport.server import ServerThread
+from pstesting.clock import Clock
 from pswire.api import ALL, Contribution, Opened, ParameterServer, RestoreOrder, RestoreReply, RoundReply, Shard
 from pswire.checkpoint.manifest import Manifest, Saved
 from pswire.cluster import Task
@@ -59,16 +60,6 @@ SOON = 60.0
 """Seconds within which whatever can be answered is, on a machine that others use."""
 
 T = TypeVar("T")
-
-
-class Clock:
-    """A clock that only a test turns."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def at_once(work: Callable[[], object]) -> None:

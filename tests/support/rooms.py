@@ -40,95 +40,95 @@ ROOMS = {
         _room("pswire.api", 3, "pswire wire.model wire.transport"),
         _room("pswire.checkpoint", 4, "pswire wire.model wire.api"),
         _room("pswire.encoding", 4, "pswire wire.model wire.transport wire.api"),
-        _room("psserver", 5, "pswire wire.model wire.security"),
-        _room("psserver.programs", 6, "pswire wire.model psserver"),
+        _room("psserver", 2, "pswire wire.model wire.security"),
+        _room("psserver.programs", 3, "pswire wire.model psserver"),
+        _room("psserver.plans", 4, "pswire wire.model wire.transport psserver.programs wire.api"),
+        _room("psserver.state", 5, "pswire wire.model wire.telemetry psserver wire.transport wire.api psserver.plans"),
         _room(
             "psserver.transport",
-            6,
-            "pswire wire.model wire.security wire.transport wire.api wire.encoding psserver",
+            5,
+            "pswire wire.model wire.security psserver wire.transport wire.api wire.encoding",
         ),
-        _room("psserver.plans", 7, "pswire wire.model wire.transport wire.api psserver.programs"),
-        _room("psserver.state", 8, "pswire wire.model wire.telemetry wire.transport wire.api psserver psserver.plans"),
         _room(
             "psserver.checkpoints",
-            9,
-            "pswire wire.model wire.api wire.checkpoint psserver psserver.plans psserver.state",
+            6,
+            "pswire wire.model psserver wire.api psserver.plans wire.checkpoint psserver.state",
         ),
-        _room("psserver.execution", 9, "pswire wire.model psserver psserver.programs psserver.plans psserver.state"),
+        _room("psserver.execution", 6, "pswire wire.model psserver psserver.programs psserver.plans psserver.state"),
         _room(
             "psserver.core",
-            10,
-            "pswire wire.model wire.telemetry wire.transport wire.api wire.checkpoint psserver "
-            "psserver.programs psserver.plans psserver.state psserver.checkpoints psserver.execution",
+            7,
+            "pswire wire.model wire.telemetry psserver wire.transport psserver.programs wire.api "
+            "psserver.plans wire.checkpoint psserver.state psserver.checkpoints psserver.execution",
         ),
         _room(
             "psserver.telemetry",
-            11,
-            "wire.model wire.telemetry wire.transport psserver psserver.state psserver.core",
+            8,
+            "wire.model wire.telemetry psserver wire.transport psserver.state psserver.core",
         ),
         _room(
             "psserver.cli",
-            12,
-            "pswire wire.model wire.security wire.telemetry wire.checkpoint psserver psserver.transport psserver.core "
-            "psserver.telemetry",
+            9,
+            "pswire wire.model wire.security wire.telemetry psserver wire.checkpoint psserver.transport "
+            "psserver.core psserver.telemetry",
         ),
-        _room("psserver.__main__", 13, "psserver.cli"),
+        _room("psserver.__main__", 10, "psserver.cli"),
         _room("psclient.ops", 2, "wire.model"),
-        _room("psclient._src", 5, "pswire wire.model wire.security wire.telemetry wire.transport"),
-        _room("src.cluster_resolver", 6, "pswire psclient._src"),
-        _room("src.data", 6, "wire.model psclient._src"),
-        _room("src.processes", 6, "pswire wire.security wire.telemetry psclient._src"),
-        _room("src.tracing", 6, "pswire wire.model psclient._src"),
-        _room(
-            "src.transport",
-            6,
-            "pswire wire.model wire.security wire.telemetry wire.transport wire.api wire.encoding psclient._src",
-        ),
-        _room("src.variables", 6, "wire.model psclient._src"),
-        _room("psclient.summary", 6, "psclient._src"),
-        _room("src.chief", 7, "pswire wire.model wire.telemetry wire.api wire.checkpoint src.transport"),
+        _room("psclient._src", 3, "pswire wire.model wire.security wire.telemetry wire.transport"),
+        _room("src.cluster_resolver", 4, "pswire psclient._src"),
+        _room("src.data", 4, "wire.model psclient._src"),
+        _room("src.processes", 4, "pswire wire.security wire.telemetry psclient._src"),
+        _room("src.tracing", 4, "pswire wire.model psclient._src"),
+        _room("src.variables", 4, "wire.model psclient._src"),
+        _room("psclient.summary", 4, "psclient._src"),
         _room(
             "src.distribute",
-            7,
+            5,
             "pswire wire.model psclient._src src.cluster_resolver src.data src.processes src.tracing src.variables",
         ),
-        _room("psclient.cluster_resolver", 7, "src.cluster_resolver"),
-        _room("psclient.metrics", 7, "wire.model psclient._src src.variables"),
+        _room(
+            "src.transport",
+            5,
+            "pswire wire.model wire.security wire.telemetry wire.transport psclient._src wire.api wire.encoding",
+        ),
+        _room("psclient.cluster_resolver", 5, "src.cluster_resolver"),
+        _room("psclient.metrics", 5, "wire.model psclient._src src.variables"),
+        _room("src.chief", 6, "pswire wire.model wire.telemetry wire.api wire.checkpoint src.transport"),
         _room(
             "src.rounds",
-            8,
-            "pswire wire.model wire.telemetry wire.transport wire.api psclient._src src.data src.tracing "
-            "src.transport src.variables src.distribute",
+            6,
+            "pswire wire.model wire.telemetry wire.transport psclient._src wire.api src.data src.tracing "
+            "src.variables src.distribute src.transport",
         ),
-        _room("psclient.compat", 8, "psclient._src src.data src.variables src.distribute"),
-        _room("psclient.optimizers", 8, "wire.model psclient._src src.tracing src.variables src.distribute"),
-        _room(
-            "psclient.psctl",
-            8,
-            "pswire wire.model wire.security wire.transport wire.checkpoint psclient._src src.transport src.chief",
-        ),
+        _room("psclient.compat", 6, "psclient._src src.data src.variables src.distribute"),
+        _room("psclient.optimizers", 6, "wire.model psclient._src src.tracing src.variables src.distribute"),
         _room(
             "src.telemetry",
-            9,
+            7,
             "pswire wire.security wire.telemetry psclient._src src.transport src.chief src.rounds",
         ),
         _room(
+            "psclient.psctl",
+            7,
+            "pswire wire.model wire.security wire.transport psclient._src wire.checkpoint src.transport src.chief",
+        ),
+        _room(
             "psclient.train",
-            9,
-            "pswire wire.model wire.telemetry wire.api wire.checkpoint psclient._src src.data src.variables "
+            7,
+            "pswire wire.model wire.telemetry psclient._src wire.api src.data src.variables wire.checkpoint "
             "src.distribute src.rounds psclient.optimizers",
         ),
         _room(
             "src.launch",
-            10,
-            "pswire wire.model wire.security wire.telemetry psclient._src src.processes "
-            "src.transport src.chief src.telemetry",
+            8,
+            "pswire wire.model wire.security wire.telemetry psclient._src src.processes src.transport "
+            "src.chief src.telemetry",
         ),
         _room(
             "src.strategies",
-            10,
+            8,
             "pswire wire.security wire.transport psclient._src src.cluster_resolver src.processes "
-            "src.transport src.chief src.distribute src.rounds src.telemetry",
+            "src.distribute src.transport src.chief src.rounds src.telemetry",
         ),
         _room(
             "psclient",
@@ -138,6 +138,12 @@ ROOMS = {
             "psclient.train src.strategies",
         ),
         _room("psclient.__main__", 15, "src.launch"),
+        _room(
+            "pstesting",
+            16,
+            "pswire wire.security psserver wire.transport psclient._src src.processes src.transport "
+            "psserver.transport psserver.core src.launch src.strategies psclient",
+        ),
     )
 }
 

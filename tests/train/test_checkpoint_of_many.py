@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import DIRECTORY, ME, gate, say
-from tests.support.jobs import PS0, QUICK, W0, W1, Job
+from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
+from pstesting.script import DIRECTORY, ME, gate, say
 
 
 class Mine:
@@ -58,7 +58,7 @@ def state_in(directory):
 
 def test_the_state_is_that_of_the_process_that_saves(tmp_path):
     """Of the first, however late it comes; all restore it."""
-    with Job(save, tmp_path, ([0],), helpers=[Mine], workers=2, gates=["go"]) as job:
+    with ProcessCluster(save, tmp_path, ([0],), helpers=[Mine], workers=2, gates=["go"]) as job:
         job.hear(W0, "waits")
         job.hear(W1, "saves")
         job.open("go")
@@ -71,7 +71,9 @@ def test_the_state_is_that_of_the_process_that_saves(tmp_path):
 
 def test_another_takes_its_place_if_it_dies(tmp_path):
     """The first dies before it comes to the save: nobody waits for ever, and the checkpoint has the other's state."""
-    with Job(save, tmp_path, ([0],), helpers=[Mine], workers=2, gates=["go"], timeouts=QUICK, chief="driver") as job:
+    with ProcessCluster(
+        save, tmp_path, ([0],), helpers=[Mine], workers=2, gates=["go"], timeouts=QUICK, chief="driver"
+    ) as job:
         job.hear(W0, "waits")
         job.hear(W1, "saves")
         job.kill(W0)
@@ -100,7 +102,7 @@ def save_often():
 
 def test_all_processes_are_refused_alike(tmp_path):
     """Whoever has heard of the end of the save before, and whoever has not."""
-    with Job(save_often, tmp_path, workers=2) as job:
+    with ProcessCluster(save_often, tmp_path, workers=2) as job:
         job.finish()
     (first,), (second,) = (job.said(task, "refused") for task in (W0, W1))
     assert first == second
@@ -129,7 +131,7 @@ def in_a_restore(server):
 def test_nobody_reads_what_is_restored_before_its_own_restore(tmp_path):
     """A restore is a place of the program at which all are."""
     keys = {"helpers": [saved], "ps": 2, "workers": 2, "gates": ["go"]}
-    with Job(restores_one_by_one, tmp_path, **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(restores_one_by_one, tmp_path, **keys) as job, job.server(PS0) as server:
         job.hear(W1, "waits")
         job.until(lambda: in_a_restore(server))
         job.open("go")
@@ -141,7 +143,7 @@ def test_nobody_reads_what_is_restored_before_its_own_restore(tmp_path):
 def test_who_dies_before_a_restore_holds_nobody_up(tmp_path):
     """The others restore without it."""
     keys = {"helpers": [saved], "ps": 2, "workers": 2, "gates": ["go"], "timeouts": QUICK, "chief": "driver"}
-    with Job(restores_one_by_one, tmp_path, **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(restores_one_by_one, tmp_path, **keys) as job, job.server(PS0) as server:
         job.hear(W1, "waits")
         job.until(lambda: in_a_restore(server))
         job.kill(W1)
@@ -178,7 +180,7 @@ def falls_back():
 def test_all_are_told_alike_and_may_take_an_older_one(tmp_path):
     """A part that one server cannot read changes nothing on the other; who comes later is told what the first was."""
     keys = {"helpers": [saved], "ps": 2, "workers": 2, "gates": ["go"]}
-    with Job(falls_back, tmp_path, **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(falls_back, tmp_path, **keys) as job, job.server(PS0) as server:
         job.hear(W0, "between")
         job.until(lambda: in_a_restore(server))
         job.open("go")
@@ -207,7 +209,7 @@ def raises_between(late):
     chosen = []
     for _ in range(1 + ME):
         try:
-            checkpoint.strategy.backend.restore("run", choose, False)
+            checkpoint.strategy.backend.checkpoints.restore("run", choose, False)
         except (RuntimeError, ps.errors.Diverged) as error:
             say("told", str(error))
 
@@ -216,7 +218,7 @@ def raises_between(late):
 def test_who_leaves_a_restore_and_begins_another_diverges(tmp_path, late):
     """All are told, whoever comes first, and nobody waits for the other."""
     keys = {"helpers": [saved], "ps": 2, "workers": 2, "gates": ["go"]}
-    with Job(raises_between, tmp_path, (late,), **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(raises_between, tmp_path, (late,), **keys) as job, job.server(PS0) as server:
         job.until(lambda: in_a_restore(server))
         job.open("go")
         assert job.hear(W1, "told") == "not now"
@@ -247,10 +249,10 @@ def rolls_back():
 
 def test_who_comes_back_restores_with_all_from_then_on(tmp_path):
     """It comes while the others restore, and has no part in that; once it is taken in it goes back as they do."""
-    with Job(makes, tmp_path, workers=1) as job:
+    with ProcessCluster(makes, tmp_path, workers=1) as job:
         job.finish()
     keys = {"workers": 2, "gates": ["go", "never"], "timeouts": QUICK, "chief": "driver"}
-    with Job(rolls_back, tmp_path, **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(rolls_back, tmp_path, **keys) as job, job.server(PS0) as server:
         job.hear(W1, "dies")
         job.until(lambda: in_a_restore(server))
         job.kill(W1)
@@ -292,7 +294,7 @@ def saves_alone():
 def test_who_comes_back_to_a_save_is_taken_in_there(tmp_path):
     """It knows only then how many there were, and saves with all from the next one on."""
     keys = {"workers": 2, "gates": ["go", "never"], "timeouts": QUICK, "chief": "driver"}
-    with Job(saves_alone, tmp_path, **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(saves_alone, tmp_path, **keys) as job, job.server(PS0) as server:
         for _ in range(3):
             job.hear(W1, "saved")
         job.kill(W1)
@@ -336,9 +338,9 @@ def test_who_comes_back_saves_when_the_others_do(tmp_path):
         directory = tmp_path / str(first)
         directory.mkdir()
         if first:
-            with Job(makes_steps, directory, (begin,), workers=1) as job:
+            with ProcessCluster(makes_steps, directory, (begin,), workers=1) as job:
                 job.finish()
-        with Job(saves_sometimes, directory, **keys) as job, job.server(PS0) as server:
+        with ProcessCluster(saves_sometimes, directory, **keys) as job, job.server(PS0) as server:
             job.hear(W1, "dies")
             job.kill(W1)
             job.hear(W0, "waits")

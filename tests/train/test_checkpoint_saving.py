@@ -27,14 +27,14 @@ def _root(tmp_path, monkeypatch):
 @contextlib.contextmanager
 def held_up(strategy):
     """Checkpoints are not committed before the event is set that this gives."""
-    go, chief = threading.Event(), strategy._chief
-    commit = chief._commit
+    go, saves = threading.Event(), strategy._chief._checkpoints
+    commit = saves.commit
 
     def late(plan):
         assert go.wait(60)
         return commit(plan)
 
-    chief._commit = late
+    saves.commit = late
     try:
         yield go
     finally:

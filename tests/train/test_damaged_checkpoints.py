@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.processes import PS0, W0, W1, ProcessCluster
+from pstesting.script import ME, gate, say
 from pswire.checkpoint import storage
-from tests.support.inside import ME, gate, say
-from tests.support.jobs import PS0, W0, W1, Job
 from tests.support.objects import BUCKET, object_store
 from tests.support.shell import shell
 from tests.support.strategies import opened
@@ -346,14 +346,14 @@ def saves():
 def test_all_processes_act_on_one_verdict(tmp_path, asynchronous):
     """One server finds its part of the newest damaged, the other one the part before: all take the first, whenever they
     come, and one process says so."""
-    with Job(saves, tmp_path, ps=2, workers=1) as job:
+    with ProcessCluster(saves, tmp_path, ps=2, workers=1) as job:
         job.finish()
     run = tmp_path / "checkpoints/run"
     for number, server in ((3, 1), (2, 0)):
         (shard,) = (run / f"ckpt-{number}").glob(f"shard-{server:05d}-*")
         shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     keys = {"ps": 2, "workers": 2, "gates": ["go"]}
-    with Job(resumes, tmp_path, (asynchronous,), **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(resumes, tmp_path, (asynchronous,), **keys) as job, job.server(PS0) as server:
         job.hear(W1, "waits")
         if asynchronous:
             job.hear(W0, "restored")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.processes import W0, W1, W2, ProcessCluster
+from pstesting.script import gate, say
 from pswire.cluster import Task
 from pswire.server_options import ServerOptions
-from tests.support.inside import gate, say
-from tests.support.jobs import W0, W1, W2, Job
 
 ROUNDS, SAVED = 200, 100
 WORKERS = (W0, W1, W2)
@@ -80,7 +80,9 @@ def learn(resume, rounds, saved):
 def run(directory, servers, args, root=None):
     directory.mkdir(exist_ok=True)
     server = ServerOptions(checkpoint_root=str(root or directory / "checkpoints"))
-    return Job(learn, directory, args, helpers=[Noise], ps=servers, workers=3, server=server, gates=["never"])
+    return ProcessCluster(
+        learn, directory, args, helpers=[Noise], ps=servers, workers=3, server=server, gates=["never"]
+    )
 
 
 def bits(job):

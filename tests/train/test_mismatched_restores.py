@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, say
-from tests.support.jobs import W0, W1, Job
+from pstesting.processes import W0, W1, ProcessCluster
+from pstesting.script import ME, say
 from tests.support.shell import shell
 from tests.support.strategies import opened
 
@@ -188,8 +188,8 @@ def takes():
 
 def test_one_process_says_it(tmp_path):
     """Of all that restore together; also where a manager does it."""
-    with Job(makes, tmp_path, workers=1) as job:
+    with ProcessCluster(makes, tmp_path, workers=1) as job:
         job.finish()
-    with Job(takes, tmp_path, workers=2) as job:
+    with ProcessCluster(takes, tmp_path, workers=2) as job:
         job.finish()
     assert [job.errors(task).count(DIFFER) for task in (W0, W1)] == [1, 0]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, say
-from tests.support.jobs import PS0, W0, W1, Job
+from pstesting.processes import PS0, W0, W1, ProcessCluster
+from pstesting.script import ME, say
 from tests.support.strategies import opened
 
 IMPOSSIBLE = [
@@ -102,7 +102,7 @@ def refused(asynchronous):
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_all_processes_are_told_alike(tmp_path, asynchronous):
     """In the same line, also the asynchronous one that saves nothing; then the job goes on, and ends well."""
-    with Job(refused, tmp_path, (asynchronous,), workers=2) as job, job.server(PS0):
+    with ProcessCluster(refused, tmp_path, (asynchronous,), workers=2) as job, job.server(PS0):
         job.finish()
     (first,), (second,) = (job.said(task, "told") for task in (W0, W1))
     assert first == second

@@ -24,9 +24,9 @@ def test_who_waited_too_long_waits_again():
     with opened("embedded-1") as strategy:
         with strategy.scope():
             checkpoint = ps.train.Checkpoint(v=ps.Variable(0.0, name="v"))
-        go, chief, session = threading.Event(), strategy._chief, strategy._session
-        commit, timeouts = chief._commit, session.timeouts
-        chief._commit = lambda plan: (go.wait(60), commit(plan))[1]
+        go, saves, session = threading.Event(), strategy._chief._checkpoints, strategy._session
+        commit, timeouts = saves.commit, session.timeouts
+        saves.commit = lambda plan: (go.wait(60), commit(plan))[1]
         path = checkpoint.save("run/ckpt")
         session.timeouts = replace(timeouts, round=0.1)
         for wait in (checkpoint.sync, checkpoint.sync, lambda: checkpoint.save("run/ckpt")):
@@ -65,13 +65,13 @@ def test_who_came_late_restores_what_the_others_saved(monkeypatch):
         with strategy.scope():
             v = ps.Variable(1.0, name="v")
             checkpoint = ps.train.Checkpoint(v=v)
-        go, chief, backend = threading.Event(), strategy._chief, strategy.backend
-        commit, follow = chief._commit, backend.group._follow
-        chief._commit = lambda plan: (go.wait(60), commit(plan))[1]
+        go, saves, backend = threading.Event(), strategy._chief._checkpoints, strategy.backend
+        commit, follow = saves.commit, backend.group._follow
+        saves.commit = lambda plan: (go.wait(60), commit(plan))[1]
         path = checkpoint.save("run/ckpt")
         v.assign(2.0)
         with monkeypatch.context() as patch:
-            patch.setattr(backend, "_saving", None)
+            patch.setattr(backend.checkpoints, "_saving", None)
             patch.setattr(type(backend.group), "late", True)
             patch.setattr(backend.group, "_follow", lambda *args: (go.set(), follow(*args))[1])
             try:
@@ -88,7 +88,7 @@ def test_a_manifest_that_is_too_large_is_told(monkeypatch):
             v = ps.Variable(0.0, name="v")
             checkpoint = ps.train.Checkpoint(v=v)
         with monkeypatch.context() as patch:
-            patch.setattr("psclient._src.chief.driver.PART_BYTES", 400)
+            patch.setattr("psclient._src.chief.checkpoints.PART_BYTES", 400)
             checkpoint.save("run/ckpt")
             with pytest.raises(ps.errors.CheckpointError, match=r"of 2 variables, takes [0-9]+ bytes, and at most 400"):
                 checkpoint.sync()

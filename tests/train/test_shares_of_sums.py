@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.inside import ME, say
-from tests.support.jobs import W0, W1, Job
+from pstesting.processes import W0, W1, ProcessCluster
+from pstesting.script import ME, say
 from tests.support.strategies import in_replicas, opened
 
 KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-1", "mirrored-2", "mirrored-4", "embedded-4"])
@@ -96,7 +96,7 @@ def restored():
 
 def test_of_several_processes_one_has_the_rest(tmp_path):
     """That with replica 0 of all."""
-    with Job(restored, tmp_path, workers=2) as job:
+    with ProcessCluster(restored, tmp_path, workers=2) as job:
         job.finish()
     assert [job.said(task, "mine") for task in (W0, W1)] == [[4], [3]]
     assert [job.said(task, "sum") for task in (W0, W1)] == [[7], [7]]

@@ -1,6 +1,13 @@
 """The chief: closes epochs, approves plans, finishes checkpoints, gives up who holds up the others.
 
-driver       the chief's loop
-abandonment  when a job without live workers is given up
-stalls       for how long the oldest round has waited, and for whom
+driver        the chief's loop
+decisions     which epochs, approvals and ends follow from what is known
+job_state     what the log of a job says
+job_log       reads server 0's log, appends to it, copies it to the other servers
+checkpoints   commits checkpoints
+hung_members  finds members that hold a round up for too long
+stalls        for how long the oldest round has waited, and for whom
+abandonment   when a job without live workers is given up
+discard       ends a job that nobody drives any more
+counters      counts of a chief, for the metrics
 """

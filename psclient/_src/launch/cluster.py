@@ -10,26 +10,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
-import re
 import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from psclient._src.config import JOB, LANE, LaunchConfig, child_environ, job_from
-from psclient._src.launch.script import SERVER_LOST
+from psclient._src.launch.outcome import Failure, Outcome
+from psclient._src.launch.restarts import Replacement, Restarts
 from psclient._src.processes.output import Line, Relay
 from psclient._src.processes.process import (
     address_in,
     await_listening,
     describe_exit,
-    exit_code,
     send,
     spawn,
     spawn_server,
@@ -46,7 +43,7 @@ from pswire.security.names import task_name
 from pswire.telemetry import logging_setup
 from pswire.telemetry.reminder import Reminder
 
-__all__ = ["Cluster", "Outcome", "start_server"]
+__all__ = ["Cluster", "start_server"]
 
 EVALUATOR = Task("evaluator", 0)
 """It has no part in the training, and may go on after it."""
@@ -66,26 +63,6 @@ SETTLE_SECONDS = 0.5
 POLL_SECONDS = 0.05
 
 log = logging.getLogger("psworker")
-
-_TRACEBACK = "Traceback (most recent call last)"
-_VERDICTS = ("psworker: ", "psserver: ", _TRACEBACK)
-_LOGGED = re.compile(r"\d\d:\d\d:\d\d [DIWEC] ")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a cluster ended.
-
-    Attributes:
-        code: exit code for the launcher: 0, the failing task's, 128 + signal where one killed it, 1 where the
-            job did not end with its workers.
-        task: the task that failed, None where none did.
-        report: what failed, with the last traceback or line that it printed; "" where nothing did.
-    """
-
-    code: int
-    task: Task | None = None
-    report: str = ""
 
 
 class Cluster:
@@ -121,9 +98,7 @@ class Cluster:
         self._relay: Relay | None = None
         self._heard: set[Task] = set()
         self._ended: list[Task] = []
-        self._restarts = self.config.restarts
-        self._started: dict[Task, float] = {}
-        self._lost_at = -math.inf  # when the loss of a server was counted last
+        self._restarts = Restarts(self.config.restarts)
         self._signals: list[int] = []
 
     def __enter__(self) -> Cluster:
@@ -169,7 +144,7 @@ class Cluster:
             self.processes[task] = self._server(task, int(self.addresses[task].rpartition(":")[2]))
         else:
             self.processes[task] = self._client(task)
-        self._started[task] = time.monotonic()
+        self._restarts.started(task, time.monotonic())
         self._listen(task)
 
     def tf_config(self, task: Task) -> str:
@@ -302,45 +277,27 @@ class Cluster:
 
     def _replaced(self, failed: list[Task]) -> bool:
         """Starts tasks again, if there are restarts for those of them that failed by themselves."""
-        causes = self._causes(failed)
-        if len(causes) > self._restarts:
-            return False
-        self._restarts -= len(causes)
-        for task in dict.fromkeys([*causes, *failed]):
-            self._tell(task, self._why_replaced(task, task in causes))
+        codes = {task: self.processes[task].returncode for task in failed}
+        client = self._restarts.unexplained(codes)
+        silent = [task for task in sorted(self.addresses) if self._ask(task) is None] if client else []
+        found = silent or ([client] if client else [])
+        replacements = self._restarts.spend(codes, found, time.monotonic())
+        for each in replacements:
+            task = each.task
+            self._tell(task, self._why(each))
             if self.processes[task].poll() is None:
                 self.kill(task)
             if task in self._ended:
                 self._ended.remove(task)
             self.start_task(task)
-        return True
+        return bool(replacements)
 
-    def _causes(self, failed: list[Task]) -> list[Task]:
-        """Who failed by itself, and not because a server did.
-
-        A client that ends with `SERVER_LOST` follows the last loss of a server that was counted, if it was there at
-        that time: once, for its successor was not. If it follows none, the servers that do not answer are the cause;
-        if all of them do, it is the client.
-        """
-        followers = [task for task in failed if self._says_server_lost(task)]
-        causes = [task for task in failed if task not in followers]
-        if any(task.job == "ps" for task in causes):
-            self._lost_at = time.monotonic()
-        first = next((task for task in followers if self._started[task] > self._lost_at), None)
-        if first is not None:
-            causes += [task for task in sorted(self.addresses) if self._ask(task) is None] or [first]
-            self._lost_at = time.monotonic()
-        return causes
-
-    def _says_server_lost(self, task: Task) -> bool:
-        return task.job != "ps" and self.processes[task].returncode == SERVER_LOST
-
-    def _why_replaced(self, task: Task, counts: bool) -> str:
-        code = self.processes[task].poll()
+    def _why(self, replacement: Replacement) -> str:
+        task, code = replacement.task, self.processes[replacement.task].poll()
         how = "it does not answer" if code is None else describe_exit(code)
-        if not counts:
+        if not replacement.counts:
             return f"psworker: {task} ended because a server was lost ({how}); replaced, at no cost"
-        return f"psworker: {task} failed ({how}); replaced, {self._restarts} restarts left"
+        return f"psworker: {task} failed ({how}); replaced, {self._restarts.left} restarts left"
 
     def _say_who_runs(self, running: list[Task]) -> None:
         names = ", ".join(map(str, running))
@@ -363,7 +320,7 @@ class Cluster:
         unsaved = [task for task, process in self.processes.items() if process.poll() == NOT_SAVED]
         if unsaved:
             self.stop()
-            return self._outcome(unsaved[0])
+            return self._failure_of(unsaved[0]).outcome
         if running and self._signals:
             return self._interrupted()
         unfinished = bool(running) and self._job_began()
@@ -391,20 +348,10 @@ class Cluster:
         self._await(list(self.processes), SETTLE_SECONDS)
         failed = self._failed()
         self.stop()
-        return self._outcome(min(failed, key=self._blame))
+        return min(map(self._failure_of, failed), key=lambda failure: failure.blame).outcome
 
-    def _outcome(self, task: Task) -> Outcome:
-        code = self.processes[task].returncode
-        heading = f"psworker: {task} failed ({describe_exit(code)}):"
-        return Outcome(exit_code(code), task, "\n".join([heading, *_last_words(self.output(task, error=True))]))
-
-    def _blame(self, task: Task) -> tuple[bool, bool, bool]:
-        killed, follows = self.processes[task].returncode < 0, self._says_server_lost(task)
-        return (
-            follows,
-            not killed,
-            not any(line.startswith(_TRACEBACK) for line in _plain(self.output(task, error=True))),
-        )
+    def _failure_of(self, task: Task) -> Failure:
+        return Failure(task, self.processes[task].returncode, self.output(task, error=True))
 
     def _interrupted(self) -> Outcome:
         number = self._signals[0]
@@ -423,29 +370,6 @@ class Cluster:
             if time.monotonic() > deadline or len(self._signals) > 1:
                 return
             time.sleep(POLL_SECONDS)
-
-
-def _last_words(lines: list[str]) -> list[str]:
-    """Why a process ended: its last traceback, or line of ours; the log goes on while it takes its leave."""
-    said = [line for line in _plain(lines) if line.strip()]
-    said = [line for line in said if not _LOGGED.match(line)] or said
-    starts = [i for i, line in enumerate(said) if line.startswith(_VERDICTS)]
-    if not starts:
-        return said[-1:] or ["it printed nothing on stderr"]
-    verdict = said[starts[-1] :]
-    return verdict if verdict[0].startswith(_TRACEBACK) else verdict[:1]
-
-
-def _plain(lines: list[str]) -> list[str]:
-    """Lines as text: of those in JSON the errors, with their tracebacks."""
-    plain: list[str] = []
-    for line in lines:
-        said = logging_setup.read(line)
-        if said is None:
-            plain.append(line)
-        elif said["level"] in ("error", "critical"):
-            plain += str(said.get("exception") or f"psworker: {said['message']}").splitlines()
-    return plain
 
 
 def _unfinished(running: list[Task]) -> str:

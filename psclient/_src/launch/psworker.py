@@ -70,15 +70,15 @@ class Invocation:
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
-@click.option("--standalone", is_flag=True, help="Start a whole local cluster that runs SCRIPT.")
-@click.option("--config", type=click.Path(path_type=Path), help="A file that describes the local cluster.")
+@click.option("--standalone", is_flag=True, help="Start a local cluster that runs SCRIPT.")
+@click.option("--config", type=click.Path(path_type=Path), help="YAML file that describes the local cluster.")
 @click.option(
     "--chief/--no-chief",
     "has_chief",
     default=None,
-    help="A process of its own drives [default]; or worker 0.",
+    help="Run the chief in a process of its own [default], or in worker 0.",
 )
-@click.option("--chief-runs-script", is_flag=True, help="The chief is a replica as well.")
+@click.option("--chief-runs-script", is_flag=True, help="Run the script in the chief as well.")
 @flags(LaunchConfig, unsaid=True, without=("chief", "script", "log_level", "log_format"))
 @flags(ServerOptions, unsaid=True)
 @flags(SecurityOptions, unsaid=True)
@@ -89,7 +89,7 @@ class Invocation:
 @click.argument("script", default="")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
-    """Runs SCRIPT as the task that TF_CONFIG names; a chief without a SCRIPT drives.
+    """Runs SCRIPT as the task that TF_CONFIG names. A chief without SCRIPT only drives the job.
 
     With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
     win over the file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,16 +15,15 @@ from psclient._src.distribute.backend import Beside, Contributions, ServerIds
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.template import TemplateCache
+from psclient._src.rounds.checkpoints import Checkpoints
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
-from psclient._src.rounds.restore import Restoring
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.section import Section, ServerValue
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
-from pswire.api import RestoreOrder, RestoreReply
-from pswire.errors import CheckpointError, LocalityError
+from pswire.errors import LocalityError
 from pswire.model.plan import Plan, Ref, VariableSpec
 from pswire.model.plan import Variable as Handle
 from pswire.model.tensor import Array
@@ -40,6 +39,9 @@ class RemoteBackend:
     Args:
         exchange: what travels to the servers.
         placement: where new variables live.
+
+    Attributes:
+        checkpoints: those that this process saves and restores.
     """
 
     def __init__(self, exchange: Exchange, placement: Placement) -> None:
@@ -48,15 +50,14 @@ class RemoteBackend:
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
         self._copies: list[SyncOnReadVariable] = []
         self._exchange = exchange
-        self._restoring = Restoring(exchange)
+        self._reads = exchange.reads
+        self.checkpoints = Checkpoints(exchange, self._order_snapshot)
         self._placement = placement
         self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
         self._before: list[tuple[Cell, AnyArray]] | None = None
         """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
         self._closed = False
-        self._saving: tuple[bytes, str] | None = None
-        self._failed: set[str] = set()
 
     @property
     def group(self) -> Group:
@@ -95,7 +96,7 @@ class RemoteBackend:
     def read(self, handle: Handle) -> Array:
         """A variable's value on the host; if this thread's open section assigns it, that is flushed first."""
         if self._section is None and not self._closed:
-            value = self._exchange.kept(handle.id)
+            value = self._reads.kept(handle.id)
             if value is not None:
                 return value
         self.check_open()
@@ -103,7 +104,7 @@ class RemoteBackend:
         if section is not None and section.writes(handle.id):
             self.flush()
         in_replica = context.has_strategy() and not context.in_cross_replica_context()
-        return self._exchange.read(handle, now=not in_replica)
+        return self._reads.read(handle, now=not in_replica)
 
     # ---- Sections ----
 
@@ -214,7 +215,7 @@ class RemoteBackend:
         they run again, in the same round: what they wrote into their copies of variables is taken back.
         """
         if self._mine() is None:
-            self._exchange.begin_step()
+            self._reads.begin_step()
         self.flush()
         if self.group.alone or self.group.epoch is not None:
             return replicas()
@@ -229,6 +230,15 @@ class RemoteBackend:
         log.info("%s was taken in by its first step, which is computed again with the values of now", self._task)
         return replicas()
 
+    def _order_snapshot(self, path: str, state: str) -> bytes:
+        """Ends the open section with a checkpoint; servers are writing it when this returns its plan's id."""
+        for variable in self._copies:
+            if variable.aggregation is not VariableAggregation.NONE:
+                variable.saved.assign_aggregate(variable.strategy, "assign", variable)
+        section = self.section_here
+        section.order_snapshot(path, self.group.round, state)
+        return self._send(section).id
+
     def drop(self) -> None:
         """Forgets the calling thread's open section: what recorded it failed."""
         if self._mine() is not None:
@@ -236,84 +246,7 @@ class RemoteBackend:
             self._section = None
             self.group.skip_round()
 
-    # ---- Checkpoints ----
-
-    def save(self, path: str, state: str) -> None:
-        """Ends the open section with a checkpoint; servers are writing it when this returns.
-
-        Args:
-            path: where, below the servers' checkpoint root.
-            state: see `SnapshotOrder`.
-        """
-        for variable in self._copies:
-            if variable.aggregation is not VariableAggregation.NONE:
-                variable.saved.assign_aggregate(variable.strategy, "assign", variable)
-        section = self.section_here
-        section.order_snapshot(path, self.group.round, state)
-        self._saving = (self._send(section).id, path)
-        self._failed.discard(path)
-
-    @property
-    def saving(self) -> str:
-        """The last checkpoint of which `saved` has not been told; "" if there is none."""
-        return self._saving[1] if self._saving else ""
-
-    def is_saving(self) -> bool:
-        """Whether a checkpoint is still being written."""
-        return self._saving is not None and not self.group.is_snapshotted(self._saving[0])
-
-    def saved(self) -> None:
-        """Waits until the last checkpoint is complete.
-
-        Raises:
-            CheckpointError: it failed; raised once.
-            RoundTimeout: it takes too long; who asks again waits again.
-        """
-        if self._saving is None:
-            return
-        order, path = self._saving
-        done = self._exchange.snapshot(order)
-        self._saving = None
-        if done.error:
-            self._failed.add(path)
-            raise CheckpointError(f"checkpoint {path!r} was not saved: {done.error}")
-
-    def failed(self, path: str) -> bool:
-        """Whether the last checkpoint that this process saved at a path has failed, as `saved` has told."""
-        return path in self._failed
-
-    def look(self, path: str) -> RestoreReply:
-        """What a checkpoint has, or the newest of a directory of them; nothing changes."""
-        return self._restoring.look(path)
-
-    def restore(self, path: str, choose: Callable[[RestoreReply], Mapping[str, Variable]], cast: bool) -> RestoreReply:
-        """Has the servers read a checkpoint, and takes over what it says: a section of its own.
-
-        Args:
-            path: which, or a directory of them.
-            choose: told what it has; returns for each of its tensors the variable that gets it.
-            cast: whether values of another dtype are cast.
-        """
-        chosen: dict[str, Variable] = {}
-
-        def order_for(reply: RestoreReply) -> RestoreOrder:
-            chosen.clear()
-            chosen.update(choose(reply))
-            return RestoreOrder(names={name: _stored(v).handle.id for name, v in chosen.items()}, cast=cast)
-
-        reply = self._restoring.restore(path, order_for)
-        for variable in chosen.values():
-            if isinstance(variable, SyncOnReadVariable):
-                variable.share_out(variable.saved.numpy())
-        return reply
-
-    def was_restored(self, variable: Variable) -> bool:
-        """Whether a variable's first value was a restored checkpoint's."""
-        return self._exchange.was_restored(_stored(variable).handle.id)
-
-    def restored_names(self) -> frozenset[str]:
-        """The names of the variables whose first values were a restored checkpoint's."""
-        return self._exchange.restored_names()
+    # ---- The end ----
 
     def close(self) -> None:
         """From now on nothing is read, created or recorded."""
@@ -358,8 +291,3 @@ class RemoteBackend:
             names,
             self.group.round,
         )
-
-
-def _stored(variable: Variable) -> ServerVariable:
-    """What the servers have of a variable."""
-    return cast(ServerVariable, variable.saved if isinstance(variable, SyncOnReadVariable) else variable)

@@ -1,4 +1,4 @@
-"""Push and pull: sends what a section reduces and updates, keeps the variables that were read.
+"""Rounds: sends what a section reduces and updates, and takes what comes back.
 
 Per server and round there is one push. Its answer brings back, besides what the section returns, the
 variables that it assigned and that this process read before: the next step's reads cost no call.
@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
+from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import Counters
 from psclient._src.rounds.membership import Group
+from psclient._src.rounds.prepared import PreparedPlan, ServerShare
+from psclient._src.rounds.read_cache import ReadCache, frozen
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, fill, pack
 from pswire.api import Contribution, CreateReply, RoundReply
-from pswire.cluster import Task
 from pswire.errors import Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
-from pswire.model.log import Snapshotted
 from pswire.model.plan import Plan, Ref, SnapshotOrder, Variable, VariableSpec
-from pswire.model.tensor import Array, TensorSpec, portable
+from pswire.model.tensor import Array, portable
 from pswire.telemetry.reminder import Reminder
 from pswire.transport.payload import EMPTY, Payload
 
@@ -51,41 +50,14 @@ class Outgoing:
     contributions: tuple[Sent | None, ...]
     operands: tuple[Array, ...]
 
-    def payload(self, server: int) -> Payload:
+    def payload(self, share: ServerShare) -> Payload:
         """What goes to one server."""
-        share = _share(self.plan, server)
         sent = [self.contributions[place] for place in share.reductions]
         return pack([*(self.operands[place] for place in share.operands), *(x for x in sent if x is not None)])
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What of a plan concerns one server; found once, and remembered with the plan.
-
-    Attributes:
-        operands, reductions: places of those that are sent there.
-        given: as `Plan.given`.
-    """
-
-    operands: tuple[int, ...]
-    reductions: tuple[int, ...]
-    given: list[tuple[Ref, TensorSpec]]
-
-
-def _share(plan: Plan, server: int) -> _Share:
-    found = plan.remembered.get(("share", server))
-    if not isinstance(found, _Share):
-        operands = tuple(place for place, item in enumerate(plan.operands) if server in item.servers)
-        reductions = tuple(place for place, item in enumerate(plan.reductions) if server in item.servers)
-        found = plan.remembered["share", server] = _Share(operands, reductions, plan.given(server))
-    return found
-
-
 class Exchange:
-    """What travels between this process and the servers.
-
-    Reads may come from the threads of several replicas; all else from the thread that runs cross-replica
-    code, while the replicas wait.
+    """The rounds of this process, and its variables. Used by the thread that runs cross-replica code.
 
     Args:
         session: this process's session, open.
@@ -93,22 +65,18 @@ class Exchange:
 
     Attributes:
         measures: what is counted of it.
+        reads: what was read between the rounds.
     """
 
     def __init__(self, session: Session, group: Group) -> None:
         self.session = session
         self.group = group
         self.measures = Counters()
+        self._awaited = Awaited(session, group)
+        self.reads = ReadCache(session, group, self._awaited, self.measures)
         self._variables: dict[int, Variable] = {}
         self._proposed: set[bytes] = set()
-        self._touched = [-1] * len(session.servers)
-        # The lock guards what was read: replicas read in threads of their own.
-        self._lock = threading.Lock()
-        self._cache: dict[int, Array] = {}
-        self._seen: dict[int, int] = {}  # of each server the oldest round that values read before taking part have seen
-        self._brought: set[int] = set()
-        self._renewed = False
-        self._read: set[int] = set()
+        self._prepared: dict[bytes, PreparedPlan] = {}
         self._restored: set[int] = set()
 
     # ---- Variables ----
@@ -135,7 +103,7 @@ class Exchange:
             self._restored.add(variable.id)
         if copies:
             # Copies must be equal: all of them get the value that won on the first.
-            value = self._pull(variable)
+            value = self.reads.pull(variable)
             for server in copies:
                 self._give(variable, ordinal, server, value)
         return variable
@@ -158,78 +126,6 @@ class Exchange:
         """The names of the variables of which `was_restored` holds."""
         return frozenset(self._variables[id].spec.name for id in self._restored)
 
-    def read(self, variable: Variable, now: bool = False) -> Array:
-        """A variable's value, read-only, as of the last round of this process that touched its server.
-
-        What was read is kept until a round changes it. Where workers are asynchronous it is kept for one step, so
-        that a step computes with one value.
-
-        Args:
-            variable: which.
-            now: where workers are asynchronous, not what is kept, but what the server has now.
-        """
-        if now and self.group.alone:
-            return self._pull(variable)
-        self._renew()
-        with self._lock:
-            self._read.add(variable.id)
-            self._brought.discard(variable.id)
-            value = self._cache.get(variable.id)
-            if value is None:
-                value = self._cache[variable.id] = self._pull(variable)
-            return value
-
-    def kept(self, id: int) -> Array | None:
-        """A variable's value, where no round has changed it since it was read; None where `read` has to look closer.
-
-        Without the lock: another thread's round changes such a value before or after it is read here.
-        """
-        value = self._cache.get(id) if self._renewed else None
-        if value is not None:
-            self._read.add(id)
-        return value
-
-    def begin_step(self) -> None:
-        """What was read before is out of date where workers are asynchronous; what the last round brought is not."""
-        if self.group.alone:
-            with self._lock:
-                self._cache = {id: value for id, value in self._cache.items() if id in self._brought}
-
-    def _renew(self) -> bool:
-        """Once taken in, forgets what was read before, if rounds were made since; returns whether any were.
-
-        To an asynchronous worker it is all the same who made rounds in the meantime.
-        """
-        with self._lock:
-            if self._renewed or self.group.epoch is None or self.group.alone:
-                return False
-            self._renewed = True
-            stale = any(self.session.servers[s].status().round != round for s, round in self._seen.items())
-            if stale:
-                self._cache.clear()
-            return stale
-
-    def _pull(self, variable: Variable) -> Array:
-        server = variable.servers[0]
-        # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
-        after = -1 if self.group.alone else self._touched[server]
-        began = time.monotonic()
-        future = self.session.servers[server].pull(self.session.number, [variable.id], after)
-        name = repr(variable.spec.name)
-        reply = self.session.wait(
-            future,
-            self.session.deadline(self._limit),
-            lambda: RoundTimeout(
-                f"reading {name} of {Task('ps', server)}{self._held_up(server)} took longer than {self._limit:g} s"
-            ),
-            lambda: f"waits for variable {name} of {Task('ps', server)}{self._held_up(server)}",
-            lambda: False,
-        )
-        self.measures.read(time.monotonic() - began)
-        if not self._renewed:
-            self._seen[server] = min(reply.round, self._seen.get(server, reply.round))
-        return _frozen(reply.payload.tensors([variable.spec.tensor])[0])
-
     # ---- Rounds ----
 
     def enter(self, plan: Plan) -> bool:
@@ -240,7 +136,7 @@ class Exchange:
         """
         waiting = self.group.epoch is None
         self.group.enter(f"plan:{plan.id.hex()}")
-        stale = self._renew()
+        stale = self.reads.renew()
         return waiting and (stale or self.group.given not in (None, self.group.slice()))
 
     def flush(self, outgoing: Outgoing, observes: bool = False) -> dict[Ref, Array]:
@@ -262,11 +158,14 @@ class Exchange:
     def _make_round(self, outgoing: Outgoing, observes: bool) -> dict[Ref, Array]:
         plan = outgoing.plan
         self._propose(plan)
-        want = {server: self._want(plan, server) for server in plan.servers}
+        prepared = self._prepare(plan)
+        want = {server: self._want(share.writes, server) for server, share in prepared.shares.items()}
         if not self.group.alone:
             self.session.waits = (self.group.round, plan.id)
         try:
-            payloads = {server: EMPTY if observes else outgoing.payload(server) for server in plan.servers}
+            payloads = {
+                server: EMPTY if observes else outgoing.payload(share) for server, share in prepared.shares.items()
+            }
             futures = {
                 server: self._push(outgoing, payload, server, want[server], observes)
                 for server, payload in payloads.items()
@@ -281,7 +180,7 @@ class Exchange:
             raise
         finally:
             self.session.waits = (-1, b"")
-        values = self._take(plan, want, replies)
+        values = self._take(prepared, want, replies)
         if failure is not None:
             raise failure
         return values
@@ -319,14 +218,21 @@ class Exchange:
             reminder.look()
 
     def _say_who_saves(self, plan: Plan) -> None:
-        names = dict.fromkeys(name for server in plan.servers for name in self._awaited(server))
+        names = dict.fromkeys(name for server in plan.servers for name in self._awaited.names(server))
         log.warning("%s waits in round %d for %s", self.session.task, self.group.round, ", ".join(names))
 
-    def _want(self, plan: Plan, server: int) -> tuple[int, ...]:
-        """What to ask back: variables that the plan assigns and that were read since their last assignment."""
-        with self._lock:
-            written = [id for id in plan.writes(server) if id in self._read]
-            return tuple([id for id in written if self._variables[id].servers[0] == server])
+    def _prepare(self, plan: Plan) -> PreparedPlan:
+        """A plan as its rounds are made; one that saves or restores is of one round, and is not kept."""
+        found = self._prepared.get(plan.id)
+        if found is None:
+            found = PreparedPlan(plan)
+            if plan.snapshot is None and plan.restore is None:
+                self._prepared[plan.id] = found
+        return found
+
+    def _want(self, writes: Iterable[int], server: int) -> tuple[int, ...]:
+        """What to ask back: of the variables that a round assigns those that were read since their last assignment."""
+        return tuple([id for id in self.reads.wanted(writes) if self._variables[id].servers[0] == server])
 
     def _fill(self, outgoing: Outgoing, payloads: Iterable[Payload]) -> None:
         """Waits until all of a contribution is on the host, while what is there is sent."""
@@ -361,7 +267,7 @@ class Exchange:
 
     def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> tuple[dict[int, RoundReply], PSError | None]:
         """The answers, and why the round failed on some server: then it did for every process."""
-        deadline = self.session.deadline(self._limit)
+        deadline = self.session.deadline(self.session.round_limit)
         failure: PSError | None = None
         replies: dict[int, RoundReply] = {}
         for server, future in futures.items():
@@ -379,59 +285,29 @@ class Exchange:
         return replies, failure
 
     def _await(self, server: int, future: Future[RoundReply], deadline: Deadline) -> RoundReply:
-        session, round = self.session, self.group.round
+        session, round, awaited = self.session, self.group.round, self._awaited
         return session.wait(
             future,
             deadline,
             lambda: RoundTimeout(
-                f"round {round} did not complete within {self._limit:g} s: it waits for {self._named(server)}"
+                f"round {round} did not complete within {session.round_limit:g} s: it waits for {awaited.told(server)}"
             ),
-            lambda: f"waits in round {round} for {', '.join(self._awaited(server))}",
-            lambda: "the chief" in self._awaited(server),
+            lambda: f"waits in round {round} for {', '.join(awaited.names(server))}",
+            lambda: "the chief" in awaited.names(server),
         )
 
-    @property
-    def _limit(self) -> float:
-        """How long this process waits for a round: longer than the chief, who drops those that hold it up."""
-        return self.session.timeouts.round + 2 * self.session.timeouts.lease
-
-    def _named(self, server: int) -> str:
-        """Whom a round of a server waits for, in words, as far as it still answers."""
-        try:
-            return ", ".join(self._awaited(server))
-        except (PSError, TimeoutError) as error:
-            return f"what it could not say ({error})"
-
-    def _held_up(self, server: int) -> str:
-        """Whom a server waits for, in words, if it is somebody else."""
-        named = self._named(server)
-        return "" if named == str(Task("ps", server)) else f", which waits for {named}"
-
-    def _awaited(self, server: int) -> list[str]:
-        """Whom a round waits for: members, or the chief to approve it or to drop members that are gone."""
-        open_rounds = self.session.servers[server].status().waiting
-        if self.group.alone:
-            open_rounds = tuple(item for item in open_rounds if item.round == self.group.round)
-        missing = [task for item in open_rounds for task in item.missing]
-        gone = [s.member.task for s in self.session.look().sessions if s.state != "open"]
-        chief = any(not item.approved for item in open_rounds) or bool(set(missing) & set(gone))
-        return [*map(str, missing), *(["the chief"] if chief else [])] or [str(Task("ps", server))]
-
     def _take(
-        self, plan: Plan, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
+        self, prepared: PreparedPlan, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
     ) -> dict[Ref, Array]:
         """Keeps what came back; returns what the plan returns."""
-        written = set[int]().union(*map(plan.writes, plan.servers))
-        with self._lock:  # first, so that there is never room for more than one value of a variable that spans parts
-            self._read -= written
-            for id in set(self._cache) if plan.restore else written & self._cache.keys():
-                del self._cache[id]
+        # First, so that there is never room for more than one value of a variable that spans parts.
+        self.reads.forget(prepared.written, everything=prepared.restores)
         values: dict[Ref, Array] = {}
         fresh: dict[int, Array] = {}
         for server, reply in replies.items():
-            given = _share(plan, server).given
+            given = prepared.shares[server].given
             wanted = [self._variables[id].spec.tensor for id in want[server]]
-            tensors = [_frozen(array) for array in reply.payload.tensors(wanted + [spec for _, spec in given])]
+            tensors = [frozen(array) for array in reply.payload.tensors(wanted + [spec for _, spec in given])]
             fresh |= zip(want[server], tensors, strict=False)
             values |= zip([ref for ref, _ in given], tensors[len(wanted) :], strict=True)
             for task in reply.left_out:
@@ -440,24 +316,8 @@ class Exchange:
         # Of a variable that several servers hold each of them says the same.
         for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
             log.warning("%s", words)
-        for server in plan.servers:
-            self._touched[server] = self.group.round
-        with self._lock:
-            self._cache |= fresh
-            self._brought = set(fresh)
+        self.reads.bring(fresh, prepared.shares, self.group.round)
         epochs = [reply.epoch for reply in replies.values()]
         newest = max(epochs, key=lambda epoch: epoch.number, default=None)
         self.group.round_over(newest, any(reply.more for reply in replies.values()))
         return values
-
-    # ---- Checkpoints ----
-
-    def snapshot(self, plan_id: bytes) -> Snapshotted:
-        """Waits until the checkpoint that a flushed plan ordered is complete, or failed."""
-        return self.group.snapshotted(plan_id, self.session.deadline(self.session.timeouts.round))
-
-
-def _frozen(array: Array) -> Array:
-    """The array, read-only: it is shared by all who read it."""
-    array.flags.writeable = False
-    return array

@@ -211,7 +211,7 @@ class ParameterServerStrategy(Strategy):
     def _wait_saved(self) -> None:
         """What was saved last is complete before the job ends; that it failed keeps nobody from leaving."""
         try:
-            self._remote.saved()
+            self._remote.checkpoints.saved()
         except CheckpointError as error:
             self._unsaved = CheckpointError(f"the last {error.message}", str(self.task))
 

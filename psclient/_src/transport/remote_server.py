@@ -7,11 +7,8 @@ there was a session to lose.
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,12 +16,12 @@ import grpc
 from google.protobuf.message import Message
 
 from psclient._src.transport import tls_diagnosis
-from psclient._src.transport.daemon_threads import Threads, check_startable
-from psclient._src.transport.grpc_channel import Interceptor, open_channel, stub
+from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.grpc_calls import GrpcCalls
+from psclient._src.transport.grpc_channel import Interceptor
 from psclient._src.transport.lane import Answered, Lane, Offer
 from psclient._src.transport.lane_selector import Lanes
 from psclient._src.transport.retries import Attempts
-from psclient._src.transport.staging import Parts
 from pswire.api import (
     ALL,
     Begun,
@@ -41,26 +38,22 @@ from pswire.api import (
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL, check_protocol
-from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, Metadata, batches, bearer, parse
-from pswire.errors import InvalidRequest, PSError
-from pswire.limits import PART_BYTES, Refused, Timeouts
+from pswire.encoding.verbs import VERBS, batches, parse
+from pswire.errors import PSError
+from pswire.limits import Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
 from pswire.model.status import ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, task_name
-from pswire.transport.grpc_frames import Frame, frames
-from pswire.transport.payload import Assembly, Part, Payload
+from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName, traffic
-
-log = logging.getLogger("psclient.calls")
 
 SLOWEST = 10e6
 """Bytes per second that the slowest network carries; the deadline of `Create` allows for its value."""
 
 T = TypeVar("T")
-Header = TypeVar("Header", pb.RoundHeader, pb.PullHeader)
 
 
 class RemoteServer:
@@ -101,24 +94,18 @@ class RemoteServer:
         shown = security or Security()
         self._tls = shown.client_context() if shown.tls else None
         self._name = certificate_name(task_name(task))
-        self._channel = open_channel(address, shown, self._name, self._timeouts.lease)
-        channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
-        # On the network there is no difference between one message and a stream of one, for which gRPC needs no thread.
-        self._stubs = {n: stub(channel, v.path, v.streams if v.streams[0] else (False, True)) for n, v in VERBS.items()}
-        # A call that is held for as long as the process lives is ended while it waits: a stream that is read by the
-        # thread that waits for it may then keep its connection for good.
-        self._watch = stub(channel, VERBS["Watch"].path, (False, False))
-        self._push_whole = stub(channel, VERBS["Push"].path, (False, True))
-        self._token: Metadata = ((TOKEN_KEY, bearer(shown.token)),) if shown.token else ()
-        self._metadata: Metadata = self._token  # of every call; `open` adds to it
-        self._failed = threading.Event()  # wakes who pauses
+        self._calls = GrpcCalls(address, task, shown, self._name, self._timeouts.lease, interceptors, self.traffic)
         mismatch = partial(tls_diagnosis.mismatch, address, shown, self._name)
         self._attempts = Attempts(
-            address, task, self._timeouts, self._failed, self._check, self._missing, mismatch, decides
+            address,
+            task,
+            self._timeouts,
+            self._calls.failed,
+            self._calls.check,
+            self._missing,
+            mismatch,
+            decides,
         )
-        self._lock = threading.Lock()  # guards the two below
-        self._calls: set[Any] = set()
-        self._failure: PSError | None = None
 
     # ---- The verbs ----
 
@@ -145,7 +132,7 @@ class RemoteServer:
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
         check_protocol(m.protocol, str(self.task), str(task))
-        self._metadata = (*self._token, (INCARNATION_KEY, str(m.incarnation)))
+        self._calls.bind(m.incarnation)
         self._attempts.opened = True
         if replicas:
             host = self.address.rpartition(":")[0].strip("[]")
@@ -186,12 +173,7 @@ class RemoteServer:
             has_value=value is not None,
         ).SerializeToString()
 
-        def once(seconds: float) -> bytes:
-            parts = value.parts() if value else ()
-            call = self._start(self._stubs["Create"].future, self._frames(header, parts), seconds)
-            with self._under_way(call):
-                return bytes(call.result())
-
+        once = partial(self._calls.create, header, value)
         extra = value.size / SLOWEST if value else 0.0
         reply = self._attempts.until_answered(VERBS["Create"], once, extra)
         return messages.CREATED.from_pb(parse(pb.CreateReply, reply))
@@ -210,12 +192,7 @@ class RemoteServer:
         """As `ParameterServer.watch`; of long news it may give the first part, the next call the rest."""
         data = pb.WatchRequest(session=session, after=after, version=version).SerializeToString()
 
-        def once(seconds: float) -> bytes:
-            call = self._start(self._watch.future, data, seconds)
-            with self._under_way(call):
-                return bytes(call.result())
-
-        again = partial(self._attempts.until_answered, VERBS["Watch"], once)
+        again = partial(self._attempts.until_answered, VERBS["Watch"], partial(self._calls.watch, data))
         return self._threads.submit(lambda: messages.WATCHED.from_pb(parse(pb.WatchReply, again())))
 
     def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
@@ -234,14 +211,7 @@ class RemoteServer:
         header = messages.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:
-            alone, parts = payload.whole and payload.size <= PART_BYTES, Parts(payload)
-            frames = self._frames(header, parts)
-            start, request = (self._push_whole, next(frames)) if alone else (self._stubs["Push"], frames)
-            try:
-                call = self._start(start, request, seconds)
-                return messages.round_from_pb(*self._receive(call, pb.RoundHeader))
-            finally:
-                parts.end()  # gRPC's thread would wait for them, however the call has ended
+            return messages.round_from_pb(*self._calls.push(header, payload, seconds))
 
         again = partial(self._attempts.until_answered, VERBS["Push"], once)
         return self._ask_on_lane(
@@ -253,7 +223,7 @@ class RemoteServer:
         data = pb.PullRequest(session=session, variables=variables, after=after).SerializeToString()
 
         def once(seconds: float) -> PullReply:
-            return messages.pull_from_pb(*self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader))
+            return messages.pull_from_pb(*self._calls.pull(data, seconds))
 
         again = partial(self._attempts.until_answered, VERBS["Pull"], once)
         return self._ask_on_lane(session, lambda lane: lane.pull(data), messages.pull_from_pb, again)
@@ -266,10 +236,10 @@ class RemoteServer:
         otherwise: Callable[[], T],
     ) -> Future[T]:
         """Calls on the best lane of a session that works; over gRPC where none does."""
-        self._check()
+        self._calls.check()
 
         def over_grpc() -> Future[T]:
-            self._check()
+            self._calls.check()
             return self._threads.submit(otherwise)
 
         lanes = self._lanes.get(session)
@@ -296,96 +266,33 @@ class RemoteServer:
 
     def fail(self, error: PSError) -> None:
         """Makes all calls under way, and all that come, raise an error at once; the first one stays."""
-        with self._lock:
-            self._failure = self._failure or error
-            calls = list(self._calls)
-        self._failed.set()
+        self._calls.fail(error)
         for lanes in list(self._lanes.values()):
             lanes.close(error.message)
-        for call in calls:
-            call.cancel()
 
     def close(self) -> None:
         """Ends the connection; calls under way and later ones raise `PSError`."""
         self.fail(PSError(f"the connection to {self.address} is closed", str(self.task)))
-        self._channel.close()
+        self._calls.close()
         self._threads.close()
-
-    # ---- One attempt ----
-
-    def _start(self, start: Callable[..., Any], request: bytes | Iterator[bytes], seconds: float) -> Any:
-        """Starts a call; it is a future, or an iterator over the frames of its reply."""
-        if not isinstance(request, bytes):
-            check_startable()  # gRPC needs threads to send more than one message, and would wait for them for good
-        try:
-            return start(request, timeout=seconds, metadata=self._metadata)
-        except ValueError:  # so gRPC says that `close` came first
-            self._check()
-            raise
-
-    @contextmanager
-    def _under_way(self, call: Any) -> Iterator[None]:
-        """Lets `fail` cancel a call."""
-        with self._lock:
-            self._calls.add(call)
-        try:
-            if self._failed.is_set():
-                call.cancel()
-            yield
-        finally:
-            call.cancel()  # does nothing to a call that has ended
-            with self._lock:
-                self._calls.discard(call)
 
     def _ask(self, name: str, request: Message, ends: bool = False) -> bytes:
         """A verb of one request and one reply, until it is answered, or the server has ended by it."""
         data = request.SerializeToString()
-        return self._attempts.until_answered(VERBS[name], partial(self._once, name, data), ends=ends)
-
-    def _once(self, name: str, data: bytes, seconds: float) -> bytes:
-        """The same, once; may be called where no thread can be started."""
-        call = self._start(self._stubs[name], data, seconds)
-        with self._under_way(call):
-            return b"".join(call)
-
-    def _frames(self, header: bytes, parts: Iterable[Part]) -> Iterator[bytes]:
-        for frame in frames(header, parts):
-            message = frame.encode()
-            self.traffic["grpc"].add(sent=sum(map(len, frame.data or ())))
-            yield message
-
-    def _receive(self, call: Any, kind: type[Header]) -> tuple[Header, Payload]:
-        """The header and the payload of a stream."""
-        header: Header | None = None
-        with self._under_way(call):
-            for message in call:
-                frame = Frame.decode(message)
-                if header is None or frame.header:
-                    # Of an answer that is sent while it is made the first header has the size, and the last one all.
-                    told = parse(kind, frame.header)
-                    if header is None:
-                        assembly = Assembly(told.size, self.traffic["grpc"])
-                    header = told
-                assembly.add(frame.offset, frame.data or ())
-        if header is None:
-            raise InvalidRequest(f"{self.address} answered without a header", str(self.task))
-        return header, assembly.check_whole()
+        return self._attempts.until_answered(VERBS[name], partial(self._calls.once, name, data), ends=ends)
 
     # ---- What is said of it ----
 
     def _missing(self) -> str:
         """Whom the server waits for, in words, if it can still say it."""
         try:
-            status = messages.STATUS.from_pb(parse(pb.StatusReply, self._once("Status", b"", self._timeouts.beat)))
+            status = messages.STATUS.from_pb(
+                parse(pb.StatusReply, self._calls.once("Status", b"", self._timeouts.beat))
+            )
         except (grpc.RpcError, grpc.FutureCancelledError, PSError):
             return "; the server does not answer"
         tasks = sorted({task for waiting in status.waiting for task in waiting.missing})
         return f"; it waits for {', '.join(map(str, tasks))}" if tasks else ""
-
-    def _check(self) -> None:
-        """Raises what `fail` was told; anew, since one exception cannot be raised by two threads."""
-        if self._failure:
-            raise type(self._failure)(self._failure.message, self._failure.task)
 
 
 def connect(

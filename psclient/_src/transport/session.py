@@ -85,6 +85,11 @@ class Session:
         """Server 0, which keeps the log and the sessions."""
         return self.servers[0]
 
+    @property
+    def round_limit(self) -> float:
+        """Seconds that this process waits for a round: longer than the chief, who drops those that hold it up."""
+        return self.timeouts.round + 2 * self.timeouts.lease
+
     def open(self, waits: bool = True) -> None:
         """Opens the session on every server and begins to beat.
 

@@ -1,4 +1,4 @@
-"""Jobs of real processes. A program is a function of a test module; every process that runs a script runs it.
+"""Clusters of real processes. A program is a function of a test module, and the script of each worker.
 
 A program speaks with `say` and waits at a `gate`; its test hears with `hear` and opens gates with `open`. So
 neither has to guess how long the other takes.
@@ -10,8 +10,8 @@ import inspect
 import json
 import os
 import signal
-import socket
 import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from psclient._src.launch.cluster import Cluster, Outcome
+from psclient._src.launch.cluster import Cluster
+from psclient._src.launch.outcome import Outcome
 from psclient._src.processes.output import Line
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
@@ -49,30 +48,30 @@ CHIEF = Task("chief", 0)
 W0, W1, W2 = (Task("worker", index) for index in range(3))
 PS0, PS1 = (Task("ps", index) for index in range(2))
 
-ROOT = Path(__file__).resolve().parents[2]
-
 _HEAD = """
 import sys
 import time
-sys.path.insert(0, {root!r})
-from tests.support import faulty
+sys.path += [path for path in {path!r} if path not in sys.path]
+from pstesting import faults
 import numpy as np
 import psclient as ps
-from tests.support.faulty import Faults, Stall
-from tests.support.inside import *
+from pstesting.faults import Faults, Stall
+from pstesting.script import *
 """
 
 
-class Job:
-    """A local cluster that runs a program; a context manager that starts it and leaves nothing behind.
+class ProcessCluster:
+    """A local cluster of real processes that runs a program; a context manager that leaves nothing behind.
 
     Args:
-        program: a function of literals; it may use what `inside` has, `np` and `ps`.
-        directory: where the script, its gates and its checkpoints are.
+        program: a function of literals; its source becomes the script of each worker. It may use the names of
+            `pstesting.script`, `faults`, `np` and `ps`, and what its test can import.
+        directory: for the script, its gates and its checkpoints.
         args: the literals.
-        helpers: other functions that the program calls.
+        helpers: other functions that the program calls, by their sources as well.
         gates: names for `gate`.
-        keys: attributes of `LaunchConfig`.
+        keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`, `lane`,
+            `timeouts`, ...
 
     Attributes:
         cluster: the processes.
@@ -88,7 +87,7 @@ class Job:
         **keys: Any,
     ) -> None:
         sources = [textwrap.dedent(inspect.getsource(function)) for function in (*helpers, program)]
-        head = _HEAD.format(root=str(ROOT))
+        head = _HEAD.format(path=sys.path)
         call = f"{program.__name__}(*{tuple(args)!r})\n"
         script = directory / "program.py"
         script.write_text("\n\n".join([head, *sources, call]), encoding="utf-8")
@@ -100,7 +99,7 @@ class Job:
         given = {"script": str(script), "chief": "none", "timeouts": CALM, "server": root, **keys}
         self.cluster = Cluster(sink=self._take, **given)
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> ProcessCluster:
         self.cluster.start()
         return self
 
@@ -118,6 +117,14 @@ class Job:
     def kill(self, task: Task, number: int = signal.SIGKILL) -> None:
         """Sends a signal to a task; SIGKILL is waited for."""
         self.cluster.kill(task, number)
+
+    def pause(self, task: Task) -> None:
+        """Stops a task's process: it is silent, and not gone."""
+        self.kill(task, signal.SIGSTOP)
+
+    def resume(self, task: Task) -> None:
+        """Lets a paused process go on."""
+        self.kill(task, signal.SIGCONT)
 
     def start(self, task: Task) -> None:
         """Starts a task again after its end."""
@@ -250,18 +257,3 @@ def until(true: Callable[[], bool], seconds: float, otherwise: Callable[[], str]
         if time.monotonic() > deadline:
             raise AssertionError(f"it did not come true within {seconds:g} s: {otherwise()}")
         time.sleep(0.02)
-
-
-def listens(address: str) -> bool:
-    """Whether anybody accepts connections at `host:port`."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError:
-        return False
-    return True
-
-
-def children() -> set[int]:
-    """Ids of the processes that this one has started, and theirs."""
-    return {process.pid for process in psutil.Process().children(recursive=True)}

@@ -1,4 +1,4 @@
-"""What programs of tests use inside of a job's processes; see `jobs` for the tests' side."""
+"""The other end of `ProcessCluster`: names for programs that run in its processes."""
 
 from __future__ import annotations
 

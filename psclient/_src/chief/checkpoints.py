@@ -1,0 +1,114 @@
+"""Checkpoints as a chief commits them: the servers write their shards, then one of them the manifest."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+
+from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.session import Session
+from pswire.api import ParameterServer, Shard
+from pswire.checkpoint.manifest import Manifest
+from pswire.checkpoint.writer import manifest_of
+from pswire.cluster import Task
+from pswire.errors import CheckpointError, Fenced, PSError, RoundTimeout, ServerLost
+from pswire.limits import PART_BYTES
+from pswire.model.log import Snapshotted
+from pswire.model.plan import Plan
+from pswire.telemetry.metrics import Histogram
+from pswire.telemetry.reminder import Reminder
+
+log = logging.getLogger("psclient.chief")
+
+
+class Checkpoints:
+    """The checkpoints of a job, committed one after another, so that of two at one path the later stays.
+
+    Used by the thread that drives; `commit` runs in one of `threads`.
+
+    Args:
+        servers: all of them.
+        session: the chief's.
+        threads: for what waits.
+        took: seconds from an order until its checkpoint was complete, or had failed.
+    """
+
+    def __init__(self, servers: Sequence[ParameterServer], session: Session, threads: Threads, took: Histogram) -> None:
+        self._servers = servers
+        self._session = session
+        self._threads = threads
+        self._took = took
+        self._ordered_at = 0.0
+        self._committing: Future[Snapshotted] | None = None
+
+    def order(self, plans: Iterable[Plan]) -> None:
+        """Has the first of these written, unless one is being written."""
+        plan = next(iter(plans), None)
+        if self._committing is None and plan is not None:
+            self._ordered_at = time.monotonic()
+            self._committing = self._threads.submit(partial(self.commit, plan))
+
+    def pending(self) -> list[Future[Snapshotted]]:
+        """The checkpoint that is being written, or of which the log does not tell yet, if there is one."""
+        return [self._committing] if self._committing is not None else []
+
+    def ended(self) -> list[Snapshotted]:
+        """The same once it is complete, or failed; raises what ends this chief."""
+        return [future.result() for future in self.pending() if future.done()]
+
+    def told(self) -> None:
+        """The log tells of what has `ended`."""
+        self._committing = None
+        self._took.observe(time.monotonic() - self._ordered_at)
+
+    def commit(self, plan: Plan) -> Snapshotted:
+        """Shards first, the manifest last; without a manifest there is no checkpoint."""
+        order = plan.snapshot
+        if order is None:
+            raise ValueError("the plan orders no checkpoint")
+        try:
+            pending = [self._ask(server, plan.id) for server in order.servers]
+            shards = [
+                self._awaited(server, plan.id, future) for server, future in zip(order.servers, pending, strict=True)
+            ]
+            if len({(shard.round, shard.positions) for shard in shards}) > 1:
+                rounds = ", ".join(str(shard.round) for shard in shards)
+                raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
+            text, first = _fitting(manifest_of(shards, order)), order.servers[0]
+            done = self._awaited(first, plan.id, self._ask(first, plan.id, text), text)
+        except (ServerLost, Fenced):
+            raise  # nobody knows what became of it: who drives the job next will
+        except Exception as error:  # whatever it is, the processes that wait for the checkpoint are told
+            if not isinstance(error, PSError):
+                log.exception("a checkpoint could not be committed")
+            return Snapshotted(plan.id, 0, order.path, str(error) if isinstance(error, PSError) else repr(error))
+        return Snapshotted(plan.id, done.round, done.path)
+
+    def _ask(self, server: int, plan_id: bytes, manifest: str = "") -> Future[Shard]:
+        return self._servers[server].snapshot(self._session.token, plan_id, manifest)
+
+    def _awaited(self, server: int, plan_id: bytes, future: Future[Shard], manifest: str = "") -> Shard:
+        """What a server writes, however long its round and its disk take; who asks again is told of the same."""
+        said, seconds = "%s still writes its part of a checkpoint, or waits for its round", self._session.timeouts.word
+        reminder = Reminder(seconds, lambda: log.info(said, Task("ps", server)))
+        while True:
+            if wait([future], seconds).done:
+                try:
+                    return future.result()
+                except RoundTimeout:
+                    future = self._ask(server, plan_id, manifest)
+            reminder.look()
+
+
+def _fitting(manifest: Manifest) -> str:
+    """The text of a manifest; raises `CheckpointError` where it is longer than what a restore could be told of."""
+    text = manifest.text()
+    if len(text) > PART_BYTES:
+        raise CheckpointError(
+            f"its manifest, of {len(manifest.tensors):,} variables, takes {len(text):,} bytes, and at most "
+            f"{PART_BYTES:,} can be sent; make fewer and larger variables, or give them shorter names"
+        )
+    return text

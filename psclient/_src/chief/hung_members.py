@@ -1,0 +1,78 @@
+"""Members that beat, and all the same do not come to their push any more."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from psclient._src.chief.stalls import Stall, Stalls
+from psclient._src.transport.daemon_threads import Threads
+from pswire.api import ParameterServer
+from pswire.limits import Timeouts
+from pswire.model.log import Epoch
+from pswire.model.status import ServerStatus
+
+log = logging.getLogger("psclient.chief")
+
+
+class HungMembers:
+    """The members that hold the job up for longer than a round may take. Used by the thread that drives.
+
+    Args:
+        servers: all of them, which are asked from time to time.
+        timeouts: of the cluster.
+        period: seconds between two looks.
+        threads: for calls, since a server may not answer.
+
+    Attributes:
+        sessions: of those that were found so far.
+    """
+
+    def __init__(self, servers: Sequence[ParameterServer], timeouts: Timeouts, period: float, threads: Threads) -> None:
+        self.sessions: set[int] = set()
+        self._servers = servers
+        self._timeouts = timeouts
+        self._period = period
+        self._threads = threads
+        self._stalls = Stalls(timeouts.lease, period)
+        self._asked: list[Future[ServerStatus]] = []
+        self._ask_at = self._spoke = 0.0
+
+    def look(self, epoch: Epoch | None) -> bool:
+        """Looks from time to time whom the job's oldest open round waits for; says whether somebody is to go.
+
+        While a server does not answer, no answer is looked at.
+        """
+        now = time.monotonic()
+        if epoch is None or any(member.mode == "async" for member in epoch.members) or now < self._ask_at:
+            return False
+        if not self._asked:
+            self._asked = [self._threads.submit(server.status) for server in self._servers]
+        if not all(asked.done() for asked in self._asked):
+            return False
+        statuses, self._asked = [asked.result() for asked in self._asked], []
+        self._ask_at = now + self._period
+        stall = self._stalls.look(statuses, now)
+        if stall is None or not stall.missing:
+            return False
+        self._speak(stall, now)
+        late = stall.seconds >= self._timeouts.round
+        hung = {member.session for member in epoch.members if member.task in stall.missing} if late else set()
+        new = hung - self.sessions
+        self.sessions |= new
+        return bool(new)
+
+    def _speak(self, stall: Stall, now: float) -> None:
+        """Names those who hold the job up, from a tenth of their time on."""
+        if stall.seconds < self._timeouts.round / 10 or now - self._spoke < self._timeouts.word:
+            return
+        self._spoke = now
+        log.warning(
+            "round %d has waited for %s for %.0f s; who does not come within %g s (PS_TIMEOUT_ROUND) is left out",
+            stall.round,
+            ", ".join(map(str, stall.missing)),
+            stall.seconds,
+            self._timeouts.round,
+        )

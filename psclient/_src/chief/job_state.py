@@ -1,0 +1,56 @@
+"""The state of a job: what its log says, entry by entry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pswire.model.log import Approved, Epoch, EpochClosed, LogEntry, Snapshotted, Started, forget_state
+from pswire.model.plan import Plan
+
+
+@dataclass
+class JobState:
+    """A job as its log tells it.
+
+    Attributes:
+        log: all entries so far.
+        approved: ids of the plans that may run.
+        epoch: the newest one.
+        started: sessions of members whose place to begin is known.
+        epochs: all of them, by number.
+        saves: plans that ordered a checkpoint which is neither complete nor failed, by id, in order.
+        saved: checkpoints so far, by how they ended: "saved" or "failed".
+    """
+
+    log: list[LogEntry] = field(default_factory=list)
+    approved: set[bytes] = field(default_factory=set)
+    epoch: Epoch | None = None
+    started: set[int] = field(default_factory=set)
+    epochs: dict[int, Epoch] = field(default_factory=dict)
+    saves: dict[bytes, Plan] = field(default_factory=dict)
+    saved: Counter[str] = field(default_factory=lambda: Counter(saved=0, failed=0))
+
+    def take(self, entries: Sequence[LogEntry]) -> None:
+        """Takes in the next entries of the log."""
+        for entry in entries:
+            self.log.append(entry)
+            match entry:
+                case Approved():
+                    self._approve(entry.plan)
+                case EpochClosed():
+                    self.epoch = self.epochs[entry.epoch.number] = entry.epoch
+                    if entry.epoch.start:
+                        self.started = {member.session for member in entry.epoch.members}
+                case Started():
+                    self.started |= {m.session for m in self.epochs[entry.start.epoch].members}
+                case Snapshotted():
+                    self.saves.pop(entry.plan_id, None)
+                    self.saved["failed" if entry.error else "saved"] += 1
+                    forget_state(self.log, entry.plan_id)
+
+    def _approve(self, plan: Plan) -> None:
+        self.approved.add(plan.id)
+        if plan.snapshot is not None:
+            self.saves[plan.id] = plan

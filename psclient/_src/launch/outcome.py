@@ -1,0 +1,82 @@
+"""The end of a cluster: which task is blamed, and what it said last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from psclient._src.launch.restarts import follows
+from psclient._src.processes.process import describe_exit, exit_code
+from pswire.cluster import Task
+from pswire.telemetry import logging_setup
+
+_TRACEBACK = "Traceback (most recent call last)"
+_VERDICTS = ("psworker: ", "psserver: ", _TRACEBACK)
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d [DIWEC] ")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a cluster ended.
+
+    Attributes:
+        code: exit code for the launcher: 0, the failing task's, 128 + signal where one killed it, 1 where the
+            job did not end with its workers.
+        task: the task that failed, None where none did.
+        report: what failed, with the last traceback or line that it printed; "" where nothing did.
+    """
+
+    code: int
+    task: Task | None = None
+    report: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A task that failed.
+
+    Attributes:
+        task: the task.
+        code: its exit code; the signal's, less than 0, where one killed it.
+        said: the last lines that it printed on stderr.
+    """
+
+    task: Task
+    code: int
+    said: Sequence[str]
+
+    @property
+    def outcome(self) -> Outcome:
+        """The end of a cluster that this task is blamed for."""
+        heading = f"psworker: {self.task} failed ({describe_exit(self.code)}):"
+        return Outcome(exit_code(self.code), self.task, "\n".join([heading, *_last_words(self.said)]))
+
+    @property
+    def blame(self) -> tuple[bool, bool, bool]:
+        """Of several failures the least is blamed: who failed by itself, before those that failed because it did."""
+        killed, follows_server = self.code < 0, follows(self.task, self.code)
+        return follows_server, not killed, not any(line.startswith(_TRACEBACK) for line in _plain(self.said))
+
+
+def _last_words(lines: Sequence[str]) -> list[str]:
+    """Why a process ended: its last traceback, or line of ours; the log goes on while it takes its leave."""
+    said = [line for line in _plain(lines) if line.strip()]
+    said = [line for line in said if not _LOGGED.match(line)] or said
+    starts = [i for i, line in enumerate(said) if line.startswith(_VERDICTS)]
+    if not starts:
+        return said[-1:] or ["it printed nothing on stderr"]
+    verdict = said[starts[-1] :]
+    return verdict if verdict[0].startswith(_TRACEBACK) else verdict[:1]
+
+
+def _plain(lines: Sequence[str]) -> list[str]:
+    """Lines as text: of those in JSON the errors, with their tracebacks."""
+    plain: list[str] = []
+    for line in lines:
+        said = logging_setup.read(line)
+        if said is None:
+            plain.append(line)
+        elif said["level"] in ("error", "critical"):
+            plain += str(said.get("exception") or f"psworker: {said['message']}").splitlines()
+    return plain

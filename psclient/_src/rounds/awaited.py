@@ -1,0 +1,43 @@
+"""The processes that a round of a server waits for, in words: asked only where something takes long."""
+
+from __future__ import annotations
+
+from psclient._src.rounds.membership import Group
+from psclient._src.transport.session import Session
+from pswire.cluster import Task
+from pswire.errors import PSError
+
+
+class Awaited:
+    """Names those whom servers wait for. May be used by any thread.
+
+    Args:
+        session: this process's session.
+        group: where it stands.
+    """
+
+    def __init__(self, session: Session, group: Group) -> None:
+        self._session = session
+        self._group = group
+
+    def names(self, server: int) -> list[str]:
+        """Whom a round waits for: members, or the chief to approve it or to drop members that are gone."""
+        open_rounds = self._session.servers[server].status().waiting
+        if self._group.alone:
+            open_rounds = tuple(item for item in open_rounds if item.round == self._group.round)
+        missing = [task for item in open_rounds for task in item.missing]
+        gone = [s.member.task for s in self._session.look().sessions if s.state != "open"]
+        chief = any(not item.approved for item in open_rounds) or bool(set(missing) & set(gone))
+        return [*map(str, missing), *(["the chief"] if chief else [])] or [str(Task("ps", server))]
+
+    def told(self, server: int) -> str:
+        """Whom a round of a server waits for, in words, as far as it still answers."""
+        try:
+            return ", ".join(self.names(server))
+        except (PSError, TimeoutError) as error:
+            return f"what it could not say ({error})"
+
+    def held_up(self, server: int) -> str:
+        """Whom a server waits for, in words, if it is somebody else."""
+        told = self.told(server)
+        return "" if told == str(Task("ps", server)) else f", which waits for {told}"

@@ -1,0 +1,108 @@
+"""Checkpoints as one process sees them: what it has ordered and waits for, and what it restores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from psclient._src.rounds.restore import Restoring
+from psclient._src.rounds.rounds import Exchange
+from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
+from psclient._src.variables.variable import Variable
+from pswire.api import RestoreOrder, RestoreReply
+from pswire.errors import CheckpointError
+
+
+class Checkpoints:
+    """The checkpoints that this process saves and restores. Used by the thread that runs cross-replica code.
+
+    Args:
+        exchange: makes the rounds.
+        order: ends the open section with a checkpoint at a path, with a state; returns the id of its plan.
+    """
+
+    def __init__(self, exchange: Exchange, order: Callable[[str, str], bytes]) -> None:
+        self._exchange = exchange
+        self._group = exchange.group
+        self._order = order
+        self._restoring = Restoring(exchange)
+        self._saving: tuple[bytes, str] | None = None
+        self._failed: set[str] = set()
+
+    def save(self, path: str, state: str) -> None:
+        """Ends the open section with a checkpoint; servers are writing it when this returns.
+
+        Args:
+            path: where, below the servers' checkpoint root.
+            state: see `SnapshotOrder`.
+        """
+        self._saving = (self._order(path, state), path)
+        self._failed.discard(path)
+
+    @property
+    def saving(self) -> str:
+        """The last checkpoint of which `saved` has not been told; "" if there is none."""
+        return self._saving[1] if self._saving else ""
+
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is still being written."""
+        return self._saving is not None and not self._group.is_snapshotted(self._saving[0])
+
+    def saved(self) -> None:
+        """Waits until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: it failed; raised once.
+            RoundTimeout: it takes too long; who asks again waits again.
+        """
+        if self._saving is None:
+            return
+        order, path = self._saving
+        session = self._exchange.session
+        done = self._group.snapshotted(order, session.deadline(session.timeouts.round))
+        self._saving = None
+        if done.error:
+            self._failed.add(path)
+            raise CheckpointError(f"checkpoint {path!r} was not saved: {done.error}")
+
+    def failed(self, path: str) -> bool:
+        """Whether the last checkpoint that this process saved at a path has failed, as `saved` has told."""
+        return path in self._failed
+
+    def look(self, path: str) -> RestoreReply:
+        """What a checkpoint has, or the newest of a directory of them; nothing changes."""
+        return self._restoring.look(path)
+
+    def restore(self, path: str, choose: Callable[[RestoreReply], Mapping[str, Variable]], cast: bool) -> RestoreReply:
+        """Has the servers read a checkpoint, and takes over what it says: a section of its own.
+
+        Args:
+            path: which, or a directory of them.
+            choose: told what it has; returns for each of its tensors the variable that gets it.
+            cast: whether values of another dtype are cast.
+        """
+        chosen: dict[str, Variable] = {}
+
+        def order_for(reply: RestoreReply) -> RestoreOrder:
+            chosen.clear()
+            chosen.update(choose(reply))
+            return RestoreOrder(names={name: _stored(v).handle.id for name, v in chosen.items()}, cast=cast)
+
+        reply = self._restoring.restore(path, order_for)
+        for variable in chosen.values():
+            if isinstance(variable, SyncOnReadVariable):
+                variable.share_out(variable.saved.numpy())
+        return reply
+
+    def was_restored(self, variable: Variable) -> bool:
+        """Whether a variable's first value was a restored checkpoint's."""
+        return self._exchange.was_restored(_stored(variable).handle.id)
+
+    def restored_names(self) -> frozenset[str]:
+        """The names of the variables whose first values were a restored checkpoint's."""
+        return self._exchange.restored_names()
+
+
+def _stored(variable: Variable) -> ServerVariable:
+    """What the servers have of a variable."""
+    return cast(ServerVariable, variable.saved if isinstance(variable, SyncOnReadVariable) else variable)

@@ -1,0 +1,49 @@
+"""A plan as this process makes its rounds: what goes to each server, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pswire.model.plan import Plan, Ref
+from pswire.model.tensor import TensorSpec
+
+
+@dataclass(frozen=True)
+class ServerShare:
+    """One server's share of a plan.
+
+    Attributes:
+        operands, reductions: places of those that are sent there.
+        writes: numbers of the variables that are assigned there, as `Plan.writes`.
+        given: what comes back from there, as `Plan.given`.
+    """
+
+    operands: tuple[int, ...]
+    reductions: tuple[int, ...]
+    writes: tuple[int, ...]
+    given: list[tuple[Ref, TensorSpec]]
+
+    @classmethod
+    def of(cls, plan: Plan, server: int) -> ServerShare:
+        """Finds a server's share."""
+        operands = tuple(place for place, item in enumerate(plan.operands) if server in item.servers)
+        reductions = tuple(place for place, item in enumerate(plan.reductions) if server in item.servers)
+        return cls(operands, reductions, plan.writes(server), plan.given(server))
+
+
+class PreparedPlan:
+    """All that the rounds of a plan would else find out again.
+
+    Args:
+        plan: which.
+
+    Attributes:
+        shares: of each server that takes part.
+        written: numbers of the variables that are assigned on any of them.
+        restores: whether any variable may be another after it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.shares = {server: ServerShare.of(plan, server) for server in plan.servers}
+        self.written = frozenset(id for share in self.shares.values() for id in share.writes)
+        self.restores = plan.restore is not None

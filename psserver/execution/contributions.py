@@ -1,0 +1,287 @@
+"""What the members of a round have sent: where it is, what is there, and what it makes together.
+
+Sums and means are made over received parts, where they lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
+from typing import TypeAlias
+
+import numpy as np
+
+from psserver.plans.batches import MAX_PARTS
+from psserver.plans.layout import Numbers
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import MemberShare, ReadyRound
+from psserver.programs.kernels.codegen import Sum
+from psserver.programs.kernels.launch import Pieces, address_of
+from pswire.cluster import Task
+from pswire.errors import Diverged
+from pswire.model.plan import ReduceOp, Ref
+from pswire.model.tensor import DTYPES, Array, TensorSpec, align, join
+
+Weighed: TypeAlias = tuple[float, list[Array]]
+"""Weight and pieces of one contribution; no pieces where the weight is 0."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The contributions to a reduction that nothing but one kernel reads.
+
+    Attributes:
+        combined: how they become one value.
+        pieces: of each contribution.
+        total: the sum of the weights.
+    """
+
+    combined: Sum
+    pieces: Sequence[Pieces]
+    total: float
+
+
+class Sender:
+    """What one member contributes: its tensors, by what they are for. Used by one thread at a time.
+
+    Args:
+        part: its share of the round.
+        plan: what the round does.
+
+    Attributes:
+        gone: whether it is lost; what it has not sent whole counts for nothing.
+    """
+
+    def __init__(self, part: MemberShare, plan: PreparedPlan) -> None:
+        self.part = part
+        self.task = part.member.task
+        self.gone = False
+        self.places = plan.layout(part.said)
+
+    @cached_property
+    def _left(self) -> deque[tuple[int, int]]:
+        """The reductions whose contributions are not let go of, each with its end."""
+        return deque((ref.index, end) for ref, (_, end) in self.places.of.items() if ref.kind == "reduction")
+
+    @property
+    def has_operands(self) -> bool:
+        """Whether its operands are there."""
+        return self.part.payload.end >= self.places.operands
+
+    def end(self, reduction: int) -> int:
+        """Up to where the payload must be there for a contribution; 0 where there is none."""
+        return self.places.of.get(Ref("reduction", reduction), (0, 0))[1]
+
+    def take(self, ref: Ref, spec: TensorSpec) -> list[Array]:
+        """The pieces of a tensor."""
+        return self.part.payload.pieces(self.places.of[ref][0], spec)
+
+    def let_go(self, readers: Mapping[int, int]) -> None:
+        """Frees the memory of the contributions before the first that somebody has still to read."""
+        while self._left and not readers[self._left[0][0]]:
+            self.part.payload.release(align(self._left.popleft()[1]))
+
+    def contribution(self, index: int, spec: TensorSpec) -> Weighed:
+        """Weight and pieces; nothing of who is gone and has not sent it whole."""
+        weight = self.part.said.weights[index]
+        if not weight or (self.gone and self.part.payload.end < self.end(index)):
+            return 0.0, []
+        return weight, self.take(Ref("reduction", index), spec)
+
+    def reached(self, reductions: Numbers) -> int:
+        """How many of these contributions, from the first on, are there, or are waited for no more."""
+        if self.gone:
+            return len(reductions)
+        missing = np.flatnonzero(self.places.ends[reductions] > self.part.payload.end)
+        return int(missing[0]) if len(missing) else len(reductions)
+
+    def addresses(self, reductions: Numbers) -> Numbers | None:
+        """Where contributions begin in memory, for as long as nobody lets go of them.
+
+        Args:
+            reductions: to which.
+
+        Returns:
+            Addresses; None unless all are there, each in one piece.
+        """
+        chunks = self.part.payload.chunks[:]
+        starts, ends = self.places.starts[reductions], self.places.ends[reductions]
+        if not chunks or (ends == 0).any():
+            return None
+        offsets = np.array([offset for offset, _ in chunks])
+        sizes = np.array([len(buffer) for _, buffer in chunks])
+        bases = np.array([address_of(np.frombuffer(buffer, np.uint8)) for _, buffer in chunks])
+        which = np.searchsorted(offsets, starts, side="right") - 1
+        if (which < 0).any() or (ends > (offsets + sizes)[which]).any():
+            return None
+        found: Numbers = bases[which] + (starts - offsets[which])
+        return found
+
+
+class Contributions:
+    """All contributions to one round. Used by one thread at a time.
+
+    Args:
+        job: the round.
+
+    Attributes:
+        senders: who contributes, in task order.
+        dropped: members that were lost before their contributions were whole.
+    """
+
+    def __init__(self, job: ReadyRound) -> None:
+        self._prepared = job.prepared
+        self.senders = [Sender(part, job.prepared) for part in job.contributors]
+        self.dropped: set[Task] = set()
+        self._known: dict[int, list[Weighed]] = {}
+
+    def drop(self, sessions: Set[int]) -> bool:
+        """Waits no more for what lost members have not sent whole; says whether there are new ones."""
+        known = len(self.dropped)
+        for sender in self.senders:
+            if sender.part.member.session in sessions and not sender.part.payload.whole:
+                sender.gone = True
+                self.dropped.add(sender.task)
+        return len(self.dropped) > known
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether all are lost who contribute."""
+        return bool(self.dropped) and all(sender.gone for sender in self.senders)
+
+    def settle(self) -> None:
+        """Forgets who was lost before its operands were here. From now on it is settled who contributes."""
+        self.senders = [sender for sender in self.senders if not sender.gone or sender.has_operands]
+
+    def operands(self) -> Iterator[tuple[Ref, Array]]:
+        """The operands of this server; raises `Diverged` if not all have sent the same."""
+        for index, operand in enumerate(self._prepared.plan.operands):
+            if self._prepared.server in operand.servers:
+                sent_by = [sender.take(Ref("operand", index), operand.tensor) for sender in self.senders]
+                self._check_equal(index, sent_by)
+                yield Ref("operand", index), join(sent_by[0], operand.tensor)
+
+    def _check_equal(self, index: int, sent_by: Sequence[Sequence[Array]]) -> None:
+        first = _bytes(sent_by[0])
+        for sender, pieces in zip(self.senders, sent_by, strict=True):
+            if _bytes(pieces) != first:
+                raise Diverged(
+                    f"operand {index} differs: {self.senders[0].task} sent {_show(sent_by[0])}, "
+                    f"{sender.task} sent {_show(pieces)}. What an update function takes besides "
+                    "variables and reduced values must be the same on every process"
+                )
+
+    def reached(self, reductions: Numbers) -> int:
+        """For how many rows of reductions, from the first on, all contributions are there, or waited for no more."""
+        return min(sender.reached(column) for sender in self.senders for column in reductions.T)
+
+    def of(self, index: int) -> list[Weighed]:
+        """Weight and pieces of each sender's contribution to a reduction; the same however often it is asked."""
+        found = self._known.get(index)
+        if found is None:
+            spec = self._prepared.plan.reductions[index].tensor
+            found = self._known[index] = [sender.contribution(index, spec) for sender in self.senders]
+        return found
+
+    def counted(self, index: int) -> Iterator[tuple[Task, list[Array]]]:
+        """The contributions that are in a reduction's value: who sent them, and their pieces."""
+        present = (
+            (sender.task, pieces)
+            for sender, (weight, pieces) in zip(self.senders, self.of(index), strict=True)
+            if weight
+        )
+        return islice(present, 1 if self._prepared.plan.reductions[index].op == "first" else None)
+
+    def total(self, index: int) -> float:
+        """The sum of the weights of a reduction."""
+        return sum(sender.part.said.weights[index] for sender in self.senders)
+
+    def parts(self, index: int) -> Parts | None:
+        """The contributions to a reduction, if a kernel may sum them."""
+        present = [weighed for weighed in self.of(index) if weighed[0]]
+        if not 0 < len(present) <= MAX_PARTS:
+            return None
+        combined = Sum(self._prepared.plan.reductions[index].op, len(present))
+        return Parts(combined, [pieces for _, pieces in present], sum(weight for weight, _ in present))
+
+    def value(self, index: int) -> Array:
+        """What they make together."""
+        reduction = self._prepared.plan.reductions[index]
+        return reduce(reduction.op, reduction.tensor, self.of(index))
+
+    @cached_property
+    def _readers(self) -> Counter[int]:
+        """How many steps have still to read each reduction."""
+        return self._prepared.outline.uses.copy()
+
+    def let_go(self, needs: Iterable[Sequence[int]]) -> None:
+        """Frees the memory of what no step needs any more; each of those that were made needed some reductions."""
+        for index in chain.from_iterable(needs):
+            self._readers[index] -= 1
+            if not self._readers[index]:
+                self._known.pop(index, None)
+        for sender in self.senders:
+            sender.let_go(self._readers)
+
+
+def _bytes(pieces: Sequence[Array]) -> bytes:
+    return b"".join(piece.tobytes() for piece in pieces)
+
+
+def _show(pieces: Sequence[Array]) -> str:
+    return np.array2string(np.concatenate([piece[:4] for piece in pieces])[:4], threshold=4)
+
+
+def reduce(op: ReduceOp, spec: TensorSpec, contributions: Sequence[tuple[float, Sequence[Array]]]) -> Array:
+    """Combines contributions in the order given, which is task order, so that sums are reproducible.
+
+    Args:
+        op: "sum"; "mean": the sum over the sum of the weights; "first": the first that is there.
+        spec: dtype and shape of each contribution and of the value.
+        contributions: weight and pieces of each; the pieces of a weight of 0 are not looked at.
+
+    Returns:
+        The value, of `spec`; zeros where nothing contributes to a sum, NaN where nothing to a mean. It
+        may be a view of a received part.
+    """
+    present = [pieces for weight, pieces in contributions if weight][: 1 if op == "first" else None]
+    with np.errstate(all="ignore"):
+        value = _sum(spec, present)
+        if op == "mean":
+            # One contribution is its sender's memory, which is only read; a sum is ours.
+            out = value if len(present) > 1 else np.empty_like(value)
+            # Half precision has no room for many elements' weights.
+            total = np.asarray(sum(weight for weight, _ in contributions), np.result_type(value.dtype, np.float32))
+            np.divide(value, total, out=out, casting="same_kind")
+            value = out
+    return value
+
+
+def _sum(spec: TensorSpec, contributions: Sequence[Sequence[Array]]) -> Array:
+    if not contributions:
+        return np.zeros(spec.shape, DTYPES[spec.dtype])
+    first, *others = contributions
+    if not others:
+        return join(first, spec)
+    whole = np.empty(spec.shape, DTYPES[spec.dtype])
+    total = whole.reshape(-1)
+    if all([len(p) for p in first] == [len(p) for p in other] for other in others):
+        # Everybody cut the payload alike, so one pass adds the first two and nothing is copied.
+        at = 0
+        for pieces in zip(first, *others, strict=True):
+            segment = total[at : at + len(pieces[0])]
+            np.add(pieces[0], pieces[1], out=segment)
+            for piece in pieces[2:]:
+                np.add(segment, piece, out=segment)
+            at += len(segment)
+        return whole
+    total[:] = join(first, spec).reshape(-1)
+    for other in others:
+        at = 0
+        for piece in other:
+            total[at : at + len(piece)] += piece
+            at += len(piece)
+    return whole

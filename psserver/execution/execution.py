@@ -1,0 +1,320 @@
+"""Runs one round of one server: takes what came, applies the programs, says what changed.
+
+A round runs in steps. One that commits all at the end has one step, in which nothing is written in place before the
+last thing that may fail. One that commits bit by bit has a step for what is there: each variable is updated, and may be
+sent back, while contributions to others still come.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from psserver.devices import owned
+from psserver.execution.calls import Call, Ready
+from psserver.execution.contributions import Contributions, Sender
+from psserver.execution.nonfinite import Found
+from psserver.plans.batches import Batch
+from psserver.plans.outline import Application
+from psserver.plans.round import Commit, ReadyRound
+from psserver.programs.kernels.codegen import ASSIGNED, SUMS
+from psserver.programs.kernels.kernels import Kernels
+from pswire.cluster import Task
+from pswire.errors import MemoryLimit, ProgramError, PSError
+from pswire.limits import PART_BYTES
+from pswire.model.plan import Ref
+from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
+
+log = logging.getLogger("psserver")
+
+STEP_BYTES = PART_BYTES
+"""Of contributions that one member makes to what is done at once: values go back while later ones are computed."""
+
+
+class Execution:
+    """One round as it runs. Used by one thread at a time.
+
+    Args:
+        job: the plan and the contributions, which need not be whole where the round commits bit by bit.
+        kernels: of the device where the variables live and the programs run.
+
+    Attributes:
+        told: whether its members were told of answers that grow.
+        begun: whether its operands were taken, so that it is settled who contributes.
+        ran: seconds for which its steps were made.
+        contributions: what its members sent.
+        wanted: numbers of the variables that a member wants back.
+        given: the plan's returned values of this server, on the host.
+        found: values that are NaN or infinite, of the steps that were made.
+    """
+
+    def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
+        self.job = job
+        self.told = self.begun = False
+        self.ran = 0.0
+        self.contributions = Contributions(job)
+        self.wanted = frozenset(id for part in job.parts for id in part.said.want)
+        self.given: list[Array] = []
+        self._progressive = job.commit is Commit.PROGRESSIVE
+        self._outline = outline = job.prepared.outline
+        self._kernels, self._device = kernels, kernels.device
+        self.found = Found(kernels.device, self.contributions)
+        self._batches: Mapping[int, Batch] = {}
+        self._written = False
+        self._at = self._stop = 0  # the next step is of these of the outline's
+        self._values: Mapping[int, Any] = {}
+        self._assigned: dict[int, Array] = {}
+        # Operands, and results that somebody has still to read; reductions that somebody has still to read.
+        self._known: dict[Ref, Any] = {}
+        self._reduced: dict[int, Any] = {}
+        self._uses, self._readers = dict(outline.uses), dict(outline.readers)
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has run."""
+        return self.begun and self._at == len(self._outline.needs)
+
+    @property
+    def halfway(self) -> bool:
+        """Whether, should it fail now, some variables would have its update and others not."""
+        return self._written and not self.contributions.abandoned
+
+    def close(self) -> None:
+        """It is over: nobody reads what is left of contributions, or still comes."""
+        for part in self.job.parts if self._progressive else ():
+            part.payload.discard()
+
+    # ---- What the next step is ----
+
+    def awaits(self, then: Callable[[], object]) -> bool:
+        """Whether the next step has to wait; then a function is called when it may be worth to look again."""
+        if not self._progressive:
+            return False
+        for sender, end in self._ends():
+            if sender.part.payload.end < end and not sender.gone:
+                sender.part.payload.reach(end, then)
+                return True
+        return False
+
+    def _ends(self) -> Iterator[tuple[Sender, int]]:
+        """Up to where each sender's payload must be there for the next step."""
+        for sender in self.contributions.senders:
+            if not self.begun:
+                yield sender, sender.places.operands
+            elif not self.done:
+                yield sender, max(map(sender.end, self._outline.needs[self._at]), default=0)
+
+    def reads(self) -> Collection[int]:
+        """Decides what the next step is; returns the numbers of the variables that it reads; for the first one all.
+
+        Waits for nothing: it is called under the core's lock.
+        """
+        if not self.begun:
+            self._stop = 0 if self._progressive else len(self._outline.needs)
+            return self._outline.reads
+        self._stop = self._at + self._count()
+        return {id for application in self._applications(self._at, self._stop) for id, *_ in application.variables}
+
+    def _count(self) -> int:
+        """Of how many of the outline's steps the next one is: those of a batch that are there, up to `STEP_BYTES`."""
+        batch = self._batches.get(self._at)
+        if batch is None:
+            return 1
+        rows = slice(self._at - batch.first, None)
+        there = self.contributions.reached(batch.reductions[rows])
+        return max(1, min(there, int(np.searchsorted(np.cumsum(batch.nbytes[rows]), STEP_BYTES, side="right"))))
+
+    def _applications(self, at: int, stop: int) -> Sequence[Application]:
+        return self._outline.applications[at:stop]
+
+    # ---- One step ----
+
+    def step(self, values: Mapping[int, Any], alone: Set[int]) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
+        """Makes the next step, as `reads` has decided.
+
+        Args:
+            values: the variables that it reads, by number.
+            alone: variables whose arrays nobody else holds.
+
+        Returns:
+            What it assigned, on the device; and the values that nothing changes any more, wanted variables by number
+            and returned values, on the host.
+
+        Raises:
+            PSError: why the round cannot run; it has changed nothing, unless it is `halfway`.
+        """
+        if not self.contributions.senders:
+            # All were started again while the last round of those before them was still to be completed.
+            self.given = [np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in self.job.prepared.given]
+            self.begun, self._at = True, len(self._outline.needs)
+            return {}, {}
+        with self._told(), self._device.scope():
+            self._values, self._assigned = values, {}
+            if not self.begun:
+                self._begin()
+            ready = self._make(self._at, self._stop, alone)
+            self.found.settle()  # before the contributions are gone
+            if self._progressive:
+                self.contributions.let_go(self._outline.needs[self._at : self._stop])
+            assigned, self._assigned, self._values, self._at = self._assigned, {}, {}, self._stop
+            return assigned, ready
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Makes a `PSError` of whatever goes wrong: everyone in the round waits for an answer, and gets the same."""
+        task = str(Task("ps", self.job.prepared.server))
+        try:
+            yield
+        except PSError as error:
+            raise type(error)(self._failed(error.message), error.task or task) from error
+        except MemoryError as error:
+            raise MemoryLimit(self._failed(f"the server ran out of memory: {error}"), task) from error
+        except Exception as error:  # what the verifier cannot know, a device's errors included
+            log.exception("round %d failed", self.job.round)
+            raise ProgramError(self._failed(str(error)), task) from error
+
+    def _failed(self, why: str) -> str:
+        return f"round {self.job.round} ({self.job.section()}) failed: {why}"
+
+    def _begin(self) -> None:
+        """Takes the operands; finds the batches, for which it may wait for a kernel."""
+        self.contributions.settle()
+        self._check_contributed(bool(self.contributions.senders))
+        # Before anything is written: kernels see addresses only.
+        for application in self._outline.applications:
+            for id, dtype, shape in application.variables:
+                value = self._values.get(id)
+                if value is None or value.dtype != dtype or value.shape != shape:
+                    expected = TensorSpec(dtype.name, shape)
+                    found = "none" if value is None else str(spec_of(value))
+                    raise ProgramError(f"variable {id} should have a value of {expected} here, and has {found}")
+        self._known.update((ref, self._device.put(operand)) for ref, operand in self.contributions.operands())
+        self._batches = self.job.prepared.batches(self._kernels, len(self.contributions.senders))
+        self.begun = True
+
+    def _check_contributed(self, contributed: bool) -> None:
+        """What nobody has sent whole changes no variable."""
+        if self.contributions.abandoned and not contributed:
+            raise ProgramError("all who contribute were lost before their contributions were whole")
+
+    def _make(self, at: int, stop: int, alone: Set[int]) -> dict[int | Ref, Array]:
+        """Makes some of the outline's steps; returns what nothing changes any more."""
+        if self.contributions.abandoned:
+            needs = (index for each in self._outline.needs[at:stop] for index in each)
+            self._check_contributed(all(any(weight for weight, _ in self.contributions.of(index)) for index in needs))
+        applications = len(self._outline.applications)
+        given = self._outline.given[max(at - applications, 0) : max(stop - applications, 0)]
+        calls = self._calls(at, min(stop, applications), alone)
+        # What may fail comes before anything is written in place.
+        reduced = {ref: self._on_host(ref) for ref in given if ref.kind == "reduction"}
+        self._written |= self._progressive and bool(calls)
+        for call in calls:
+            self._run(call)
+        ready: dict[int | Ref, Array] = {
+            id: self._device.get(self._assigned[id])
+            for id in self._assigned
+            if id in self.wanted and self._outline.last[id] < stop
+        }
+        returned = [reduced[ref] if ref in reduced else self._on_host(ref) for ref in given]
+        self.given += returned
+        return ready | dict(zip(given, returned, strict=True))
+
+    # ---- Calls of kernels ----
+
+    def _calls(self, at: int, stop: int, alone: Set[int]) -> list[Call | Ready]:
+        """Some applications, in batches where that is possible; it is decided where each of them writes."""
+        calls = list(self._cut(at, stop, alone))
+        if not self._reserve(calls, alone):
+            calls = list(self._cut(at, stop, frozenset()))
+            self._reserve(calls, alone)
+        return calls
+
+    def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[Call | Ready]:
+        while at < stop:
+            batch = self._batches.get(at)
+            ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, alone) if batch else None
+            call = ready or Call(at, self._outline.applications[at], self._kernels, self.contributions.parts)
+            yield call
+            at = call.numbers.stop
+
+    def _reserve(self, calls: Sequence[Call | Ready], alone: Set[int]) -> bool:
+        """Has all kernels decide where they write: in place after the last thing that may fail.
+
+        Returns:
+            Whether they can: a batch writes in place or not at all.
+        """
+        risky = at = 0
+        for call in () if self._progressive else calls:
+            if isinstance(call, Call):
+                risky = max([risky, *(n for n, stage in enumerate(call.stages, at) if stage.may_fail)])
+                risky = at + call.width if call.copies else risky
+            at += call.width
+        at, fresh = 0, set[int]()
+        for call in calls:
+            if isinstance(call, Call):
+                call.reserve(risky - at, alone, fresh)
+                fresh |= call.assigned
+            elif at < risky:
+                return False
+            at += call.width
+        return True
+
+    def _run(self, call: Call | Ready) -> None:
+        """Runs a call; takes in what it assigned."""
+        applications = self._applications(call.numbers.start, call.numbers.stop)
+        suspects: Set[int]
+        unsure: Set[int]
+        if isinstance(call, Ready):
+            assigned = {id: self._value(Ref("variable", id)) for id in call.assigned}
+            seen = call.run(self._kernels.crew, self.contributions.total, self._value)
+            flagged = [(self._outline.applications[number], flags) for number, flags in seen]
+            suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
+            unsure = {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
+        else:
+            found, outputs = call.run(self._value, self._device.xp)
+            assigned = {id: owned(value) for id, value in found.items()}
+            self._known.update(zip(applications[0].made, outputs, strict=True))
+            suspects, unsure = call.suspects, call.unsure
+        self.found.forget(assigned)
+        for index in suspects:
+            self.found.accuse(index)
+        for id in unsure:
+            self.found.look(Ref("variable", id), assigned[id], self._values.get(id))
+        self._assigned |= assigned
+        for ref in (ref for application in applications for ref in application.read):
+            self._readers[ref] -= 1
+        for ref in {ref for application in applications for ref in (*application.made, *application.read)}:
+            if not self._readers.get(ref):
+                del self._known[ref]  # Nobody reads it any more.
+
+    # ---- Values ----
+
+    def _value(self, ref: Ref) -> Any:
+        if ref.kind == "reduction":
+            return self._reduction(ref.index)
+        if ref.kind != "variable":
+            return self._known[ref]
+        assigned = self._assigned.get(ref.index)
+        return self._values[ref.index] if assigned is None else assigned
+
+    def _on_host(self, ref: Ref) -> Array:
+        return owned(self._device.get(self._value(ref)))
+
+    def _reduction(self, index: int) -> Any:
+        """A reduction's value, made at its first use and let go at its last.
+
+        So it is still in the processor's cache when it is read, and its memory serves the next one.
+        """
+        value = self._reduced.pop(index, None)
+        if value is None:
+            value = self._device.put(self.contributions.value(index))
+            if index in self._outline.watched:
+                self.found.look(Ref("reduction", index), value)
+        self._uses[index] -= 1
+        if self._uses[index]:
+            self._reduced[index] = value
+        return value

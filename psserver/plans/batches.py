@@ -1,0 +1,128 @@
+"""Applications that one kernel makes one after another, each to variables of its own.
+
+Where a plan updates many variables alike, what a round does for each of them is a call of a kernel with other
+addresses. `psserver/execution/calls.py` finds the addresses, for all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from psserver.plans.outline import Application
+from psserver.programs.kernels.codegen import Sum
+from psserver.programs.kernels.kernels import Kernels, Stage
+from pswire.model.plan import Plan
+
+MAX_PARTS = 8
+"""Contributions that a kernel sums; of more, one value is made first."""
+
+
+class Batch:
+    """Successive applications of one kernel.
+
+    Args:
+        first: the number of the first one, among those of the server.
+        applications: these.
+        stages: the only stage of each.
+
+    Attributes:
+        stop: the number behind the last one.
+        kernel: what makes them.
+        sizes: for each of them the elements that it computes.
+        refs: for each parameter of the kernel what it is, of each of them.
+        assigned: for each of them the variables that it assigns.
+        reductions: for each of them the reductions that it needs.
+        nbytes: for each of them the bytes that one member contributes to it.
+    """
+
+    def __init__(self, first: int, applications: Sequence[Application], stages: Sequence[Stage]) -> None:
+        self.first, self.stop = first, first + len(applications)
+        self.assigned = [application.assigned for application in applications]
+        self.reductions = np.array([application.needs for application in applications], np.int64)
+        reduced = [sum(a.program.inputs[number].spec.nbytes for number in a.reduced) for a in applications]
+        self.nbytes = np.array(reduced, np.int64)
+        stage = stages[0]
+        assert stage.kernel is not None
+        self.kernel = stage.kernel
+        self.sizes = [prod(stage.step.shape or ()) for stage in stages]
+        self.refs = {
+            parameter: [a.apply.args[s.step.args[parameter.value]] for a, s in zip(applications, stages, strict=True)]
+            for parameter in self.kernel.parameters
+        }
+
+
+def batches(
+    plan: Plan, applications: Sequence[Application], kernels: Kernels, count: int
+) -> tuple[Mapping[int, Batch], bool]:
+    """Finds the batches of a plan.
+
+    Args:
+        plan, applications: what a round does.
+        kernels: run it.
+        count: how many contribute, to each reduction.
+
+    Returns:
+        The batches, each under the numbers of all its applications; and whether later rounds have the same, since all
+        kernels are there.
+    """
+    sums = [{number: Sum(plan.reductions[index].op, count) for number, index in a.alone} for a in applications]
+    found = list(_batches(applications, sums, kernels))
+    settled = all(kernels.settled(a.program, each) for a, each in zip(applications, sums, strict=True) if a.distinct)
+    return {number: each for each in found for number in range(each.first, each.stop)}, settled
+
+
+def _batches(
+    applications: Sequence[Application], sums: Sequence[Mapping[int, Sum]], kernels: Kernels
+) -> Iterator[Batch]:
+    run = _Successive()
+    for number, application in enumerate(applications):
+        stage = _stage(application, kernels, sums[number])
+        if stage is None or not run.takes(application, stage):
+            yield from run.batches(number)
+            run = _Successive()
+        if stage is not None:
+            run.add(application, stage)
+    yield from run.batches(len(applications))
+
+
+def _stage(application: Application, kernels: Kernels, sums: Mapping[int, Sum]) -> Stage | None:
+    """The stage of an application that is one call of a kernel which writes variables in place, and nothing else."""
+    if not application.distinct or not application.reduced or application.program.outputs:
+        return None
+    first, *others = kernels.stages(application.program, application.reduced, sums)
+    alone = set(first.parts.values()).issuperset(application.reduced)
+    return first if alone and first.kernel and not (others or first.step.kept) else None
+
+
+class _Successive:
+    """Applications that follow one another, and might be a batch."""
+
+    def __init__(self) -> None:
+        self.applications: list[Application] = []
+        self.stages: list[Stage] = []
+        self.written: set[int] = set()
+        self.read: set[int] = set()
+
+    def takes(self, application: Application, stage: Stage) -> bool:
+        """Whether one more may follow: the same kernel, and their order does not matter."""
+        if not self.stages:
+            return True
+        known, new = self.stages[0].kernel, stage.kernel
+        same = known is not None and new is not None and known.function is new.function
+        read = {id for id, *_ in application.variables}
+        return same and self.written.isdisjoint(read) and self.read.isdisjoint(application.assigned)
+
+    def add(self, application: Application, stage: Stage) -> None:
+        """Takes one more."""
+        self.applications.append(application)
+        self.stages.append(stage)
+        self.written.update(application.assigned)
+        self.read.update(id for id, *_ in application.variables)
+
+    def batches(self, stop: int) -> list[Batch]:
+        """The batch that they are, if there are several; `stop` is the number of the one that is not among them."""
+        count = len(self.applications)
+        return [Batch(stop - count, self.applications, self.stages)] if count > 1 else []

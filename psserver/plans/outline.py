@@ -1,0 +1,109 @@
+"""What a round of a plan does on a server, step by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from pswire.model.plan import Apply, Plan, Ref
+from pswire.model.program import Program
+from pswire.model.tensor import DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Application:
+    """One application of a program, as a server makes it in each round.
+
+    Attributes:
+        apply: which.
+        program: what it applies.
+        distinct: whether no two of its inputs are one value.
+        variables: the variables among its inputs: number, dtype and shape.
+        reduced: its inputs that are reductions.
+        needs: the numbers of these reductions.
+        assigned: the numbers of the variables that it assigns.
+        alone: those of these inputs that nobody else in the plan needs, each with the reduction's number.
+        read: its inputs that are results of others.
+        made: its results.
+    """
+
+    apply: Apply
+    program: Program
+    distinct: bool
+    variables: tuple[tuple[int, np.dtype[Any], tuple[int, ...]], ...]
+    reduced: tuple[int, ...]
+    needs: tuple[int, ...]
+    assigned: tuple[int, ...]
+    alone: tuple[tuple[int, int], ...]
+    read: tuple[Ref, ...]
+    made: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What a round of a plan does on a server.
+
+    Attributes:
+        applications: in order.
+        given: returned values, which come after all applications.
+        needs: for each step, an application or a returned value, the numbers of the reductions that it needs.
+        reads: numbers of the variables that applications read or assign.
+        uses: how often each reduction is needed.
+        readers: how often each result is.
+        last: of each variable that is assigned the number of the application that assigns it last.
+        watched: reductions that reach a variable.
+    """
+
+    applications: tuple[Application, ...]
+    given: tuple[Ref, ...]
+    needs: tuple[tuple[int, ...], ...]
+    reads: frozenset[int]
+    uses: Counter[int]
+    readers: Counter[Ref]
+    last: Mapping[int, int]
+    watched: frozenset[int]
+
+
+def outline(plan: Plan, server: int) -> Outline:
+    """Finds what a round of a verified plan does on a server."""
+    given = tuple(ref for ref, _ in plan.given(server))
+    # The number of each application's first result.
+    firsts = accumulate((len(plan.programs[apply.program].outputs) for apply in plan.applies), initial=0)
+    here = [(apply, first) for apply, first in zip(plan.applies, firsts, strict=False) if server in apply.servers]
+    used = [ref for apply, _ in here for ref in apply.args] + list(given)
+    uses = Counter(ref.index for ref in used if ref.kind == "reduction")
+    readers = Counter(ref for ref in used if ref.kind == "result")
+    applications = tuple(_application(plan, *item, uses) for item in here)
+    last = {id: number for number, application in enumerate(applications) for id in application.assigned}
+    needs = tuple(application.needs for application in applications)
+    needs += tuple((ref.index,) if ref.kind == "reduction" else () for ref in given)
+    reads = frozenset(id for application in applications for id, *_ in application.variables)
+    watched = frozenset(index for application in applications for index in application.needs)
+    return Outline(applications, given, needs, reads, uses, readers, last, watched)
+
+
+def _application(plan: Plan, apply: Apply, first: int, uses: Mapping[int, int]) -> Application:
+    program, args = plan.programs[apply.program], apply.args
+    specs = [item.spec for item in program.inputs]
+    reduced = tuple(i for i, ref in enumerate(args) if ref.kind == "reduction")
+    return Application(
+        apply,
+        program,
+        len(set(args)) == len(args),
+        tuple(
+            (ref.index, DTYPES[spec.dtype], spec.shape)
+            for ref, spec in zip(args, specs, strict=True)
+            if ref.kind == "variable"
+        ),
+        reduced,
+        tuple(args[i].index for i in reduced),
+        tuple(args[target].index for target, _ in program.assigns),
+        tuple((i, n) for i in reduced for n in [args[i].index] if uses[n] == 1 and plan.reductions[n].op != "first"),
+        tuple(ref for ref in args if ref.kind == "result"),
+        tuple(Ref("result", first + number) for number in range(len(program.outputs))),
+    )

@@ -1,0 +1,89 @@
+"""Parameter servers in threads of this process: a cluster that is there in milliseconds."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psclient as ps
+from psserver.config import ServerConfig
+from psserver.core.core import Core
+from psserver.transport.server import ServerThread
+from pswire.cluster import Task
+from pswire.limits import Timeouts
+
+TICK_SECONDS = 0.1
+"""Between two looks at the leases."""
+
+
+class InProcessCluster:
+    """Parameter servers, each with a thread and a port of its own; a context manager.
+
+    The servers are those of `psserver`, over real connections; only the processes are missing. A test constructs its
+    strategies with `resolver`, one for each worker that it wants, each in a thread of its own where there are several.
+
+    Args:
+        servers: how many.
+        workers: how many the cluster has; worker 0 is the chief.
+        checkpoint_root: directory or URL of checkpoints.
+        timeouts: of the servers.
+
+    Attributes:
+        addresses: `host:port` of each server.
+        cores: the servers' states, for tests that look inside; their methods are the verbs.
+    """
+
+    def __init__(
+        self,
+        servers: int = 1,
+        workers: int = 1,
+        checkpoint_root: str | Path = "runs",
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self.addresses: list[str] = []
+        self.cores: list[Core] = []
+        self._count = servers
+        self._workers = workers
+        self._root = checkpoint_root
+        self._timeouts = timeouts or Timeouts()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            for index in range(self._count):
+                submit = stack.enter_context(ThreadPoolExecutor(1, f"server {index}")).submit
+                core = Core(index, secrets.randbits(64), "cpu", 0, self._root, self._timeouts, time.monotonic, submit)
+                stack.callback(core.close)
+                thread = stack.enter_context(ServerThread(core, ServerConfig(Task("ps", index)), grace=0.0))
+                self.cores.append(core)
+                self.addresses.append(thread.address)
+            ended = threading.Event()
+            ticker = threading.Thread(target=self._tick, args=(ended,), name="leases", daemon=True)
+            ticker.start()
+            stack.callback(ticker.join)
+            stack.callback(ended.set)
+            self._stack = stack.pop_all()
+        return self
+
+    def _tick(self, ended: threading.Event) -> None:
+        """Looks at the leases, as a server's process does."""
+        while not ended.wait(TICK_SECONDS):
+            for core in self.cores:
+                core.tick(time.monotonic())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def resolver(self, worker: int = 0) -> ps.ClusterResolver:
+        """Resolves to one worker of this cluster, for `ps.ParameterServerStrategy(cluster_resolver=...)`."""
+        names = [f"worker-{index}:0" for index in range(self._workers)]
+        spec = ps.ClusterSpec({"ps": self.addresses, "worker": names})
+        return ps.SimpleClusterResolver(spec, task_type="worker", task_id=worker)
