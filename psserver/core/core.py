@@ -19,13 +19,13 @@ from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
-from psserver.core.waiting import Readers, Resends, Watchers
+from psserver.core.waiting import Read, Resend, Waiters, Watch
 from psserver.devices import Device, owned
 from psserver.effects import Answer, Submit, answering, do, failing
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
+from psserver.registry import Registry
 from psserver.state.counters import Counters
-from psserver.state.guests import Guests
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
 from psserver.state.variables import Store
@@ -78,6 +78,7 @@ class Core:
     Attributes:
         done: answered when the job has ended and everybody has left.
         kernels, tally: what its metrics tell of.
+        registry: its sessions, which the rims may look up.
     """
 
     def __init__(
@@ -110,8 +111,9 @@ class Core:
         self.tally = Counters(clock, self._lock, self._rounds)
         # Other servers may remember the numbers of an earlier life.
         first = incarnation >> NUMBERS << NUMBERS
+        self.registry = Registry(self.task, max_sessions)
         self._members = Membership(
-            timeouts.lease, timeouts.beat, first, max_sessions, lambda: self._rounds.epoch, self._holds_job
+            self.registry, timeouts.lease, timeouts.beat, first, lambda: self._rounds.epoch, self._holds_job
         )
         root, files = storage_at(checkpoint_root), files or submit
         self._restores = Restores(self.task, self._lock, self._store, root, files, self.tally)
@@ -130,11 +132,8 @@ class Core:
         self._log = Log(self.task, self._store, self._rounds, self._snapshots)
         self._token = 0
         self._job = 0
-        self._guests = Guests(self.task, self._members.check_count)
         self._ticked = clock()
-        self._watchers = Watchers(self._log, self._members)
-        self._readers = Readers(self._store, self._rounds, submit)
-        self._resends = Resends(self._store)
+        self._waiters = Waiters(self._log, self._members, self._store, self._rounds, submit, self._reply)
         self._runner = Runner(
             self._lock,
             self._store,
@@ -164,7 +163,7 @@ class Core:
             if self.server == 0:
                 session, token = self._members.open(task, replicas, drives, session, self._clock(), mode, job, term)
             else:
-                self._guests.open(session, task)
+                self.registry.enter(session, task)
             seen = max(self._members.term, self._token >> DRAWN)
             self.tally.signs += 1
             answers = self._progress()
@@ -230,7 +229,7 @@ class Core:
             if self.server == 0:
                 self._members.check(session)
             else:
-                self._guests.check(session, self._rounds.epoch)
+                self.registry.check(session, self._rounds.epoch)
             self._rounds.check(session)
             self._check_unbroken()
         except PSError as error:
@@ -255,11 +254,12 @@ class Core:
     ) -> CreateReply:
         with self._lock:
             self._check(session)
-            if id < 0:
-                variable = self._log.name(self._members.task(session), ordinal, spec, servers)
+            if id < 0 and self.server == 0:
+                variable = self._log.name(self.registry.task(session), ordinal, spec, servers)
             else:
                 variable = Variable(id, spec, servers)
-                if self.server not in servers or id >= (MAX_VARIABLES if self.server else len(self._store.variables)):
+                known = MAX_VARIABLES if self.server else len(self._store.variables)
+                if self.server not in servers or not 0 <= id < known:
                     raise InvalidRequest(f"variable {spec} was not placed on this server", str(self.task))
                 self._store.declare(variable)
             here = self.server in variable.servers
@@ -289,7 +289,7 @@ class Core:
         future: Future[PullReply] = Future()
         with self._lock:
             self._check_reader(session)
-            self._readers.add(session, tuple(variables), after, future)
+            self._waiters.add(Read(session, future, tuple(variables), after))
             self.tally.read(session, self._rounds.last)
             answers = self._progress()
         do(answers)
@@ -327,7 +327,7 @@ class Core:
         future: Future[Watched] = Future()
         with self._lock:
             self._check_reader(session)
-            self._watchers.add(session, after, version, future)
+            self._waiters.add(Watch(session, future, after, version))
             answers = self._progress()
         do(answers)
         future.add_done_callback(partial(self._part, session))
@@ -370,7 +370,6 @@ class Core:
         ended = {member.session for member in self._rounds.epoch.members} if self._rounds.epoch else set()
         answers = self._abandon(error, lambda session: session in ended)
         self._job += 1
-        self._guests.forget(ended)
         self._members.begin_anew(ended)
         self._log.clear()
         self._store.clear()
@@ -388,7 +387,7 @@ class Core:
             self._check(contribution.session)
             record = self._rounds.recorded(contribution)
             if record is not None:
-                self._resends.add((record, contribution, future))
+                self._waiters.add(Resend(contribution.session, future, record, contribution))
             elif len(set(contribution.want)) != len(contribution.want):
                 raise InvalidRequest("a variable is wanted twice")
             else:
@@ -456,12 +455,13 @@ class Core:
         """Fails all that waits; of the watchers those for whose session `watches` holds."""
         self._rounds.abandon(error)
         waiting: list[Future[Any]] = [future for future, _ in self._rounds.take_failed()]
-        waiting += self._watchers.drop(watches)
-        waiting += self._readers.drop()
+        waiting += self._waiters.drop(watches)
         waiting += self._snapshots.clear()
         waiting += self._restores.clear()
-        waiting += self._resends.drop()
         return [failing(future, error) for future in waiting]
+
+    def _reply(self, again: Resend) -> list[Answer]:
+        return self._runner.replies(again.record, [(again.said, again.future)])
 
     def _progress(self) -> list[Answer]:
         """After every change, under the lock: what can be answered or run now."""
@@ -476,10 +476,7 @@ class Core:
                 self._members.fail_all(error)
         answers += [partial(kept.follow, again) for kept, again in self._rounds.take_followed()]
         answers += self._runner.next()
-        for record, said, future in self._resends.take():
-            answers += self._runner.replies(record, [(said, future)])
-        answers += self._readers.answers(self._ended)
-        answers += self._watchers.answers(self._clock(), self._ended)
+        answers += self._waiters.answers(self._clock(), self._ended)
         answers += self._snapshots.answers()
         if self._log.over and (self.server != 0 or self._members.chief_left()):
             answers.append(answering(self.done, None))

@@ -1,191 +1,181 @@
-"""Callers that wait for news of the log, and for a round before they read. Guarded by the core's lock."""
+"""Calls that wait: for news of the log, for a round before they read, for an answer that was given before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from psserver.core.log import Log
 from psserver.effects import Answer, Submit, answering, failing, working
 from psserver.state.rounds import Record, Rounds
 from psserver.state.sessions import Membership
 from psserver.state.variables import Store
-from pswire.api import UNTIL_ENDED, Contribution, PullReply, RoundReply, Watched
+from pswire.api import UNTIL_ENDED, Contribution, PullReply, Watched
 from pswire.errors import InvalidRequest, PSError
 from pswire.transport.payload import Payload
 
 MAX_CALLS = 256
 """Calls of one kind that wait for one session. Those whose clients have gone away are among them: the oldest."""
 
-W = TypeVar("W", bound=tuple[Any, ...])
+
+@dataclass(frozen=True, eq=False)
+class Waiter:
+    """One call, which its future answers; the session of a caller without one is 0."""
+
+    session: int
+    future: Future[Any]
 
 
-def _make_room(waiting: list[W], session: int) -> list[W]:
-    """Who waits no more, so that one more of a session can; these are taken out."""
-    mine = [waiter for waiter in waiting if waiter[0] == session]
-    gone = mine[: max(len(mine) - MAX_CALLS + 1, 0)]
-    for waiter in gone:
-        waiting.remove(waiter)
-    return gone
+@dataclass(frozen=True, eq=False)
+class Watch(Waiter):
+    """Waits until the log is longer than `after`, or there is something for a chief to act on, which changes `version`.
+
+    A version of -1 follows the log alone, `UNTIL_ENDED` nothing.
+    """
+
+    after: int
+    version: int
 
 
-def _superseded() -> PSError:
-    return InvalidRequest(f"{MAX_CALLS} later calls of this session wait as well; make fewer at a time")
+@dataclass(frozen=True, eq=False)
+class Read(Waiter):
+    """Waits until round `after` is complete, to read variables as of then; without a session reads them as they are."""
+
+    variables: tuple[int, ...]
+    after: int
 
 
-class Watchers:
-    """Who waits until the log is longer, or until there is something for a chief to act on.
+@dataclass(frozen=True, eq=False)
+class Resend(Waiter):
+    """Waits until no round writes: a contribution to a round that is over gets its answer, with values as of now."""
+
+    record: Record
+    said: Contribution
+
+
+class Waiters:
+    """All calls that wait, a row each. Guarded by the core's lock.
 
     Args:
         log, members: what is watched.
-    """
-
-    def __init__(self, log: Log, members: Membership) -> None:
-        self._log = log
-        self._members = members
-        self._waiting: list[tuple[int, int, int, Future[Watched]]] = []
-        self._superseded: list[Future[Watched]] = []
-        self._looked: tuple[int, int] | None = None  # what all who wait were compared with
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, session: int, after: int, version: int, future: Future[Watched]) -> None:
-        """Somebody waits who knows the log up to `after`; a version of -1 follows the log alone, `UNTIL_ENDED` nothing.
-
-        Who has no session, 0, is told at once: nobody would know that it is gone.
-        """
-        self._superseded += [waiter[-1] for waiter in _make_room(self._waiting, session)]
-        self._waiting.append((session, after, version, future))
-        self._looked = None
-
-    def drop(self, gone: Callable[[int], bool]) -> list[Future[Watched]]:
-        """Forgets those for whose session `gone` holds; returns their futures."""
-        dropped = [waiter for waiter in self._waiting if gone(waiter[0])]
-        self._waiting = [waiter for waiter in self._waiting if not gone(waiter[0])]
-        return [future for *_, future in dropped]
-
-    def answers(self, now: float, ended: Callable[[int], PSError | None]) -> list[Answer]:
-        """News for those who do not know it, and the reason for those whose session has ended."""
-        version, length = self._members.version, len(self._log.entries)
-        if self._looked == (version, length):
-            return []  # a session ends by either; each process waits here as long as it lives
-        self._looked = version, length
-        # A log that is shorter than what the caller knows is another job's.
-        superseded, self._superseded = self._superseded, []
-        answers: list[Answer] = [failing(future, _superseded()) for future in superseded]
-        ready: list[tuple[int, int, int, Future[Watched]]] = []
-        waiting: list[tuple[int, int, int, Future[Watched]]] = []
-        for waiter in self._waiting:
-            session, after, known, future = waiter
-            error = ended(session) if session else None
-            if error is not None:
-                answers.append(failing(future, error))
-                continue
-            news = known != UNTIL_ENDED and (length != after or (known >= 0 and known != version))
-            if not future.cancelled():
-                (ready if news or not session else waiting).append(waiter)
-        if not ready:
-            self._waiting = waiting
-            return answers
-        self._waiting = waiting
-        plans, sessions = tuple(self._log.proposed.values()), self._members.states(now)
-        for _, after, _, future in ready:
-            start = after if after <= length else 0
-            entries = tuple(self._log.entries[start:])
-            answers.append(answering(future, Watched(version, start, entries, plans, sessions)))
-        return answers
-
-
-Resend = tuple[Record, Contribution, Future[RoundReply]]
-
-
-class Resends:
-    """Who contributed again to a round that is over, and is answered with values as they are after some round.
-
-    Args:
-        store: what is read.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._waiting: list[Resend] = []
-
-    def add(self, resend: Resend) -> None:
-        """Somebody did."""
-        self._waiting.append(resend)
-
-    def take(self) -> list[Resend]:
-        """Those who can be answered now: nobody, while a round may be writing."""
-        if self._store.lent:
-            return []
-        taken, self._waiting = self._waiting, []
-        return taken
-
-    def drop(self) -> list[Future[RoundReply]]:
-        """Forgets all; returns their futures."""
-        dropped, self._waiting = self._waiting, []
-        return [future for *_, future in dropped]
-
-
-class Readers:
-    """Who waits until a round is complete, to read variables as of then.
-
-    Args:
         store, rounds: what is read, and what is waited for.
         submit: brings values to the host.
+        reply: makes the answers to a resend.
+
+    Attributes:
+        rows: those of each kind, the oldest first.
     """
 
-    def __init__(self, store: Store, rounds: Rounds, submit: Submit) -> None:
+    def __init__(
+        self,
+        log: Log,
+        members: Membership,
+        store: Store,
+        rounds: Rounds,
+        submit: Submit,
+        reply: Callable[[Resend], Sequence[Answer]],
+    ) -> None:
+        self.rows: dict[type[Waiter], list[Any]] = {Resend: [], Read: [], Watch: []}
+        self._log = log
+        self._members = members
         self._store = store
         self._rounds = rounds
         self._submit = submit
-        self._waiting: list[tuple[int, tuple[int, ...], int, Future[PullReply]]] = []
-        self._superseded: list[Future[PullReply]] = []
+        self._reply = reply
+        self._superseded: list[Future[Any]] = []
+        self._looked: tuple[int, int] | None = None  # what all watches were compared with
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]) -> None:
-        """Somebody reads variables, once round `after` is complete; who has no session, 0, as they are.
+    def add(self, row: Waiter) -> None:
+        """A call waits from now on; the oldest of too many of its kind and session wait no more.
 
         Raises:
-            InvalidRequest: one has no value, or is asked for twice.
+            InvalidRequest: it reads a variable that has no value, or one twice.
         """
-        if len(set(variables)) != len(variables):
-            raise InvalidRequest("a variable is asked for twice")
-        for id in variables:
-            self._store.value(id)
-        self._superseded += [waiter[-1] for waiter in _make_room(self._waiting, session)]
-        self._waiting.append((session, variables, after if session else -1, future))
+        match row:
+            case Watch():
+                self._looked = None
+            case Read(variables=ids):
+                if len(set(ids)) != len(ids):
+                    raise InvalidRequest("a variable is asked for twice")
+                for id in ids:
+                    self._store.value(id)
+        rows = self.rows[type(row)]
+        mine = [other for other in rows if other.session == row.session]
+        for gone in mine[: max(len(mine) - MAX_CALLS + 1, 0)]:
+            rows.remove(gone)
+            self._superseded.append(gone.future)
+        rows.append(row)
 
-    def drop(self) -> list[Future[PullReply]]:
-        """Forgets all; returns their futures."""
-        dropped, self._waiting = self._waiting, []
-        return [future for *_, future in dropped]
+    def drop(self, watches: Callable[[int], bool]) -> list[Future[Any]]:
+        """Forgets all rows, of the watches those for whose session `watches` holds; returns their futures."""
+        dropped = [row for row in self.rows[Watch] if watches(row.session)] + self.rows[Read] + self.rows[Resend]
+        self.rows = {Resend: [], Read: [], Watch: [row for row in self.rows[Watch] if not watches(row.session)]}
+        return [row.future for row in dropped]
 
-    def answers(self, ended: Callable[[int], PSError | None]) -> list[Answer]:
-        """Values for those whose round is complete, and the reason for those whose session has ended."""
-        superseded, self._superseded = self._superseded, []
-        answers: list[Answer] = [failing(future, _superseded()) for future in superseded]
-        waiting = []
-        for waiter in self._waiting:
-            session, ids, after, future = waiter
-            error = ended(session) if session else None
-            if error is not None:
-                answers.append(failing(future, error))
-            elif after <= self._rounds.last and not self._store.lent.intersection(ids):
-                answers.append(self._read(ids, future))
-            else:
-                waiting.append(waiter)
-        self._waiting = waiting
+    def answers(self, now: float, ended: Callable[[int], PSError | None]) -> list[Answer]:
+        """Answers those who wait no longer; `ended` gives the reason for those whose session has ended."""
+        answers: list[Answer] = []
+        if self._superseded:
+            error = InvalidRequest(f"{MAX_CALLS} later calls of this session wait as well; make fewer at a time")
+            answers += [failing(future, error) for future in self._superseded]
+            self._superseded = []
+        for again in self._take(Resend, lambda _: not self._store.lent, ended, answers):
+            answers += self._reply(again)
+        answers += map(self._read, self._take(Read, self._can_read, ended, answers))
+        look = self._members.version, len(self._log.entries)
+        if look != self._looked:  # else no session has ended, either; each process waits here as long as it lives
+            self._looked = look
+            answers += self._news(self._take(Watch, self._has_news, ended, answers), now)
         return answers
 
-    def _read(self, ids: tuple[int, ...], future: Future[PullReply]) -> Answer:
-        arrays, last, device = [self._store.value(id) for id in ids], self._rounds.last, self._store.device
+    def _take(
+        self,
+        kind: type[Waiter],
+        ready: Callable[[Any], bool],
+        ended: Callable[[int], PSError | None],
+        answers: list[Answer],
+    ) -> list[Any]:
+        """Takes out the rows that are ready; those whose session has ended, or whose caller has gone away, as well."""
+        found: list[Any] = []
+        if not (rows := self.rows[kind]):
+            return found
+        self.rows[kind] = []
+        for row in rows:
+            error = ended(row.session) if row.session else None
+            if error is not None:
+                answers.append(failing(row.future, error))
+            elif not row.future.cancelled():
+                (found if ready(row) else self.rows[kind]).append(row)
+        return found
+
+    def _can_read(self, row: Read) -> bool:
+        complete = not row.session or row.after <= self._rounds.last
+        return complete and not self._store.lent.intersection(row.variables)
+
+    def _read(self, row: Read) -> Answer:
+        arrays, last, device = [self._store.value(id) for id in row.variables], self._rounds.last, self._store.device
 
         def read() -> PullReply:
             return PullReply(last, Payload.pack([device.get(array) for array in arrays]))
 
-        return lambda: self._submit(working(future, read))
+        return lambda: self._submit(working(row.future, read))
+
+    def _has_news(self, row: Watch) -> bool:
+        if not row.session:
+            return True  # nobody would know that its caller is gone
+        changed = len(self._log.entries) != row.after or 0 <= row.version != self._members.version
+        return changed and row.version != UNTIL_ENDED
+
+    def _news(self, rows: Sequence[Watch], now: float) -> list[Answer]:
+        if not rows:
+            return []
+        plans, sessions = tuple(self._log.proposed.values()), self._members.states(now)
+        answers = []
+        for row in rows:
+            # A log that is shorter than what the caller knows is another job's.
+            start = row.after if row.after <= len(self._log.entries) else 0
+            news = Watched(self._members.version, start, tuple(self._log.entries[start:]), plans, sessions)
+            answers.append(answering(row.future, news))
+        return answers

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from math import inf
 
 from psserver.plans.divergence import compared
+from psserver.registry import Registry
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, TaskTaken
-from pswire.limits import MAX_SESSIONS, Timeouts
+from pswire.limits import Timeouts
 from pswire.model.log import Epoch, Member, Mode
 from pswire.model.status import SessionState
-
-REMEMBERED = 64
-"""How many times as many are remembered that have ended: the chief has to hear of them."""
 
 STILL_SECONDS = 5.0
 """How long nobody may have looked at leases and deadlines: it is done a few times a second."""
@@ -67,23 +65,23 @@ class _Session:
 
 
 class Membership:
-    """All sessions of the job. Guarded by the core's lock.
+    """Leases of all sessions of the job. Guarded by the core's lock.
 
     Args:
+        registry: whose sessions they are.
         lease: seconds after which a silent session is lost.
         beat: seconds between two signs of life.
         first: below all numbers of sessions that are given; what an earlier server 0 gave is far from them, by chance.
-        limit: sessions that may be open at a time.
         epoch: gives the newest, whose members alone decide for all; None while there is none, and all do.
         held: whether there is a job, with variables, that is not over.
     """
 
     def __init__(
         self,
+        registry: Registry,
         lease: float,
         beat: float = Timeouts.beat,
         first: int = 0,
-        limit: int = MAX_SESSIONS,
         epoch: Callable[[], Epoch | None] = lambda: None,
         held: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -96,7 +94,7 @@ class Membership:
         self._beat = beat
         self._held = held
         self._heard = -inf  # the last sign of life of any process that takes part in rounds
-        self._limit = limit
+        self._registry = registry
         self._epoch = epoch
         self._last = first
         self._sessions: dict[int, _Session] = {}
@@ -121,9 +119,11 @@ class Membership:
             TaskTaken: another process is this task, or chief, and is alive.
             ConfigError: there is another job; it takes part in rounds, and others make them in another mode; there are
                 too many.
+            Forbidden: another task's session has the same key.
         """
         for number, session in self._sessions.items():
             if key and session.key == key:
+                self._registry.enter(number, task)
                 if drives and session.state == "open" and term > self.term:
                     session.token = self._draw(term)
                 return number, session.token
@@ -141,6 +141,7 @@ class Membership:
         self.job = job
         self._last += 1
         token = self._draw(term) if drives else 0
+        self._registry.enter(self._last, task)
         self._sessions[self._last] = _Session(Member(task, self._last, replicas, mode), drives, now, key, token)
         self.version += 1
         return self._last, token
@@ -201,20 +202,12 @@ class Membership:
 
     def _check_room(self, task: Task) -> None:
         others = [session for session in self._open_or_driving() if session.member.task != task]
-        if len(others) >= self._limit:
+        if len(others) >= self._registry.limit:
             raise ConfigError(
-                f"{task} would be one more than the {self._limit} sessions that may be open here; end those that are "
-                "not needed, or start the servers with a larger --max-sessions"
+                f"{task} would be one more than the {self._registry.limit} sessions that may be open here; end those "
+                "that are not needed, or start the servers with a larger --max-sessions"
             )
-        self.check_count(len(self._sessions))
-
-    def check_count(self, known: int) -> None:
-        """Raises `ConfigError` if there are too many sessions, those included that have ended."""
-        if known >= REMEMBERED * self._limit:
-            raise ConfigError(
-                f"the tasks of this job were started {known} times already; start the job anew, or its "
-                "servers with a larger --max-sessions"
-            )
+        self._registry.check_room()
 
     def _check_mode(self, task: Task, mode: Mode) -> None:
         for other in (session.member for session in self._open()):
@@ -243,10 +236,6 @@ class Membership:
         """Raises `InvalidRequest` for a session that is no member: it decides nothing for those who are."""
         if not self._takes_part(number):
             raise InvalidRequest(f"session {number} takes part in no epoch yet; wait until the chief has taken it in")
-
-    def task(self, number: int) -> Task:
-        """Whose session it is."""
-        return self._sessions[number].member.task
 
     def beat(self, number: int, waits: tuple[int, bytes], now: float, describe: Callable[[bytes], str]) -> None:
         """Renews an open session's lease; ends all sessions if two wait in one round for different plans.
@@ -329,6 +318,7 @@ class Membership:
         for number in numbers:
             if number in self._sessions:
                 self._end(self._sessions[number], "replaced")
+        self._registry.retire({*numbers, *(n for n, session in self._sessions.items() if session.state != "open")})
         self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
 
     def forgive(self, seconds: float) -> None:

@@ -1,62 +1,53 @@
-"""Who may call what. Between the rims and the core: it knows certificates and the job's token, and no network."""
+"""Who may call what. Both rims ask here before they ask the core: it knows certificates and tokens, and no network."""
 
 from __future__ import annotations
 
 import hmac
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from pswire.api import (
-    ALL,
-    Begun,
-    Contribution,
-    CreateReply,
-    Opened,
-    ParameterServer,
-    PullReply,
-    RestoreOrder,
-    RestoreReply,
-    RoundReply,
-    Shard,
-    Watched,
-)
+from psserver.registry import Registry
 from pswire.cluster import Task
-from pswire.encoding.verbs import TOKEN_KEY, bearer
-from pswire.errors import Forbidden, Unauthenticated
-from pswire.model.log import LogEntry, Mode, Start
-from pswire.model.plan import Plan, Turn, VariableSpec
-from pswire.model.status import ServerStatus
+from pswire.encoding import messages
+from pswire.encoding.verbs import TOKEN_KEY, VERBS, Caller, Verb, bearer
+from pswire.errors import Forbidden, InvalidRequest, Unauthenticated
+from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, named, task_name
-from pswire.transport.payload import Payload
-
-MAX_SESSIONS = 1 << 16
-"""Sessions of which it is remembered whose they are; the oldest is forgotten, and may do nothing any more."""
 
 DNS_NAMES = "peer_dns"
 """As gRPC calls the DNS names of a certificate: a URI or an address of mail may read like one, and is nobody."""
 
+Names = frozenset[str] | None
+"""The tasks that a caller's certificate names, maybe none of them; None where certificates are not asked for."""
 
-class Gate:
-    """Lets calls in.
+
+class Access:
+    """Checks callers: the token of the job, and for each verb what its row in `VERBS` says. May be used by any thread.
 
     Args:
-        core: the server proper.
-        task: which task this is, for messages.
+        server: which task this is, for messages.
         security: what callers are asked for.
+        registry: the task and the lane token of each session.
     """
 
-    def __init__(self, core: ParameterServer, task: Task, security: Security) -> None:
-        self._core = core
-        self._task = str(task)
+    def __init__(self, server: Task, security: Security, registry: Registry) -> None:
+        self.registry = registry
+        self._server = str(server)
+        self._tls = security.tls
         self._bearer = bearer(security.token).encode() if security.token else b""
-        self.roles = Roles(str(task)) if security.tls else None
+        self._checks: Mapping[Caller, Callable[[frozenset[str], Any], None]] = {
+            "task": self._check_task,
+            "session": self._check_session,
+            "reader": self._check_reader,
+            "chief": self._check_chief,
+            "anyone": self._check_known,
+        }
 
     def admit(
         self, metadata: Iterable[tuple[str, str | bytes]], shown: Callable[[], Mapping[str, Iterable[bytes]]]
-    ) -> ParameterServer:
-        """The core, as a caller may use it.
+    ) -> Names:
+        """The names of a caller over gRPC.
 
         Args:
             metadata: of the call.
@@ -67,73 +58,80 @@ class Gate:
         """
         if self._bearer:
             self._check_token(dict(metadata).get(TOKEN_KEY))
-        if self.roles is None:
-            return self._core
-        names = named(name.decode(errors="replace") for name in shown().get(DNS_NAMES, ()))
-        return Guarded(self._core, self.roles, names)
+        if not self._tls:
+            return None
+        return named(name.decode(errors="replace") for name in shown().get(DNS_NAMES, ()))
+
+    def admit_lane(self, hello: pb.LaneHello, names: Names) -> None:
+        """Lets a client open a lane, on which it may push.
+
+        Raises:
+            InvalidRequest: the client lacks the token of its session.
+            Forbidden: its certificate is not the session's.
+        """
+        found = self.registry.find(hello.session)
+        if found is None or not hmac.compare_digest(found.lane_token, hello.token):
+            raise InvalidRequest("a connection has not shown whose it is")
+        self.check(VERBS["Push"], hello, names)
+
+    def check(self, verb: Verb, request: Any, names: Names) -> None:
+        """Raises `Forbidden` if the holder of a certificate may not make a request.
+
+        Args:
+            verb: what is called.
+            request: the message; it has the fields that `verb.caller` is about.
+            names: those of the certificate.
+        """
+        if names is not None:
+            self._checks[verb.caller](names, request)
 
     def _check_token(self, given: str | bytes | None) -> None:
         if given is None:
             raise Unauthenticated(
                 "this server asks for the token of its job, and the call has none; give the process PS_TOKEN_FILE or "
                 "PS_TOKEN, the same as the server's",
-                self._task,
+                self._server,
             )
         said = given if isinstance(given, bytes) else given.encode(errors="replace")
         if not hmac.compare_digest(said, self._bearer):
             raise Unauthenticated(
                 "the call has the token of another job, or an old one; give the process the server's PS_TOKEN_FILE "
                 "or PS_TOKEN, and start it again",
-                self._task,
+                self._server,
             )
 
+    # ---- The callers that a row of the table may name ----
 
-class Roles:
-    """Whose sessions are whose, and what certificates allow. May be used by any thread.
-
-    Args:
-        server: which task this is, for messages.
-    """
-
-    def __init__(self, server: str) -> None:
-        self._server = server
-        self._lock = threading.Lock()  # guards the owners
-        self._owners: dict[int, Task] = {}
-
-    def own(self, session: int, task: Task) -> None:
-        """Notes whose a session is; raises `Forbidden` if it is another's."""
-        with self._lock:
-            if session not in self._owners and len(self._owners) >= MAX_SESSIONS:
-                del self._owners[next(iter(self._owners))]
-            owner = self._owners.setdefault(session, task)
-        if owner != task:
-            raise Forbidden(f"session {session} is {owner}'s, and not {task}'s; restart {task}", self._server)
-
-    def check_task(self, names: frozenset[str], task: Task) -> None:
-        """Raises `Forbidden` if a certificate does not name a task."""
+    def _check_task(self, names: frozenset[str], request: Any) -> None:
+        task = messages.TASK.from_pb(request.task)
         if task_name(task) not in names:
             raise Forbidden(
                 f"the caller says that it is {task}, and its certificate is {_whose(names)}; start {task} with the "
                 f"certificate of {certificate_name(task_name(task))} (--tls-cert, PS_TLS_CERT)",
                 self._server,
             )
+        if request.drives:
+            self._check_chief(frozenset((task_name(task),)), request)
 
-    def check_session(self, names: frozenset[str], session: int) -> None:
-        """Raises `Forbidden` if a session is not of a task that a certificate names."""
-        owner = self._owners.get(session)
-        if owner is None:
+    def _check_session(self, names: frozenset[str], request: Any) -> None:
+        found = self.registry.find(request.session)
+        if found is None:
             raise Forbidden(
-                f"session {session} was not opened here by a task with a certificate; restart the process", self._server
+                f"session {request.session} was not opened here by a task with a certificate; restart the process",
+                self._server,
             )
-        if task_name(owner) not in names:
+        if task_name(found.task) not in names:
             raise Forbidden(
-                f"session {session} is {owner}'s, and the caller's certificate is {_whose(names)}; a process uses its "
-                "own session alone",
+                f"session {request.session} is {found.task}'s, and the caller's certificate is {_whose(names)}; a "
+                "process uses its own session alone",
                 self._server,
             )
 
-    def check_chief(self, names: frozenset[str]) -> None:
-        """Raises `Forbidden` if a certificate is of nobody who may be chief."""
+    def _check_reader(self, names: frozenset[str], request: Any) -> None:
+        check = self._check_session if request.session else self._check_known
+        check(names, request)
+
+    def _check_chief(self, names: frozenset[str], request: Any) -> None:
         if not any(name.startswith("chief-") or name == "worker-0" for name in names):
             raise Forbidden(
                 "only a chief task, or worker 0 where there is none, approves plans and commits checkpoints, and the "
@@ -141,8 +139,7 @@ class Roles:
                 self._server,
             )
 
-    def check_known(self, names: frozenset[str]) -> None:
-        """Raises `Forbidden` if a certificate names nobody of the job."""
+    def _check_known(self, names: frozenset[str], request: Any) -> None:
         if not names:
             raise Forbidden(
                 f"the caller's certificate is {_whose(names)}; give it one of psctl certs: that of a task, or admin's",
@@ -152,105 +149,3 @@ class Roles:
 
 def _whose(names: frozenset[str]) -> str:
     return f"of {', '.join(sorted(names))}" if names else "of no task"
-
-
-class Guarded:
-    """A core as the holder of a certificate may use it: a `ParameterServer`.
-
-    Args:
-        core: the server proper.
-        roles: what is allowed.
-        names: those of the certificate.
-    """
-
-    def __init__(self, core: ParameterServer, roles: Roles, names: frozenset[str]) -> None:
-        self._core = core
-        self._roles = roles
-        self._names = names
-
-    def open(
-        self,
-        task: Task,
-        replicas: int,
-        session: int,
-        drives: bool,
-        mode: Mode = "sync",
-        job: str = "",
-        term: int = 0,
-    ) -> Opened:
-        """For the task that the certificate names."""
-        self._roles.check_task(self._names, task)
-        if drives:
-            self._roles.check_chief(frozenset((task_name(task),)))
-        opened = self._core.open(task, replicas, session, drives, mode, job, term)
-        self._roles.own(opened.session, task)
-        return opened
-
-    def beat(self, session: int, round: int, plan_id: bytes) -> None:
-        """For the session's task."""
-        self._roles.check_session(self._names, session)
-        self._core.beat(session, round, plan_id)
-
-    def leave(self, session: int, error: str) -> None:
-        """For the session's task."""
-        self._roles.check_session(self._names, session)
-        self._core.leave(session, error)
-
-    def create(
-        self,
-        session: int,
-        ordinal: int,
-        id: int,
-        spec: VariableSpec,
-        servers: tuple[int, ...],
-        value: Payload | None,
-    ) -> CreateReply:
-        """For the session's task."""
-        self._roles.check_session(self._names, session)
-        return self._core.create(session, ordinal, id, spec, servers, value)
-
-    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
-        """For the session's task."""
-        self._roles.check_session(self._names, session)
-        self._core.propose(session, plan, join_point, start)
-
-    def watch(self, session: int, after: int, version: int) -> Future[Watched]:
-        """For the session's task; without a session for everyone of the job."""
-        self._check_reader(session)
-        return self._core.watch(session, after, version)
-
-    def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
-        """For who may be chief."""
-        self._roles.check_chief(self._names)
-        return self._core.approve(token, index, entries)
-
-    def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
-        """For the session's task."""
-        self._roles.check_session(self._names, contribution.session)
-        return self._core.push(contribution, payload, begun)
-
-    def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
-        """As `watch`."""
-        self._check_reader(session)
-        return self._core.pull(session, variables, after)
-
-    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
-        """For who may be chief."""
-        self._roles.check_chief(self._names)
-        return self._core.snapshot(token, plan_id, manifest)
-
-    def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
-        """For the session's task."""
-        self._roles.check_session(self._names, session)
-        return self._core.restore(session, path, turn, order)
-
-    def status(self) -> ServerStatus:
-        """For everyone of the job."""
-        self._roles.check_known(self._names)
-        return self._core.status()
-
-    def _check_reader(self, session: int) -> None:
-        if session:
-            self._roles.check_session(self._names, session)
-        else:
-            self._roles.check_known(self._names)

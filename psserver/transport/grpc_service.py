@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from psserver.transport.access import Gate
+from psserver.transport.access import Access
 from psserver.transport.grpc_answers import Bell, Frames, Growing
 from psserver.transport.lane_server import Lanes
 from psserver.transport.process import process_status
@@ -27,7 +27,7 @@ from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL, check_protocol
-from pswire.encoding.verbs import INCARNATION_KEY, VERBS, fitting, parse, refusal
+from pswire.encoding.verbs import INCARNATION_KEY, VERBS, Verb, fitting, parse, refusal
 from pswire.errors import InvalidRequest, PSError, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame
@@ -35,48 +35,47 @@ from pswire.transport.payload import EMPTY, Assembly, Payload
 
 log = logging.getLogger("psserver")
 
+WHOLE = Frame(b"")
+"""Stands for the first frame of a request that is no stream."""
+
 HEADER_SECONDS = 10.0
 """How long a stream may take to begin."""
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = Callable[[ParameterServer, Any, Context], Awaitable[Any]]
+Handler = Callable[[Any, Context, Frame], Awaitable[Any]]
+"""Answers a request, given as a message that was checked. Where requests are streams it came in the first frame."""
 Method = Callable[[Any, Context], Awaitable[Any]]
-Answer = Callable[[ParameterServer, bytes], Message]
+Answer = Callable[[ParameterServer, Any], Message]
 
 
 # ---- Verbs of one request and one reply, that answer at once ----
 
 
-def _open(core: ParameterServer, data: bytes, server: str) -> pb.OpenReply:
-    m = parse(pb.OpenRequest, data)
+def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply:
     mode, task = messages.MODES[m.mode], messages.TASK.from_pb(m.task)
     check_protocol(m.protocol, str(task), server)
     return messages.OPENED.to_pb(core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term))
 
 
-def _beat(core: ParameterServer, data: bytes) -> Message:
-    m = parse(pb.BeatRequest, data)
+def _beat(core: ParameterServer, m: pb.BeatRequest) -> Message:
     core.beat(m.session, m.round, m.plan_id)
     return pb.Empty()
 
 
-def _leave(core: ParameterServer, data: bytes) -> Message:
-    m = parse(pb.LeaveRequest, data)
+def _leave(core: ParameterServer, m: pb.LeaveRequest) -> Message:
     core.leave(m.session, m.error)
     return pb.Empty()
 
 
-def _propose(core: ParameterServer, data: bytes) -> Message:
-    m = parse(pb.ProposeRequest, data)
+def _propose(core: ParameterServer, m: pb.ProposeRequest) -> Message:
     plan = messages.PLAN.from_pb(m.plan) if m.HasField("plan") else None
     start = messages.START.from_pb(m.start) if m.HasField("start") else None
     core.propose(m.session, plan, m.entry, start)
     return pb.Empty()
 
 
-def _approve(core: ParameterServer, data: bytes) -> Message:
-    m = parse(pb.ApproveRequest, data)
+def _approve(core: ParameterServer, m: pb.ApproveRequest) -> Message:
     entries = [messages.ENTRY.from_pb(entry) for entry in m.entries]
     return pb.ApproveReply(length=core.approve(m.token, m.index, entries))
 
@@ -86,7 +85,7 @@ class Prompt:
     """A verb that answers at once.
 
     Attributes:
-        answer: decodes the request, calls the core, encodes the reply.
+        answer: calls the core, and makes the reply.
         threaded: whether it may take long enough to run beside the event loop. A beat must not wait for
             a free thread: it keeps a lease.
     """
@@ -109,8 +108,7 @@ PROMPT: Mapping[str, Prompt] = {
 Encode = Callable[[Any], Message]
 
 
-def _watch(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
-    m = parse(pb.WatchRequest, data)
+def _watch(core: ParameterServer, m: pb.WatchRequest) -> tuple[Future[Any], Encode]:
     return core.watch(m.session, m.after, m.version), partial(_watched, m.version)
 
 
@@ -127,21 +125,19 @@ def _watched(known: int, watched: Watched) -> Message:
     return reply
 
 
-def _snapshot(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
-    m = parse(pb.SnapshotRequest, data)
+def _snapshot(core: ParameterServer, m: pb.SnapshotRequest) -> tuple[Future[Any], Encode]:
     return core.snapshot(m.token, m.plan_id, m.manifest), messages.SHARD.to_pb
 
 
-def _restore(core: ParameterServer, data: bytes) -> tuple[Future[Any], Encode]:
-    m = parse(pb.RestoreRequest, data)
+def _restore(core: ParameterServer, m: pb.RestoreRequest) -> tuple[Future[Any], Encode]:
     turn, order = messages.TURN.from_pb(m.turn), messages.ORDER.from_pb(m.order)
     return core.restore(m.session, m.path, turn, order), messages.RESTORED.to_pb
 
 
-Ask = Callable[[ParameterServer, bytes], tuple[Future[Any], Encode]]
+Ask = Callable[[ParameterServer, Any], tuple[Future[Any], Encode]]
 
 WAITING: Mapping[str, Ask] = {"Watch": _watch, "Snapshot": _snapshot, "Restore": _restore}
-"""For each verb: decodes the request and calls the core; gives the future, and what encodes its result."""
+"""For each verb: calls the core; gives the future, and what makes a message of its result."""
 
 
 # ---- The service ----
@@ -151,15 +147,17 @@ class Service(grpc.GenericRpcHandler):
     """Answers every verb over a core. All methods but `close` are called by gRPC, on its event loop.
 
     Args:
-        gate: to the server proper, which is called from the event loop and from threads.
+        core: the server proper, which is called from the event loop and from threads.
         task: which task this is, for messages.
         incarnation: the core's life; calls that name another are refused with `ServerLost`.
         lanes: the other ways to push and pull; what bounds their messages bounds ours.
+        access: checks every call.
     """
 
-    def __init__(self, gate: Gate, task: Task, incarnation: int, lanes: Lanes) -> None:
+    def __init__(self, core: ParameterServer, task: Task, incarnation: int, lanes: Lanes, access: Access) -> None:
+        self._core = core
         self._lanes = lanes
-        self._gate = gate
+        self._access = access
         self._task = str(task)
         self._incarnation = str(incarnation)
         self._bells: set[Bell] = set()
@@ -175,7 +173,7 @@ class Service(grpc.GenericRpcHandler):
         prompt = {name: self._prompt(row) for name, row in PROMPT.items()}
         waiting = {name: self._waiting(ask) for name, ask in WAITING.items()}
         self._methods = {
-            VERBS[name].path: _method(VERBS[name].streams, self._told(name, handler))
+            VERBS[name].path: _method(VERBS[name].streams, self._told(VERBS[name], handler))
             for name, handler in {**prompt, **waiting, **own}.items()
         }
 
@@ -195,21 +193,24 @@ class Service(grpc.GenericRpcHandler):
 
     # ---- What every call goes through ----
 
-    def _told(self, name: str, handler: Handler) -> Method:
-        """Adds to a handler what all have: the gate, the guard, and errors that reach the client as such."""
+    def _told(self, verb: Verb, handler: Handler) -> Method:
+        """Adds to a handler what all have: checks of the caller, and errors that reach the client as such."""
 
         async def told(request: Any, context: Context) -> Any:
             try:
                 metadata = context.invocation_metadata() or ()
-                core = self._gate.admit(metadata, context.auth_context)
-                if VERBS[name].guarded:
+                names = self._access.admit(metadata, context.auth_context)
+                if verb.guarded:
                     self._guard(metadata)
-                return await handler(core, request, context)
+                first = await _first(context) if verb.streams[0] else WHOLE
+                message = parse(verb.request, first.header if verb.streams[0] else request)
+                self._access.check(verb, message, names)
+                return await handler(message, context, first)
             except PSError as error:
                 status, details, trailing = refusal(error)
             except Exception:  # a bug of ours must reach the client as an error, not as silence
-                log.exception("internal error in %s", name)
-                status, details, trailing = refusal(self._internal(name))
+                log.exception("internal error in %s", verb.name)
+                status, details, trailing = refusal(self._internal(verb.name))
             return await context.abort(grpc.StatusCode[status], details, trailing)
 
         return told
@@ -246,31 +247,30 @@ class Service(grpc.GenericRpcHandler):
 
     # ---- One request, one reply ----
 
-    async def _open(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
-        reply = await asyncio.to_thread(_open, core, data, self._task)
+    async def _open(self, m: pb.OpenRequest, context: Context, first: Frame) -> bytes:
+        reply = await asyncio.to_thread(_open, self._core, m, self._task)
         reply.protocol = PROTOCOL
         reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
-        reply.lane_token, reply.in_flight = self._lanes.token(reply.session), self._lanes.in_flight
+        reply.lane_token, reply.in_flight = self._access.registry.lane_token(reply.session), self._lanes.in_flight
         return reply.SerializeToString()
 
-    async def _status(self, core: ParameterServer, data: bytes, context: Context) -> bytes:
-        parse(pb.Empty, data)
-        status = replace(core.status(), process=process_status(self._lanes))
+    async def _status(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
+        status = replace(self._core.status(), process=process_status(self._lanes))
         return messages.STATUS.to_pb(status).SerializeToString()
 
     def _prompt(self, row: Prompt) -> Handler:
-        async def handler(core: ParameterServer, data: bytes, context: Context) -> bytes:
+        async def handler(m: Any, context: Context, first: Frame) -> bytes:
             if row.threaded:
-                reply = await asyncio.to_thread(row.answer, core, data)
+                reply = await asyncio.to_thread(row.answer, self._core, m)
             else:
-                reply = row.answer(core, data)
+                reply = row.answer(self._core, m)
             return reply.SerializeToString()
 
         return handler
 
     def _waiting(self, ask: Ask) -> Handler:
-        async def handler(core: ParameterServer, data: bytes, context: Context) -> bytes:
-            future, encode = ask(core, data)
+        async def handler(m: Any, context: Context, first: Frame) -> bytes:
+            future, encode = ask(self._core, m)
             try:
                 return encode(await self._wait(future)).SerializeToString()
             except asyncio.CancelledError:
@@ -284,22 +284,18 @@ class Service(grpc.GenericRpcHandler):
 
     # Messages are read through the context, which is what gRPC's iterator over them does, with a generator more.
 
-    async def _create(self, core: ParameterServer, stream: object, context: Context) -> bytes:
-        first = await _first(context)
-        header = parse(pb.CreateHeader, first.header)
+    async def _create(self, header: pb.CreateHeader, context: Context, first: Frame) -> bytes:
         spec = messages.SPEC.from_pb(header.spec)
         value = await self._received(first, context, spec.tensor.nbytes) if header.has_value else None
         reply = await asyncio.to_thread(
-            core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
+            self._core.create, header.session, header.ordinal, header.id, spec, tuple(header.servers), value
         )
         return messages.CREATED.to_pb(reply).SerializeToString()
 
-    async def _push(self, core: ParameterServer, stream: object, context: Context) -> None:
-        first = await _first(context)
-        header = parse(pb.PushHeader, first.header)
+    async def _push(self, header: pb.PushHeader, context: Context, first: Frame) -> None:
         assembly = self._assembly(first, header.size)
         answer = Growing()
-        future = core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
+        future = self._core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
         future.add_done_callback(lambda _: answer.bell.ring())
         rest = partial(_rest, context, assembly, self._lanes.in_flight)
         receiving = None if assembly.payload.whole else asyncio.ensure_future(answer.receive(rest))
@@ -325,9 +321,8 @@ class Service(grpc.GenericRpcHandler):
         else:
             await context.write(Frame(messages.round_to_pb(reply).SerializeToString()).encode())
 
-    async def _pull(self, core: ParameterServer, data: bytes, context: Context) -> None:
-        m = parse(pb.PullRequest, data)
-        reply = await self._wait(core.pull(m.session, tuple(m.variables), m.after))
+    async def _pull(self, m: pb.PullRequest, context: Context, first: Frame) -> None:
+        reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
         await self._send(context, messages.pull_to_pb(reply), reply.payload)
 
     async def _send(self, context: Context, message: Message, payload: Payload) -> None:

@@ -14,10 +14,11 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeVar, cast
 
+from psserver.transport.access import Access, Names
 from pswire.api import ParameterServer, PullReply, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.protocol import check_protocol
-from pswire.encoding.verbs import parse, refusal_to_pb
+from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
 from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Assembly, Payload
@@ -29,6 +30,9 @@ from pswire.transport.traffic import LaneName, Traffic
 log = logging.getLogger("psserver.lanes")
 
 T = TypeVar("T")
+
+PUSH, PULL = VERBS["Push"], VERBS["Pull"]
+"""The verbs that lanes speak."""
 
 HELLO_SECONDS = 10.0
 """How long a connection may take to say who it is."""
@@ -59,6 +63,7 @@ class Hub(Protocol):
     """Who accepts the connections, and has what they share. All of it belongs to the event loop."""
 
     core: ParameterServer
+    access: Access
     task: str
     in_flight: int
     traffic: Mapping[LaneName, Traffic]
@@ -66,7 +71,7 @@ class Hub(Protocol):
     connections: list[Connection]
     leaving: set[Connection]
 
-    def let_in(self, connection: Connection, session: int, token: bytes) -> None:
+    def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:
         """Refuses a client that does not show whose it is."""
 
     def replace(self, connection: Connection) -> None:
@@ -86,10 +91,11 @@ class Connection:
         lanes: who has accepted it.
         sock: the connection.
         shared: whether data are in memory that the client will hand over.
-        names: the tasks that the client's certificate names; None where it has shown none.
+        names: of the client's certificate; None where the lane asks for none. A client that shares memory shows its
+            token alone, which came over a channel that has asked.
     """
 
-    def __init__(self, lanes: Hub, sock: Stream, shared: bool, names: frozenset[str] | None = None) -> None:
+    def __init__(self, lanes: Hub, sock: Stream, shared: bool, names: Names = None) -> None:
         self.session: int | None = None
         """Whose it is, once it has said so."""
         self.lane: LaneName = "shm" if shared else "tcp"
@@ -321,7 +327,7 @@ class Connection:
         if message.kind is not Kind.HELLO:
             raise InvalidRequest("a connection has not shown whose it is")
         check_protocol(hello.protocol, f"session {hello.session}", self._lanes.task)
-        self._lanes.let_in(self, hello.session, hello.token)
+        self._lanes.let_in(self, hello)
         if self._shared:
             self._hand_over()
         self.session = hello.session
@@ -343,7 +349,7 @@ class Connection:
     def _push(self, message: Message) -> None:
         data = self._data(message, 0)  # first: those of a push that is refused are needed no more
         header = parse(pb.PushHeader, message.header)
-        self._check(header.session)
+        self._check(PUSH, header)
         assembly = self._lanes.assembly(header.size, self.lane)
         self._assemblies[message.call] = assembly
         self._add(message, assembly, data)
@@ -362,7 +368,7 @@ class Connection:
 
     def _pull(self, message: Message) -> None:
         header = parse(pb.PullRequest, message.header)
-        self._check(header.session)
+        self._check(PULL, header)
         future = self._lanes.core.pull(header.session, tuple(header.variables), header.after)
         self._wait(future, message.call, partial(self._answer_pull, message.call))
 
@@ -373,10 +379,11 @@ class Connection:
         except PSError as error:
             self._refuse(call, error)
 
-    def _check(self, session: int) -> None:
+    def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest) -> None:
         """Raises why a call is not taken."""
-        if session != self.session:
-            raise Fenced(f"this lane is of session {self.session}, not of {session}")
+        if header.session != self.session:
+            raise Fenced(f"this lane is of session {self.session}, not of {header.session}")
+        self._lanes.access.check(verb, header, self.names)
         if self._lanes.ended is not None:
             raise self._lanes.ended
         if len(self._under_way) >= MAX_CALLS:

@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hmac
 import logging
 import os
-import secrets
 import socket
 from pathlib import Path
 
 from psserver.config import ServerConfig
 from psserver.transport import unix_socket
-from psserver.transport.access import Roles
+from psserver.transport.access import Access
 from psserver.transport.lane_connection import Connection
 from psserver.transport.tls_handshake import Handshake
 from pswire.api import ParameterServer
-from pswire.errors import InvalidRequest, MemoryLimit, PSError
+from pswire.errors import MemoryLimit, PSError
+from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import named
 from pswire.transport.payload import Assembly
 from pswire.transport.shared_memory import Segment, SharedArena
@@ -34,9 +33,6 @@ log = logging.getLogger("psserver.lanes")
 
 MAX_STRANGERS = 256
 """Connections that have not said who they are; the oldest has to go."""
-
-MAX_TOKENS = 4096
-"""Sessions that may open lanes; of those without one the oldest can no more, and pushes and pulls over gRPC."""
 
 MAX_CONNECTIONS = 8
 """Of one session; it uses one, and for a moment a second. The oldest has to go."""
@@ -52,24 +48,24 @@ SILENCE_SECONDS = 30.0
 
 
 class Lanes:
-    """Listens for the lanes of all sessions. All methods belong to the event loop, but `token`.
+    """Listens for the lanes of all sessions. All methods belong to the event loop.
 
     Args:
         core: the server proper.
         config: where it listens, with which certificate, and what it may hold. Of the memory for answers only what was
             once in use at a time is taken; twice the largest model whose values are used where they are is best.
-        roles: whose sessions are whose; None where there are no certificates.
+        access: checks clients and their calls.
     """
 
-    def __init__(self, core: ParameterServer, config: ServerConfig, roles: Roles | None = None) -> None:
+    def __init__(self, core: ParameterServer, config: ServerConfig, access: Access) -> None:
         self.in_flight = config.in_flight
         self._shared_memory = config.shared_memory
         self.core = core
+        self.access = access
         self.task = str(config.task)
         self.traffic = traffic()
         """Payload bytes of each lane, that of gRPC included."""
         self.max_payload_bytes = config.max_payload_bytes
-        self._roles = roles
         self._tls = config.security.server_context() if config.security.tls else None
         self.port = 0
         """Of the tcp lane, once it listens."""
@@ -77,7 +73,6 @@ class Lanes:
         """Of the shm lane's socket, once it listens; "" where the system has none."""
         self._host = config.host
         self._wanted = config.data_port
-        self._tokens: dict[int, bytes] = {}
         self._listeners: list[socket.socket] = []
         self._outbox: tuple[SharedArena, int] | None = None
         self.connections: list[Connection] = []
@@ -88,21 +83,10 @@ class Lanes:
         """Why no call is taken any more."""
         self._resting = False
 
-    def token(self, session: int) -> bytes:
-        """What the client of a session says to show that it is."""
-        if session not in self._tokens and len(self._tokens) >= MAX_TOKENS:
-            busy = {connection.session for connection in list(self.connections)}
-            del self._tokens[next((old for old in self._tokens if old not in busy), next(iter(self._tokens)))]
-        return self._tokens.setdefault(session, secrets.token_bytes(16))
-
-    def let_in(self, connection: Connection, session: int, token: bytes) -> None:
+    def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:
         """A client has said whose it is; raises `InvalidRequest` or `Forbidden` if that is not shown."""
-        known = self._tokens.get(session)
-        if known is None or not hmac.compare_digest(known, token):
-            raise InvalidRequest("a connection has not shown whose it is")
-        if self._roles is not None and connection.names is not None:
-            self._roles.check_session(connection.names, session)
-        others = [other for other in self.connections if other.session == session]
+        self.access.admit_lane(hello, connection.names)
+        others = [other for other in self.connections if other.session == hello.session]
         if len(others) >= MAX_CONNECTIONS:
             others[0].close("its client has opened too many others")
 

@@ -10,12 +10,13 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
 from psserver.config import ServerConfig
-from psserver.transport.access import Gate
+from psserver.registry import Registry
+from psserver.transport.access import Access
 from psserver.transport.grpc_service import Service
 from psserver.transport.health import Health
 from psserver.transport.lane_server import Lanes
@@ -42,6 +43,12 @@ EXPOSED = (
 )
 
 
+class Served(ParameterServer, Protocol):
+    """A `ParameterServer` that shows its sessions to the rims."""
+
+    registry: Registry
+
+
 class Server:
     """Serves a core over gRPC. All methods belong to one event loop.
 
@@ -51,12 +58,12 @@ class Server:
         well: whether the core does what it is there for, as probes are told.
     """
 
-    def __init__(self, core: ParameterServer, config: ServerConfig, well: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, core: Served, config: ServerConfig, well: Callable[[], bool] = lambda: True) -> None:
         self._config = config
         self._health = Health(well)
-        gate = Gate(core, config.task, config.security)
-        self._lanes = Lanes(core, config, gate.roles)
-        self._service = Service(gate, config.task, core.status().incarnation, self._lanes)
+        access = Access(config.task, config.security, core.registry)
+        self._lanes = Lanes(core, config, access)
+        self._service = Service(core, config.task, core.status().incarnation, self._lanes, access)
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -139,7 +146,7 @@ class ServerThread:
         port: where it listens, once entered.
     """
 
-    def __init__(self, core: ParameterServer, config: ServerConfig, grace: float = 1.0) -> None:
+    def __init__(self, core: Served, config: ServerConfig, grace: float = 1.0) -> None:
         self.port = config.port
         self._host = config.host
         self._server = Server(core, config)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -35,12 +35,25 @@ MAX_DETAILS_BYTES = 2048
 """Of an error's message; gRPC refuses headers above 8 KiB, and escapes what is not ASCII threefold."""
 
 
+Caller = Literal["task", "session", "reader", "chief", "anyone"]
+"""The certificate that a verb asks for, where servers ask for certificates:
+
+- `task`: that of the task which the request names, and a chief's if it drives
+- `session`: that of the task which has opened the request's session
+- `reader`: as `session`; as `anyone` for a request without a session, 0
+- `chief`: that of a chief task, or of worker 0
+- `anyone`: that of any task of the job, or of `psctl`
+"""
+
+
 @dataclass(frozen=True)
 class Verb:
-    """How one verb travels.
+    """How one verb travels, and who may call it.
 
     Attributes:
         name: its name in the service.
+        request: the message that asks for it; where requests are streams, the header of their first frame.
+        caller: who may call it.
         streams: whether the request and the reply are streams of frames.
         deadline: the field of `Timeouts` that bounds the call, retries included; "" leaves that to the
             caller.
@@ -50,6 +63,8 @@ class Verb:
     """
 
     name: str
+    request: type[Message]
+    caller: Caller
     deadline: str
     late: str = "Unreachable"
     streams: tuple[bool, bool] = (False, False)
@@ -65,18 +80,18 @@ class Verb:
 VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
-        Verb("Open", "start", guarded=False),
-        Verb("Beat", ""),  # until the server has been silent for a lease, and is lost
-        Verb("Leave", "call"),
-        Verb("Create", "call", streams=(True, False)),
-        Verb("Propose", "call"),
-        Verb("Watch", "", waits=True),
-        Verb("Approve", "call"),
-        Verb("Push", "", streams=(True, True), waits=True),
-        Verb("Pull", "", streams=(False, True), waits=True),
-        Verb("Snapshot", "round", "RoundTimeout", waits=True),
-        Verb("Restore", "round", "RoundTimeout", waits=True),
-        Verb("Status", "call", guarded=False),
+        Verb("Open", pb.OpenRequest, "task", "start", guarded=False),
+        Verb("Beat", pb.BeatRequest, "session", ""),  # until the server has been silent for a lease, and is lost
+        Verb("Leave", pb.LeaveRequest, "session", "call"),
+        Verb("Create", pb.CreateHeader, "session", "call", streams=(True, False)),
+        Verb("Propose", pb.ProposeRequest, "session", "call"),
+        Verb("Watch", pb.WatchRequest, "reader", "", waits=True),
+        Verb("Approve", pb.ApproveRequest, "chief", "call"),
+        Verb("Push", pb.PushHeader, "session", "", streams=(True, True), waits=True),
+        Verb("Pull", pb.PullRequest, "reader", "", streams=(False, True), waits=True),
+        Verb("Snapshot", pb.SnapshotRequest, "chief", "round", "RoundTimeout", waits=True),
+        Verb("Restore", pb.RestoreRequest, "session", "round", "RoundTimeout", waits=True),
+        Verb("Status", pb.Empty, "anyone", "call", guarded=False),
     )
 }
 """Every verb of the service. A test holds that the .proto has the same."""

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from psserver.core.waiting import Read, Watch
 from pswire.errors import Diverged, Fenced, InvalidRequest, LocalityError, MemoryLimit, ProgramError, ServerLost
 from pswire.model.log import Approved, Created, Done, Epoch, EpochClosed, Position, Snapshotted, Start, Started
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, Variable, VariableSpec
@@ -107,7 +108,7 @@ def test_a_new_job_drops_everything(job, worker):
         worker.push(plan, [1]),
     ]
     news = job.verbs[0].watch(other.session, len(log(job)), -1)
-    eventually(lambda: core._readers and len(core._watchers) == 2 and core._rounds.sessions())
+    eventually(lambda: core._waiters.rows[Read] and len(core._waiters.rows[Watch]) == 2 and core._rounds.sessions())
     begin = job.begin()
     for future in waiting:
         with pytest.raises(ServerLost, match="started anew"):
@@ -264,7 +265,7 @@ def test_a_watch_waits_for_the_log(job, worker):
     """And gives what is new, from where the watcher stands."""
     length = len(log(job))
     watching = job.verbs[0].watch(worker.session, length, -1)
-    eventually(lambda: job.servers.cores[0]._watchers)
+    eventually(lambda: job.servers.cores[0]._waiters.rows[Watch])
     job.verbs[0].propose(worker.session, reduce_only(NUMBER), "", None)
     assert not watching.done()
     job.append(Approved(reduce_only(NUMBER)))
@@ -284,7 +285,7 @@ def test_a_watch_waits_for_a_version(job, worker):
     version = server.watch(session, length, 0).result(SOON).version
     for change in changes:
         watching = server.watch(session, length, version)
-        eventually(lambda: job.servers.cores[0]._watchers)
+        eventually(lambda: job.servers.cores[0]._waiters.rows[Watch])
         change()
         watched = watching.result(SOON)
         assert watched.version > version
@@ -297,7 +298,7 @@ def test_many_watch_at_once(job, worker):
     length = len(log(job))
     first = job.verbs[0].watch(worker.session, length, -1)
     second = job.verbs[0].watch(job.opened.session, length, -1)
-    eventually(lambda: len(job.servers.cores[0]._watchers) == 2)
+    eventually(lambda: len(job.servers.cores[0]._waiters.rows[Watch]) == 2)
     job.append(Approved(reduce_only(NUMBER)))
     assert first.result(SOON).entries == second.result(SOON).entries == tuple(log(job)[length:])
 
@@ -307,7 +308,7 @@ def test_an_abandoned_watch_harms_nobody(job, worker):
     length = len(log(job))
     gone = job.verbs[0].watch(worker.session, length, -1)
     stays = job.verbs[0].watch(worker.session, length, -1)
-    eventually(lambda: len(job.servers.cores[0]._watchers) == 2)
+    eventually(lambda: len(job.servers.cores[0]._waiters.rows[Watch]) == 2)
     gone.cancel()
     job.append(Approved(reduce_only(NUMBER)))
     assert len(stays.result(SOON).entries) == 1
@@ -316,7 +317,7 @@ def test_an_abandoned_watch_harms_nobody(job, worker):
 def test_a_watch_ends_with_its_server(job, worker):
     """Nobody waits for what is gone."""
     watching = job.verbs[0].watch(worker.session, len(log(job)), -1)
-    eventually(lambda: job.servers.cores[0]._watchers)
+    eventually(lambda: job.servers.cores[0]._waiters.rows[Watch])
     job.servers.cores[0].close()
     with pytest.raises(ServerLost, match="server ends") as told:
         watching.result(SOON)

@@ -10,10 +10,9 @@ import pytest
 
 from psserver.config import ServerConfig
 from psserver.transport import server
-from psserver.transport.grpc_service import Context, Service
-from pswire.api import ParameterServer
+from psserver.transport.grpc_service import Context, Handler, Method, Service
 from pswire.cluster import Task
-from pswire.encoding.verbs import VERBS
+from pswire.encoding.verbs import VERBS, Verb
 from tests.support.rig import core
 
 SECONDS = 20.0
@@ -94,12 +93,17 @@ def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.Monke
     calls: list[str] = []
 
     class Observed(Service):
-        async def _push(self, core: ParameterServer, messages: object, context: Context) -> None:
-            calls.append("begun")
-            try:
-                await super()._push(core, messages, context)
-            finally:
-                calls.append("ended")
+        def _told(self, verb: Verb, handler: Handler) -> Method:
+            method = super()._told(verb, handler)
+
+            async def observed(request: object, context: Context) -> None:
+                calls.append("begun")
+                try:
+                    await method(request, context)
+                finally:
+                    calls.append("ended")
+
+            return observed
 
     async def scenario() -> None:
         async with connected() as peer:

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from psserver.core.waiting import Read
 from psserver.transport import lane_connection as connection_of
 from psserver.transport import lane_server as server_lanes
 from psserver.transport import unix_socket
@@ -82,8 +83,8 @@ def wrong_tokens(site: Site) -> dict[str, tuple[int, bytes]]:
     return {
         "none": (here.session, b""),
         "wrong": (here.session, bytes(16)),
-        "shorter": (here.session, site.lanes.token(here.session)[:15]),
-        "of another session": (here.session, site.lanes.token(other.session)),
+        "shorter": (here.session, site.core.registry.lane_token(here.session)[:15]),
+        "of another session": (here.session, site.core.registry.lane_token(other.session)),
         "of no session": (1 << 60, bytes(16)),
     }
 
@@ -103,7 +104,7 @@ def test_nothing_comes_before_a_hello(stack: ExitStack, site: Site, name: str, k
     """Though it brings a token that is right."""
     stranger = hand(stack, site, name)
     session = site.workers[0].session
-    hello = pb.LaneHello(session=session, token=site.lanes.token(session))
+    hello = pb.LaneHello(session=session, token=site.core.registry.lane_token(session))
     stranger.say(kind, header=hello.SerializeToString())
     assert stranger.is_closed()
 
@@ -179,15 +180,6 @@ def test_a_server_without_files_does_not_spin(
         assert "too many open files" in caplog.messages[0].lower()
     before = len(site.lanes.connections)
     eventually(lambda: len(site.lanes.connections) > before)
-    member(stack, site, name)
-
-
-def test_tokens_of_old_sessions_are_forgotten(stack: ExitStack, site: Site, name: str) -> None:
-    """Those of sessions that have no lane, the oldest first: a server for years keeps no more than so many."""
-    for session in range(1 << 50, (1 << 50) + server_lanes.MAX_TOKENS + 100):
-        token = site.lanes.token(session)
-    assert len(site.lanes._tokens) <= server_lanes.MAX_TOKENS
-    assert site.lanes.token(session) == token
     member(stack, site, name)
 
 
@@ -323,7 +315,7 @@ def test_what_comes_while_a_server_ends_is_refused(stack: ExitStack, name: str) 
     guest = member(stack, site, name)
     late = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=worker.round)
     guest.say(Kind.PULL, 1, late.SerializeToString())
-    eventually(lambda: site.core._readers)
+    eventually(lambda: site.core._waiters.rows[Read])
     site.thread._loop.call_soon_threadsafe(site.thread._server._service.close)
     header, parts = guest.push(site, worker, 2)
     for call in (1, 2):
@@ -397,7 +389,7 @@ def test_memory_that_is_none_is_not_taken(tmp_path: Path, stack: ExitStack, case
     else:
         guest.sock.sendall(b"\0")
     with suppress(OSError):
-        guest.hello(site.workers[0].session, site.lanes.token(site.workers[0].session))
+        guest.hello(site.workers[0].session, site.core.registry.lane_token(site.workers[0].session))
     assert guest.is_closed()
     assert mappings() == before
     site.round()

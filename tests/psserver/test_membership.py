@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from psserver.state.sessions import DRAWN, MAX_TERM, REMEMBERED, Membership
-from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, TaskTaken
+from psserver.registry import REMEMBERED, Registry
+from psserver.state.sessions import DRAWN, MAX_TERM, Membership
+from pswire.cluster import Task
+from pswire.errors import ConfigError, Diverged, Fenced, Forbidden, InvalidRequest, NewcomerDiverged, TaskTaken
 from pswire.model.log import Epoch, Member
 from tests.support.rig import CHIEF, WORKERS
 
@@ -14,10 +16,15 @@ LEASE = 10.0
 BEAT = 2.0
 
 
+def begun(limit=8, **more):
+    """Nobody yet."""
+    return Membership(Registry(Task("ps", 0), limit), LEASE, BEAT, **more)
+
+
 @pytest.fixture
 def members():
     """Nobody yet."""
-    return Membership(LEASE, BEAT)
+    return begun()
 
 
 def again(members, number, task, now=0.0, drives=False):
@@ -159,7 +166,7 @@ def test_only_one_process_is_chief(members):
 def test_another_job_is_refused_until_this_one_is_over():
     """The sentence says how to join it, and how to discard it. A process of the same job comes as always."""
     held = [True]
-    members = Membership(LEASE, BEAT, held=lambda: held[0])
+    members = begun(held=lambda: held[0])
     held[0] = False
     one = members.open(A, 1, False, 0, 0.0, job="red")[0]
     refused = r"is of the job 'blue', and these servers hold the job 'red': .*set PS_JOB=red.*psctl job end"
@@ -204,7 +211,7 @@ def test_a_refused_session_ends_nobody(members):
 
 def test_numbers_and_tokens_are_never_given_twice(members):
     """Nor those of an earlier life of the server, from which they are far by chance."""
-    later = Membership(LEASE, BEAT, first=1 << 40)
+    later = begun(first=1 << 40)
     one = opened(later, A)
     numbers = [one, again(later, one, A), opened(later, CHIEF, drives=True)]
     assert numbers == sorted(set(numbers))
@@ -225,14 +232,14 @@ def test_a_chief_is_above_all_that_anybody_has_heard_of(members):
 
 def test_a_token_cannot_be_guessed(members):
     """Those above count, and the rest is drawn by lot: no two servers give the same to their first chief."""
-    drawn = {Membership(LEASE).open(CHIEF, 0, True, 0, 0.0)[1] for _ in range(8)}
+    drawn = {begun().open(CHIEF, 0, True, 0, 0.0)[1] for _ in range(8)}
     assert len(drawn) == 8
     assert {token >> DRAWN for token in drawn} == {1}
 
 
 def test_only_so_many_sessions_may_be_open():
     """One more is refused with what to do; a task that is started again takes its own place."""
-    few = Membership(LEASE, limit=2)
+    few = begun(limit=2)
     first = opened(few, A)
     opened(few, CHIEF, drives=True)
     with pytest.raises(ConfigError, match=r"worker/task:1.*2 sessions.*--max-sessions"):
@@ -243,7 +250,7 @@ def test_only_so_many_sessions_may_be_open():
 
 def test_what_has_ended_is_not_remembered_for_ever():
     """Who opens again and again is refused one day: each time is told to the chief, and takes memory."""
-    few = Membership(LEASE, limit=1)
+    few = begun(limit=1)
     for _ in range(REMEMBERED):
         few.leave(opened(few, A), "it ended")
     with pytest.raises(ConfigError, match="started 64 times already"):
@@ -257,6 +264,13 @@ def test_a_resent_open_is_the_same_session(members):
     second = members.open(CHIEF, 0, True, 78, 2.0 + LEASE)
     assert second[0] > first[0]
     assert second[1] > first[1]
+
+
+def test_a_key_is_its_tasks_alone(members):
+    """Another task that says it gets neither the session nor its token."""
+    members.open(CHIEF, 0, True, 77, 0.0)
+    with pytest.raises(Forbidden, match=r"session 1 is /job:chief/task:0's, and not /job:worker/task:0's"):
+        members.open(A, 0, True, 77, 1.0)
 
 
 def test_what_a_chief_acts_on_changes_the_version(members):
@@ -319,7 +333,7 @@ def test_who_waits_no_more_says_so_with_its_next_beat(members):
 
 def test_who_takes_no_part_ends_nobody():
     """A process that no epoch has taken in yet may wait for anything, and diverge: it is no part of the job."""
-    members = Membership(LEASE, epoch=lambda: Epoch(1, (Member(A, one, 1),)))
+    members = begun(epoch=lambda: Epoch(1, (Member(A, one, 1),)))
     one, newcomer = opened(members, A), opened(members, B)
     beat(members, one, 0.0, (4, b"x"))
     beat(members, newcomer, 0.0, (4, b"y"))

@@ -263,10 +263,13 @@ def test_bytes_that_are_no_message_are_named() -> None:
 
 
 def test_the_table_of_verbs_is_the_protocol() -> None:
-    """Table and .proto have the same verbs, in the same order, with the same streams and deadlines."""
+    """Table and .proto have the same verbs, in the same order, with the same streams, requests and deadlines."""
     service = pb.DESCRIPTOR.services_by_name["ParameterServer"]
     assert [(v.path, v.streams) for v in VERBS.values()] == [
         (f"/{service.full_name}/{m.name}", (m.client_streaming, m.server_streaming)) for m in service.methods
+    ]
+    assert [v.request.DESCRIPTOR for v in VERBS.values() if not v.streams[0]] == [
+        m.input_type for m in service.methods if not m.client_streaming
     ]
     assert {v.deadline for v in VERBS.values()} <= {"", *Timeouts.__dataclass_fields__}
     assert {v.late for v in VERBS.values()} <= set(BY_NAME)

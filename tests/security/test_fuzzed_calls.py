@@ -16,7 +16,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from psserver.core.waiting import MAX_CALLS
+from psserver.core.waiting import MAX_CALLS, Read, Watch
 from pswire.encoding import messages
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
@@ -97,8 +97,8 @@ def test_nothing_is_left_of_them(siege: Siege) -> None:
     attacker.server.leave(attacker.session, "")
     core = site.core
     eventually(lambda: not site.thread._server._service._bells)
-    assert len(core._watchers) <= MAX_CALLS
-    assert len(core._readers) <= MAX_CALLS
+    assert len(core._waiters.rows[Watch]) <= MAX_CALLS
+    assert len(core._waiters.rows[Read]) <= MAX_CALLS
     assert core._rounds.sessions() == set()
     site.round()
 

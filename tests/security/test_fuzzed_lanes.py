@@ -63,7 +63,7 @@ class Front:
 
     def hello(self) -> bytes:
         """What lets its session in."""
-        said = pb.LaneHello(session=self.session, token=self.site.lanes.token(self.session))
+        said = pb.LaneHello(session=self.session, token=self.site.core.registry.lane_token(self.session))
         return Message(Kind.HELLO, header=said.SerializeToString()).head()
 
     def open(self) -> list[Any]:

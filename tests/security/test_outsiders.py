@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from psserver import registry
 from psserver.core import waiting
 from psserver.plans import memory
-from psserver.state import rounds, sessions
+from psserver.state import rounds
 from pstesting.clock import Clock
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
@@ -208,7 +209,7 @@ def test_who_only_looks_is_told_at_once() -> None:
     """Also where nothing has happened yet: nobody would know that it is gone, and has not to be waited for."""
     one = core()
     assert one.watch(0, 0, 0).done()
-    assert len(one._watchers) == 0
+    assert len(one._waiters.rows[waiting.Watch]) == 0
     one.close()
 
 
@@ -252,12 +253,20 @@ def test_the_numbers_of_variables_are_bounded(two: Two) -> None:
         two.cores[1].create(two.session, 0, MAX_VARIABLES, VariableSpec("x", FOUR), (1,), None)
 
 
+def test_server_0_alone_names_variables(two: Two) -> None:
+    """Another one that is asked to refuses, and its log stays the chief's."""
+    before = two.cores[1].status()
+    with pytest.raises(InvalidRequest, match="not placed on this server"):
+        two.cores[1].create(two.session, 1, -1, VariableSpec("x", FOUR), (1,), None)
+    assert two.cores[1].status() == before
+
+
 def test_a_server_knows_so_many_sessions(two: Two) -> None:
     """One that does not give their numbers, too."""
     known = len(two.members) + 2  # those of the chief and of the stranger
-    for number in range(sessions.REMEMBERED * 8 - known):
+    for number in range(registry.REMEMBERED * 8 - known):
         two.cores[1].open(STRANGER, 1, (1 << 50) + number, False)
-    with pytest.raises(ConfigError, match=f"started {sessions.REMEMBERED * 8} times"):
+    with pytest.raises(ConfigError, match=f"started {registry.REMEMBERED * 8} times"):
         two.cores[1].open(STRANGER, 1, 1 << 60, False)
     two.round()
 

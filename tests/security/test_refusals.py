@@ -120,7 +120,7 @@ def test_who_may_not_come_in(certificates: Certificates, case: str) -> None:
 
 def serves(thread: ServerThread, certificates: Certificates, secured: Security) -> None:
     """Nobody has come in, and who may is let in; where it is the server that is wrong, nobody may."""
-    assert thread._server._service._gate._core.status().sessions == ()
+    assert thread._server._service._core.status().sessions == ()
     if secured == certificates.of("ps-0"):
         with client(thread, certificates.of("worker-0")) as member:
             assert member.open(W0, 1, 7, False).session
@@ -260,7 +260,7 @@ def test_a_lane_is_for_its_task(certificates: Certificates, case: str) -> None:
         lanes = thread._server._lanes
         member = stack.enter_context(client(thread, certificates.of("worker-0"), lane="tcp"))
         session = member.open(W0, 1, 0, False).session
-        token = {"wrong token": b"x" * 16, "no token": b""}.get(case, lanes.token(session))
+        token = {"wrong token": b"x" * 16, "no token": b""}.get(case, lanes.access.registry.lane_token(session))
         shown = None if case == "no TLS" else LANE_REFUSED.get(case, ours("worker-0"))(certificates)
         sock = stack.enter_context(stranger(thread, shown))
         with contextlib.suppress(OSError):
@@ -268,7 +268,7 @@ def test_a_lane_is_for_its_task(certificates: Certificates, case: str) -> None:
         assert is_closed(sock)
         eventually(lambda: [c.session for c in lanes.connections] == [session])
         good = stack.enter_context(stranger(thread, certificates.of("worker-0")))
-        good.sendall(hello(session, lanes.token(session)))
+        good.sendall(hello(session, lanes.access.registry.lane_token(session)))
         assert good.recv(HEAD.size)[0] == Kind.WELCOME
 
 

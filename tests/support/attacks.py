@@ -101,7 +101,8 @@ def spoil(draw: Any, message: Message) -> None:
     if draw(st.integers(0, 9)) == 0:
         message.ClearField(field.name)
     elif field.message_type is not None and field.message_type.GetOptions().map_entry:
-        getattr(message, field.name)[draw(st.sampled_from(WORDS))] = draw(st.sampled_from(NUMBERS))
+        held = field.message_type.fields_by_name["value"]
+        getattr(message, field.name)[draw(st.sampled_from(WORDS))] = _value(draw, held)
     elif field.is_repeated:
         _spoil_many(draw, getattr(message, field.name), field)
     elif field.message_type is not None:

@@ -247,7 +247,7 @@ class Hand:
 
     def welcomed(self, session: int, lanes: Lanes, lease: float = 0.0) -> Hand:
         """Says who it is, and is believed."""
-        assert self.hello(session, lanes.token(session), lease).hear().kind is Kind.WELCOME
+        assert self.hello(session, lanes.access.registry.lane_token(session), lease).hear().kind is Kind.WELCOME
         return self
 
     def push(self, site: Site, worker: Worker, number: float, call: int = 1) -> tuple[bytes, list[tuple[int, bytes]]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from psserver.registry import Registry
 from pswire.api import (
     UNTIL_ENDED,
     Begun,
@@ -323,12 +324,14 @@ class Fixed:
 
     Attributes:
         asked: the arguments of the calls that came.
+        registry: of sessions that it has told of.
         holds: whether calls of `pull` wait for `let_go`.
         reader: how many bytes of a contribution it says that it takes at once.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
+        self.registry = Registry(PS)
         self.holds = False
         self.reader = 0
         self._answer: Any = STATUS  # which it tells of before anybody asks
@@ -346,9 +349,11 @@ class Fixed:
         while self._held:
             self._settle(self._held.pop())
 
-    def open(self, *args: Any) -> Any:
+    def open(self, task: Task, *args: Any) -> Any:
         """As all verbs here."""
-        return self._now(args)
+        opened = self._now((task, *args))
+        self.registry.enter(opened.session, task)
+        return opened
 
     def beat(self, *args: Any) -> Any:
         """As all verbs here."""
