@@ -196,7 +196,7 @@ def test_whatever_servers_say_can_be_shown(looked, expected):
 
 def test_every_key_is_documented():
     """What `--json` gives, and every kind of problem, state and check, stands in docs/psctl.md."""
-    text = (Path(__file__).parents[2] / "docs" / "psctl.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "psctl.md").read_text(encoding="utf-8")
     fields = {
         field.name for kind in (JobView, ServerView, TaskView, Problem, Finding) for field in dataclasses.fields(kind)
     }

@@ -5,7 +5,7 @@ lane say to each other. Processes of different releases speak with each other on
 change of them is a change of the protocol: it needs a new protocol number, which today is in the path of each verb
 (`paramserver.v1`). Then, and when a call is added here,
 
-    python -m tests.pswire.test_golden
+    python -m tests.pswire.encoding.test_golden
 
 in the root of the repository writes the file anew. Read the difference before it is committed: each line that has
 changed is something that the last release says otherwise.
