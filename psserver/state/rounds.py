@@ -312,8 +312,12 @@ class Rounds:
 
     def _park(self, said: Contribution, payload: Payload, now: float, future: Future[RoundReply]) -> None:
         parked = self._parked.get(said.session, [])
-        if len(parked) >= RESENDS or any(other.round != said.round for other, *_ in parked):
+        if any(other.round != said.round for other, *_ in parked):
             raise InvalidRequest(f"round {parked[0][0].round} of this session waits; it cannot begin {said.round}")
+        if len(parked) >= RESENDS:
+            # Its sender, who sends again and again over a network that loses answers, listens to it no more.
+            (*_, oldest), *parked = parked
+            self._failed.append((oldest, InvalidRequest(f"round {said.round} was sent {RESENDS} times since")))
         self._parked[said.session] = [*parked, (said, payload, now, future)]
 
     def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:

@@ -699,8 +699,8 @@ class Model(RuleBasedStateMachine):
         for answer, begun in [(answer, begun) for answer, begun in message.answers if answer.done()]:
             error = answer.exception()
             if error is not None:
-                if isinstance(error, InvalidRequest) and message.reply.done():
-                    continue  # a repeat that came when its round was over for long, and its sender knew
+                if isinstance(error, InvalidRequest) and (message.reply.done() or "times since" in str(error)):
+                    continue  # a repeat that came when its round was over for long, or one of many: its sender knows
                 assert isinstance(error, Fenced), repr(error)
                 assert not self.is_open(message.said.session), "a living session is told that it is not"
             else:
