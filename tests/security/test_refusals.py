@@ -272,6 +272,19 @@ def test_a_lane_is_for_its_task(certificates: Certificates, case: str) -> None:
         assert good.recv(HEAD.size)[0] == Kind.WELCOME
 
 
+def test_each_call_on_a_lane_is_checked(certificates: Certificates) -> None:
+    """As over gRPC: that a lane is open is no right to use it."""
+    with guarded(certificates.of("ps-0")) as thread:
+        lanes = thread._server._lanes
+        with client(thread, certificates.of("worker-0"), lane="tcp") as member:
+            session = member.open(W0, 1, 0, False).session
+            assert member.pull(session, (), -1).result(SOON).round == -1
+            assert [connection.session for connection in lanes.connections] == [session]
+            lanes.access.registry._sessions.clear()
+            with pytest.raises(Forbidden, match="was not opened here"):
+                member.pull(session, (), -1).result(SOON)
+
+
 def test_a_lane_to_another_server(certificates: Certificates) -> None:
     """A client does not speak to a data port whose certificate is not the server's."""
     with guarded(certificates.of("ps-0")) as thread:
