@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from psserver.config import ServerConfig
 from psserver.core.core import Core
-from psserver.state.counters import Counters
+from psserver.state.counters import ServerCounters
 from pswire.model.status import ServerStatus
-from pswire.telemetry.metrics import ALL, PROCESS, Process, Row, Values
+from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Row, Values
 from pswire.transport.traffic import LaneName, Traffic
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Seen:
     traffic: Mapping[LaneName, Traffic]
 
     @property
-    def tally(self) -> Counters:
+    def tally(self) -> ServerCounters:
         """What it has counted."""
         return self.core.tally
 
@@ -226,5 +226,5 @@ def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], config: Serve
     """
     from pswire.telemetry.prometheus import Page
 
-    process = Process(config.task, config.security.expiry)
+    process = ProcessReadings(config.task, config.security.expiry)
     return Page(config.metrics_host, port, lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))])

@@ -68,7 +68,7 @@ class Extended(Protocol):
         """Runs an update function beside a variable."""
 
 
-class Strategy(Protocol):
+class StrategyFace(Protocol):
     """A strategy, as far as variables and contexts know it; `psclient._src.distribute` has the class."""
 
     @property
@@ -110,7 +110,7 @@ class ReplicaContext:
 
     nest_leaf: ClassVar[bool] = True
 
-    strategy: Strategy
+    strategy: StrategyFace
     local_replica_id: int
     device: Device
     _merge: MergeCall = field(repr=False)
@@ -219,14 +219,14 @@ def unbox(boxes: Any) -> list[Any]:
     return [values.per_replica(column) for column in zip(*rows, strict=True)]
 
 
-def _reduce_boxes(strategy: Strategy, reduce_op: Any, boxes: Any) -> list[Any]:
+def _reduce_boxes(strategy: StrategyFace, reduce_op: Any, boxes: Any) -> list[Any]:
     return list(strategy.extended.batch_reduce_to(reduce_op, [(column, column) for column in unbox(boxes)]))
 
 
 @dataclass(frozen=True, eq=False)
 class _Context:
     kind: Kind
-    strategy: Strategy
+    strategy: StrategyFace
     replica: ReplicaContext | None = None
     lift: Lift | None = None
     copy: int | None = None
@@ -236,17 +236,17 @@ class _Context:
 
 class _Stack(threading.local):
     # The context of threads that are in no scope; its strategy's own module puts it here when it is loaded.
-    default = _Context("default", cast(Strategy, None))
+    default = _Context("default", cast(StrategyFace, None))
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []
+        self.entries: list[_ContextEntry] = []
 
 
 _stack = _Stack()
 _INSIDE = nullcontext()
 
 
-def install_default(strategy: Strategy) -> None:
+def install_default(strategy: StrategyFace) -> None:
     """Makes a strategy the one of threads that are in no scope."""
 
     def merge_alone(merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,14 +257,14 @@ def install_default(strategy: Strategy) -> None:
     _Stack.default = _Context("default", strategy, replica)
 
 
-def is_default(strategy: Strategy) -> bool:
+def is_default(strategy: StrategyFace) -> bool:
     """Whether it is the default strategy."""
     return strategy is _Stack.default.strategy
 
 
 def enter_default_replica() -> AbstractContextManager[None]:
     """A context manager: the calling thread runs the function of the default strategy's one replica."""
-    return _Entry(replace(_Stack.default, kind="replica"))
+    return _ContextEntry(replace(_Stack.default, kind="replica"))
 
 
 def _current() -> _Context:
@@ -272,7 +272,7 @@ def _current() -> _Context:
     return entries[-1].context if entries else _Stack.default
 
 
-class _Entry:
+class _ContextEntry:
     """A context manager: a context of the calling thread, while it is in it. A class, since each step enters many."""
 
     __slots__ = ("_stack", "context")
@@ -291,12 +291,12 @@ class _Entry:
             raise RuntimeError(f"a {self.context.kind} context is left before one that was entered in it")
 
 
-class _ScopeEntry(_Entry):
-    """As `_Entry`, of a strategy's scope: which context that is shows when it is entered."""
+class _ScopeEntry(_ContextEntry):
+    """As `_ContextEntry`, of a strategy's scope: which context that is shows when it is entered."""
 
     __slots__ = ("_strategy",)
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: StrategyFace) -> None:
         self._strategy = strategy
 
     def __enter__(self) -> None:
@@ -340,7 +340,7 @@ def in_merge_call() -> bool:
     return _current().merging
 
 
-def enter_strategy_scope(strategy: Strategy) -> AbstractContextManager[None]:
+def enter_strategy_scope(strategy: StrategyFace) -> AbstractContextManager[None]:
     """A context manager: makes a strategy current. Within its own scopes and replicas nothing changes.
 
     Raises:
@@ -349,7 +349,7 @@ def enter_strategy_scope(strategy: Strategy) -> AbstractContextManager[None]:
     return _ScopeEntry(strategy)
 
 
-def within(strategy: Strategy) -> AbstractContextManager[object]:
+def within(strategy: StrategyFace) -> AbstractContextManager[object]:
     """A context manager: the strategy's scope, for the calling thread; nothing where that is in it already."""
     if has_strategy() and _current().strategy is strategy:
         return _INSIDE
@@ -359,22 +359,22 @@ def within(strategy: Strategy) -> AbstractContextManager[object]:
 
 def enter_replica(context: ReplicaContext) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs a replica's function."""
-    return _Entry(_Context("replica", context.strategy, context))
+    return _ContextEntry(_Context("replica", context.strategy, context))
 
 
-def enter_cross_replica(strategy: Strategy) -> AbstractContextManager[None]:
+def enter_cross_replica(strategy: StrategyFace) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs what `merge_call` was given."""
-    return _Entry(_Context("cross-replica", strategy, merging=True))
+    return _ContextEntry(_Context("cross-replica", strategy, merging=True))
 
 
-def enter_update(strategy: Strategy, lift: Lift | None = None) -> AbstractContextManager[None]:
+def enter_update(strategy: StrategyFace, lift: Lift | None = None) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs an update function; `lift` makes tracers for it."""
-    return _Entry(_Context("update", strategy, lift=lift))
+    return _ContextEntry(_Context("update", strategy, lift=lift))
 
 
-def enter_update_copy(strategy: Strategy, copy: int, device: Device) -> AbstractContextManager[None]:
+def enter_update_copy(strategy: StrategyFace, copy: int, device: Device) -> AbstractContextManager[None]:
     """A context manager: the calling thread runs an update function on one copy of the variables, on its device."""
-    return _Entry(_Context("update", strategy, copy=copy, device=device))
+    return _ContextEntry(_Context("update", strategy, copy=copy, device=device))
 
 
 def in_update() -> bool:
@@ -388,7 +388,7 @@ def update_lift() -> Lift | None:
     return entries[-1].context.lift if entries else None
 
 
-def local_replica(strategy: Strategy) -> int | None:
+def local_replica(strategy: StrategyFace) -> int | None:
     """Which copy of a strategy's variables the calling thread works on: that of its replica, or of its update.
 
     Returns:
@@ -406,7 +406,7 @@ def replica_device() -> Device | None:
     return current.replica.device if current.replica else current.device
 
 
-def require_cross_replica(strategy: Strategy, what: str) -> None:
+def require_cross_replica(strategy: StrategyFace, what: str) -> None:
     """Raises `RuntimeError` unless the thread is in this strategy's cross-replica context.
 
     Args:
@@ -421,7 +421,7 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
         raise RuntimeError(f"{what} needs cross-replica context, and is called in {kind} context; {_REMEDY[kind]}")
 
 
-def require_replica(what: str, strategy: Strategy | None = None) -> ReplicaContext:
+def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaContext:
     """The current replica context, the default one included; `RuntimeError` if there is none.
 
     Args:
@@ -437,7 +437,7 @@ def require_replica(what: str, strategy: Strategy | None = None) -> ReplicaConte
     return current.replica
 
 
-def _check_same(strategy: Strategy, current: _Context) -> None:
+def _check_same(strategy: StrategyFace, current: _Context) -> None:
     if not is_default(current.strategy) and current.strategy is not strategy:
         raise RuntimeError(
             f"two strategies are mixed: a {type(strategy).__name__} is used inside the scope of another strategy, a "

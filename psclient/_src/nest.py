@@ -18,7 +18,7 @@ Nest = Any
 
 
 @dataclass(frozen=True)
-class _Node:
+class _Nest:
     """One container, taken apart.
 
     Attributes:
@@ -34,38 +34,38 @@ class _Node:
     step: str = "[{!r}]"
 
 
-def _open_dict(value: dict[Any, Any]) -> _Node:
+def _open_dict(value: dict[Any, Any]) -> _Nest:
     def build(children: Sequence[Any]) -> Any:
         filled = copy.copy(value)  # keeps what subclasses carry, such as a default factory
         for key, child in zip(value, children, strict=True):  # `update` means something else to a Counter
             filled[key] = child
         return filled
 
-    return _Node(tuple(value), tuple(value.values()), build)
+    return _Nest(tuple(value), tuple(value.values()), build)
 
 
-def _open_named(value: Any) -> _Node:
-    return _Node(value._fields, tuple(value), type(value)._make, ".{}")
+def _open_named(value: Any) -> _Nest:
+    return _Nest(value._fields, tuple(value), type(value)._make, ".{}")
 
 
-def _open_sequence(value: Sequence[Any]) -> _Node:
-    return _Node(tuple(range(len(value))), tuple(value), partial(_call, type(value)))
+def _open_sequence(value: Sequence[Any]) -> _Nest:
+    return _Nest(tuple(range(len(value))), tuple(value), partial(_call, type(value)))
 
 
 def _call(kind: Callable[[Any], Any], children: Sequence[Any]) -> Any:
     return kind(children)
 
 
-def _open_dataclass(value: Any) -> _Node:
+def _open_dataclass(value: Any) -> _Nest:
     names = tuple(field.name for field in dataclasses.fields(value) if field.init)
 
     def build(children: Sequence[Any]) -> Any:
         return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
 
-    return _Node(names, tuple(getattr(value, name) for name in names), build, ".{}")
+    return _Nest(names, tuple(getattr(value, name) for name in names), build, ".{}")
 
 
-_KINDS: tuple[tuple[Callable[[type], bool], Callable[[Any], _Node]], ...] = (
+_KINDS: tuple[tuple[Callable[[type], bool], Callable[[Any], _Nest]], ...] = (
     (lambda kind: issubclass(kind, dict), _open_dict),
     (lambda kind: issubclass(kind, tuple) and hasattr(kind, "_fields"), _open_named),
     (lambda kind: issubclass(kind, tuple | list), _open_sequence),
@@ -76,15 +76,15 @@ _KINDS: tuple[tuple[Callable[[type], bool], Callable[[Any], _Node]], ...] = (
 )
 
 
-def _find_opener(kind: type) -> Callable[[Any], _Node] | None:
+def _find_opener(kind: type) -> Callable[[Any], _Nest] | None:
     return next((opened for matches, opened in _KINDS if matches(kind)), None)
 
 
 # Nests of arguments are taken apart for each variable and round.
-_opener: Callable[[Any], Callable[[Any], _Node] | None] = lru_cache(maxsize=1024)(_find_opener)
+_opener: Callable[[Any], Callable[[Any], _Nest] | None] = lru_cache(maxsize=1024)(_find_opener)
 
 
-def _open(value: Any) -> _Node | None:
+def _open(value: Any) -> _Nest | None:
     opener = _opener(type(value))
     return opener(value) if opener else None
 
@@ -177,7 +177,7 @@ def _map(
     return node.build([_map(fn, row, path + node.step.format(key), is_leaf) for key, row in rows])
 
 
-def _matching(node: _Node | None, first: Nest, other: Nest, path: str) -> Sequence[Any]:
+def _matching(node: _Nest | None, first: Nest, other: Nest, path: str) -> Sequence[Any]:
     """The children of `other` in the order of `node`, which is `first` taken apart."""
     found = _open(other)
     if node is None and found is None:

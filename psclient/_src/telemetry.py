@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from psclient._src.config import metrics_from
 from pswire.cluster import Task
 from pswire.security.identity import Security
-from pswire.telemetry.metrics import ALL, PROCESS, Process, Reading, Row, Values
+from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Reading, Row, Values
 
 if TYPE_CHECKING:
     from psclient._src.chief.driver import Chief
@@ -122,7 +122,7 @@ class Exporter:
     """
 
     def __init__(self, task: Task, security: Security) -> None:
-        self._readings: list[Reading] = [(PROCESS, Process(task, security.expiry))]
+        self._readings: list[Reading] = [(PROCESS, ProcessReadings(task, security.expiry))]
         self._page: Page | None = None
         host, port = metrics_from()
         if port is None:

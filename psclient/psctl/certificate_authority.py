@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pswire.errors import ConfigError
-from pswire.security.certificates import Pair, load
+from pswire.security.certificates import PemFile, load
 from pswire.security.identity import PLACEHOLDER, TOKEN_BYTES, SecurityOptions
 from pswire.security.names import certificate_name
 
@@ -80,7 +80,7 @@ class Authority:
         if not (folder / TOKEN).exists():
             _write(folder / TOKEN, secrets.token_hex(TOKEN_BYTES).encode() + b"\n")
         self._pem, self._token = (folder / ROOT).read_bytes(), (folder / TOKEN).read_bytes()
-        self._root = load(Pair(str(folder / ROOT), self._pem))[0]
+        self._root = load(PemFile(str(folder / ROOT), self._pem))[0]
         with _says(folder / ROOT_KEY):
             self._key = load_pem_private_key((folder / ROOT_KEY).read_bytes(), None)
         if self._root.not_valid_after_utc < datetime.now(UTC):
@@ -107,7 +107,7 @@ class Authority:
         for file, data in ((ROOT, self._pem), (TOKEN, self._token)):
             if not (folder / file).exists() or renew:
                 _write(folder / file, data)
-        certificate = load(Pair(str(folder / CERTIFICATE), (folder / CERTIFICATE).read_bytes()))[0]
+        certificate = load(PemFile(str(folder / CERTIFICATE), (folder / CERTIFICATE).read_bytes()))[0]
         if certificate.issuer != self._root.subject or (folder / ROOT).read_bytes() != self._pem:
             raise ConfigError(f"{folder} is of another CA than {self._out / CA}; --renew makes it anew")
         return Issued(folder, made, certificate.not_valid_after_utc)

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from psclient._src.config import tf_config_text
-from psclient.psctl.settings import Settings, as_json, settings
+from psclient.psctl.settings import CommandSettings, as_json, settings
 from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
 from pswire.errors import ConfigError
 from pswire.security.names import ADMIN, task_name
@@ -33,7 +33,7 @@ DAYS = 365
 @as_json
 @settings
 def certs(
-    told: Settings,
+    told: CommandSettings,
     out: Path,
     ps: int | None,
     workers: int | None,

@@ -13,9 +13,9 @@ import click
 from psclient.psctl.checkpoint_diff import DIFFERENCES, difference, other_differences
 from psclient.psctl.checkpoint_export import export_npz, export_safetensors, widened
 from psclient.psctl.output import WIDTH, shape, size, table
-from psclient.psctl.settings import Settings, as_json, settings
+from psclient.psctl.settings import CommandSettings, as_json, settings
 from pswire.checkpoint.manifest import MANIFEST, Manifest
-from pswire.checkpoint.reader import Found, SavedCheckpoint, open_saved, require
+from pswire.checkpoint.reader import FoundCheckpoint, SavedCheckpoint, open_saved, require
 from pswire.checkpoint.storage import storage_at
 from pswire.errors import ConfigError, DamagedCheckpoint
 
@@ -35,11 +35,11 @@ def checkpoint() -> None:
 @click.argument("directory")
 @as_json
 @settings
-def ls(settings: Settings, directory: str) -> int:
+def ls(settings: CommandSettings, directory: str) -> int:
     """Lists the checkpoints in DIRECTORY, oldest first."""
     root = storage_at(directory)
     require(root, directory, "a directory of checkpoints")
-    listed = Found.within(root)
+    listed = FoundCheckpoint.within(root)
     damaged = dict.fromkeys(listed.aside, "it was set aside")
     found: list[SavedCheckpoint] = []
     for name in listed.whole:
@@ -61,7 +61,7 @@ def ls(settings: Settings, directory: str) -> int:
 @click.argument("path")
 @as_json
 @settings
-def show_checkpoint(settings: Settings, path: str) -> int:
+def show_checkpoint(settings: CommandSettings, path: str) -> int:
     """Shows what the checkpoint at PATH has."""
     found = open_saved(path)
     manifest = found.manifest
@@ -84,7 +84,7 @@ def show_checkpoint(settings: Settings, path: str) -> int:
 @click.argument("path")
 @as_json
 @settings
-def verify(settings: Settings, path: str) -> int:
+def verify(settings: CommandSettings, path: str) -> int:
     """Reads all of the checkpoint at PATH: sizes, names, dtypes, shapes and checksums; exits with 1 for a fault."""
     try:
         found = open_saved(path)
@@ -107,7 +107,7 @@ def verify(settings: Settings, path: str) -> int:
 @click.argument("second", metavar="B")
 @as_json
 @settings
-def diff(settings: Settings, first: str, second: str) -> int:
+def diff(settings: CommandSettings, first: str, second: str) -> int:
     """Compares the checkpoints A and B: names, dtypes, shapes and values; exits with 1 where they differ."""
     a, b = open_saved(first), open_saved(second)
     found = [difference(a, b, name) for name in sorted({*a.manifest.tensors, *b.manifest.tensors})]
@@ -135,7 +135,7 @@ def diff(settings: Settings, first: str, second: str) -> int:
 @click.option("--force", is_flag=True, help="Replace OUT if it is there.")
 @as_json
 @settings
-def export(settings: Settings, path: str, out: Path, force: bool) -> int:
+def export(settings: CommandSettings, path: str, out: Path, force: bool) -> int:
     """Writes all variables of the checkpoint at PATH into one file, OUT.safetensors or OUT.npz."""
     write = EXPORTS.get(out.suffix)
     if write is None:

@@ -13,7 +13,7 @@ from psclient.psctl.doctor import doctor
 from psclient.psctl.health import health
 from psclient.psctl.job import job
 from psclient.psctl.output import say
-from psclient.psctl.settings import Settings, options
+from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
 from psclient.psctl.top import top
 from psclient.psctl.variables import read, variables
@@ -36,7 +36,7 @@ for each in (status, top, variables, read, health, doctor, certs, checkpoint, jo
 
 def main(args: Sequence[str] | None = None) -> None:
     """The console script; exits with 0, with 1 where faults or differences were found, with 2 after an error."""
-    settings = Settings(json="--json" in (sys.argv[1:] if args is None else args))
+    settings = CommandSettings(json="--json" in (sys.argv[1:] if args is None else args))
     try:
         code = command.main(args, prog_name="psctl", standalone_mode=False, obj=settings)
     except click.ClickException as error:
@@ -54,7 +54,7 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _fail(settings: Settings, kind: str, text: str, task: str = "") -> int:
+def _fail(settings: CommandSettings, kind: str, text: str, task: str = "") -> int:
     message = " ".join(text.split())
     if settings.json:
         say({"error": {"type": kind, "message": message, "task": task}})

@@ -15,7 +15,7 @@ from psclient.psctl.findings import Check, Finding, Patient
 from psclient.psctl.host_checks import HOST_CHECKS, here
 from psclient.psctl.observer import Looked, Servers
 from psclient.psctl.output import table
-from psclient.psctl.settings import Cluster, Settings, options, settings
+from psclient.psctl.settings import CommandSettings, ObservedCluster, options, settings
 from pswire.errors import ConfigError
 from pswire.security.identity import Security
 
@@ -28,7 +28,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 @click.command()
 @options
 @settings
-def doctor(settings: Settings) -> int:
+def doctor(settings: CommandSettings) -> int:
     """Looks for what keeps a job from running.
 
     Checks TF_CONFIG, names, ports, TLS, servers, clocks, versions, shared memory, GPUs and limits. Run it where a task
@@ -40,9 +40,9 @@ def doctor(settings: Settings) -> int:
     return settings.tell({"ok": not failed, "findings": listed}, *_shown(found), wrong=failed)
 
 
-def patient(settings: Settings) -> Patient:
+def patient(settings: CommandSettings) -> Patient:
     """What there is to look at from here; nothing that is wrong keeps it from being looked at."""
-    cluster: Cluster | None = None
+    cluster: ObservedCluster | None = None
     try:
         cluster = settings.cluster()
     except ConfigError:
@@ -58,7 +58,7 @@ def patient(settings: Settings) -> Patient:
     )
 
 
-def _look(cluster: Cluster, settings: Settings) -> Sequence[Looked]:
+def _look(cluster: ObservedCluster, settings: CommandSettings) -> Sequence[Looked]:
     try:
         security = settings.security()
     except ConfigError:

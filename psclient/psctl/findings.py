@@ -8,7 +8,7 @@ from typing import Literal
 
 from psclient._src.devices import GpuReport
 from psclient.psctl.observer import Looked
-from psclient.psctl.settings import Cluster
+from psclient.psctl.settings import ObservedCluster
 from pswire.cluster import check_address
 from pswire.security.identity import SecurityOptions
 
@@ -74,7 +74,7 @@ class Patient:
     """
 
     tf_config: str
-    cluster: Cluster | None
+    cluster: ObservedCluster | None
     looked: Sequence[Looked]
     security: SecurityOptions
     name: str

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from psclient._src.transport.grpc_channel import REASONS, open_channel, stub
 from psclient._src.transport.tls_diagnosis import PROTOCOL, mismatch
-from psclient.psctl.settings import Settings, options, settings
+from psclient.psctl.settings import CommandSettings, options, settings
 from pswire.cluster import check_address
 from pswire.security.identity import Security
 from pswire.security.names import ADMIN, certificate_name
@@ -76,7 +76,7 @@ def _failure(error: grpc.RpcError) -> str:
 @click.argument("asked", nargs=-1, metavar="[HOST:PORT]...")
 @options
 @settings
-def health(settings: Settings, asked: tuple[str, ...]) -> int:
+def health(settings: CommandSettings, asked: tuple[str, ...]) -> int:
     """Asks servers whether they serve.
 
     All of the cluster where no HOST:PORT is given. Exits with 1 unless all do.

@@ -8,7 +8,7 @@ import click
 
 from psclient._src.chief.discard import discard
 from psclient._src.transport.remote_server import connect
-from psclient.psctl.settings import Settings, options, settings
+from psclient.psctl.settings import CommandSettings, options, settings
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
 from pswire.security.names import task_name
@@ -24,7 +24,7 @@ def job() -> None:
 @job.command()
 @options
 @settings
-def end(told: Settings) -> int:
+def end(told: CommandSettings) -> int:
     """Discards the job that the servers hold, once its processes are gone.
 
     Servers keep the variables of a job that was not left cleanly, so that its processes may come back. After this any

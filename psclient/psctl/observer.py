@@ -8,12 +8,12 @@ from types import TracebackType
 
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer
-from psclient.psctl.settings import Cluster, Settings
+from psclient.psctl.settings import CommandSettings, ObservedCluster
 from pswire.cluster import Task
 from pswire.errors import ConfigError, PSError, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Created, LogEntry
-from pswire.model.plan import Variable
+from pswire.model.plan import PlacedVariable
 from pswire.model.status import ServerStatus
 from pswire.model.tensor import Array
 from pswire.security.identity import Security
@@ -55,7 +55,7 @@ class Servers:
         security: what we show to it.
     """
 
-    def __init__(self, cluster: Cluster, seconds: float, security: Security) -> None:
+    def __init__(self, cluster: ObservedCluster, seconds: float, security: Security) -> None:
         timeouts = Timeouts(call=seconds, round=seconds, lease=2 * seconds)
         self._remote = [
             RemoteServer(address, task, timeouts, security=security) for task, address in cluster.servers.items()
@@ -78,7 +78,7 @@ class Servers:
         futures = [self._threads.submit(lambda server=server: _ask(server)) for server in self._remote]  # type: ignore[misc]
         return [future.result() for future in futures]
 
-    def variables(self) -> list[Variable]:
+    def variables(self) -> list[PlacedVariable]:
         """The variables of the job, in the order in which they were created.
 
         Raises:
@@ -97,7 +97,7 @@ class Servers:
             entries = [*entries[: watched.start], *watched.entries]
         return [entry.variable for entry in entries if isinstance(entry, Created)]
 
-    def read(self, variable: Variable) -> tuple[int, Array]:
+    def read(self, variable: PlacedVariable) -> tuple[int, Array]:
         """The value of a variable as it is now, and the last round that it has seen.
 
         Raises:
@@ -119,7 +119,7 @@ class Servers:
         raise ConfigError(f"no address leads to {Task('ps', number)}; name all servers of the job in --address")
 
 
-def connected(settings: Settings, cluster: Cluster | None = None) -> Servers:
+def connected(settings: CommandSettings, cluster: ObservedCluster | None = None) -> Servers:
     """Connections to the servers that the command line names, or to those of a cluster.
 
     Raises:

@@ -24,7 +24,7 @@ SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ObservedCluster:
     """Where servers are, and who else there should be.
 
     Attributes:
@@ -37,7 +37,7 @@ class Cluster:
 
 
 @dataclass
-class Settings:
+class CommandSettings:
     """What the command line says for all commands.
 
     Attributes:
@@ -63,14 +63,14 @@ class Settings:
             show(*shown)
         return int(wrong)
 
-    def cluster(self) -> Cluster:
+    def cluster(self) -> ObservedCluster:
         """The cluster that `--address` or TF_CONFIG names.
 
         Raises:
             ConfigError: there is none, or it is malformed.
         """
         if self.addresses:
-            return Cluster({Task("ps", index): address for index, address in enumerate(self.addresses)})
+            return ObservedCluster({Task("ps", index): address for index, address in enumerate(self.addresses)})
         return cluster_of(tf_config_text())
 
     def paths(self) -> SecurityOptions:
@@ -100,7 +100,7 @@ def own_task(text: str) -> Task | None:
         return None
 
 
-def cluster_of(text: str) -> Cluster:
+def cluster_of(text: str) -> ObservedCluster:
     """The cluster that a TF_CONFIG names; which task this process is does not matter to who only looks.
 
     Raises:
@@ -112,7 +112,7 @@ def cluster_of(text: str) -> Cluster:
         raise ConfigError("no servers are named; write --address HOST:PORT[,HOST:PORT...], or set TF_CONFIG")
     for task, address in servers.items():
         check_address(address, f"TF_CONFIG: {task}")
-    return Cluster(servers, (*spec.tasks("chief"), *spec.tasks("worker")))
+    return ObservedCluster(servers, (*spec.tasks("chief"), *spec.tasks("worker")))
 
 
 def _addresses(text: str) -> tuple[str, ...]:
@@ -126,11 +126,11 @@ def _addresses(text: str) -> tuple[str, ...]:
 def _option(
     name: str, *flags: str, read: Callable[[Any], Any] = lambda value: value, **keys: Any
 ) -> Callable[[Command], Command]:
-    """An option that is given before the command or after it, and sets an attribute of `Settings`."""
+    """An option that is given before the command or after it, and sets an attribute of `CommandSettings`."""
 
     def store(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         if value not in (None, False):
-            setattr(context.ensure_object(Settings), name, read(value))
+            setattr(context.ensure_object(CommandSettings), name, read(value))
 
     return click.option(*flags, name, expose_value=False, callback=store, **keys)
 
@@ -167,5 +167,5 @@ def options(command: Command) -> Command:
     return command
 
 
-settings = click.make_pass_decorator(Settings, ensure=True)
-"""Hands a command its `Settings`."""
+settings = click.make_pass_decorator(CommandSettings, ensure=True)
+"""Hands a command its `CommandSettings`."""

@@ -15,7 +15,7 @@ from rich.text import Text
 from psclient.psctl.job_view import JobView, ServerView, TaskView, view_of
 from psclient.psctl.observer import connected
 from psclient.psctl.output import breadth, duration, short, size, table, terminal
-from psclient.psctl.settings import Settings, options, settings
+from psclient.psctl.settings import CommandSettings, options, settings
 
 STATES = {
     "none": "no job: no chief has begun one",
@@ -40,7 +40,7 @@ COLOURS = {"up": "green", "open": "green", "left": "dim", "over": "dim"}
 )
 @options
 @settings
-def status(settings: Settings, every: float | None) -> int:
+def status(settings: CommandSettings, every: float | None) -> int:
     """Shows every server and every task of a job.
 
     Who is there, in which round, and whom it waits for; below that what is wrong, and what to do. Exits with 1 where

@@ -14,7 +14,7 @@ from rich.live import Live
 from psclient.psctl.job_view import JobView, ServerView, view_of
 from psclient.psctl.observer import Servers, connected
 from psclient.psctl.output import size, terminal
-from psclient.psctl.settings import Cluster, Settings, options, settings
+from psclient.psctl.settings import CommandSettings, ObservedCluster, options, settings
 from psclient.psctl.status import lines
 
 Rates = Mapping[str, Mapping[str, Any]]
@@ -27,7 +27,7 @@ Rates = Mapping[str, Mapping[str, Any]]
 )
 @options
 @settings
-def top(settings: Settings, interval: float) -> int:
+def top(settings: CommandSettings, interval: float) -> int:
     """Shows a job as it runs, until Ctrl-C.
 
     Where there is no terminal, or with --json, it shows what the job does in one interval.
@@ -62,7 +62,7 @@ class Watcher:
         cluster: what they are of.
     """
 
-    def __init__(self, servers: Servers, cluster: Cluster) -> None:
+    def __init__(self, servers: Servers, cluster: ObservedCluster) -> None:
         self._servers = servers
         self._cluster = cluster
         self._last: dict[str, ServerView] = {}

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from psclient.psctl.observer import connected
 from psclient.psctl.output import plain, shape, short, size, table
-from psclient.psctl.settings import Settings, options, settings
+from psclient.psctl.settings import CommandSettings, options, settings
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import refuse_unknown
-from pswire.model.plan import Variable
+from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import DTYPES, Array
 
 
@@ -25,7 +25,7 @@ from pswire.model.tensor import DTYPES, Array
 @click.argument("pattern", default="*")
 @options
 @settings
-def variables(settings: Settings, pattern: str) -> int:
+def variables(settings: CommandSettings, pattern: str) -> int:
     """Lists the variables of a job.
 
     Those whose names match PATTERN, such as 'dense*', each with what optimizers keep beside it.
@@ -43,21 +43,21 @@ def variables(settings: Settings, pattern: str) -> int:
     return settings.tell(said, *(_tables(said) if found else [none]))
 
 
-def slots(variables: Iterable[Variable]) -> dict[str, str]:
+def slots(variables: Iterable[PlacedVariable]) -> dict[str, str]:
     """For each variable that an optimizer keeps beside another the name of that one: `adam/w/m` is beside `w`."""
     names = {v.spec.name: v for v in variables}
     found = {name: _primary(name, names) for name, v in names.items() if not v.spec.trainable}
     return {name: primary for name, primary in found.items() if primary}
 
 
-def _primary(name: str, names: Mapping[str, Variable]) -> str:
+def _primary(name: str, names: Mapping[str, PlacedVariable]) -> str:
     """The longest name of another variable that stands between an optimizer's name and a slot's; "" for none."""
     words = name.split("/")[:-1]
     inner = ("/".join(words[first:]) for first in range(1, len(words)))
     return next((each for each in inner if each in names), "")
 
 
-def beside(variables: Sequence[Variable], primaries: Mapping[str, str]) -> Iterator[Variable]:
+def beside(variables: Sequence[PlacedVariable], primaries: Mapping[str, str]) -> Iterator[PlacedVariable]:
     """All variables in the order of their creation, but each slot after the variable that it belongs to."""
     for variable in variables:
         if variable.spec.name not in primaries:
@@ -65,7 +65,7 @@ def beside(variables: Sequence[Variable], primaries: Mapping[str, str]) -> Itera
             yield from (v for v in variables if primaries.get(v.spec.name) == variable.spec.name)
 
 
-def totals(variables: Iterable[Variable]) -> list[dict[str, Any]]:
+def totals(variables: Iterable[PlacedVariable]) -> list[dict[str, Any]]:
     """How many variables, and of how many bytes, each server holds of these."""
     held: dict[int, list[int]] = {}
     for variable in variables:
@@ -77,12 +77,12 @@ def totals(variables: Iterable[Variable]) -> list[dict[str, Any]]:
     ]
 
 
-def _matches(variable: Variable, primaries: Mapping[str, str], pattern: str) -> bool:
+def _matches(variable: PlacedVariable, primaries: Mapping[str, str], pattern: str) -> bool:
     name = variable.spec.name
     return any(fnmatch.fnmatchcase(each, pattern) for each in (name, primaries.get(name, name)))
 
 
-def _report(variable: Variable, primaries: Mapping[str, str]) -> dict[str, Any]:
+def _report(variable: PlacedVariable, primaries: Mapping[str, str]) -> dict[str, Any]:
     spec = variable.spec
     return {
         "id": variable.id,
@@ -116,7 +116,7 @@ def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
 @click.option("--npy", type=click.Path(dir_okay=False, path_type=Path), help="Write it into a file of NumPy's instead.")
 @options
 @settings
-def read(settings: Settings, name: str, stats: bool, npy: Path | None) -> int:
+def read(settings: CommandSettings, name: str, stats: bool, npy: Path | None) -> int:
     """Prints a variable's value as it is now.
 
     NAME is as psctl vars shows it. No round waits for the value to be read.

@@ -45,7 +45,7 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint that was found.
 
     Attributes:
@@ -86,11 +86,11 @@ class CheckpointBackend(Protocol):
         """Whether what was saved last at this path is known to be incomplete, since `sync` has raised that."""
         ...
 
-    def look(self, path: str) -> Opened:
+    def look(self, path: str) -> OpenedCheckpoint:
         """Finds a checkpoint, or the newest of a directory whose manifest is whole; raises `CheckpointError`."""
         ...
 
-    def restore(self, path: str, choose: Choose, cast: bool) -> Opened | None:
+    def restore(self, path: str, choose: Choose, cast: bool) -> OpenedCheckpoint | None:
         """Reads one; of a directory the newest that is not damaged: those before it are set aside then.
 
         In cross-replica context.

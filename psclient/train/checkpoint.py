@@ -14,7 +14,7 @@ from psclient._src import context
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
-from psclient.train.backend import CheckpointBackend, Content, Opened
+from psclient.train.backend import CheckpointBackend, Content, OpenedCheckpoint
 from psclient.train.file_backend import FileBackend
 from psclient.train.object_graph import Tracked, check_trackable, children, explore
 from psclient.train.options import DEFAULT, CheckpointOptions
@@ -266,7 +266,7 @@ class Checkpoint:
         """
         return self.restore(save_path, options)
 
-    def _load_states(self, opened: Opened) -> None:
+    def _load_states(self, opened: OpenedCheckpoint) -> None:
         for path, thing in self._explore().stateful.items():
             if path in opened.manifest.state:
                 thing.load_state_dict(opened.manifest.state[path])

@@ -10,7 +10,7 @@ from psclient._src.distribute.local import LocalBackend
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.variables.kinds import SyncOnReadVariable
 from psclient._src.variables.variable import Variable
-from psclient.train.backend import Choose, Content, Opened
+from psclient.train.backend import Choose, Content, OpenedCheckpoint
 from psclient.train.options import CheckpointOptions
 from pswire.checkpoint.reader import SavedCheckpoint, open_whole
 from pswire.checkpoint.storage import Storage, parted, storage_at
@@ -82,11 +82,11 @@ class FileBackend:
                 remove_shard(root, frozen)
             raise
 
-    def look(self, path: str) -> Opened:
+    def look(self, path: str) -> OpenedCheckpoint:
         """As `CheckpointBackend.look`."""
         return _opened(path, *open_whole(path))
 
-    def restore(self, path: str, choose: Choose, cast: bool) -> Opened:
+    def restore(self, path: str, choose: Choose, cast: bool) -> OpenedCheckpoint:
         """As `CheckpointBackend.restore`: nothing changes where anything is wrong.
 
         Raises:
@@ -155,6 +155,6 @@ class Later:
         return value
 
 
-def _opened(path: str, found: SavedCheckpoint, damaged: Mapping[str, str]) -> Opened:
+def _opened(path: str, found: SavedCheckpoint, damaged: Mapping[str, str]) -> OpenedCheckpoint:
     """What is told is what was asked for, or something in it: relative where that was."""
-    return Opened(path if found.path == "." else f"{path.rstrip('/')}/{found.path}", found.manifest, damaged)
+    return OpenedCheckpoint(path if found.path == "." else f"{path.rstrip('/')}/{found.path}", found.manifest, damaged)

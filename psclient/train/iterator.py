@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from psclient._src.config import timeouts_from
-from pswire.checkpoint.reader import Found
+from pswire.checkpoint.reader import FoundCheckpoint
 from pswire.checkpoint.storage import Storage, storage_at
 from pswire.telemetry.reminder import Reminder
 
@@ -64,7 +64,7 @@ def checkpoints_iterator(
 def _next(directory: Storage, last: str | None, timeout: float | None, reminder: Reminder) -> str | None:
     """The name of the newest checkpoint once it is another one than the last; None after the timeout."""
     end = None if timeout is None else time.monotonic() + timeout
-    while (found := Found.within(directory).latest) in (None, last):
+    while (found := FoundCheckpoint.within(directory).latest) in (None, last):
         left = POLL_SECONDS if end is None else min(POLL_SECONDS, end - time.monotonic())
         if left <= 0:
             return None

@@ -11,7 +11,7 @@ from psclient._src import values
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
-from psclient.train.backend import Choose, Content, Opened
+from psclient.train.backend import Choose, Content, OpenedCheckpoint
 from psclient.train.options import CheckpointOptions
 from pswire.api import RestoreReply
 from pswire.checkpoint.manifest import Manifest
@@ -80,11 +80,11 @@ class ServerBackend:
         """As `CheckpointBackend.failed`."""
         return self._checkpoints.failed(path)
 
-    def look(self, path: str) -> Opened:
+    def look(self, path: str) -> OpenedCheckpoint:
         """As `CheckpointBackend.look`, on server 0."""
         return _opened(self._checkpoints.look(path))
 
-    def restore(self, path: str, choose: Choose, cast: bool) -> Opened | None:
+    def restore(self, path: str, choose: Choose, cast: bool) -> OpenedCheckpoint | None:
         """As `CheckpointBackend.restore`: a round of all, but for a process that comes back to a running job."""
         self._remote.flush()
         if self._remote.group.outside:
@@ -105,5 +105,5 @@ class ServerBackend:
         return self._checkpoints.restored_names()
 
 
-def _opened(reply: RestoreReply) -> Opened:
-    return Opened(reply.path, Manifest.parse(reply.manifest, f"the manifest of {reply.path}"), reply.damaged)
+def _opened(reply: RestoreReply) -> OpenedCheckpoint:
+    return OpenedCheckpoint(reply.path, Manifest.parse(reply.manifest, f"the manifest of {reply.path}"), reply.damaged)

@@ -10,7 +10,7 @@ from functools import partial
 
 from psserver.effects import Answer, Submit, failing, naming, working
 from psserver.plans.round import ReadyRound
-from psserver.state.counters import Counters
+from psserver.state.counters import ServerCounters
 from psserver.state.variables import Store
 from pswire.api import RestoreOrder, RestoreReply, RestoreStage
 from pswire.checkpoint.reader import SavedCheckpoint
@@ -19,7 +19,7 @@ from pswire.checkpoint.writer import set_aside
 from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest, PSError
 from pswire.limits import PART_BYTES
-from pswire.model.plan import Turn, Variable
+from pswire.model.plan import PlacedVariable, Turn
 from pswire.model.tensor import Array
 
 
@@ -76,7 +76,7 @@ class Restores:
     """
 
     def __init__(
-        self, task: Task, lock: threading.Lock, store: Store, place: Storage, files: Submit, tally: Counters
+        self, task: Task, lock: threading.Lock, store: Store, place: Storage, files: Submit, tally: ServerCounters
     ) -> None:
         self._task = task
         self._lock = lock
@@ -139,7 +139,7 @@ class Restores:
         path: str,
         turn: Turn,
         order: RestoreOrder,
-        wanted: Mapping[Variable, str],
+        wanted: Mapping[PlacedVariable, str],
         future: Future[RestoreReply],
     ) -> RestoreReply:
         """Reads the values, checks them, and holds them; and checks what is left for variables of later."""
@@ -218,7 +218,7 @@ class Restores:
         created = {variable.spec.name for variable in self._store.variables.values()}
         return frozenset([late.saved.full]) if late and late.names - created else frozenset()
 
-    def first_value(self, variable: Variable) -> Array | None:
+    def first_value(self, variable: PlacedVariable) -> Array | None:
         """What the restored checkpoint has for a variable that is created only now; without the lock.
 
         One that is saved as another begins as its creator says: the other may have changed since the restore.
@@ -258,7 +258,9 @@ def _given_up(path: str, turn: Turn) -> PSError:
     return InvalidRequest(why)
 
 
-def _tensors(order: RestoreOrder, variables: list[Variable], known: Mapping[int, Variable]) -> dict[int, str]:
+def _tensors(
+    order: RestoreOrder, variables: list[PlacedVariable], known: Mapping[int, PlacedVariable]
+) -> dict[int, str]:
     """For each of these variables that a restore changes the name of its tensor; `known` are those of all servers."""
     if order.names is None:
         return {v.id: v.spec.saved_name for v in variables if v.spec.saved_name}

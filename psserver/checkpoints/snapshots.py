@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from psserver.checkpoints.restores import Restores
 from psserver.effects import Answer, Submit, answering, do, failing, naming, working
 from psserver.plans.round import ReadyRound
-from psserver.state.counters import Counters
+from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.api import Shard
@@ -22,7 +22,7 @@ from pswire.checkpoint.writer import Frozen, remove_shard, write_manifest, write
 from pswire.cluster import Task
 from pswire.errors import CheckpointError
 from pswire.model.log import Snapshotted
-from pswire.model.plan import Plan, SnapshotOrder, Variable
+from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder
 from pswire.model.status import Saving
 
 log = logging.getLogger("psserver")
@@ -77,7 +77,7 @@ class Snapshots:
         limit: int,
         files: Submit,
         progress: Callable[[], list[Answer]],
-        tally: Counters,
+        tally: ServerCounters,
     ) -> None:
         self._task = task
         self._lock = lock
@@ -122,9 +122,9 @@ class Snapshots:
         save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
         self._due.append(partial(self._files, working(save.shard, partial(self._write_shard, save, frozen))))
 
-    def _saved(self) -> list[Variable]:
+    def _saved(self) -> list[PlacedVariable]:
         """What all servers save together: of variables that always have one value the first created."""
-        first: dict[str, Variable] = {}
+        first: dict[str, PlacedVariable] = {}
         for _, variable in sorted(self._store.variables.items()):
             first.setdefault(variable.spec.saved_name, variable)
         return [variable for name, variable in first.items() if name]

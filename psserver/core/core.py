@@ -25,7 +25,7 @@ from psserver.effects import Answer, Submit, answering, do, failing
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
-from psserver.state.counters import Counters
+from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
 from psserver.state.variables import Store
@@ -47,7 +47,7 @@ from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import MAX_SESSIONS, MAX_VARIABLES, Timeouts
 from pswire.model.log import Approved, LogEntry, Mode, Start
-from pswire.model.plan import Plan, Turn, Variable, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import ServerStatus
 from pswire.telemetry import logging_setup
 from pswire.transport.payload import Payload
@@ -108,7 +108,7 @@ class Core:
         # All below is guarded by the lock.
         self._store = Store(server, self.device, memory_limit)
         self._rounds = Rounds(lambda plan_id: self._log.describe(plan_id))
-        self.tally = Counters(clock, self._lock, self._rounds)
+        self.tally = ServerCounters(clock, self._lock, self._rounds)
         # Other servers may remember the numbers of an earlier life.
         first = incarnation >> NUMBERS << NUMBERS
         self.registry = Registry(self.task, max_sessions)
@@ -257,7 +257,7 @@ class Core:
             if id < 0 and self.server == 0:
                 variable = self._log.name(self.registry.task(session), ordinal, spec, servers)
             else:
-                variable = Variable(id, spec, servers)
+                variable = PlacedVariable(id, spec, servers)
                 known = MAX_VARIABLES if self.server else len(self._store.variables)
                 if self.server not in servers or not 0 <= id < known:
                     raise InvalidRequest(f"variable {spec} was not placed on this server", str(self.task))

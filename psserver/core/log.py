@@ -30,7 +30,7 @@ from pswire.model.log import (
     Started,
     forget_state,
 )
-from pswire.model.plan import Plan, Variable, VariableSpec, are_some_of
+from pswire.model.plan import PlacedVariable, Plan, VariableSpec, are_some_of
 
 log = logging.getLogger("psserver")
 
@@ -122,7 +122,7 @@ class Log:
 
     # What was decided stays decided: a server that cannot do it tells those who need it, and not the chief.
 
-    def _declare(self, variable: Variable) -> None:
+    def _declare(self, variable: PlacedVariable) -> None:
         if self._store.variables.get(variable.id, variable) != variable:
             self._store.forget(variable.id)  # who declared another one here was not its creator
         try:
@@ -151,7 +151,7 @@ class Log:
 
     # ---- By clients, at server 0 ----
 
-    def name(self, task: Task, ordinal: int, spec: VariableSpec, servers: tuple[int, ...]) -> Variable:
+    def name(self, task: Task, ordinal: int, spec: VariableSpec, servers: tuple[int, ...]) -> PlacedVariable:
         """Finds a variable, or names a new one.
 
         Args:
@@ -188,7 +188,7 @@ class Log:
             raise InvalidRequest(f"servers {servers[:8]} of {count}; name each once")
         if ordinal >= MAX_VARIABLES:
             raise InvalidRequest(f"a job has at most {MAX_VARIABLES} variables; put several into one tensor")
-        variable = Variable(ordinal, spec, servers)
+        variable = PlacedVariable(ordinal, spec, servers)
         self._store.declare(variable)
         self._names[spec.name] = variable.id
         self._creators[variable.id] = task

@@ -17,10 +17,10 @@ from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.effects import Answer, Submit, answering, do, failing, working
 from psserver.execution.execution import Execution
-from psserver.execution.nonfinite import Found, NonfiniteVariables
+from psserver.execution.nonfinite import NonfiniteValues, NonfiniteVariables
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
-from psserver.state.counters import Counters
+from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Record, Rounds, Waiter
 from psserver.state.variables import Store
 from pswire.api import Begun, Contribution, RoundReply
@@ -85,7 +85,7 @@ class Runner:
         kernels: Kernels,
         submit: Submit,
         progress: Callable[[], list[Answer]],
-        tally: Counters,
+        tally: ServerCounters,
     ) -> None:
         self._lock = lock
         self._store = store
@@ -240,7 +240,7 @@ class Runner:
         answers += self.replies(record, waiters, ready, delivered) + self._progress()
         return [*answers, lambda: self._tally.answering.observe(self._tally.clock() - over)]
 
-    def _judge(self, job: ReadyRound, found: Found) -> tuple[str, ...]:
+    def _judge(self, job: ReadyRound, found: NonfiniteValues) -> tuple[str, ...]:
         """Counts what is NaN or infinite after a round; returns what its members are told of it."""
         warnings = self._nonfinite.over(job, found)
         self._tally.nonfinite_contributions += len(found.contributions)

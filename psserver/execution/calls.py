@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from psserver.execution.contributions import Parts, Sender
-from psserver.plans.batches import Batch
+from psserver.execution.contributions import ContributionParts, Sender
+from psserver.plans.batches import KernelBatch
 from psserver.plans.outline import Application
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role
 from psserver.programs.kernels.kernels import Kernel, Kernels, Stage
-from psserver.programs.kernels.launch import Copy, Crew, Pieces, address_of
+from psserver.programs.kernels.launch import Crew, PieceCopy, Pieces, address_of
 from pswire.model.plan import Ref
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
@@ -26,7 +26,7 @@ Room = dict[tuple[Role, int], Array]
 """New arrays that a stage writes: of assigned inputs, by input, and of outputs."""
 
 
-class Call:
+class KernelCall:
     """An application of a program in one round.
 
     Args:
@@ -37,7 +37,7 @@ class Call:
     """
 
     def __init__(
-        self, number: int, application: Application, kernels: Kernels, parts: Callable[[int], Parts | None]
+        self, number: int, application: Application, kernels: Kernels, parts: Callable[[int], ContributionParts | None]
     ) -> None:
         self.numbers = range(number, number + 1)
         self._application = application
@@ -156,7 +156,7 @@ class Call:
         written = {t: inputs[t] if t in self._in_place[at] else room["array", t] for t in stage.targets}
         return written, [room["output", index] for index in range(len(step.results))]
 
-    def _memory(self, stage: Stage, parameter: Parameter, inputs: Mapping[int, Any], room: Room) -> Pieces | Copy:
+    def _memory(self, stage: Stage, parameter: Parameter, inputs: Mapping[int, Any], room: Room) -> Pieces | PieceCopy:
         """What a kernel on the CPU reads or writes for a parameter."""
         index = parameter.value
         match parameter.role:
@@ -170,7 +170,7 @@ class Call:
         if ("array", index) not in room:
             return [array]
         new = room["array", index]
-        return Copy(array, new) if stage.kernel and index in stage.kernel.read else [new]
+        return PieceCopy(array, new) if stage.kernel and index in stage.kernel.read else [new]
 
 
 def _room(stage: Stage, targets: Set[int]) -> Room:
@@ -201,7 +201,7 @@ class Ready:
     """Applications of a batch that can be made together. Nothing of it can fail.
 
     All contributions to them are there, each in one piece, and nobody holds their variables, which are written in
-    place. Else the applications are made as `Call`s.
+    place. Else the applications are made as `KernelCall`s.
 
     Args:
         batch: of which.
@@ -211,12 +211,12 @@ class Ready:
     Attributes:
         numbers: of the applications, among those of the server.
         assigned: numbers of the variables that they assign.
-        width: as of a `Call`.
+        width: as of a `KernelCall`.
     """
 
     width = 1
 
-    def __init__(self, batch: Batch, rows: slice, contributions: Mapping[Parameter, Sequence[int]]) -> None:
+    def __init__(self, batch: KernelBatch, rows: slice, contributions: Mapping[Parameter, Sequence[int]]) -> None:
         self.numbers = range(batch.first, batch.stop)[rows]
         self.assigned = [id for ids in batch.assigned[rows] for id in ids]
         self._batch = batch
@@ -224,7 +224,7 @@ class Ready:
         self._contributions = contributions
 
     @classmethod
-    def of(cls, batch: Batch, at: int, stop: int, senders: Sequence[Sender], alone: Set[int]) -> Ready | None:
+    def of(cls, batch: KernelBatch, at: int, stop: int, senders: Sequence[Sender], alone: Set[int]) -> Ready | None:
         """Some of a batch's applications, if they can be made together.
 
         Args:

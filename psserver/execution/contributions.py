@@ -18,7 +18,7 @@ from psserver.plans.batches import MAX_PARTS
 from psserver.plans.layout import Numbers
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import MemberShare, ReadyRound
-from psserver.programs.kernels.codegen import Sum
+from psserver.programs.kernels.codegen import SumTerm
 from psserver.programs.kernels.launch import Pieces, address_of
 from pswire.cluster import Task
 from pswire.errors import Diverged
@@ -30,7 +30,7 @@ Weighed: TypeAlias = tuple[float, list[Array]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class ContributionParts:
     """The contributions to a reduction that nothing but one kernel reads.
 
     Attributes:
@@ -39,7 +39,7 @@ class Parts:
         total: the sum of the weights.
     """
 
-    combined: Sum
+    combined: SumTerm
     pieces: Sequence[Pieces]
     total: float
 
@@ -199,13 +199,13 @@ class Contributions:
         """The sum of the weights of a reduction."""
         return sum(sender.part.said.weights[index] for sender in self.senders)
 
-    def parts(self, index: int) -> Parts | None:
+    def parts(self, index: int) -> ContributionParts | None:
         """The contributions to a reduction, if a kernel may sum them."""
         present = [weighed for weighed in self.of(index) if weighed[0]]
         if not 0 < len(present) <= MAX_PARTS:
             return None
-        combined = Sum(self._prepared.plan.reductions[index].op, len(present))
-        return Parts(combined, [pieces for _, pieces in present], sum(weight for weight, _ in present))
+        combined = SumTerm(self._prepared.plan.reductions[index].op, len(present))
+        return ContributionParts(combined, [pieces for _, pieces in present], sum(weight for weight, _ in present))
 
     def value(self, index: int) -> Array:
         """What they make together."""

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from psserver.devices import owned
-from psserver.execution.calls import Call, Ready
+from psserver.execution.calls import KernelCall, Ready
 from psserver.execution.contributions import Contributions, Sender
-from psserver.execution.nonfinite import Found
-from psserver.plans.batches import Batch
+from psserver.execution.nonfinite import NonfiniteValues
+from psserver.plans.batches import KernelBatch
 from psserver.plans.outline import Application
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
@@ -62,8 +62,8 @@ class Execution:
         self._progressive = job.commit is Commit.PROGRESSIVE
         self._outline = outline = job.prepared.outline
         self._kernels, self._device = kernels, kernels.device
-        self.found = Found(kernels.device, self.contributions)
-        self._batches: Mapping[int, Batch] = {}
+        self.found = NonfiniteValues(kernels.device, self.contributions)
+        self._batches: Mapping[int, KernelBatch] = {}
         self._written = False
         self._at = self._stop = 0  # the next step is of these of the outline's
         self._values: Mapping[int, Any] = {}
@@ -225,7 +225,7 @@ class Execution:
 
     # ---- Calls of kernels ----
 
-    def _calls(self, at: int, stop: int, alone: Set[int]) -> list[Call | Ready]:
+    def _calls(self, at: int, stop: int, alone: Set[int]) -> list[KernelCall | Ready]:
         """Some applications, in batches where that is possible; it is decided where each of them writes."""
         calls = list(self._cut(at, stop, alone))
         if not self._reserve(calls, alone):
@@ -233,15 +233,15 @@ class Execution:
             self._reserve(calls, alone)
         return calls
 
-    def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[Call | Ready]:
+    def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[KernelCall | Ready]:
         while at < stop:
             batch = self._batches.get(at)
             ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, alone) if batch else None
-            call = ready or Call(at, self._outline.applications[at], self._kernels, self.contributions.parts)
+            call = ready or KernelCall(at, self._outline.applications[at], self._kernels, self.contributions.parts)
             yield call
             at = call.numbers.stop
 
-    def _reserve(self, calls: Sequence[Call | Ready], alone: Set[int]) -> bool:
+    def _reserve(self, calls: Sequence[KernelCall | Ready], alone: Set[int]) -> bool:
         """Has all kernels decide where they write: in place after the last thing that may fail.
 
         Returns:
@@ -249,13 +249,13 @@ class Execution:
         """
         risky = at = 0
         for call in () if self._progressive else calls:
-            if isinstance(call, Call):
+            if isinstance(call, KernelCall):
                 risky = max([risky, *(n for n, stage in enumerate(call.stages, at) if stage.may_fail)])
                 risky = at + call.width if call.copies else risky
             at += call.width
         at, fresh = 0, set[int]()
         for call in calls:
-            if isinstance(call, Call):
+            if isinstance(call, KernelCall):
                 call.reserve(risky - at, alone, fresh)
                 fresh |= call.assigned
             elif at < risky:
@@ -263,7 +263,7 @@ class Execution:
             at += call.width
         return True
 
-    def _run(self, call: Call | Ready) -> None:
+    def _run(self, call: KernelCall | Ready) -> None:
         """Runs a call; takes in what it assigned."""
         applications = self._applications(call.numbers.start, call.numbers.stop)
         suspects: Set[int]

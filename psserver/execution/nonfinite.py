@@ -77,7 +77,7 @@ def finite_flag(array: Any, xp: Any) -> Any:
     return xp.all((array.view(xp.uint16) & _NO_SIGN) < exponent)
 
 
-class Found:
+class NonfiniteValues:
     """What one round finds of such values. Used by one thread at a time.
 
     Args:
@@ -164,7 +164,7 @@ class NonfiniteVariables:
         """Variables have a checkpoint's values: what is wrong with these is told anew."""
         self.ids.difference_update(ids)
 
-    def over(self, job: ReadyRound, found: Found) -> tuple[str, ...]:
+    def over(self, job: ReadyRound, found: NonfiniteValues) -> tuple[str, ...]:
         """A round has changed its variables.
 
         Returns:
@@ -189,7 +189,7 @@ class NonfiniteVariables:
             log.warning("%s", line)
         return tuple(lines)
 
-    def _line(self, application: Application, senders: Sequence[Task], found: Found) -> str:
+    def _line(self, application: Application, senders: Sequence[Task], found: NonfiniteValues) -> str:
         """What an application has done, if that is news."""
         fresh = [id for id in application.assigned if found.variables.get(id) is False and id not in self.ids]
         if not fresh:

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from psserver.plans.outline import Application
-from psserver.programs.kernels.codegen import Sum
+from psserver.programs.kernels.codegen import SumTerm
 from psserver.programs.kernels.kernels import Kernels, Stage
 from pswire.model.plan import Plan
 
@@ -20,7 +20,7 @@ MAX_PARTS = 8
 """Contributions that a kernel sums; of more, one value is made first."""
 
 
-class Batch:
+class KernelBatch:
     """Successive applications of one kernel.
 
     Args:
@@ -56,7 +56,7 @@ class Batch:
 
 def batches(
     plan: Plan, applications: Sequence[Application], kernels: Kernels, count: int
-) -> tuple[Mapping[int, Batch], bool]:
+) -> tuple[Mapping[int, KernelBatch], bool]:
     """Finds the batches of a plan.
 
     Args:
@@ -68,15 +68,15 @@ def batches(
         The batches, each under the numbers of all its applications; and whether later rounds have the same, since all
         kernels are there.
     """
-    sums = [{number: Sum(plan.reductions[index].op, count) for number, index in a.alone} for a in applications]
+    sums = [{number: SumTerm(plan.reductions[index].op, count) for number, index in a.alone} for a in applications]
     found = list(_batches(applications, sums, kernels))
     settled = all(kernels.settled(a.program, each) for a, each in zip(applications, sums, strict=True) if a.distinct)
     return {number: each for each in found for number in range(each.first, each.stop)}, settled
 
 
 def _batches(
-    applications: Sequence[Application], sums: Sequence[Mapping[int, Sum]], kernels: Kernels
-) -> Iterator[Batch]:
+    applications: Sequence[Application], sums: Sequence[Mapping[int, SumTerm]], kernels: Kernels
+) -> Iterator[KernelBatch]:
     run = _Successive()
     for number, application in enumerate(applications):
         stage = _stage(application, kernels, sums[number])
@@ -88,7 +88,7 @@ def _batches(
     yield from run.batches(len(applications))
 
 
-def _stage(application: Application, kernels: Kernels, sums: Mapping[int, Sum]) -> Stage | None:
+def _stage(application: Application, kernels: Kernels, sums: Mapping[int, SumTerm]) -> Stage | None:
     """The stage of an application that is one call of a kernel which writes variables in place, and nothing else."""
     if not application.distinct or not application.reduced or application.program.outputs:
         return None
@@ -122,7 +122,7 @@ class _Successive:
         self.written.update(application.assigned)
         self.read.update(id for id, *_ in application.variables)
 
-    def batches(self, stop: int) -> list[Batch]:
+    def batches(self, stop: int) -> list[KernelBatch]:
         """The batch that they are, if there are several; `stop` is the number of the one that is not among them."""
         count = len(self.applications)
-        return [Batch(stop - count, self.applications, self.stages)] if count > 1 else []
+        return [KernelBatch(stop - count, self.applications, self.stages)] if count > 1 else []

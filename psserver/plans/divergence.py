@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from pswire.model.plan import Apply, Plan, Reduction, Variable, describe_ref
+from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, describe_ref
 from pswire.model.program import Node, Program
 
 LONG = 400
@@ -21,9 +21,9 @@ class PlanText(str):
     """
 
     _plan: Plan
-    _variables: Mapping[int, Variable]
+    _variables: Mapping[int, PlacedVariable]
 
-    def __new__(cls, plan: Plan, variables: Mapping[int, Variable]) -> PlanText:
+    def __new__(cls, plan: Plan, variables: Mapping[int, PlacedVariable]) -> PlanText:
         words = plan.describe(variables)
         made = super().__new__(cls, words if len(words) <= LONG else f"{words[:LONG]} ...")
         made._plan, made._variables = plan, variables
@@ -57,7 +57,7 @@ def _reduction(index: int, reduction: Reduction) -> str:
     return f"reduction {index} is {reduction.op} {reduction.tensor}{about}{_places(reduction.servers)}"
 
 
-def _update(index: int, apply: Apply, program: Program, variables: Mapping[int, Variable]) -> Iterator[str]:
+def _update(index: int, apply: Apply, program: Program, variables: Mapping[int, PlacedVariable]) -> Iterator[str]:
     """One application: what it takes, each op, what it assigns and gives back."""
     written = [describe_ref(apply.args[target], variables) for target, _ in program.assigns]
     name = f"update {index}" + (f" of {' and '.join(written)}" if written else "") + _places(apply.servers)

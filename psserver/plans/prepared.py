@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from psserver.plans.batches import MAX_PARTS, Batch, batches
+from psserver.plans.batches import MAX_PARTS, KernelBatch, batches
 from psserver.plans.layout import ContributionLayout, lay_out
 from psserver.plans.memory import Need, plan_bytes
 from psserver.plans.outline import Outline, outline
@@ -39,7 +39,7 @@ class PreparedPlan:
         self.server = server
         self._needs = [Need.of(program) for program in plan.programs] if limited else None
         self._layouts: dict[tuple[bool, tuple[bool, ...]], ContributionLayout] = {}
-        self._batches: dict[tuple[Kernels, int], Mapping[int, Batch]] = {}
+        self._batches: dict[tuple[Kernels, int], Mapping[int, KernelBatch]] = {}
 
     @cached_property
     def nbytes(self) -> int:
@@ -76,7 +76,7 @@ class PreparedPlan:
             found = self._layouts[key] = lay_out(self.plan, self.server, self.outline.needs, said)
         return found
 
-    def batches(self, kernels: Kernels, count: int) -> Mapping[int, Batch]:
+    def batches(self, kernels: Kernels, count: int) -> Mapping[int, KernelBatch]:
         """Its batches, each under the numbers of all its applications; known once all kernels are there.
 
         Args:

@@ -16,7 +16,7 @@ ROUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Upper bounds for how many rounds others make in the meantime."""
 
 
-class Counters:
+class ServerCounters:
     """Counters of one server. Guarded by the core's lock, but for what one thread alone counts: that of arrays what is
     `answering`, that of files what is written and read.
 

@@ -46,7 +46,7 @@ ENDED = {
 
 
 @dataclass
-class _Session:
+class _SessionRecord:
     member: Member
     drives: bool
     seen: float
@@ -97,7 +97,7 @@ class Membership:
         self._registry = registry
         self._epoch = epoch
         self._last = first
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, _SessionRecord] = {}
 
     def open(
         self,
@@ -142,7 +142,7 @@ class Membership:
         self._last += 1
         token = self._draw(term) if drives else 0
         self._registry.enter(self._last, task)
-        self._sessions[self._last] = _Session(Member(task, self._last, replicas, mode), drives, now, key, token)
+        self._sessions[self._last] = _SessionRecord(Member(task, self._last, replicas, mode), drives, now, key, token)
         self.version += 1
         return self._last, token
 
@@ -171,7 +171,7 @@ class Membership:
             "it once its processes have ended, run psctl job end"
         )
 
-    def _check_gone(self, rival: _Session, task: Task, now: float) -> None:
+    def _check_gone(self, rival: _SessionRecord, task: Task, now: float) -> None:
         """Raises `TaskTaken` while the process of a session may be alive."""
         silent = now - (rival.seen if rival.parted is None else rival.parted)
         if now - rival.seen > self.lease or (rival.parted is not None and silent >= self._beat):
@@ -252,7 +252,9 @@ class Membership:
             if other.waits[0] == waits[0] and other.waits[1] != waits[1]:
                 self._tell_apart(other, session, waits[0], describe)
 
-    def _tell_apart(self, one: _Session, other: _Session, round: int, describe: Callable[[bytes], str]) -> None:
+    def _tell_apart(
+        self, one: _SessionRecord, other: _SessionRecord, round: int, describe: Callable[[bytes], str]
+    ) -> None:
         """Two sessions make different sections in one round."""
         newcomers = [session for session in (one, other) if session.joined == round]
         positions = [(session.member.task, describe(session.waits[1])) for session in (one, other)]
@@ -362,13 +364,13 @@ class Membership:
             if drivers or not s.drives
         )
 
-    def _open_or_driving(self) -> list[_Session]:
+    def _open_or_driving(self) -> list[_SessionRecord]:
         return [s for s in self._sessions.values() if s.state == "open"]
 
-    def _open(self) -> list[_Session]:
+    def _open(self) -> list[_SessionRecord]:
         return [s for s in self._sessions.values() if s.state == "open" and not s.drives]
 
-    def _end(self, session: _Session, state: str) -> None:
+    def _end(self, session: _SessionRecord, state: str) -> None:
         if session.state == "open":
             session.state = state
             session.waits = (-1, b"")

@@ -16,7 +16,7 @@ from psserver.devices import Device
 from psserver.sizes import human
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
-from pswire.model.plan import Variable
+from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import Array
 
 
@@ -36,7 +36,7 @@ class Store:
         self.server = server
         self.device = device
         self.memory_limit = memory_limit
-        self.variables: dict[int, Variable] = {}
+        self.variables: dict[int, PlacedVariable] = {}
         self._values: dict[int, Array] = {}
         self.nbytes = 0
         self.lent: frozenset[int] = frozenset()
@@ -48,7 +48,7 @@ class Store:
         self.nbytes = 0
         self.lent = frozenset()
 
-    def declare(self, variable: Variable) -> None:
+    def declare(self, variable: PlacedVariable) -> None:
         """Makes a variable known; reserves its memory if it lives here. Declaring it again changes nothing.
 
         Raises:

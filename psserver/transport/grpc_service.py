@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 
 from psserver.transport.access import Access
 from psserver.transport.grpc_answers import Bell, Frames, Growing
-from psserver.transport.lane_server import Lanes
+from psserver.transport.lane_server import LaneServer
 from psserver.transport.process import process_status
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
@@ -154,7 +154,7 @@ class Service(grpc.GenericRpcHandler):
         access: checks every call.
     """
 
-    def __init__(self, core: ParameterServer, task: Task, incarnation: int, lanes: Lanes, access: Access) -> None:
+    def __init__(self, core: ParameterServer, task: Task, incarnation: int, lanes: LaneServer, access: Access) -> None:
         self._core = core
         self._lanes = lanes
         self._access = access

@@ -47,7 +47,7 @@ SILENCE_SECONDS = 30.0
 """How long a client's host may not acknowledge anything."""
 
 
-class Lanes:
+class LaneServer:
     """Listens for the lanes of all sessions. All methods belong to the event loop.
 
     Args:

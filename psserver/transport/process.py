@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from psserver.transport.lane_server import Lanes
+from psserver.transport.lane_server import LaneServer
 from pswire.model.status import ProcessStatus
 from pswire.versions import versions
 
@@ -17,7 +17,7 @@ STATM = Path("/proc/self/statm")
 """Where Linux tells a process how much memory it has, in pages."""
 
 
-def process_status(lanes: Lanes) -> ProcessStatus:
+def process_status(lanes: LaneServer) -> ProcessStatus:
     """What there is to tell now. On the event loop, to which the lanes belong."""
     used = {c.session: c.lane for c in lanes.connections if c.session is not None}
     moved = {f"{name} received": each.received for name, each in lanes.traffic.items()}

@@ -19,7 +19,7 @@ from psserver.registry import Registry
 from psserver.transport.access import Access
 from psserver.transport.grpc_service import Service
 from psserver.transport.health import Health
-from psserver.transport.lane_server import Lanes
+from psserver.transport.lane_server import LaneServer
 from pswire.api import ParameterServer
 from pswire.cluster import join_address
 from pswire.errors import ConfigError
@@ -62,7 +62,7 @@ class Server:
         self._config = config
         self._health = Health(well)
         access = Access(config.task, config.security, core.registry)
-        self._lanes = Lanes(core, config, access)
+        self._lanes = LaneServer(core, config, access)
         self._service = Service(core, config.task, core.status().incarnation, self._lanes, access)
         self._server: grpc.aio.Server | None = None
 

@@ -22,7 +22,7 @@ from pswire.checkpoint.manifest import (
     number,
     rank,
 )
-from pswire.checkpoint.safetensors_stream import Entry, read_saved, told, verify_saved
+from pswire.checkpoint.safetensors_stream import TensorEntry, read_saved, told, verify_saved
 from pswire.checkpoint.storage import Storage, below, storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, VariableMismatch
 from pswire.model.tensor import DTYPES, Array, TensorSpec
@@ -46,7 +46,7 @@ class SavedCheckpoint:
     path: str
     manifest: Manifest
     text: str
-    _headers: dict[str, dict[str, Entry]] = field(default_factory=dict, compare=False, repr=False)
+    _headers: dict[str, dict[str, TensorEntry]] = field(default_factory=dict, compare=False, repr=False)
 
     def __contains__(self, name: str) -> bool:
         return name in self.manifest.tensors
@@ -182,7 +182,7 @@ class SavedCheckpoint:
         if expected not in (None, size):
             raise Malformed(f"it has {size} bytes, and had {expected} when it was saved")
 
-    def _header(self, name: str, path: str, file: IO[bytes]) -> dict[str, Entry]:
+    def _header(self, name: str, path: str, file: IO[bytes]) -> dict[str, TensorEntry]:
         if name not in self._headers:
             # An entry of a manifest takes more bytes than one of a header, but for names that it has twice.
             self._headers[name] = safetensors_stream.read_header(file, self.place.size(path), 2 * len(self.text) + 4096)
@@ -284,7 +284,7 @@ def listed(damaged: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """The checkpoints in a directory, by their names.
 
     Attributes:
@@ -302,7 +302,7 @@ class Found:
     named: str | None
 
     @classmethod
-    def within(cls, place: Storage, directory: str = ".") -> Found:
+    def within(cls, place: Storage, directory: str = ".") -> FoundCheckpoint:
         """Looks into a directory; raises `CheckpointError` where it cannot be read."""
         with told(place.full(directory)):
             named = named_latest(place, directory)
@@ -349,9 +349,9 @@ def newest(place: Storage, directory: str = ".") -> str:
     return str(PurePosixPath(directory) / str(_some(place, directory).latest))
 
 
-def _some(place: Storage, directory: str) -> Found:
+def _some(place: Storage, directory: str) -> FoundCheckpoint:
     """What is in a directory, which has at least one complete checkpoint; raises as `newest`."""
-    found = Found.within(place, directory)
+    found = FoundCheckpoint.within(place, directory)
     hidden = [name for name in found.torn if name == found.named]
     if found.named is None or found.named not in (*found.whole, *found.torn):
         last = rank(found.latest or "")

@@ -52,7 +52,7 @@ PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file.
 
     Attributes:
@@ -98,7 +98,7 @@ def append(file: IO[bytes], array: Array) -> str:
     return f"xxh3:{digest.hexdigest()}"
 
 
-def read_header(file: IO[bytes], size: int, limit: int = MAX_HEADER) -> dict[str, Entry]:
+def read_header(file: IO[bytes], size: int, limit: int = MAX_HEADER) -> dict[str, TensorEntry]:
     """What a file has.
 
     Args:
@@ -123,7 +123,7 @@ def read_header(file: IO[bytes], size: int, limit: int = MAX_HEADER) -> dict[str
     return found
 
 
-def _entry(name: str, data: Any, parted: Mapping[str, Any], base: int) -> Entry:
+def _entry(name: str, data: Any, parted: Mapping[str, Any], base: int) -> TensorEntry:
     entry = strict_json.fields(data)
     kind = strict_json.text(strict_json.field(entry, "dtype"))
     if kind not in _DTYPES:
@@ -136,10 +136,10 @@ def _entry(name: str, data: Any, parted: Mapping[str, Any], base: int) -> Entry:
     bounds = [strict_json.integer(one) for one in strict_json.items(strict_json.field(entry, "data_offsets"))]
     if len(bounds) != 2 or bounds[1] - bounds[0] != spec.nbytes:
         raise Malformed(f"{name!r} has the bytes {bounds[:3]}, and not the {spec.nbytes} of {spec}")
-    return Entry(spec, base + bounds[0])
+    return TensorEntry(spec, base + bounds[0])
 
 
-def read(file: IO[bytes], entry: Entry) -> tuple[Array, str]:
+def read(file: IO[bytes], entry: TensorEntry) -> tuple[Array, str]:
     """A tensor, in memory of its own, and the checksum of its bytes; `Malformed` where the file is cut short."""
     array: Array = np.empty(entry.spec.shape, DTYPES[entry.spec.dtype])
     digest, data = xxhash.xxh3_128(), as_bytes(array)
@@ -151,7 +151,7 @@ def read(file: IO[bytes], entry: Entry) -> tuple[Array, str]:
     return array, f"xxh3:{digest.hexdigest()}"
 
 
-def _checksum(file: IO[bytes], entry: Entry) -> str:
+def _checksum(file: IO[bytes], entry: TensorEntry) -> str:
     """The checksum of a tensor's bytes, which are not kept; `Malformed` where the file is cut short."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(PIECE, entry.spec.nbytes)))
     file.seek(entry.offset)
@@ -176,7 +176,7 @@ def _fill(file: Any, data: memoryview) -> None:
         data = data[count:]
 
 
-def read_saved(file: IO[bytes], entries: Mapping[str, Entry], name: str, saved: Saved) -> Array:
+def read_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> Array:
     """A tensor of a checkpoint, in memory of its own.
 
     Args:
@@ -193,12 +193,12 @@ def read_saved(file: IO[bytes], entries: Mapping[str, Entry], name: str, saved: 
     return array
 
 
-def verify_saved(file: IO[bytes], entries: Mapping[str, Entry], name: str, saved: Saved) -> None:
+def verify_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> None:
     """As `read_saved`, in little memory: raises `Malformed` unless the tensor is as it was saved."""
     _compare(name, saved, _checksum(file, _found(entries, name, saved)))
 
 
-def _found(entries: Mapping[str, Entry], name: str, saved: Saved) -> Entry:
+def _found(entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> TensorEntry:
     if name not in entries:
         raise Malformed(f"it does not have {name!r}, which the manifest names")
     if entries[name].spec != saved.spec:

@@ -54,7 +54,7 @@ class Words(dict[Any, W]):
 
 
 @dataclass(frozen=True)
-class Pair(Generic[V, M]):
+class Codec(Generic[V, M]):
     """A kind of value, and the message that it travels as.
 
     Attributes:
@@ -77,7 +77,7 @@ class Mapper:
     """
 
     def __init__(self) -> None:
-        self.pairs: dict[Any, Pair[Any, Any]] = {}
+        self.pairs: dict[Any, Codec[Any, Any]] = {}
         self.enums: dict[Any, Words[Any]] = {}
 
     def words(self, words: Any, enum: Any, unknown: str) -> Words[Any]:
@@ -100,7 +100,7 @@ class Mapper:
         constants: Mapping[str, object] | None = None,
         admit: Callable[[M], object] | None = None,
         check: Callable[[V], V] | None = None,
-    ) -> Pair[V, M]:
+    ) -> Codec[V, M]:
         """Adds a class whose fields are those of its message.
 
         Args:
@@ -138,9 +138,9 @@ class Mapper:
                 found.append(read(getattr(m, name)) if there else None)
             return value(*found) if check is None else check(value(*found))
 
-        return self.add(value, Pair(message, to_pb, from_pb))
+        return self.add(value, Codec(message, to_pb, from_pb))
 
-    def choice(self, values: Any, message: type[M], missing: str) -> Pair[Any, M]:
+    def choice(self, values: Any, message: type[M], missing: str) -> Codec[Any, M]:
         """Adds a union of classes, each of which is a choice of the message's oneof by its name.
 
         Args:
@@ -165,9 +165,9 @@ class Mapper:
                 raise InvalidRequest(missing)
             return readers[chosen](getattr(received, chosen))
 
-        return self.add(values, Pair(message, to_pb, from_pb))
+        return self.add(values, Codec(message, to_pb, from_pb))
 
-    def add(self, value: Any, pair: Pair[V, M]) -> Pair[V, M]:
+    def add(self, value: Any, pair: Codec[V, M]) -> Codec[V, M]:
         """Adds a pair, for values of a type.
 
         Raises:
@@ -178,16 +178,16 @@ class Mapper:
         self.pairs[value] = pair
         return pair
 
-    def _inner(self, value: Any, message: Any) -> Pair[Any, Any]:
+    def _inner(self, value: Any, message: Any) -> Codec[Any, Any]:
         """The pair of a choice; if its message is that of its only field, the class is put around that."""
         hints = get_type_hints(value)
         within = self.pairs.get(next(iter(hints.values()), None))
         if within and within.message.DESCRIPTOR is message:
             (name,), write, read = hints, within.to_pb, within.from_pb
-            return Pair(within.message, lambda v: write(getattr(v, name)), lambda m: value(read(m)))
+            return Codec(within.message, lambda v: write(getattr(v, name)), lambda m: value(read(m)))
         return self._known(value, message)
 
-    def _known(self, value: Any, message: Any) -> Pair[Any, Any]:
+    def _known(self, value: Any, message: Any) -> Codec[Any, Any]:
         """The pair of a class; added where it is not there yet, by its fields alone."""
         return self.pairs.get(value) or self.pair(value, GetMessageClass(message))
 

@@ -19,11 +19,11 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import JOBS, Task
-from pswire.encoding.mapper import Mapper, Pair, Words
+from pswire.encoding.mapper import Codec, Mapper, Words
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
-from pswire.model.plan import Plan, ReduceOp, RefKind, Turn, Variable, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, ReduceOp, RefKind, Turn, VariableSpec
 from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
 from pswire.model.status import ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
@@ -107,19 +107,19 @@ MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
 
 TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
 SPEC = MAPPER.pair(VariableSpec, pb.VariableSpec, check=VariableSpec.check)
-VARIABLE = MAPPER.pair(Variable, pb.Variable)
+VARIABLE = MAPPER.pair(PlacedVariable, pb.Variable)
 
-TASK = MAPPER.add(Task, Pair(pb.Task, _task_to_pb, _task_from_pb))
+TASK = MAPPER.add(Task, Codec(pb.Task, _task_to_pb, _task_from_pb))
 POSITION = MAPPER.pair(Position, pb.Position)
 START = MAPPER.pair(Start, pb.Start)
 MEMBER = MAPPER.pair(Member, pb.Member)
 EPOCH = MAPPER.pair(Epoch, pb.Epoch, names={"join_point": "entry"})
 
-MAPPER.add(tuple[str, Attr], Pair(pb.Attr, _attr_to_pb, _attr_from_pb))
+MAPPER.add(tuple[str, Attr], Codec(pb.Attr, _attr_to_pb, _attr_from_pb))
 PROGRAM = MAPPER.pair(Program, pb.Program, constants={"version": PROGRAM_VERSION}, admit=_admit_program)
 TURN = MAPPER.pair(Turn, pb.Turn)
 PLAN = MAPPER.pair(Plan, pb.Plan, admit=_admit_plan)
-ENTRY: Pair[LogEntry, pb.Entry] = MAPPER.choice(
+ENTRY: Codec[LogEntry, pb.Entry] = MAPPER.choice(
     LogEntry, pb.Entry, "an entry of the log is empty, or of a newer version"
 )
 

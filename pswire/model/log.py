@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pswire.cluster import Task
-from pswire.model.plan import Plan, Variable
+from pswire.model.plan import PlacedVariable, Plan
 
 Mode = Literal["sync", "async"]
 """How the updates of different workers relate: rounds that all make together, or rounds of each worker alone."""
@@ -108,7 +108,7 @@ class JobStarted:
 class Created:
     """A variable exists."""
 
-    variable: Variable
+    variable: PlacedVariable
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class VariableSpec:
 
 
 @dataclass(frozen=True)
-class Variable:
+class PlacedVariable:
     """A variable as the cluster knows it.
 
     Attributes:
@@ -262,7 +262,7 @@ class Plan:
             (apply.servers, spec) for apply in self.applies for spec in self.programs[apply.program].output_specs
         )
 
-    def describe(self, variables: Mapping[int, Variable]) -> str:
+    def describe(self, variables: Mapping[int, PlacedVariable]) -> str:
         """The section in words, for messages: `reduce sum float32[3] for 'w'; update variable 'w'`.
 
         Args:
@@ -283,7 +283,7 @@ class Plan:
         for program in self.programs:
             program.specs  # noqa: B018
 
-    def verify(self, variables: Mapping[int, Variable], servers: int) -> Plan:
+    def verify(self, variables: Mapping[int, PlacedVariable], servers: int) -> Plan:
         """Checks everything that can be known before a round.
 
         Args:
@@ -340,7 +340,9 @@ class Plan:
             self._locate(ref, variables, results)
         return self
 
-    def _locate(self, ref: Ref, variables: Mapping[int, Variable], results: int) -> tuple[tuple[int, ...], TensorSpec]:
+    def _locate(
+        self, ref: Ref, variables: Mapping[int, PlacedVariable], results: int
+    ) -> tuple[tuple[int, ...], TensorSpec]:
         """Servers and spec of a value; `results` counts the results that are there already."""
         if ref.kind == "variable" and ref.index in variables:
             variable = variables[ref.index]
@@ -359,7 +361,7 @@ def are_some_of(servers: tuple[int, ...], count: int) -> bool:
     return 0 < len(servers) <= count and len(set(servers)) == len(servers) and all(0 <= s < count for s in servers)
 
 
-def describe_ref(ref: Ref, variables: Mapping[int, Variable]) -> str:
+def describe_ref(ref: Ref, variables: Mapping[int, PlacedVariable]) -> str:
     """A value in words, for messages."""
     if ref.kind == "variable" and ref.index in variables:
         return f"variable {variables[ref.index].spec.name!r}"

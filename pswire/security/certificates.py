@@ -20,14 +20,14 @@ NEW = "psctl certs OUT --renew makes new ones"
 log = logging.getLogger("pswire")
 
 
-class Pair(NamedTuple):
+class PemFile(NamedTuple):
     """A file: its path, and what is in it."""
 
     path: str
     data: bytes
 
 
-def check(certificate: Pair, key: Pair, ca: Pair, name: str) -> float:
+def check(certificate: PemFile, key: PemFile, ca: PemFile, name: str) -> float:
     """Whether a process may show a certificate; see `SecurityOptions.read`. Warns where it soon may not.
 
     Args:
@@ -57,7 +57,7 @@ def check(certificate: Pair, key: Pair, ca: Pair, name: str) -> float:
     return last.timestamp()
 
 
-def load(file: Pair) -> list[x509.Certificate]:
+def load(file: PemFile) -> list[x509.Certificate]:
     """The certificates of a PEM file, at least one; raises `ConfigError` where there is none."""
     try:
         return x509.load_pem_x509_certificates(file.data)
@@ -90,7 +90,7 @@ def _warn(path: str, last: str) -> None:
     log.warning("%s is good until %s UTC, and no longer; %s", path, last, NEW)
 
 
-def _check_key(certificate: Pair, first: x509.Certificate, key: Pair) -> None:
+def _check_key(certificate: PemFile, first: x509.Certificate, key: PemFile) -> None:
     try:
         public = load_pem_private_key(key.data, None).public_key()
     except (ValueError, TypeError, UnsupportedAlgorithm):

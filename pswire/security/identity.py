@@ -141,9 +141,9 @@ class SecurityOptions:
         files = {field: _file(path, name) for field, path in paths.items()}
         certificate, key, ca = (_read(flag_name(field), path) for field, path in files.items())
         # Only where there is TLS: to load it takes a while.
-        from pswire.security.certificates import Pair, check
+        from pswire.security.certificates import PemFile, check
 
-        pairs = Pair(files["tls_cert"], certificate), Pair(files["tls_key"], key), Pair(files["tls_ca"], ca)
+        pairs = PemFile(files["tls_cert"], certificate), PemFile(files["tls_key"], key), PemFile(files["tls_ca"], ca)
         return certificate, key, ca, check(*pairs, name)
 
     def _token(self, name: str) -> str:

@@ -76,7 +76,7 @@ Reading = tuple[Sequence[Row[Any]], Any]
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessReadings:
     """What every process tells of itself.
 
     Attributes:
@@ -88,7 +88,7 @@ class Process:
     expiry: float
 
 
-PROCESS: tuple[Row[Process], ...] = (
+PROCESS: tuple[Row[ProcessReadings], ...] = (
     Row(
         "paramserver_build_info",
         "gauge",

@@ -92,7 +92,7 @@ class Segment:
 
 
 @dataclass
-class _Entry:
+class _Extent:
     """Data in a ring.
 
     Attributes:
@@ -119,7 +119,7 @@ class SharedArena:
         self.size = len(memory)
         self._bytes = np.frombuffer(memory, np.uint8)
         self._lock = threading.Lock()
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Extent] = {}
         self._places: dict[Hashable, int] = {}
 
     def put(self, buffers: Sequence[memoryview], size: int, key: Hashable = None) -> int | None:
@@ -145,7 +145,7 @@ class SharedArena:
             for buffer in buffers:
                 np.copyto(self._bytes[at : at + len(buffer)], np.frombuffer(buffer, np.uint8))
                 at += len(buffer)
-            self._entries[place] = _Entry(size, 1, key)
+            self._entries[place] = _Extent(size, 1, key)
             if key is not None:
                 self._places[key] = place
             return place

@@ -10,7 +10,7 @@ import pytest
 from psserver.core.waiting import Read, Watch
 from pswire.errors import Diverged, Fenced, InvalidRequest, LocalityError, MemoryLimit, ProgramError, ServerLost
 from pswire.model.log import Approved, Created, Done, Epoch, EpochClosed, Position, Snapshotted, Start, Started
-from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, Variable, VariableSpec
+from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from tests.support.rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
@@ -344,5 +344,5 @@ def test_creations_are_in_the_log(job, worker):
     variable = job.variable(worker, np.zeros(2), (1,))
     job.append(Approved(reduce_only(NUMBER)))
     assert isinstance(log(job, 1)[-2], Created)
-    assert log(job, 1)[-2].variable == variable == Variable(0, VariableSpec("v0", PAIR), (1,))
+    assert log(job, 1)[-2].variable == variable == PlacedVariable(0, VariableSpec("v0", PAIR), (1,))
     assert [server.status().variables for server in job.verbs] == [1, 1]

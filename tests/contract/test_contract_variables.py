@@ -9,7 +9,7 @@ import pytest
 from psserver.core.waiting import Read
 from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, ServerLost, VariableMismatch
 from pswire.limits import PART_BYTES
-from pswire.model.plan import Variable, VariableSpec
+from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.transport.payload import Payload
 from tests.support.rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
@@ -80,7 +80,7 @@ def test_the_log_says_which_variable_a_number_is(job, worker):
     job.approve(reduce_only(NUMBER), worker)
     assert not job.verbs[1].create(worker.session, 0, named.id, spec, (1,), None).initialized
     job.verbs[1].create(worker.session, 0, named.id, spec, (1,), Payload.pack([np.array(3)]))
-    assert int(job.value(worker, Variable(named.id, spec, (1,)))) == 3
+    assert int(job.value(worker, PlacedVariable(named.id, spec, (1,)))) == 3
     assert (job.verbs[1].status().variables, job.verbs[1].status().nbytes) == (1, spec.tensor.nbytes)
     with pytest.raises(VariableMismatch):
         job.verbs[1].create(stranger, 0, 0, other, (1,), None)

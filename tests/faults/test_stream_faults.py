@@ -295,7 +295,7 @@ def test_a_server_that_is_stopped_tells_everyone(cluster):
 
 def test_a_round_that_fails_halfway_reaches_everyone(cluster, monkeypatch):
     """As `ServerLost`, in the middle of their answers."""
-    run, made = calls.Call.run, []
+    run, made = calls.KernelCall.run, []
 
     def short(*args):
         made.append(1)
@@ -303,7 +303,7 @@ def test_a_round_that_fails_halfway_reaches_everyone(cluster, monkeypatch):
             raise MemoryError("no more")
         return run(*args)
 
-    monkeypatch.setattr(calls.Call, "run", short)
+    monkeypatch.setattr(calls.KernelCall, "run", short)
     wire, sent = cluster.wire(), cluster.frames(10)
     wire.send(sent[0])
     assert wire.read().data is not None

@@ -13,13 +13,13 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_lat
 import psclient as ps
 from psclient._src.config import LaunchConfig, metrics_from
 from psclient._src.rounds import counters
-from psclient._src.rounds.counters import Counters
+from psclient._src.rounds.counters import RoundCounters
 from psclient._src.telemetry import OF_CHIEFS, OF_WORKERS, Exporter
 from pstesting.script import add
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.security.identity import Security
-from pswire.telemetry.metrics import PROCESS, Process
+from pswire.telemetry.metrics import PROCESS, ProcessReadings
 from pswire.telemetry.prometheus import Metrics
 from tests.support.scraped import Page, documented, mistakes
 
@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 def test_time_is_computing_waiting_or_reading(clock):
     """None of it is two of these; before the first round nothing is computed for one."""
-    one = Counters()
+    one = RoundCounters()
     clock[0] += 5.0
     with one:
         clock[0] += 1.0
@@ -50,7 +50,7 @@ def test_time_is_computing_waiting_or_reading(clock):
 
 def test_reads_of_several_threads_are_not_more_than_the_time(clock):
     """Replicas read at the same time."""
-    one = Counters()
+    one = RoundCounters()
     with one:
         pass
     clock[0] += 1.0
@@ -63,7 +63,7 @@ def test_reads_of_several_threads_are_not_more_than_the_time(clock):
 
 def test_a_round_that_fails_is_counted_as_such(clock):
     """Whatever ended it."""
-    one = Counters()
+    one = RoundCounters()
     with pytest.raises(KeyboardInterrupt), one:
         raise KeyboardInterrupt
     assert one.rounds == {"completed": 0, "failed": 1}
@@ -134,7 +134,7 @@ def test_a_cluster_takes_its_port_from_the_environment(monkeypatch):
 def test_a_page_without_sources_has_the_process_alone(expiry):
     """Before it has a session there is nothing else to tell; only certificates have an end."""
     registry = CollectorRegistry()
-    registry.register(Metrics(lambda: [(PROCESS, Process(WORKER, expiry))]))
+    registry.register(Metrics(lambda: [(PROCESS, ProcessReadings(WORKER, expiry))]))
     build, end = Page(generate_latest(registry).decode()).ours
     assert build.samples[0].labels["task"] == "/job:worker/task:0"
     assert [sample.value for sample in end.samples] == ([expiry] if expiry else [])

@@ -26,7 +26,7 @@ import pytest
 
 from psclient._src.transport.remote_server import RemoteServer
 from psserver.config import ServerConfig
-from psserver.transport.lane_server import Lanes
+from psserver.transport.lane_server import LaneServer
 from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
 from pswire.api import Contribution, RoundReply
@@ -81,7 +81,7 @@ class Site:
         workers: int = 2,
         elements: int = SIZE,
         variables: int = 3,
-        between: Callable[[Lanes], object] = lambda lanes: None,
+        between: Callable[[LaneServer], object] = lambda lanes: None,
         shown: tuple[Security, Security] = (Security(), Security()),
         lease: float = lease,
         **more: Any,
@@ -92,7 +92,7 @@ class Site:
         stack.callback(self.core.close)
         config = ServerConfig(self.core.task, security=shown[0], memory_limit=more.get("memory_limit", 0))
         self.thread = stack.enter_context(ServerThread(self.core, config, grace=0.0))
-        self.lanes: Lanes = self.thread._server._lanes
+        self.lanes: LaneServer = self.thread._server._lanes
         between(self.lanes)
         self.begin(stack, self.thread.address, lane, shown[1], workers, elements, variables)
 
@@ -199,7 +199,7 @@ class Hand:
         outbox: the file that it was given; the server writes there. -1 where it was given none.
     """
 
-    def __init__(self, lanes: Lanes, name: str, introduce: bool = True, nbytes: int = CLIENT_BYTES) -> None:
+    def __init__(self, lanes: LaneServer, name: str, introduce: bool = True, nbytes: int = CLIENT_BYTES) -> None:
         self.outbox = -1
         if name == "tcp":
             self.sock = socket.create_connection(("127.0.0.1", lanes.port), SOON)
@@ -245,7 +245,7 @@ class Hand:
         self.say(Kind.HELLO, header=pb.LaneHello(session=session, token=token, lease=lease).SerializeToString())
         return self
 
-    def welcomed(self, session: int, lanes: Lanes, lease: float = 0.0) -> Hand:
+    def welcomed(self, session: int, lanes: LaneServer, lease: float = 0.0) -> Hand:
         """Says who it is, and is believed."""
         assert self.hello(session, lanes.access.registry.lane_token(session), lease).hear().kind is Kind.WELCOME
         return self
@@ -325,7 +325,7 @@ class Proxy:
         count: connections that came.
     """
 
-    def __init__(self, stack: ExitStack, lanes: Lanes, name: str) -> None:
+    def __init__(self, stack: ExitStack, lanes: LaneServer, name: str) -> None:
         self.cuts: deque[Cut] = deque()
         self.count = 0
         self._lock = threading.Lock()  # guards the sockets, and their flows

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from psclient._src.tracing.recorder import Recording, trace
 from psserver.execution.execution import Execution
-from psserver.execution.nonfinite import Found
+from psserver.execution.nonfinite import NonfiniteValues
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs import interpreter
@@ -102,7 +102,7 @@ class Outcome:
     assigned: dict[int, Array]
     given: list[Array]
     wanted: dict[int, Array]
-    found: Found
+    found: NonfiniteValues
 
 
 def run(job: ReadyRound, kernels: Kernels, values: Mapping[int, Array], alone: Set[int] = frozenset()) -> Outcome:

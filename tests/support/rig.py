@@ -38,6 +38,7 @@ from pswire.model.log import (
 from pswire.model.plan import (
     Apply,
     Operand,
+    PlacedVariable,
     Plan,
     ReduceOp,
     Reduction,
@@ -45,7 +46,6 @@ from pswire.model.plan import (
     RestoreCommit,
     SnapshotOrder,
     Turn,
-    Variable,
     VariableSpec,
 )
 from pswire.model.program import Input, Node, Program
@@ -171,7 +171,7 @@ class Job:
         self.opened = self.open(CHIEF, 0, True)
         self.token = self.opened.token
         self.epoch = Epoch(0, ())
-        self.variables: list[Variable] = []
+        self.variables: list[PlacedVariable] = []
         entry = JobStarted(self.token, tuple(one.incarnation for one in self.servers.cores))
         for server in self.verbs:
             assert server.approve(self.token, 0, [entry]) == 1
@@ -236,12 +236,12 @@ class Job:
         servers: tuple[int, ...] = (0,),
         name: str = "",
         saved_as: str | None = None,
-    ) -> Variable:
+    ) -> PlacedVariable:
         """Creates a variable with its first value, as the next of the job."""
         spec = VariableSpec(name or f"v{len(self.variables)}", spec_of(np.asarray(value)), saved_as=saved_as)
         ordinal = len(self.variables)
         named = self.verbs[0].create(creator.session, ordinal, -1, spec, servers, None)
-        variable = Variable(named.id, spec, named.servers)
+        variable = PlacedVariable(named.id, spec, named.servers)
         for server in variable.servers:
             payload = Payload.pack([portable(value)])
             self.verbs[server].create(creator.session, ordinal, variable.id, spec, variable.servers, payload)
@@ -308,7 +308,7 @@ class Job:
         """The plan of the round that commits a restore."""
         return self.approve(Plan(restore=RestoreCommit(path, tuple(range(len(self.verbs))), turn)), worker)
 
-    def value(self, reader: Worker, variable: Variable, after: int = -1) -> Array:
+    def value(self, reader: Worker, variable: PlacedVariable, after: int = -1) -> Array:
         """Reads a variable."""
         server = self.verbs[variable.servers[0]]
         reply = server.pull(reader.session, [variable.id], after).result(SOON)
@@ -384,7 +384,7 @@ def together(*futures: Future[RoundReply]) -> list[RoundReply]:
     return [future.result(SOON) for future in futures]
 
 
-def given(reply: RoundReply, plan: Plan, server: int = 0, want: Sequence[Variable] = ()) -> list[Array]:
+def given(reply: RoundReply, plan: Plan, server: int = 0, want: Sequence[PlacedVariable] = ()) -> list[Array]:
     """The values in an answer: what the plan returns, then the wanted variables."""
     specs = [variable.spec.tensor for variable in want] + [spec for _, spec in plan.given(server)]
     tensors = reply.payload.tensors(specs)
@@ -405,7 +405,7 @@ def scaling(tensor: TensorSpec) -> Program:
     return Program(inputs, (Node("multiply", (1, 2)), Node("subtract", (0, 3))), ((0, 4),), (4,))
 
 
-def sum_into(*variables: Variable, op: ReduceOp = "sum", returned: bool = True) -> Plan:
+def sum_into(*variables: PlacedVariable, op: ReduceOp = "sum", returned: bool = True) -> Plan:
     """A plan that adds to each variable what is reduced for it, and returns what was reduced."""
     return Plan(
         reductions=tuple(Reduction(op, v.spec.tensor, v.servers, repr(v.spec.name)) for v in variables),
@@ -423,7 +423,7 @@ def reduce_only(tensor: TensorSpec, op: ReduceOp = "sum", server: int = 0, targe
     return Plan(reductions=(Reduction(op, tensor, (server,), target),), returned=(Ref("reduction", 0),))
 
 
-def sgd(variable: Variable) -> Plan:
+def sgd(variable: PlacedVariable) -> Plan:
     """A plan that subtracts a mean times a rate, the operand; returns the new value."""
     return Plan(
         reductions=(Reduction("mean", variable.spec.tensor, variable.servers),),

@@ -47,13 +47,13 @@ from pswire.model.log import (
 from pswire.model.plan import (
     Apply,
     Operand,
+    PlacedVariable,
     Plan,
     Reduction,
     Ref,
     RestoreCommit,
     SnapshotOrder,
     Turn,
-    Variable,
     VariableSpec,
 )
 from pswire.model.program import Input, Node, Program
@@ -81,8 +81,8 @@ START = Start(5, 1 << 33, POSITIONS)
 MEMBERS = (Member(WORKER, SESSION, 4, "sync"), Member(EVALUATOR, 9, 1, "async"))
 EPOCH = Epoch(6, MEMBERS, "dataset:1", START)
 PLAN_ID = bytes(range(32))
-VARIABLE = Variable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
-SCRATCH = Variable(151, VariableSpec("scratch", MATRIX, False, ""), (1,))
+VARIABLE = PlacedVariable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
+SCRATCH = PlacedVariable(151, VariableSpec("scratch", MATRIX, False, ""), (1,))
 
 PROGRAM = Program(
     inputs=(Input("variable", VECTOR), Input("value", MATRIX), Input("operand", SCALAR)),
@@ -121,7 +121,7 @@ ENTRIES: tuple[LogEntry, ...] = (
     JobStarted(77, (INCARNATION, 1), "the-job"),
     Created(VARIABLE),
     Created(SCRATCH),
-    Created(Variable(152, VariableSpec("own", SCALAR), (2,))),
+    Created(PlacedVariable(152, VariableSpec("own", SCALAR), (2,))),
     Approved(PLAN),
     EpochClosed(EPOCH),
     Started(START),

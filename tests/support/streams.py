@@ -10,7 +10,7 @@ import numpy as np
 
 from pswire.api import Contribution, RoundReply
 from pswire.limits import ALIGN
-from pswire.model.plan import Plan, Variable
+from pswire.model.plan import PlacedVariable, Plan
 from pswire.model.tensor import Array, align
 from pswire.transport.payload import Payload
 from tests.support.rig import Job, Worker, payload
@@ -93,7 +93,7 @@ def full(*values: float) -> list[Array]:
     return [np.full(SIZE, value) for value in values]
 
 
-def stored(job: Job, *variables: Variable) -> list[float]:
+def stored(job: Job, *variables: PlacedVariable) -> list[float]:
     """What a server has of variables at this moment, which no client can see; each must have one number throughout."""
     values = [job.servers.cores[0]._store.value(variable.id) for variable in variables]
     assert all((value == value[0]).all() or np.isnan(value).all() for value in values)

@@ -24,7 +24,7 @@ from pswire.telemetry.reminder import Reminder
 log = logging.getLogger("psclient.chief")
 
 
-class Checkpoints:
+class CheckpointCommitter:
     """The checkpoints of a job, committed one after another, so that of two at one path the later stays.
 
     Used by the thread that drives; `commit` runs in one of `threads`.

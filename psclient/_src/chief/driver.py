@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from psclient._src.chief.abandonment import AbandonmentTimer, is_here
-from psclient._src.chief.checkpoints import Checkpoints
+from psclient._src.chief.checkpoints import CheckpointCommitter
 from psclient._src.chief.counters import Driven
 from psclient._src.chief.decisions import Beginning, Decision, came, decide, undone
 from psclient._src.chief.hung_members import HungMembers
@@ -83,7 +83,7 @@ class Chief:
         """Knows nothing yet: what it has to know the servers tell."""
         self._session = self._new_session()
         self._log = JobLog(self._servers, self._session)
-        self._checkpoints = Checkpoints(self._servers, self._session, self._threads, self._took)
+        self._checkpoints = CheckpointCommitter(self._servers, self._session, self._threads, self._took)
         self._hung = HungMembers(self._servers, self._timeouts, self._period, self._threads)
         self._watching: Future[Watched] | None = None
 

@@ -26,7 +26,7 @@ from pswire.model.log import Position
 log = logging.getLogger("psclient")
 
 
-class Group(Protocol):
+class DatasetGroup(Protocol):
     """The workers that iterate together, as one of them sees it."""
 
     @property
@@ -119,7 +119,7 @@ class _Distributed:
     """Counts passes, and keeps the group informed. Used by one thread at a time."""
 
     def __init__(
-        self, source: Source, group: Group, number: int, passes: Passes | None, options: InputOptions | None
+        self, source: Source, group: DatasetGroup, number: int, passes: Passes | None, options: InputOptions | None
     ) -> None:
         self._source = source
         self._group = group
@@ -293,7 +293,7 @@ class DistributedDataset(_Distributed):
     def __init__(
         self,
         dataset: Any,
-        group: Group,
+        group: DatasetGroup,
         number: int,
         passes: Passes | None = None,
         options: InputOptions | None = None,
@@ -371,7 +371,7 @@ class DistributedDatasetFromFunction(_Distributed):
         self,
         dataset_fn: Callable[[InputContext], Any],
         input_context: InputContext,
-        group: Group,
+        group: DatasetGroup,
         number: int,
         passes: Passes | None = None,
         options: InputOptions | None = None,

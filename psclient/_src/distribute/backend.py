@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from psclient._src.context import Strategy
+from psclient._src.context import StrategyFace
 from psclient._src.data import distributed
 from psclient._src.devices import Device
 from psclient._src.distribute.reduction import LocalValue
@@ -40,7 +40,7 @@ class Beside:
     label: str = ""
 
 
-class Group(distributed.Group, Protocol):
+class ReplicaGroup(distributed.DatasetGroup, Protocol):
     """The processes that train together, as one of them sees it."""
 
     @property
@@ -74,10 +74,10 @@ class Group(distributed.Group, Protocol):
 
 
 class Backend(Protocol):
-    """One strategy's state, and what moves it. `Strategy` and `StrategyExtended` are its faces."""
+    """One strategy's state, and what moves it. `StrategyFace` and `StrategyExtended` are its faces."""
 
     @property
-    def group(self) -> Group:
+    def group(self) -> ReplicaGroup:
         """Who trains together."""
         ...
 
@@ -105,7 +105,7 @@ class Backend(Protocol):
 
     def create(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         spec: VariableSpec,
         value: Array,
         place: ServerIds,
@@ -138,7 +138,7 @@ class Backend(Protocol):
 
     def apply(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         place: ServerIds,
         fn: Callable[..., Any],
         args: Sequence[Any],

@@ -10,7 +10,7 @@ from typing import Any
 
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable, read
-from psclient._src.context import Strategy
+from psclient._src.context import StrategyFace
 from psclient._src.devices import Device, is_array, to_device, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.local import apply_to_copies
@@ -37,7 +37,7 @@ class StrategyExtended:
         container_strategy: whose methods these are; it has the backend that does what they say.
     """
 
-    def __init__(self, container_strategy: Strategy) -> None:
+    def __init__(self, container_strategy: StrategyFace) -> None:
         self._strategy = container_strategy
         self._backend: Backend = container_strategy.backend
         self._names: dict[str, int] = {}
@@ -229,7 +229,7 @@ class StrategyExtended:
             return self._reduced([(local, self._destination(destination, None))])[0]
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
-        """One reduction whose value comes back to every process, at once; see `Strategy.reduce`."""
+        """One reduction whose value comes back to every process, at once; see `StrategyFace.reduce`."""
         return self._here(self._local(op, value, axis))
 
     def contributions(self, values: Sequence[Any], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:

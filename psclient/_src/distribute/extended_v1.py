@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from psclient._src import context, values
-from psclient._src.context import Strategy
+from psclient._src.context import StrategyFace
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute import extended
 from psclient._src.distribute.backend import Beside
@@ -46,7 +46,7 @@ class StrategyExtended(extended.StrategyExtended):
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """`Strategy.run` by its older name. In cross-replica context."""
+        """`StrategyFace.run` by its older name. In cross-replica context."""
         return self._strategy.run(fn, args, kwargs)
 
     def read_var(self, v: Variable) -> Any:
@@ -67,7 +67,7 @@ class StrategyExtended(extended.StrategyExtended):
         return values.container(value)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> ArrayDataset:
-        """`Strategy.experimental_make_numpy_dataset`; there are no sessions here. In any context."""
+        """`StrategyFace.experimental_make_numpy_dataset`; there are no sessions here. In any context."""
         dataset: ArrayDataset = self._strategy.experimental_make_numpy_dataset(numpy_input)
         return dataset
 
@@ -137,11 +137,11 @@ class MultiStepContext:
         boxed = context.Box((name, output, reduce_op))
         context.require_replica("set_last_step_output").merge_call(self._set_boxes, (boxed,))
 
-    def _set_boxes(self, strategy: Strategy, boxes: Any) -> None:
+    def _set_boxes(self, strategy: StrategyFace, boxes: Any) -> None:
         name, _, reduce_op = values.local_results(boxes)[0].leaves
         self._set(strategy, name, context.unbox(boxes)[1], reduce_op)
 
-    def _set(self, strategy: Strategy, name: str, output: Any, reduce_op: ReduceOp | ReduceOpName | None) -> None:
+    def _set(self, strategy: StrategyFace, name: str, output: Any, reduce_op: ReduceOp | ReduceOpName | None) -> None:
         alone = reduce_op is None or context.is_default(strategy)
         self.last_step_outputs[name] = output if alone else strategy.reduce(reduce_op, output, axis=None)
 
@@ -153,7 +153,7 @@ class MultiStepContext:
         boxed = context.Box((name, output))
         context.require_replica("set_non_tensor_output").merge_call(self._set_non_tensor, (boxed,))
 
-    def _set_non_tensor(self, strategy: Strategy, boxes: Any) -> None:
+    def _set_non_tensor(self, strategy: StrategyFace, boxes: Any) -> None:
         given = [box.leaves for box in values.local_results(boxes)]
         self.non_tensor_outputs[given[0][0]] = tuple(output for _, output in given)
 

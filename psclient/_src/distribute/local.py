@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from psclient._src import context, nest, values
-from psclient._src.context import Strategy
+from psclient._src.context import StrategyFace
 from psclient._src.data.progress import Progress
 from psclient._src.devices import Device, as_array, device_scope, to_numpy
 from psclient._src.distribute.backend import Beside, Contributions, ServerIds
@@ -94,7 +94,7 @@ class LocalBackend:
 
     def create(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         spec: VariableSpec,
         value: Array,
         place: ServerIds,
@@ -111,7 +111,7 @@ class LocalBackend:
         return made
 
     def _make(
-        self, strategy: Strategy, spec: VariableSpec, value: Array, on_read: bool, how: VariableAggregation
+        self, strategy: StrategyFace, spec: VariableSpec, value: Array, on_read: bool, how: VariableAggregation
     ) -> Variable:
         devices = self.group.devices
         if context.is_default(strategy):
@@ -135,7 +135,7 @@ class LocalBackend:
 
     def apply(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         place: ServerIds,
         fn: Callable[..., Any],
         args: Sequence[Any],
@@ -183,7 +183,7 @@ class LocalBackend:
 
 
 def apply_to_copies(
-    strategy: Strategy,
+    strategy: StrategyFace,
     copies: Sequence[tuple[int, Device]],
     fn: Callable[..., Any],
     args: Sequence[Any],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from psclient._src import context, values
-from psclient._src.context import ReplicaContext, Strategy
+from psclient._src.context import ReplicaContext, StrategyFace
 from psclient._src.devices import Device, device_scope
 from psclient._src.nest import Nest
 
@@ -30,7 +30,7 @@ class RunAgain(BaseException):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _MergeRequest:
     """One replica's `merge_call`."""
 
     fn: Callable[..., Any]
@@ -54,7 +54,7 @@ class ReplicaRunner:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         devices: Sequence[Device],
         slice: Callable[[], tuple[int, int]],
         cross_replica: CrossReplica,
@@ -120,7 +120,7 @@ class ReplicaRunner:
             if failures:
                 raise _given_up(failures[0]) from failures[0]
             try:
-                return self._merge([_Call(*call)])[0]
+                return self._merge([_MergeRequest(*call)])[0]
             except (Exception, RunAgain) as error:
                 failures.append(error)
                 raise
@@ -153,7 +153,7 @@ class ReplicaRunner:
 
     def _start(self, meeting: _Meeting, replica: int, fn: Callable[..., Any], given: Nest) -> Future[Any]:
         def merge(*call: Any) -> Any:
-            return meeting.call(replica, _Call(*call))
+            return meeting.call(replica, _MergeRequest(*call))
 
         def body() -> Any:
             try:
@@ -173,7 +173,7 @@ class ReplicaRunner:
         first, count = self._slice()
         return f"replica {first + replica} of {count} (local replica {replica}, on {self.devices[replica]})"
 
-    def _merge(self, calls: Sequence[_Call]) -> list[Any]:
+    def _merge(self, calls: Sequence[_MergeRequest]) -> list[Any]:
         """Runs the function that the replicas met for; returns what each of them gets."""
         if len({call.name for call in calls}) > 1:
             raise RuntimeError(
@@ -204,12 +204,12 @@ class _Meeting:
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()  # guards all below
         self._running = set(range(count))
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _MergeRequest] = {}
         self._answers: dict[int, Any] = {}
         self._ended: set[int] = set()
         self._failure: BaseException | None = None
 
-    def call(self, replica: int, call: _Call) -> Any:
+    def call(self, replica: int, call: _MergeRequest) -> Any:
         """Waits for the others, and for the answer; raises once the run has failed, see `_given_up`."""
         with self._changed:
             if self._failure is None:
@@ -235,7 +235,7 @@ class _Meeting:
                     error.add_note(where)
             self._changed.notify_all()
 
-    def gather(self) -> list[_Call] | None:
+    def gather(self) -> list[_MergeRequest] | None:
         """Waits until all replicas wait, or all have ended.
 
         Returns:

@@ -108,9 +108,9 @@ class Relay:
         with self._lock:
             new, self._new = self._new, []
         for pipe, task, error in new:
-            self._selector.register(pipe, selectors.EVENT_READ, _Stream(self, pipe, task, error))
+            self._selector.register(pipe, selectors.EVENT_READ, _ChildStream(self, pipe, task, error))
 
-    def _end(self, stream: _Stream) -> None:
+    def _end(self, stream: _ChildStream) -> None:
         self._selector.unregister(stream.pipe)
         stream.pipe.close()
 
@@ -122,7 +122,7 @@ class Relay:
             self._sink(line)
 
 
-class _Stream:
+class _ChildStream:
     """One pipe and the line in it that has no end yet. Used by the relay's thread alone."""
 
     def __init__(self, relay: Relay, pipe: IO[bytes], task: Task, error: bool) -> None:

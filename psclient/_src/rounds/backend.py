@@ -15,7 +15,7 @@ from psclient._src.distribute.backend import Beside, Contributions, ServerIds
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.template import TemplateCache
-from psclient._src.rounds.checkpoints import Checkpoints
+from psclient._src.rounds.checkpoints import ServerCheckpoints
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.rounds import Exchange, Outgoing
@@ -24,8 +24,8 @@ from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.errors import LocalityError
+from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import Plan, Ref, VariableSpec
-from pswire.model.plan import Variable as Handle
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
@@ -51,7 +51,7 @@ class RemoteBackend:
         self._copies: list[SyncOnReadVariable] = []
         self._exchange = exchange
         self._reads = exchange.reads
-        self.checkpoints = Checkpoints(exchange, self._order_snapshot)
+        self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot)
         self._placement = placement
         self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None

@@ -13,7 +13,7 @@ from pswire.api import RestoreOrder, RestoreReply
 from pswire.errors import CheckpointError
 
 
-class Checkpoints:
+class ServerCheckpoints:
     """The checkpoints that this process saves and restores. Used by the thread that runs cross-replica code.
 
     Args:

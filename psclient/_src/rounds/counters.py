@@ -10,7 +10,7 @@ from types import TracebackType
 from pswire.telemetry.metrics import Histogram
 
 
-class Counters:
+class RoundCounters:
     """Counters of one process. A round is made within it, as a context; `read` may be called by any thread.
 
     Attributes:

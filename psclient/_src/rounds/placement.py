@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from psclient._src.distribute.backend import ServerIds
 from pswire.limits import refuse_unknown
-from pswire.model.plan import Variable
+from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import TensorSpec
 
 PsStrategy = Literal["greedy", "round_robin"]
@@ -54,7 +54,7 @@ class Placement:
         limit = self._limits[server]
         return not limit or self._nbytes[server] + nbytes <= limit
 
-    def created(self, variable: Variable, chosen: bool) -> None:
+    def created(self, variable: PlacedVariable, chosen: bool) -> None:
         """Counts a variable.
 
         Args:

@@ -31,7 +31,7 @@ class ServerShare:
         return cls(operands, reductions, plan.writes(server), plan.given(server))
 
 
-class PreparedPlan:
+class PlanShares:
     """All that the rounds of a plan would else find out again.
 
     Args:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable, Mapping
 
 from psclient._src.rounds.awaited import Awaited
-from psclient._src.rounds.counters import Counters
+from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
 from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.errors import RoundTimeout
-from pswire.model.plan import Variable
+from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import Array
 
 
@@ -29,7 +29,7 @@ class ReadCache:
         measures: counts the seconds of reads.
     """
 
-    def __init__(self, session: Session, group: Group, awaited: Awaited, measures: Counters) -> None:
+    def __init__(self, session: Session, group: Group, awaited: Awaited, measures: RoundCounters) -> None:
         self._session = session
         self._group = group
         self._awaited = awaited
@@ -43,7 +43,7 @@ class ReadCache:
         self._renewed = False
         self._read: set[int] = set()
 
-    def read(self, variable: Variable, now: bool = False) -> Array:
+    def read(self, variable: PlacedVariable, now: bool = False) -> Array:
         """A variable's value, read-only, as of the last round of this process that touched its server.
 
         What was read is kept until a round changes it. Where workers are asynchronous it is kept for one step, so
@@ -94,7 +94,7 @@ class ReadCache:
                 self._values.clear()
             return stale
 
-    def pull(self, variable: Variable) -> Array:
+    def pull(self, variable: PlacedVariable) -> Array:
         """A variable's value as its first server has it; nothing is kept."""
         server = variable.servers[0]
         session, limit = self._session, self._session.round_limit

@@ -13,9 +13,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from psclient._src.rounds.awaited import Awaited
-from psclient._src.rounds.counters import Counters
+from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
-from psclient._src.rounds.prepared import PreparedPlan, ServerShare
+from psclient._src.rounds.prepared import PlanShares, ServerShare
 from psclient._src.rounds.read_cache import ReadCache, frozen
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
@@ -23,7 +23,7 @@ from psclient._src.transport.staging import Sent, fill, pack
 from pswire.api import Contribution, CreateReply, RoundReply
 from pswire.errors import Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.limits import PART_BYTES
-from pswire.model.plan import Plan, Ref, SnapshotOrder, Variable, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, Ref, SnapshotOrder, VariableSpec
 from pswire.model.tensor import Array, portable
 from pswire.telemetry.reminder import Reminder
 from pswire.transport.payload import EMPTY, Payload
@@ -71,17 +71,17 @@ class Exchange:
     def __init__(self, session: Session, group: Group) -> None:
         self.session = session
         self.group = group
-        self.measures = Counters()
+        self.measures = RoundCounters()
         self._awaited = Awaited(session, group)
         self.reads = ReadCache(session, group, self._awaited, self.measures)
-        self._variables: dict[int, Variable] = {}
+        self._variables: dict[int, PlacedVariable] = {}
         self._proposed: set[bytes] = set()
-        self._prepared: dict[bytes, PreparedPlan] = {}
+        self._prepared: dict[bytes, PlanShares] = {}
         self._restored: set[int] = set()
 
     # ---- Variables ----
 
-    def create(self, spec: VariableSpec, servers: tuple[int, ...], value: Array) -> Variable:
+    def create(self, spec: VariableSpec, servers: tuple[int, ...], value: Array) -> PlacedVariable:
         """Gets or creates a variable; the first process's value wins.
 
         Args:
@@ -96,7 +96,7 @@ class Exchange:
         self.session.check()
         number, ordinal = self.session.number, len(self._variables)
         named = self.session.log_server.create(number, ordinal, -1, spec, servers, None)
-        variable = self._variables[named.id] = Variable(named.id, spec, named.servers)
+        variable = self._variables[named.id] = PlacedVariable(named.id, spec, named.servers)
         first, *copies = variable.servers
         given = named if first == 0 and named.initialized else self._give(variable, ordinal, first, value)
         if given.restored:
@@ -108,7 +108,7 @@ class Exchange:
                 self._give(variable, ordinal, server, value)
         return variable
 
-    def _give(self, variable: Variable, ordinal: int, server: int, value: Array) -> CreateReply:
+    def _give(self, variable: PlacedVariable, ordinal: int, server: int, value: Array) -> CreateReply:
         create, number = self.session.servers[server].create, self.session.number
         # A large value travels only where it is wanted, a small one is sent sooner than asked for.
         if value.nbytes > PART_BYTES:
@@ -221,11 +221,11 @@ class Exchange:
         names = dict.fromkeys(name for server in plan.servers for name in self._awaited.names(server))
         log.warning("%s waits in round %d for %s", self.session.task, self.group.round, ", ".join(names))
 
-    def _prepare(self, plan: Plan) -> PreparedPlan:
+    def _prepare(self, plan: Plan) -> PlanShares:
         """A plan as its rounds are made; one that saves or restores is of one round, and is not kept."""
         found = self._prepared.get(plan.id)
         if found is None:
-            found = PreparedPlan(plan)
+            found = PlanShares(plan)
             if plan.snapshot is None and plan.restore is None:
                 self._prepared[plan.id] = found
         return found
@@ -297,7 +297,7 @@ class Exchange:
         )
 
     def _take(
-        self, prepared: PreparedPlan, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
+        self, prepared: PlanShares, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
     ) -> dict[Ref, Array]:
         """Keeps what came back; returns what the plan returns."""
         # First, so that there is never room for more than one value of a variable that spans parts.

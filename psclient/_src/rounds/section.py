@@ -24,7 +24,7 @@ from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.tracer import Tracer
-from psclient._src.tracing.update_function import Call, Given, Trace, UpdateFunction
+from psclient._src.tracing.update_function import Given, Trace, TracedCall, UpdateFunction
 from psclient._src.values import DistributedValues, Mirrored, PerReplica
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable
@@ -77,7 +77,7 @@ class Section:
         self._returned: set[Ref] = set()
         self._snapshot: SnapshotOrder | None = None
         self._written: set[int] = set()
-        self._calls: list[Call] | None = []  # None once what is recorded depends on more than these.
+        self._calls: list[TracedCall] | None = []  # None once what is recorded depends on more than these.
         self._sources: list[tuple[Trace, int]] = []
         self._whole: Plan | None = None
         self._values: dict[Ref, Array] | None = None
@@ -197,7 +197,7 @@ class Section:
             self._kept.append(program)
         return found
 
-    def _refs_of_call(self, call: Call, servers: tuple[int, ...]) -> list[Ref]:
+    def _refs_of_call(self, call: TracedCall, servers: tuple[int, ...]) -> list[Ref]:
         """Where the inputs of a traced function's call come from; calls with the same numbers share operands."""
         refs = []
         for place, origin in enumerate(call.inputs):

@@ -26,7 +26,7 @@ import numpy as np
 
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable
-from psclient._src.context import Strategy
+from psclient._src.context import StrategyFace
 from psclient._src.tracing.diagnostics import fail, refuse_changing, users_function
 from psclient._src.tracing.guards import Surroundings
 from psclient._src.tracing.hyperparameters import NUMBERS, WORDS, Settings
@@ -60,7 +60,7 @@ class Given(NamedTuple):
     variable: Any = None
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """One call of an update function.
 
     Attributes:
@@ -102,7 +102,7 @@ class Trace:
         self._tape = tape
         self._remember(numbers, tape.values)
 
-    def call(self, given: Sequence[Given], numbers: list[Number]) -> Call | None:
+    def call(self, given: Sequence[Given], numbers: list[Number]) -> TracedCall | None:
         """The same with other arguments; None where the function would have seen other numbers, or other globals."""
         if self._names is not None and self._names != _names(given):
             return None
@@ -125,14 +125,14 @@ class Trace:
                 return None
         return arrays
 
-    def same(self, given: Sequence[Given], numbers: list[Number]) -> Call:
+    def same(self, given: Sequence[Given], numbers: list[Number]) -> TracedCall:
         """The same with other inputs, and with the numbers of the last call."""
         return self._with(given, self._last[1], numbers)
 
-    def _with(self, given: Sequence[Given], arrays: Sequence[Array | None], numbers: list[Number]) -> Call:
+    def _with(self, given: Sequence[Given], arrays: Sequence[Array | None], numbers: list[Number]) -> TracedCall:
         found = zip(self._traced.origins, arrays, strict=True)
         inputs = [given[cast(int, place)] if array is None else array for place, array in found]
-        return Call(self._traced, inputs, self, numbers)
+        return TracedCall(self._traced, inputs, self, numbers)
 
     def _remember(self, numbers: list[Number], values: Sequence[Any]) -> list[Array | None]:
         arrays = [_array(origin, values) for origin in self._traced.origins]
@@ -168,8 +168,12 @@ class UpdateFunction:
         return self._fn(*own, **kwargs)
 
     def call(
-        self, strategy: Strategy, args: Sequence[Any], kwargs: Mapping[str, Any], give: Callable[[Any], Given | None]
-    ) -> Call:
+        self,
+        strategy: StrategyFace,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        give: Callable[[Any], Given | None],
+    ) -> TracedCall:
         """Finds the trace of a call, or makes it.
 
         Args:
@@ -198,7 +202,7 @@ class UpdateFunction:
 
     def _trace(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         give: Callable[[Any], Given | None],
@@ -220,7 +224,7 @@ class UpdateFunction:
 
     def _record(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         give: Callable[[Any], Given | None],

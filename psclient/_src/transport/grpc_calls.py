@@ -11,7 +11,7 @@ import grpc
 
 from psclient._src.transport.daemon_threads import check_startable
 from psclient._src.transport.grpc_channel import Interceptor, open_channel, stub
-from psclient._src.transport.staging import Parts
+from psclient._src.transport.staging import StagedParts
 from pswire.cluster import Task
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, Metadata, bearer, parse
 from pswire.errors import InvalidRequest, PSError
@@ -92,7 +92,7 @@ class GrpcCalls:
 
     def push(self, header: bytes, payload: Payload, seconds: float) -> tuple[pb.RoundHeader, Payload]:
         """`Push`; the payload may still grow."""
-        alone, parts = payload.whole and payload.size <= PART_BYTES, Parts(payload)
+        alone, parts = payload.whole and payload.size <= PART_BYTES, StagedParts(payload)
         messages = self._frames(header, parts)
         start, request = (self._push_whole, next(messages)) if alone else (self._stubs["Push"], messages)
         try:

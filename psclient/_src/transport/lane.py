@@ -72,7 +72,7 @@ class Offer:
 
 
 @dataclass
-class _Call:
+class _LaneCall:
     """A call under way.
 
     Attributes:
@@ -110,7 +110,7 @@ class Lane:
         self._silence = Silence(lease)
         self._traffic = traffic
         self.answered = 0
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _LaneCall] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the calls, and that it is lost once
         self._why: str | None = None
@@ -189,7 +189,7 @@ class Lane:
     def _ask(
         self, kind: Kind, header: bytes, payload: Payload, answer: type[pb.RoundHeader] | type[pb.PullHeader]
     ) -> Future[Answered]:
-        call = _Call(answer, Future())
+        call = _LaneCall(answer, Future())
         number = next(self._numbers)
         with self._lock:
             if self._why is not None:

@@ -29,7 +29,7 @@ AGAIN = 100
 """After how many calls a better lane is tried again; each time that it cannot be used twice as many."""
 
 
-class Lanes:
+class LaneSelector:
     """A session's lanes to one server, of which the best that works is used. May be used by any thread.
 
     Args:

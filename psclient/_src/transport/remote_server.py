@@ -20,7 +20,7 @@ from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.grpc_calls import GrpcCalls
 from psclient._src.transport.grpc_channel import Interceptor
 from psclient._src.transport.lane import Answered, Lane, Offer
-from psclient._src.transport.lane_selector import Lanes
+from psclient._src.transport.lane_selector import LaneSelector
 from psclient._src.transport.retries import Attempts
 from pswire.api import (
     ALL,
@@ -90,7 +90,7 @@ class RemoteServer:
         self._timeouts = timeouts or Timeouts()
         self._threads = Threads(f"call {task}")
         self._lane = lane
-        self._lanes: dict[int, Lanes] = {}  # of each session
+        self._lanes: dict[int, LaneSelector] = {}  # of each session
         shown = security or Security()
         self._tls = shown.client_context() if shown.tls else None
         self._name = certificate_name(task_name(task))
@@ -138,7 +138,7 @@ class RemoteServer:
             host = self.address.rpartition(":")[0].strip("[]")
             offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path, m.in_flight, self._name, self._tls)
             old = self._lanes.get(m.session)
-            lanes = Lanes(str(self.task), offer, self._timeouts.lease, self._threads, self.traffic, self._lane)
+            lanes = LaneSelector(str(self.task), offer, self._timeouts.lease, self._threads, self.traffic, self._lane)
             self._lanes[m.session] = lanes
             if old is not None:
                 old.close("the session was opened again")

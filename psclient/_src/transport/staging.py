@@ -73,7 +73,7 @@ def fill(arrays: Iterable[Sent | None], payloads: Iterable[Payload]) -> None:
                 payload.grow()
 
 
-class Parts:
+class StagedParts:
     """The parts of a payload, each as soon as it is there. Iterated by one thread, ended by any.
 
     Args:

@@ -16,11 +16,11 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import Readable, read
-from psclient._src.context import Strategy
+from psclient._src.context import StrategyFace
 from psclient._src.devices import AnyArray, Device, as_array, device_scope, namespace, to_device, to_numpy
 from psclient._src.values import Component, DistributedValues, Mirrored
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
-from pswire.model.plan import Variable as Handle
+from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
@@ -29,14 +29,14 @@ class ServerVariable(Variable):
     """A variable on parameter servers.
 
     Args:
-        strategy, spec, aggregation: as `Variable` has them.
+        strategy, spec, aggregation: as `PlacedVariable` has them.
         handle: its number, and the servers that hold it.
         fetch: reads its value from there.
     """
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         spec: VariableSpec,
         aggregation: VariableAggregation,
         handle: Handle,
@@ -145,7 +145,7 @@ class LocalVariable(Variable):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         spec: VariableSpec,
         aggregation: VariableAggregation,
         synchronization: VariableSynchronization,
@@ -176,7 +176,7 @@ class LocalVariable(Variable):
         return _show(self.name, self.spec, self._cell.array)
 
 
-class Copy(Component, Readable):
+class ReplicaCopy(Component, Readable):
     """One replica's copy of a variable; what it is called and how it is trained are the variable's.
 
     Attributes:
@@ -224,7 +224,7 @@ class CopiedVariable(Variable, DistributedValues):
     """Base of variables with a copy for each local replica, on its device.
 
     Args:
-        strategy, spec, aggregation: as `Variable` has them.
+        strategy, spec, aggregation: as `PlacedVariable` has them.
         place: the parameter devices to which other variables are colocated with it.
         devices: the local replicas', in order.
         value: of each copy at first.
@@ -232,7 +232,7 @@ class CopiedVariable(Variable, DistributedValues):
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: StrategyFace,
         spec: VariableSpec,
         aggregation: VariableAggregation,
         place: tuple[int, ...],
@@ -241,7 +241,7 @@ class CopiedVariable(Variable, DistributedValues):
     ) -> None:
         self._describe(strategy, spec, aggregation)
         self.place = place
-        DistributedValues.__init__(self, [Copy(self, device, value) for device in devices])
+        DistributedValues.__init__(self, [ReplicaCopy(self, device, value) for device in devices])
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -253,14 +253,14 @@ class CopiedVariable(Variable, DistributedValues):
         """Where its copies are, each with what is there now, which nothing changes: so it can be put back."""
         return [(copy.cell, copy.cell.array) for copy in self.values]
 
-    def assign_copy(self, copy: Copy, how: str, value: Any) -> Any:
+    def assign_copy(self, copy: ReplicaCopy, how: str, value: Any) -> Any:
         """An assignment through one copy."""
         raise NotImplementedError
 
-    def _mine(self) -> Copy | None:
+    def _mine(self) -> ReplicaCopy | None:
         """The copy of the replica or of the update in whose function the calling thread is."""
         index = context.local_replica(self.strategy)
-        copy: Copy | None = None if index is None else self.component(index)
+        copy: ReplicaCopy | None = None if index is None else self.component(index)
         return copy
 
     def __repr__(self) -> str:
@@ -286,7 +286,7 @@ class MirroredVariable(CopiedVariable):
             return self.assign_copy(mine, how, value)
         return super()._assign(how, value)
 
-    def assign_copy(self, copy: Copy, how: str, value: Any) -> Any:
+    def assign_copy(self, copy: ReplicaCopy, how: str, value: Any) -> Any:
         if not context.in_update():
             return self._assign(how, value)
         copy.cell.write(how, value)
@@ -317,7 +317,7 @@ class SyncOnReadVariable(CopiedVariable):
         mine = self._mine()
         return to_device(self._fetch() if mine is None else mine.cell.array, device)
 
-    def assign_copy(self, copy: Copy, how: str, value: Any) -> Any:
+    def assign_copy(self, copy: ReplicaCopy, how: str, value: Any) -> Any:
         copy.cell.write(how, value)
         return copy
 

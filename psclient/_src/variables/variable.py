@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from psclient._src import context, values
 from psclient._src.arraylike import Readable
-from psclient._src.context import Strategy
+from psclient._src.context import StrategyFace
 from psclient._src.devices import to_numpy
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array, portable, spec_of
@@ -76,7 +76,7 @@ class _Request:
     place: tuple[int, ...]
 
 
-class _Created(type):
+class _VariableType(type):
     """Makes the kind of variable that the current strategy has; replicas meet for it, and get the same one."""
 
     def __call__(
@@ -120,11 +120,11 @@ def _settled(
     return VariableSynchronization.ON_WRITE if found is VariableSynchronization.AUTO else found, aggregation
 
 
-def _create_together(strategy: Strategy, requests: Any) -> Any:
+def _create_together(strategy: StrategyFace, requests: Any) -> Any:
     return _create(strategy, values.local_results(requests)[0])
 
 
-def _create(strategy: Strategy, request: _Request) -> Any:
+def _create(strategy: StrategyFace, request: _Request) -> Any:
     value = _first_value(request.initial_value, request.dtype)
     if request.aggregation is VariableAggregation.MEAN and value.dtype.kind in "iub":
         raise ValueError(
@@ -146,7 +146,7 @@ def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Ar
     return portable(np.asarray(to_numpy(value) if hasattr(value, "dtype") else value, dtype))
 
 
-class Variable(Readable, metaclass=_Created):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
+class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
     """A variable of the current strategy. Create it inside `strategy.scope()`, on every process alike.
 
     Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as
@@ -196,7 +196,7 @@ class Variable(Readable, metaclass=_Created):  # type: ignore[metaclass]  # Only
             aggregation: VariableAggregation = VariableAggregation.NONE,
         ) -> None: ...
 
-    def _describe(self, strategy: Strategy, spec: VariableSpec, aggregation: VariableAggregation) -> None:
+    def _describe(self, strategy: StrategyFace, spec: VariableSpec, aggregation: VariableAggregation) -> None:
         self.strategy = strategy
         self.spec = spec.tensor
         self.name = spec.name
@@ -216,7 +216,7 @@ class Variable(Readable, metaclass=_Created):  # type: ignore[metaclass]  # Only
         """The devices that hold it."""
         raise NotImplementedError
 
-    def check_strategy(self, strategy: Strategy) -> None:
+    def check_strategy(self, strategy: StrategyFace) -> None:
         """Raises `ValueError` if it is not a variable of this strategy."""
         if self.strategy is not strategy:
             where = (
@@ -278,11 +278,11 @@ class Variable(Readable, metaclass=_Created):  # type: ignore[metaclass]  # Only
             )
         return context.require_replica(how).merge_call(self._merge_assign, args=(how, value))
 
-    def _merge_assign(self, strategy: Strategy, how: str, value: Any) -> Any:
+    def _merge_assign(self, strategy: StrategyFace, how: str, value: Any) -> Any:
         self._check_summed(strategy, how, value)
         return self.assign_aggregate(strategy, how, value)
 
-    def assign_aggregate(self, strategy: Strategy, how: str, value: Any) -> Any:
+    def assign_aggregate(self, strategy: StrategyFace, how: str, value: Any) -> Any:
         """Combines the replicas' values as `aggregation` says, and assigns them once. In cross-replica context.
 
         Args:
@@ -297,7 +297,7 @@ class Variable(Readable, metaclass=_Created):  # type: ignore[metaclass]  # Only
         truth = self.spec.dtype == "bool"  # Reductions know none: it comes as an integer.
         return strategy.extended.update(self, lambda v, x: getattr(v, how)(x.astype(bool) if truth else x), (reduced,))
 
-    def _check_summed(self, strategy: Strategy, how: str, value: Any) -> None:
+    def _check_summed(self, strategy: StrategyFace, how: str, value: Any) -> None:
         copied = isinstance(value, values.DistributedValues) and not _is_mirrored(value)
         replicas = len(strategy.extended.worker_devices)
         if self.aggregation is VariableAggregation.SUM and replicas > 1 and not copied:

@@ -41,7 +41,7 @@ template <typename T> __device__ T sign(T a) { return a > 0 ? T(1) : a < 0 ? T(-
 
 
 @dataclass(frozen=True)
-class Sum:
+class SumTerm:
     """How an input comes to be in the kernel: from this many contributions.
 
     Attributes:
@@ -63,7 +63,7 @@ class Form:
     """
 
     program: Program
-    sums: Mapping[int, Sum] = field(default_factory=dict)
+    sums: Mapping[int, SumTerm] = field(default_factory=dict)
 
     @property
     def read(self) -> frozenset[int]:
@@ -306,7 +306,7 @@ def _body(form: Form, dialect: Dialect) -> Iterator[str]:
         yield f"o{index}{at} = v{value}"
 
 
-def _combined(index: int, combined: Sum, dtype: str, dialect: Dialect) -> str:
+def _combined(index: int, combined: SumTerm, dtype: str, dialect: Dialect) -> str:
     """Contributions in the order given, rounded after each as the reducer does."""
     text = f"c{index}_0{dialect.at}"
     for n in range(1, combined.count):

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from psserver.devices import Device
-from psserver.programs.kernels.codegen import Form, Parameter, Sum, parameters
+from psserver.programs.kernels.codegen import Form, Parameter, SumTerm, parameters
 from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from psserver.programs.kernels.fusion import Step, split, whole
 from psserver.programs.kernels.launch import Crew
@@ -123,7 +123,7 @@ class Kernels:
         self._stages: dict[object, tuple[Program, tuple[Stage, ...]]] = {}
         self._asked: dict[int, tuple[Program, int]] = {}
 
-    def stages(self, program: Program, reduced: Sequence[int], sums: Mapping[int, Sum]) -> tuple[Stage, ...]:
+    def stages(self, program: Program, reduced: Sequence[int], sums: Mapping[int, SumTerm]) -> tuple[Stage, ...]:
         """How a program runs: by kernels, if those of all its elementwise steps are there, else interpreted as a whole.
 
         Args:
@@ -144,7 +144,7 @@ class Kernels:
                 found = self._stages[key] = program, stages
         return found[1]
 
-    def settled(self, program: Program, sums: Mapping[int, Sum]) -> bool:
+    def settled(self, program: Program, sums: Mapping[int, SumTerm]) -> bool:
         """Whether `stages` will always give what it gives now."""
         return (id(program), tuple(sums.items())) in self._stages
 
@@ -153,7 +153,9 @@ class Kernels:
         step = self.whole(program)
         return (Stage(step, None, tuple((index, index) for index in step.args), {}, True),)
 
-    def _compiled(self, program: Program, reduced: Sequence[int], sums: Mapping[int, Sum]) -> tuple[Stage, ...] | None:
+    def _compiled(
+        self, program: Program, reduced: Sequence[int], sums: Mapping[int, SumTerm]
+    ) -> tuple[Stage, ...] | None:
         """All stages; None while a kernel is not there."""
         steps = self.steps(program)
         if not any(step.shape is not None for step in steps):
@@ -167,7 +169,7 @@ class Kernels:
         missing = [stage for stage in stages if stage.step.shape is not None and stage.kernel is None]
         return None if missing else tuple(stages)
 
-    def _stage(self, step: Step, program: Program, reduced: Sequence[int], sums: Mapping[int, Sum]) -> Stage:
+    def _stage(self, step: Step, program: Program, reduced: Sequence[int], sums: Mapping[int, SumTerm]) -> Stage:
         parts: dict[int, int] = {}
         kernel = None
         if step.shape is not None:
@@ -198,7 +200,7 @@ class Kernels:
                 self._steps[id(program)] = found
         return found
 
-    def kernel(self, step: Step, sums: Mapping[int, Sum]) -> Kernel | None:
+    def kernel(self, step: Step, sums: Mapping[int, SumTerm]) -> Kernel | None:
         """The kernel of an elementwise step with these inputs summed in it; None while it is not compiled."""
         now = prod(step.shape or ()) >= LARGE
         return self._kernel(step, sums, self._compile_now if now else self.compiler.elementwise)
@@ -212,10 +214,10 @@ class Kernels:
         Values that are no scalars are rows, of which those for one place are summed first; variables are tables.
         """
         inputs = enumerate(step.program.inputs)
-        values = {i: Sum("sum", 1) for i, item in inputs if item.kind == "value" and item.spec.shape}
+        values = {i: SumTerm("sum", 1) for i, item in inputs if item.kind == "value" and item.spec.shape}
         return self._kernel(step, values, self.compiler.rows)
 
-    def _kernel(self, step: Step, sums: Mapping[int, Sum], make: Callable[[Form], Any]) -> Kernel | None:
+    def _kernel(self, step: Step, sums: Mapping[int, SumTerm], make: Callable[[Form], Any]) -> Kernel | None:
         key = id(step), tuple(sums.items()), make
         found = self._known.get(key)
         if found is None:

@@ -33,7 +33,7 @@ Addresses = tuple[Sequence[int], Sequence[int], int]
 
 
 @dataclass(frozen=True)
-class Copy:
+class PieceCopy:
     """An array that is updated in a new place, since somebody else still reads the old one.
 
     Attributes:
@@ -66,7 +66,7 @@ class Crew:
         if pool:
             pool.shutdown()
 
-    def launch(self, kernel: Any, size: int, arrays: Sequence[Pieces | Copy], scalars: Sequence[bool]) -> int:
+    def launch(self, kernel: Any, size: int, arrays: Sequence[Pieces | PieceCopy], scalars: Sequence[bool]) -> int:
         """Runs a kernel once over all elements.
 
         Args:
@@ -79,7 +79,9 @@ class Crew:
             What the kernel found in any of its runs, as bits.
         """
         if not self._helpers:
-            addresses = [address_of(array[0]) for array in arrays if not isinstance(array, Copy) and len(array) == 1]
+            addresses = [
+                address_of(array[0]) for array in arrays if not isinstance(array, PieceCopy) and len(array) == 1
+            ]
             if len(addresses) == len(arrays):
                 return self.run(kernel, [(size, *addresses)])[0]
         whole = [_pieces(array) for array, scalar in zip(arrays, scalars, strict=True) if not scalar]
@@ -89,7 +91,7 @@ class Crew:
         copies = [
             (_addresses([array.old], False, cuts), _addresses([array.new], False, cuts), array.old.itemsize)
             for array in arrays
-            if isinstance(array, Copy)
+            if isinstance(array, PieceCopy)
         ]
         return reduce(or_, self.run(kernel, list(zip(sizes, *columns, strict=False)), copies), 0)
 
@@ -168,8 +170,8 @@ class _Runs:
             self.found[index] = self.kernel(*call)
 
 
-def _pieces(array: Pieces | Copy) -> Pieces:
-    return [array.new] if isinstance(array, Copy) else array
+def _pieces(array: Pieces | PieceCopy) -> Pieces:
+    return [array.new] if isinstance(array, PieceCopy) else array
 
 
 def _cuts(size: int, arrays: Sequence[Pieces]) -> list[int]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.chief.checkpoints import Checkpoints
+from psclient._src.chief.checkpoints import CheckpointCommitter
 from psclient._src.chief.decisions import is_done as decide_end
 from psclient._src.chief.job_state import JobState
 from psclient._src.transport.daemon_threads import Threads
@@ -98,7 +98,7 @@ def test_parts_of_different_rounds_are_no_checkpoint(job, tmp_path):
         job.variable(one, np.array(float(number)), (number,))
     session = Session(A, job.verbs, 0, True, SLOW)
     session.token = job.token
-    checkpoints = Checkpoints(job.verbs, session, Threads("checkpoint"), Histogram())
+    checkpoints = CheckpointCommitter(job.verbs, session, Threads("checkpoint"), Histogram())
 
     def save(path, *rounds):
         plan = job.approve(checkpoint(path, (0, 1)), one)

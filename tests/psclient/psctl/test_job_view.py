@@ -27,7 +27,7 @@ from psclient.psctl.job_view import GONE, JobView, Problem, ServerView, TaskView
 from psclient.psctl.observer import Looked
 from psclient.psctl.observer import Servers as Connections
 from psclient.psctl.output import duration, plain, short, size
-from psclient.psctl.settings import Cluster
+from psclient.psctl.settings import ObservedCluster
 from psclient.psctl.status import STATES, lines
 from psclient.psctl.top import rates
 from psclient.psctl.variables import stats_of
@@ -52,7 +52,7 @@ def serve(tmp_path) -> Iterator[Any]:
 def view(*servers: Any, expected: tuple[Task, ...] = ()) -> JobView:
     """What psctl sees of servers, in this order."""
     addresses = {Task("ps", index): server.address for index, server in enumerate(servers)}
-    with Connections(Cluster(addresses), 2.0, Security()) as connections:
+    with Connections(ObservedCluster(addresses), 2.0, Security()) as connections:
         return view_of(connections.look(), expected)
 
 
@@ -73,7 +73,7 @@ def test_the_variables_of_a_job_that_ends_meanwhile(serve):
             job.begin()
             return found
 
-    with Late(Cluster({Task("ps", 0): servers.verbs[0].address}), 2.0, Security()) as connections:
+    with Late(ObservedCluster({Task("ps", 0): servers.verbs[0].address}), 2.0, Security()) as connections:
         assert connections.variables() == []
 
 

@@ -19,7 +19,7 @@ from psclient.psctl.doctor import CHECKS, examine
 from psclient.psctl.findings import Finding, Host, Patient
 from psclient.psctl.host_checks import here
 from psclient.psctl.observer import Looked, Servers
-from psclient.psctl.settings import Cluster
+from psclient.psctl.settings import ObservedCluster
 from pswire.cluster import Task
 from pswire.security.identity import Security, SecurityOptions
 from tests.support.rig import WORKERS, Job, serving
@@ -43,7 +43,7 @@ def patient(host: Host = WELL, looked: Sequence[Looked] = (), text: str = "", **
     """Somebody with nothing wrong but what a test says."""
     addresses = {found.task: found.address for found in looked}
     given = {"security": SecurityOptions(), "name": "admin", "seconds": 2.0} | said
-    return Patient(text, Cluster(addresses) if looked else None, looked, host=host, **given)
+    return Patient(text, ObservedCluster(addresses) if looked else None, looked, host=host, **given)
 
 
 def found(check: str, who: Patient) -> list[Finding]:
@@ -145,7 +145,7 @@ def looked(tmp_path: Path) -> Iterator[list[Looked]]:
         job = Job(servers)
         job.join(WORKERS[0])
         addresses = {Task("ps", index): server.address for index, server in enumerate(servers.verbs)}  # type: ignore[attr-defined]
-        with Servers(Cluster(addresses), 2.0, Security()) as connections:
+        with Servers(ObservedCluster(addresses), 2.0, Security()) as connections:
             yield connections.look()
 
 
@@ -201,7 +201,7 @@ def test_ports_that_are_closed(looked):
 def test_servers_that_do_not_answer(looked):
     """As `status` says it."""
     address = f"127.0.0.1:{closed_port()}"
-    with Servers(Cluster({Task("ps", 0): address}), 0.2, Security()) as connections:
+    with Servers(ObservedCluster({Task("ps", 0): address}), 0.2, Security()) as connections:
         silent = connections.look()
     level, said = worst("servers", patient(looked=silent))
     assert level == "fail"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import psclient as ps
 from psclient._src.rounds.placement import Placement
 from pswire.errors import ConfigError
-from pswire.model.plan import Variable, VariableSpec
+from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import TensorSpec
 from tests.support.residue import children
 
@@ -28,7 +28,7 @@ class Cluster:
     def create(self, nbytes, beside=()):
         tensor = TensorSpec("int8", (nbytes,))
         place = beside or self.placement.choose(tensor)
-        self.placement.created(Variable(0, VariableSpec("v", tensor), place), chosen=not beside)
+        self.placement.created(PlacedVariable(0, VariableSpec("v", tensor), place), chosen=not beside)
         for server in place:
             self.held[server] += nbytes
         return place

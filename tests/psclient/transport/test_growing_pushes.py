@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.transport.staging import Parts
+from psclient._src.transport.staging import StagedParts
 from pswire.errors import PSError
 from pswire.limits import ALIGN
 from pswire.transport.payload import Payload
@@ -102,7 +102,7 @@ def test_nobody_waits_for_the_rest_once_the_connection_is_closed(
 
 def test_parts_end_for_whoever_waits() -> None:
     """However much is there."""
-    parts, found = Parts(Payload((), 100)), []
+    parts, found = StagedParts(Payload((), 100)), []
     waiting = threading.Thread(target=lambda: found.extend(parts))
     waiting.start()
     parts.end()

@@ -13,7 +13,7 @@ from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import Diverged, MemoryLimit, ProgramError
 from pswire.model.log import Member
-from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, Variable, VariableSpec
+from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY
@@ -22,8 +22,8 @@ from tests.support.rig import WORKERS, adding, payload, reduce_only, sgd, sum_in
 
 NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))
-V = Variable(0, VariableSpec("v", NUMBER), (0,))
-W = Variable(1, VariableSpec("w", PAIR), (0,))
+V = PlacedVariable(0, VariableSpec("v", NUMBER), (0,))
+W = PlacedVariable(1, VariableSpec("w", PAIR), (0,))
 KERNELS = Kernels(Device())
 
 
@@ -139,7 +139,7 @@ def test_weights_count_in_the_mean():
 
 def test_a_server_does_its_own_part():
     """What a plan does elsewhere is neither read nor given here; results keep their numbers."""
-    far = Variable(2, VariableSpec("far", NUMBER), (1,))
+    far = PlacedVariable(2, VariableSpec("far", NUMBER), (1,))
     plan = sum_into(far, V)
     parts = [part(0, plan, [100, 5], server=0)]
     outcome = run(plan, parts, {0: np.array(1)})

@@ -15,7 +15,7 @@ from psserver.programs.interpreter import Script
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
 from psserver.state.variables import Store
 from pswire.errors import ProgramError
-from pswire.model.plan import Apply, Plan, Reduction, Ref, Variable, VariableSpec
+from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, as_bytes
 from pswire.transport.payload import Payload
@@ -32,7 +32,7 @@ ADD = Program((Input("variable", SPEC), Input("value", SPEC)), (Node("add", (0, 
 
 def store(value):
     held = Store(0, Device(), 0)
-    held.declare(Variable(0, VariableSpec("v", TensorSpec(value.dtype.name, value.shape)), (0,)))
+    held.declare(PlacedVariable(0, VariableSpec("v", TensorSpec(value.dtype.name, value.shape)), (0,)))
     held.initialize(0, value)
     return held
 

@@ -10,13 +10,16 @@ import pytest
 from psserver.plans.divergence import LONG, PlanText, compared
 from psserver.state.sessions import diverged
 from pswire.errors import Diverged
-from pswire.model.plan import Ref, SnapshotOrder, Variable, VariableSpec
+from pswire.model.plan import PlacedVariable, Ref, SnapshotOrder, VariableSpec
 from pswire.model.tensor import TensorSpec
 from tests.support.programs import plan_of, traced
 from tests.support.rig import SOON, WORKERS, Job, serving
 
 SPEC = TensorSpec("float32", (3,))
-VARIABLES = {0: Variable(0, VariableSpec("vee", SPEC), (0,)), 1: Variable(1, VariableSpec("uu", SPEC), (0,))}
+VARIABLES = {
+    0: PlacedVariable(0, VariableSpec("vee", SPEC), (0,)),
+    1: PlacedVariable(1, VariableSpec("uu", SPEC), (0,)),
+}
 
 
 def plan(fn, values=(SPEC,), variables=(SPEC,)):

@@ -19,7 +19,7 @@ import psserver
 import pswire
 from psserver.devices import Device
 from psserver.programs.kernels import compiler as compiled
-from psserver.programs.kernels.codegen import Form, Sum, cuda_source, numba_source, parameters
+from psserver.programs.kernels.codegen import Form, SumTerm, cuda_source, numba_source, parameters
 from psserver.programs.kernels.compiler import Compiler, compile_numba
 from psserver.programs.kernels.fusion import KERNEL_DTYPES, fused_shape, split
 from psserver.programs.kernels.kernels import Kernels
@@ -405,5 +405,5 @@ def test_the_text_for_a_gpu():
     assert (inputs, outputs) == ("float32 a0, float32 a1, float32 a2, float32 a3", "float32 w0")
     assert operation.splitlines()[-1] == f"w0 = ((float)(v{len(form.program.specs) - 1}));"
     assert "((float)(where(" in operation
-    summed = Form(form.program, {1: Sum("mean", 2)})
+    summed = Form(form.program, {1: SumTerm("mean", 2)})
     assert "((float)(((float)(c1_0 + c1_1)) / t1))" in cuda_source(summed)[2]

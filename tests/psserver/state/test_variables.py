@@ -8,12 +8,12 @@ import pytest
 from psserver.devices import Device, owned
 from psserver.state.variables import Store
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
-from pswire.model.plan import Variable, VariableSpec
+from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import TensorSpec
 
 
-def variable(id: int, size: int, servers: tuple[int, ...] = (1,)) -> Variable:
-    return Variable(id, VariableSpec(f"v{id}", TensorSpec("int8", (size,))), servers)
+def variable(id: int, size: int, servers: tuple[int, ...] = (1,)) -> PlacedVariable:
+    return PlacedVariable(id, VariableSpec(f"v{id}", TensorSpec("int8", (size,))), servers)
 
 
 def store(limit: int = 0) -> Store:
@@ -71,7 +71,7 @@ def test_a_number_stands_for_one_variable():
     for other in (
         variable(0, 4),
         variable(0, 3, (0, 1)),
-        Variable(0, VariableSpec("w", TensorSpec("int8", (3,))), (1,)),
+        PlacedVariable(0, VariableSpec("w", TensorSpec("int8", (3,))), (1,)),
     ):
         with pytest.raises(VariableMismatch):
             held.declare(other)
@@ -81,7 +81,7 @@ def test_a_number_stands_for_one_variable():
 def test_what_cannot_be_is_refused(spec):
     """Before anything is computed with it."""
     with pytest.raises(InvalidRequest):
-        store().declare(Variable(0, spec, (1,)))
+        store().declare(PlacedVariable(0, spec, (1,)))
 
 
 def test_the_first_value_stays_until_a_round():

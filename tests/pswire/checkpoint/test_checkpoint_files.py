@@ -17,7 +17,7 @@ import pytest
 
 from pswire.checkpoint import writer
 from pswire.checkpoint.manifest import LATEST, MANIFEST, Manifest, latest_text
-from pswire.checkpoint.reader import Found
+from pswire.checkpoint.reader import FoundCheckpoint
 from pswire.checkpoint.reader import SavedCheckpoint as Saved
 from pswire.checkpoint.storage import Directory, Remote, parted, storage_at
 from pswire.checkpoint.writer import Frozen
@@ -329,7 +329,7 @@ def test_what_lies_beside_does_not_matter(caplog):
         (root / "run/secret").mkdir(mode=0o300 if os.geteuid() else 0o700)
         with unprivileged():
             where = storage_at(root)
-            assert [Found.within(where, "run").latest for _ in range(2)] == ["ckpt-1"] * 2
+            assert [FoundCheckpoint.within(where, "run").latest for _ in range(2)] == ["ckpt-1"] * 2
         assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
         assert {name for name in ("elsewhere", "secret") if f"run/{name} is passed over: " in caplog.text} == {
             *("elsewhere", "secret")
@@ -523,9 +523,9 @@ def test_the_newest_may_be_another_one_while_it_is_looked_for(root):
     def goes_on():
         save(root, "run/ckpt-2", state='{"latest": true, "delete": ["ckpt-1"]}')
 
-    assert Found.within(Listed(storage_at(root), goes_on), "run").latest == "ckpt-2"
+    assert FoundCheckpoint.within(Listed(storage_at(root), goes_on), "run").latest == "ckpt-2"
     goes = Listed(storage_at(root), lambda: storage_at(root).remove(f"run/ckpt-2/{MANIFEST}"))
-    assert Found.within(goes, "run").latest == "ckpt-9"
+    assert FoundCheckpoint.within(goes, "run").latest == "ckpt-9"
 
 
 def test_a_save_lists_its_directory_once(root):

@@ -183,5 +183,5 @@ def test_bfloat16_is_itself():
     file = io.BytesIO(safetensors_stream.header({"x": spec_of(value)}))
     file.seek(0, io.SEEK_END)
     safetensors_stream.append(file, value)
-    entry = safetensors_stream.Entry(spec_of(value), len(file.getvalue()) - 4)
+    entry = safetensors_stream.TensorEntry(spec_of(value), len(file.getvalue()) - 4)
     assert safetensors_stream.read(file, entry)[0].dtype == ml_dtypes.bfloat16

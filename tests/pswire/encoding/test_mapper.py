@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from pswire.api import Contribution, PullReply, RoundReply
 from pswire.encoding import messages
-from pswire.encoding.mapper import Mapper, Pair
+from pswire.encoding.mapper import Codec, Mapper
 from pswire.errors import InvalidRequest
 from pswire.model.log import LogEntry
 from pswire.model.plan import Operand
@@ -22,10 +22,10 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
 from tests.support.samples import ENTRIES, PROCESS, SAMPLES, plain
 
-BY_HAND: dict[type, Pair[Any, Any]] = {
-    Contribution: Pair(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
-    RoundReply: Pair(pb.RoundHeader, messages.round_to_pb, lambda m: messages.round_from_pb(m, EMPTY)),
-    PullReply: Pair(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
+BY_HAND: dict[type, Codec[Any, Any]] = {
+    Contribution: Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
+    RoundReply: Codec(pb.RoundHeader, messages.round_to_pb, lambda m: messages.round_from_pb(m, EMPTY)),
+    PullReply: Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
 }
 PAIRS = messages.MAPPER.pairs | BY_HAND
 
@@ -45,7 +45,7 @@ OF_PAYLOADS = {f"paramserver.v1.{name}.size" for name in ("PushHeader", "RoundHe
 """What is read for the payload, and not for the value."""
 
 
-def values() -> Iterator[tuple[Pair[Any, Any], Any]]:
+def values() -> Iterator[tuple[Codec[Any, Any], Any]]:
     """The values of the samples that are messages of their own, each with its pair."""
     for value in (value for sample in SAMPLES for value in (*sample.args, sample.answer)):
         if type(value) in PAIRS:
@@ -78,7 +78,7 @@ def without_each(message: Message) -> Iterator[tuple[str, Message]]:
             yield field.full_name, less
 
 
-def is_other(pair: Pair[Any, Any], message: Message, value: Any) -> bool:
+def is_other(pair: Codec[Any, Any], message: Message, value: Any) -> bool:
     """Whether a message is another value than one that is known, or is refused."""
     try:
         return bool(plain(pair.from_pb(message)) != plain(value))

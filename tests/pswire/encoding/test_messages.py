@@ -24,7 +24,7 @@ from pswire.api import (
 )
 from pswire.cluster import JOBS, Task
 from pswire.encoding import messages
-from pswire.encoding.mapper import Pair
+from pswire.encoding.mapper import Codec
 from pswire.encoding.verbs import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, fitting, parse, refusal, refused
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
@@ -47,13 +47,13 @@ from pswire.model.plan import (
     REF_KINDS,
     Apply,
     Operand,
+    PlacedVariable,
     Plan,
     Reduction,
     Ref,
     RestoreCommit,
     SnapshotOrder,
     Turn,
-    Variable,
     VariableSpec,
 )
 from pswire.model.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
@@ -82,7 +82,7 @@ SERVERS = tuples(U32)
 TENSORS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000)))
 NAMES = st.text(string.ascii_letters + "/_:0", min_size=1, max_size=12)
 SPECS = st.builds(VariableSpec, NAMES, TENSORS, st.booleans(), st.none() | st.just("") | NAMES)
-VARIABLES = st.builds(Variable, U64, SPECS, SERVERS)
+VARIABLES = st.builds(PlacedVariable, U64, SPECS, SERVERS)
 ATTRS = st.none() | st.booleans() | S64 | REAL | TEXT | tuples(S64)
 PROGRAMS = st.builds(
     Program,
@@ -168,7 +168,7 @@ CONTRIBUTIONS = st.builds(Contribution, U64, U64, U64, BYTES, tuples(REAL), st.b
 REPLIES = st.builds(RoundReply, U64, EPOCHS, st.booleans(), tuples(TASKS), st.just(EMPTY))
 PULLED = st.builds(PullReply, S64, st.just(EMPTY))
 
-PAIRS: dict[str, tuple[st.SearchStrategy[Any], Pair[Any, Any]]] = {
+PAIRS: dict[str, tuple[st.SearchStrategy[Any], Codec[Any, Any]]] = {
     "tensor": (TENSORS, messages.TENSOR),
     "variable": (VARIABLES, messages.VARIABLE),
     "program": (PROGRAMS, messages.PROGRAM),
@@ -184,10 +184,10 @@ PAIRS: dict[str, tuple[st.SearchStrategy[Any], Pair[Any, Any]]] = {
     "shard": (SHARDS, messages.SHARD),
     "contribution": (
         CONTRIBUTIONS,
-        Pair(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
+        Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
     ),
-    "round": (REPLIES, Pair(pb.RoundHeader, messages.round_to_pb, lambda m: messages.round_from_pb(m, EMPTY))),
-    "pull": (PULLED, Pair(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY))),
+    "round": (REPLIES, Codec(pb.RoundHeader, messages.round_to_pb, lambda m: messages.round_from_pb(m, EMPTY))),
+    "pull": (PULLED, Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY))),
 }
 
 
