@@ -100,6 +100,11 @@ WATCHED = ("float32", "float64")
 """Dtypes of kernels that have these."""
 
 
+WRAPPING = ("add", "subtract", "multiply", "negative", "square")
+"""Ops that may overflow. Integers narrower than an `int` are computed as one, and cut."""
+
+UNSIGNED = {"int32": "uint32", "int64": "uint64"}
+
 Role = Literal["array", "scalar", "part", "total", "output"]
 
 
@@ -269,7 +274,8 @@ def _row_sum(p: Parameter) -> Iterator[str]:
     yield "    for k in range(low, high):"
     yield "        at = order[k] * width"
     yield "        for i in range(width):"
-    yield f"            b{p.value}[i] = {p.dtype}(b{p.value}[i] + all_{p.name}[at + i])"
+    text = _wrapping(NUMBA, "{0} + {1}", p.dtype, f"b{p.value}[i]", f"all_{p.name}[at + i]")
+    yield f"            b{p.value}[i] = {p.dtype}({text})"
     yield f"    {p.name} = b{p.value}[0:width]"
 
 
@@ -310,7 +316,7 @@ def _combined(index: int, combined: SumTerm, dtype: str, dialect: Dialect) -> st
     """Contributions in the order given, rounded after each as the reducer does."""
     text = f"c{index}_0{dialect.at}"
     for n in range(1, combined.count):
-        text = _cast(dialect, dtype, f"{text} + c{index}_{n}{dialect.at}")
+        text = _cast(dialect, dtype, _wrapping(dialect, "{0} + {1}", dtype, text, f"c{index}_{n}{dialect.at}"))
     return _cast(dialect, dtype, f"{text} / t{index}") if combined.op == "mean" else text
 
 
@@ -321,7 +327,14 @@ def _expression(program: Program, node: Node, dialect: Dialect) -> str:
         f"v{arg}" if specs[arg].dtype == dtype else _cast(dialect, dtype, f"v{arg}")
         for arg, dtype in zip(node.args, loop, strict=True)
     ]
+    if node.op in WRAPPING:
+        return _wrapping(dialect, row.kernel, loop[0], *args)
     return row.kernel.format(*args)
+
+
+def _wrapping(dialect: Dialect, kernel: str, dtype: str, *args: str) -> str:
+    """An expression of numbers of one dtype that wraps as NumPy's does: of signed ones overflow is undefined."""
+    return kernel.format(*[_cast(dialect, UNSIGNED[dtype], arg) if dtype in UNSIGNED else arg for arg in args])
 
 
 def _cast(dialect: Dialect, dtype: str, text: str) -> str:

@@ -149,6 +149,26 @@ def test_random_programs_give_the_same_interpreted_and_compiled(program, seed, d
         assert same_bits(array, again)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("op", ["add", "subtract", "multiply", "negative", "square", "sum"])
+def test_integers_wrap_in_kernels(op, dtype):
+    """An op after an overflow sees the number that NumPy has: a compiler may not assume that there is none."""
+    spec, info = TensorSpec(dtype, (N,)), np.iinfo(dtype)
+    node = {"sum": ()}.get(op, (Node(op, (1,) if op in ("negative", "square") else (1, 1), ()),))
+    made = 1 + len(node)
+    program = Program(
+        (Input("variable", spec), Input("value", spec)), (*node, Node("sign", (made,), ())), ((0, made + 1),), ()
+    )
+    first, second = np.full(N, info.min if op in ("negative", "subtract") else info.max, dtype), np.ones(N, dtype)
+    contributions = [[first], [second]] if op == "sum" else [[first]]
+    kernels = Kernels(Device(), patience=1, smallest=0)
+    try:
+        plain, compiled = run_twice(kernels, job_of(plan_of(program), contributions), {0: np.zeros(N, dtype)})
+    finally:
+        kernels.close()
+    assert same_bits(plain.assigned[0], compiled.assigned[0])
+
+
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
