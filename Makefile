@@ -38,7 +38,7 @@ demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/digits.py
 
 test: check  ## all checks and all tests
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m 'not soak'
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 -m 'not soak'
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents
 	$(BIN)/ruff check .
