@@ -145,12 +145,12 @@ def _mention_old_root(config: ServerConfig) -> None:
 
 
 def _has_checkpoints(root: str) -> bool:
-    """Whether there are any at the root, or in its directories."""
+    """Returns whether there are any at the root, or in its directories."""
     return any(any(Path(root).glob(f"{above}/{MANIFEST}")) for above in ("*", "*/*"))
 
 
 def summary(status: ServerStatus) -> str:
-    """What a server holds, on one line."""
+    """Returns what a server holds, on one line."""
     last = "no round" if status.round < 0 else f"round {status.round}"
     return f"{status.variables} variables, {human(status.nbytes)} of them here, after {last} on {status.device}"
 

@@ -155,7 +155,7 @@ def _root(text: str) -> str:
 
 
 def _switch(name: str, environ: Mapping[str, str]) -> bool:
-    """What a variable says that is 1 or 0; another word is no reason to let everybody in."""
+    """Returns what a variable says that is 1 or 0; another word is no reason to let everybody in."""
     value = environ.get(name, "")
     if value not in ("", "0", "1"):
         raise ConfigError(f"{name} must be 1 or 0, not {value!r}")

@@ -84,7 +84,7 @@ class Registry:
         return self._sessions[number].task
 
     def lane_token(self, number: int) -> bytes:
-        """What the client of a session that was opened here is to show."""
+        """Returns what the client of a session that was opened here is to show."""
         return self._sessions[number].lane_token
 
     def check(self, number: int, epoch: Epoch | None) -> None:

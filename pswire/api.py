@@ -396,5 +396,5 @@ class ParameterServer(Protocol):
         ...
 
     def status(self) -> ServerStatus:
-        """What this server holds and whom it waits for."""
+        """Returns what this server holds and whom it waits for."""
         ...

@@ -86,7 +86,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks a job has; raises `ValueError` if there is no such job."""
+        """Returns how many tasks a job has; raises `ValueError` if there is no such job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:

@@ -97,7 +97,7 @@ def fields(value: Any) -> dict[str, Any]:
 
 
 def field(of: dict[str, Any], key: str) -> Any:
-    """What an object has under a key; raises `Malformed` where it has nothing."""
+    """Returns what an object has under a key; raises `Malformed` where it has nothing."""
     return of[key] if key in of else _wrong(list(of), f"a list of keys with {key!r}")
 
 

@@ -216,7 +216,7 @@ def set_metrics(host: str | None, port: int | None, environ: MutableMapping[str,
 
 
 def security_options(environ: Mapping[str, str] = os.environ) -> SecurityOptions:
-    """Where certificates and the token are, as `PS_TLS_*`, `PS_TOKEN_FILE` and `PS_TOKEN` say."""
+    """Returns where certificates and the token are, as `PS_TLS_*`, `PS_TOKEN_FILE` and `PS_TOKEN` say."""
     return SecurityOptions.from_environ(environ)
 
 
@@ -247,5 +247,5 @@ def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str]
 
 
 def wants_colour(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a terminal should be shown colours (https://no-color.org)."""
+    """Returns whether a terminal should be shown colours (https://no-color.org)."""
     return not environ.get("NO_COLOR")

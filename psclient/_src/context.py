@@ -185,7 +185,7 @@ class ReplicaContext:
 def arguments(
     what: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a function is to be called with; `TypeError` unless `args` is a tuple or a list.
+    """Returns what a function is to be called with; `TypeError` unless `args` is a tuple or a list.
 
     Args:
         what: the method that was given them, for the message.
@@ -258,7 +258,7 @@ def install_default(strategy: StrategyFace) -> None:
 
 
 def is_default(strategy: StrategyFace) -> bool:
-    """Whether it is the default strategy."""
+    """Returns whether it is the default strategy."""
     return strategy is _Stack.default.strategy
 
 
@@ -316,7 +316,7 @@ def get_strategy() -> Any:
 
 
 def has_strategy() -> bool:
-    """Whether the calling thread is in the scope of a strategy other than the default one. In any context."""
+    """Returns whether the calling thread is in the scope of a strategy other than the default one. In any context."""
     return not is_default(_current().strategy)
 
 
@@ -331,12 +331,12 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the calling thread is in cross-replica context; an update context is none."""
+    """Returns whether the calling thread is in cross-replica context; an update context is none."""
     return _current().kind == "cross-replica"
 
 
 def in_merge_call() -> bool:
-    """Whether the calling thread runs what `merge_call` was given."""
+    """Returns whether the calling thread runs what `merge_call` was given."""
     return _current().merging
 
 
@@ -378,12 +378,12 @@ def enter_update_copy(strategy: StrategyFace, copy: int, device: Device) -> Abst
 
 
 def in_update() -> bool:
-    """Whether the calling thread is in update context."""
+    """Returns whether the calling thread is in update context."""
     return _current().kind == "update"
 
 
 def update_lift() -> Lift | None:
-    """What makes tracers in the calling thread's update context; None in all other contexts."""
+    """Returns what makes tracers in the calling thread's update context; None in all other contexts."""
     entries = _stack.entries  # The default context has none, and each read of a variable asks.
     return entries[-1].context.lift if entries else None
 
@@ -401,7 +401,7 @@ def local_replica(strategy: StrategyFace) -> int | None:
 
 
 def replica_device() -> Device | None:
-    """Where the calling thread computes, in a replica's function or an update function; None elsewhere."""
+    """Returns where the calling thread computes, in a replica's function or an update function; None elsewhere."""
     current = _current()
     return current.replica.device if current.replica else current.device
 

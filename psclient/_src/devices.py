@@ -82,7 +82,7 @@ def _loaded_cupy() -> ModuleType:
 
 
 def available_gpus() -> int:
-    """How many GPUs this process can use; 0 without CuPy, without a driver, or without a device."""
+    """Returns how many GPUs this process can use; 0 without CuPy, without a driver, or without a device."""
     cupy = _cupy()
     if cupy is None:
         return 0
@@ -111,7 +111,7 @@ class GpuReport:
 
 
 def gpu_report() -> GpuReport:
-    """What CuPy says of the GPUs here; it is asked for a device, and for no memory."""
+    """Returns what CuPy says of the GPUs here; it is asked for a device, and for no memory."""
     try:
         import cupy
     except ImportError as error:
@@ -180,7 +180,7 @@ def _is_cupy(array: AnyArray) -> bool:
 
 
 def device_of(array: AnyArray) -> Device:
-    """Where an array lives; whatever is no CuPy array lives on `cpu:0`."""
+    """Returns where an array lives; whatever is no CuPy array lives on `cpu:0`."""
     return Device("gpu", int(array.device.id)) if _is_cupy(array) else CPU
 
 
@@ -200,7 +200,7 @@ def to_device(array: AnyArray, device: Device) -> AnyArray:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of any library, or a NumPy scalar."""
+    """Returns whether it is an array of any library, or a NumPy scalar."""
     return isinstance(value, np.generic) or hasattr(value, "__dlpack_device__")
 
 

@@ -181,7 +181,7 @@ class Optimizer(Configured):
         )
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """What a slot holds at first: zeros of the variable's shape, float32 for a variable of half precision.
+        """Returns what a slot holds at first: zeros of the variable's shape, float32 for a variable of half precision.
 
         Args:
             slot: one of the names in `slots`.
@@ -341,7 +341,7 @@ class Optimizer(Configured):
                 replica.merge_call(self._driver.apply_boxes, args=(context.Box(tuple(grads)), variables))
 
     def settings(self) -> Settings:
-        """What update functions see of it, as of now."""
+        """Returns what update functions see of it, as of now."""
         return self.settings_with(_learning_rate=rate_now(self._learning_rate))
 
     if not TYPE_CHECKING:

@@ -31,13 +31,13 @@ LESS_THAN_1 = Range("at least 0 and less than 1", lambda x: 0 <= x < 1)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is one real number, Python's or another library's; a bool is none."""
+    """Returns whether a value is one real number, Python's or another library's; a bool is none."""
     has = hasattr(type(value), "__float__") and not isinstance(value, bool | np.bool_)
     return has and not np.ndim(value)
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a number is neither infinite, nor NaN, nor a whole one beyond all floats."""
+    """Returns whether a number is neither infinite, nor NaN, nor a whole one beyond all floats."""
     try:
         return math.isfinite(value)
     except OverflowError:

@@ -55,7 +55,7 @@ class Own:
         yield from (x for x in (*self.slots, self.average, self.accumulator, self.staged) if x is not None)
 
     def saved(self) -> Iterator[tuple[str, Variable]]:
-        """What checkpoints have of it, by the names of slots."""
+        """Returns what checkpoints have of it, by the names of slots."""
         yield from zip(self.slot_names, self.slots, strict=True)
         rest = (("average", self.average), ("gradient_accumulator", self.accumulator))
         yield from ((name, v) for name, v in rest if v is not None)
@@ -109,7 +109,7 @@ class State:
         return self._shared
 
     def by_path(self, path_of: Callable[[Variable], str]) -> dict[str, Variable]:
-        """What a checkpoint has of it: of copies one, and nothing of what is between two rounds.
+        """Returns what a checkpoint has of it: of copies one, and nothing of what is between two rounds.
 
         Args:
             path_of: the path of a variable that is trained.
@@ -131,11 +131,11 @@ class State:
         return self._shared[0][name]
 
     def beside(self, v: Variable) -> dict[str, Variable]:
-        """What steps share, where a variable lives."""
+        """Returns what steps share, where a variable lives."""
         return next(shared for shared in self._shared if self._covers(shared, v))
 
     def of(self, v: Variable) -> Own:
-        """What a variable has beside it; raises `RuntimeError` if it has nothing yet."""
+        """Returns what a variable has beside it; raises `RuntimeError` if it has nothing yet."""
         if id(v) not in self._own:
             raise RuntimeError(f"the optimizer keeps nothing of {v.name!r} yet; apply gradients first, or call build")
         return self._own[id(v)]
@@ -202,6 +202,6 @@ class State:
 
 
 def state_of(optimizer: Any) -> State:
-    """What an optimizer keeps."""
+    """Returns what an optimizer keeps."""
     state: State = optimizer._state
     return state

@@ -160,7 +160,7 @@ class StepDriver:
         return self._rule.global_clipnorm is not None or isinstance(self._rule.loss_scale_factor, DynamicLossScale)
 
     def _in_stages(self, strategy: Strategy, variables: Sequence[Variable]) -> bool:
-        """Whether a step takes two rounds: what it has to know of all gradients is on several servers."""
+        """Returns whether a step takes two rounds: what it has to know of all gradients is on several servers."""
         alone = strategy.backend.group.alone
         if alone and isinstance(self._rule.loss_scale_factor, DynamicLossScale):
             raise ValueError(

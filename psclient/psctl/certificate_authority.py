@@ -52,7 +52,7 @@ class Issued:
 
 
 def paths(out: Path) -> SecurityOptions:
-    """Where every task of a cluster finds its files below the directory of all."""
+    """Returns where every task of a cluster finds its files below the directory of all."""
     return SecurityOptions(*(str(out / PLACEHOLDER / file) for file in (CERTIFICATE, KEY, ROOT, TOKEN)))
 
 

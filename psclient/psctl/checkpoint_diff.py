@@ -65,7 +65,7 @@ def difference(a: SavedCheckpoint, b: SavedCheckpoint, name: str) -> Difference:
 
 
 def compare(a: Array, b: Array) -> tuple[int, float | None]:
-    """How many elements differ, and the largest absolute difference, of arrays of one shape and dtype."""
+    """Returns how many elements differ, and the largest absolute difference, of arrays of one shape and dtype."""
     flat = a.reshape(-1), b.reshape(-1)
     count, largest = 0, 0.0
     for begin in range(0, a.size, CHUNK):
@@ -85,5 +85,5 @@ def _largest(x: Array, y: Array) -> float:
 
 
 def other_differences(a: Manifest, b: Manifest) -> list[str]:
-    """What differs beside the variables: some of "positions", "objects" and "state"."""
+    """Returns what differs beside the variables: some of "positions", "objects" and "state"."""
     return [name for name in ("positions", "objects", "state") if getattr(a, name) != getattr(b, name)]

@@ -35,7 +35,7 @@ WRONG_HERE = ("replaced", "other_job", "same_server", "incomplete", "broken", "u
 
 
 def tf_config(patient: Patient) -> Iterator[Finding]:
-    """Whether it is one, whether this task is in it, and whether the servers in it can be found by others."""
+    """Returns whether it is one, whether this task is in it, and whether the servers in it can be found by others."""
     if not patient.tf_config.strip():
         if patient.cluster:
             yield ok("it is not set; the servers are those of --address")
@@ -81,7 +81,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def names(patient: Patient) -> Iterator[Finding]:
-    """Whether the names of the servers' hosts are known."""
+    """Returns whether the names of the servers' hosts are known."""
     yield from _at_once(patient, _resolve)
 
 
@@ -97,7 +97,7 @@ def _resolve(found: Looked, host: str, port: int, patient: Patient) -> Iterator[
 
 
 def ports(patient: Patient) -> Iterator[Finding]:
-    """Whether the servers can be connected to: over gRPC, and on their lanes."""
+    """Returns whether the servers can be connected to: over gRPC, and on their lanes."""
     yield from _at_once(patient, _connect)
 
 
@@ -129,7 +129,7 @@ def _lanes(found: Looked, host: str, patient: Patient) -> Iterator[Finding]:
 
 
 def _refused(host: str, port: int, seconds: float) -> OSError | None:
-    """Why there is no connection; None if there is."""
+    """Returns why there is no connection; None if there is."""
     try:
         socket.create_connection((host, port), seconds).close()
     except OSError as error:
@@ -150,7 +150,7 @@ def _at_once(patient: Patient, look: Callable[[Looked, str, int, Patient], Itera
 
 
 def tls(patient: Patient) -> Iterator[Finding]:
-    """Whether our files are good, and whether each server and we accept each other."""
+    """Returns whether our files are good, and whether each server and we accept each other."""
     try:
         security = patient.security.read(patient.name)
     except ConfigError as error:
@@ -184,7 +184,7 @@ def _validity(security: Security, name: str) -> Finding:
 
 
 def servers(patient: Patient) -> Iterator[Finding]:
-    """Whether all answer, and belong together."""
+    """Returns whether all answer, and belong together."""
     if patient.cluster is None:
         return
     view = view_of(patient.looked, patient.cluster.expected)
@@ -197,7 +197,7 @@ def servers(patient: Patient) -> Iterator[Finding]:
 
 
 def clock(patient: Patient) -> Iterator[Finding]:
-    """Whether the servers' clocks go as ours does."""
+    """Returns whether the servers' clocks go as ours does."""
     for found in patient.looked:
         if found.status is None or found.status.process is None:
             continue
@@ -211,7 +211,7 @@ def clock(patient: Patient) -> Iterator[Finding]:
 
 
 def versions(patient: Patient) -> Iterator[Finding]:
-    """Whether the servers have what we have."""
+    """Returns whether the servers have what we have."""
     ours = patient.host.versions
     yield ok("here: " + ", ".join(f"{name} {version}" for name, version in sorted(ours.items())))
     for found in patient.looked:

@@ -41,7 +41,7 @@ def doctor(settings: CommandSettings) -> int:
 
 
 def patient(settings: CommandSettings) -> Patient:
-    """What there is to look at from here; nothing that is wrong keeps it from being looked at."""
+    """Returns what there is to look at from here; nothing that is wrong keeps it from being looked at."""
     cluster: ObservedCluster | None = None
     try:
         cluster = settings.cluster()
@@ -68,7 +68,7 @@ def _look(cluster: ObservedCluster, settings: CommandSettings) -> Sequence[Looke
 
 
 def examine(patient: Patient, checks: Sequence[Check] = CHECKS) -> dict[str, list[Finding]]:
-    """What each check finds, by its name."""
+    """Returns what each check finds, by its name."""
     return {check.name: list(check.run(patient)) for check in checks}
 
 

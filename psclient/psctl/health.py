@@ -23,7 +23,7 @@ Status = health_pb2.HealthCheckResponse
 
 
 def why_not(address: str, security: Security, seconds: float) -> str:
-    """Why a server does not serve; "" if it does.
+    """Returns why a server does not serve; "" if it does.
 
     A probe knows an address and no task: any certificate that our CA has signed will do.
 
@@ -53,7 +53,7 @@ def why_not(address: str, security: Security, seconds: float) -> str:
 
 
 def _name_on_certificate(place: tuple[str, int], security: Security, seconds: float) -> str:
-    """Whose certificate a server shows, which our CA has signed; raises `OSError` if it shows none."""
+    """Returns whose certificate a server shows, which our CA has signed; raises `OSError` if it shows none."""
     context = security.client_context()
     context.check_hostname = False
     context.set_alpn_protocols([PROTOCOL])

@@ -88,7 +88,7 @@ def _limit(path: Path) -> int:
 
 
 def shared_memory(patient: Patient) -> Iterator[Finding]:
-    """Whether the shm lane can be used: its sockets are in a directory, its data in memory without a name."""
+    """Returns whether the shm lane can be used: its sockets are in a directory, its data in memory without a name."""
     host = patient.host
     if host.segments:
         yield fail(f"there is no memory to share ({host.segments})", "allow memfd_create, or use --lane tcp")
@@ -108,7 +108,7 @@ def shared_memory(patient: Patient) -> Iterator[Finding]:
 
 
 def gpu(patient: Patient) -> Iterator[Finding]:
-    """Whether CuPy finds the GPUs that there are."""
+    """Returns whether CuPy finds the GPUs that there are."""
     gpus, nvidia = patient.host.gpus, patient.host.nvidia
     if gpus.names:
         yield ok(f"CuPy {gpus.cupy}, CUDA {gpus.runtime}, driver {gpus.driver}: {', '.join(gpus.names)}")
@@ -126,7 +126,7 @@ def gpu(patient: Patient) -> Iterator[Finding]:
 
 
 def open_files(patient: Patient) -> Iterator[Finding]:
-    """Whether a process may have as many connections as it needs."""
+    """Returns whether a process may have as many connections as it needs."""
     count = patient.host.open_files
     if count < FEW_FILES:
         yield fail(f"a process may open {count} files", "raise the limit: ulimit -n 65536")
@@ -137,7 +137,7 @@ def open_files(patient: Patient) -> Iterator[Finding]:
 
 
 def memory(patient: Patient) -> Iterator[Finding]:
-    """Whether there is memory for variables and contributions."""
+    """Returns whether there is memory for variables and contributions."""
     host = patient.host
     text = f"{size(host.memory)} are free"
     text += f", and this container may use {size(host.memory_limit)}" if host.memory_limit else ""

@@ -138,7 +138,7 @@ class JobView:
 
 
 def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
-    """What the servers' answers say.
+    """Returns what the servers' answers say.
 
     Args:
         looked: the answers, in the order of the addresses.
@@ -219,7 +219,7 @@ def _open_round(waiting: OpenRound) -> dict[str, Any]:
 
 
 def _awaited(waiting: Iterable[OpenRound]) -> tuple[str, ...]:
-    """Whom rounds wait for."""
+    """Returns whom rounds wait for."""
     rounds = list(waiting)
     missing = sorted({task for each in rounds for task in each.missing})
     chief = [CHIEF] if any(not each.approved for each in rounds) else []
@@ -300,7 +300,7 @@ def _round_of(session: SessionState, statuses: Sequence[ServerStatus]) -> int:
 
 
 def _waits_for(session: SessionState, statuses: Sequence[ServerStatus], takes_part: bool) -> tuple[str, ...]:
-    """Whom a task waits for that has contributed to an open round, or that nobody has taken in yet."""
+    """Returns whom a task waits for that has contributed to an open round, or that nobody has taken in yet."""
     if not takes_part:
         return (CHIEF,)
     own, alone = _round_of(session, statuses), session.member.mode == "async"

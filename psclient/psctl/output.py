@@ -32,14 +32,14 @@ def table(headings: Iterable[str], rows: Iterable[Sequence[str | Text]]) -> Tabl
 
 
 def terminal() -> Console:
-    """Where we print: as wide as the terminal, or `WIDTH` characters where there is none."""
+    """Returns where we print: as wide as the terminal, or `WIDTH` characters where there is none."""
     console = Console(markup=False, highlight=False)
     console.width = console.width if console.is_terminal else WIDTH
     return console
 
 
 def breadth(table: Table) -> int:
-    """How many characters a table takes with each cell on one line."""
+    """Returns how many characters a table takes with each cell on one line."""
     return Console(width=10_000).measure(table).maximum
 
 

@@ -74,7 +74,7 @@ class CommandSettings:
         return cluster_of(tf_config_text())
 
     def paths(self) -> SecurityOptions:
-        """Where certificates and the token are."""
+        """Returns where certificates and the token are."""
         return security_options().under({name: getattr(self, name) for name in FLAGS})
 
     def name(self) -> str:
@@ -87,7 +87,7 @@ class CommandSettings:
         return ADMIN
 
     def security(self) -> Security:
-        """What psctl shows to servers; raises `ConfigError` where a file is not what it should be."""
+        """Returns what psctl shows to servers; raises `ConfigError` where a file is not what it should be."""
         return self.paths().read(self.name())
 
 

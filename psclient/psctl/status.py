@@ -80,7 +80,7 @@ def heading(view: JobView) -> Text:
 
 
 def problem_line(task: str, message: str) -> Text:
-    """What is wrong, with the task that it is about."""
+    """Returns what is wrong, with the task that it is about."""
     return Text.assemble(("! ", "bold red"), f"{short(task)}: {message}" if task else message)
 
 

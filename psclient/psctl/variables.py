@@ -66,7 +66,7 @@ def beside(variables: Sequence[PlacedVariable], primaries: Mapping[str, str]) ->
 
 
 def totals(variables: Iterable[PlacedVariable]) -> list[dict[str, Any]]:
-    """How many variables, and of how many bytes, each server holds of these."""
+    """Returns how many variables, and of how many bytes, each server holds of these."""
     held: dict[int, list[int]] = {}
     for variable in variables:
         for server in variable.servers:
@@ -158,7 +158,7 @@ def _write(path: Path, value: Array) -> Path:
 
 
 def stats_of(value: Array) -> dict[str, Any]:
-    """What the elements of an array are like: numbers as JSON knows them, None where there is no such number.
+    """Returns what the elements of an array are like: numbers as JSON knows them, None where there is no such number.
 
     Least, greatest, mean and deviation are of the finite elements; of complex ones of their absolute values.
     """

@@ -38,7 +38,7 @@ class Content:
         return {path: v.name if times[v.name] == 1 else path for path, v in self.variables.items()}
 
     def order(self) -> str:
-        """What a `SnapshotOrder` says of it."""
+        """Returns what a `SnapshotOrder` says of it."""
         said: dict[str, Any] = {"objects": self.names(), "state": dict(self.state)}
         said |= {"delete": list(self.delete), "latest": self.latest}
         return json.dumps(said, sort_keys=True)
@@ -83,7 +83,7 @@ class CheckpointBackend(Protocol):
         ...
 
     def failed(self, path: str) -> bool:
-        """Whether what was saved last at this path is known to be incomplete, since `sync` has raised that."""
+        """Returns whether what was saved last at this path is known to be incomplete, since `sync` has raised that."""
         ...
 
     def look(self, path: str) -> OpenedCheckpoint:
@@ -101,7 +101,7 @@ class CheckpointBackend(Protocol):
         ...
 
     def was_restored(self, variable: Variable) -> bool:
-        """Whether a variable that was created after a restore began with a restored value."""
+        """Returns whether a variable that was created after a restore began with a restored value."""
         ...
 
     def restored_names(self) -> frozenset[str]:

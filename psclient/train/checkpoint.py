@@ -65,7 +65,7 @@ class Checkpoint:
     # ---- What it tracks ----
 
     def trackable_children(self) -> Mapping[str, Any]:
-        """What is tracked, by name. In any context."""
+        """Returns what is tracked, by name. In any context."""
         own = {name: thing for name, thing in vars(self).items() if not name.startswith("_")}
         counter = {} if self._counter is None else {COUNTER: self._counter}
         return {**dict(children(self._root)), **own, **counter}
@@ -273,7 +273,7 @@ class Checkpoint:
 
 
 def backend_of(strategy: Strategy) -> CheckpointBackend:
-    """What keeps the checkpoints of a strategy."""
+    """Returns what keeps the checkpoints of a strategy."""
     return ServerBackend(strategy) if isinstance(strategy.backend, RemoteBackend) else FileBackend(strategy)
 
 

@@ -156,5 +156,5 @@ class Later:
 
 
 def _opened(path: str, found: SavedCheckpoint, damaged: Mapping[str, str]) -> OpenedCheckpoint:
-    """What is told is what was asked for, or something in it: relative where that was."""
+    """Returns the path to tell: what was asked for, or something in it, relative where that was."""
     return OpenedCheckpoint(path if found.path == "." else f"{path.rstrip('/')}/{found.path}", found.manifest, damaged)

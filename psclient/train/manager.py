@@ -244,7 +244,7 @@ class CheckpointManager:
         self._unconfirmed = ""
 
     def _remains(self, name: str) -> bool:
-        """Whether a checkpoint is still there, though its deletion was ordered."""
+        """Returns whether a checkpoint is still there, though its deletion was ordered."""
         try:
             self.checkpoint.backend.look(self._path(name))
         except NoCheckpoint:

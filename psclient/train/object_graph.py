@@ -113,7 +113,7 @@ def _says_state(thing: Any) -> bool:
 
 
 def children(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What an object leads to, by name, key or index."""
+    """Returns what an object leads to, by name, key or index."""
     if isinstance(thing, (*_CLOSED, *_DATASETS)):
         return
     if isinstance(thing, Mapping):

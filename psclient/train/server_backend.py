@@ -54,7 +54,7 @@ class ServerBackend:
             )
 
     def _busy(self) -> bool:
-        """Whether a checkpoint is being written, as the process knows that asks for them."""
+        """Returns whether a checkpoint is being written, as the process knows that asks for them."""
         busy = self._remote.group.saves() and self._checkpoints.is_saving()
         if self._remote.group.alone:
             return busy

@@ -167,7 +167,7 @@ class LoadStatus:
         return found + [path for path in tracked.stateful if path not in self._manifest.state]
 
     def _unused(self, but_later: bool = False) -> list[str]:
-        """What the checkpoint has and nothing that is tracked takes: paths, or names where it has no paths.
+        """Returns what the checkpoint has and nothing that is tracked takes: paths, or names where it has no paths.
 
         Args:
             but_later: whether what variables have begun with since, tracked or not, is left out as well.
@@ -201,7 +201,7 @@ class NothingRestored(LoadStatus):
 
 
 def _counted(words: list[str]) -> str:
-    """How many there are, and the first ten names."""
+    """Returns how many there are, and the first ten names."""
     shown = ", ".join(repr(word) for word in sorted(words)[:SHOWN])
     return f"{len(words)} ({shown}{', ...' if len(words) > SHOWN else ''})" if words else "nothing"
 

@@ -165,7 +165,7 @@ class Restores:
     # ---- The round that commits ----
 
     def values(self, job: ReadyRound) -> dict[int, Array]:
-        """What a round gives to variables of what was prepared; without the lock.
+        """Returns what a round gives to variables of what was prepared; without the lock.
 
         Raises:
             InvalidRequest: nothing was prepared for it.
@@ -219,7 +219,7 @@ class Restores:
         return frozenset([late.saved.full]) if late and late.names - created else frozenset()
 
     def first_value(self, variable: PlacedVariable) -> Array | None:
-        """What the restored checkpoint has for a variable that is created only now; without the lock.
+        """Returns what the restored checkpoint has for a variable that is created only now; without the lock.
 
         One that is saved as another begins as its creator says: the other may have changed since the restore.
 

@@ -123,7 +123,7 @@ class Snapshots:
         self._due.append(partial(self._files, working(save.shard, partial(self._write_shard, save, frozen))))
 
     def _saved(self) -> list[PlacedVariable]:
-        """What all servers save together: of variables that always have one value the first created."""
+        """Returns what all servers save together: of variables that always have one value the first created."""
         first: dict[str, PlacedVariable] = {}
         for _, variable in sorted(self._store.variables.items()):
             first.setdefault(variable.spec.saved_name, variable)
@@ -147,7 +147,7 @@ class Snapshots:
         return answers
 
     def _why_never(self, plan_id: bytes, save: _Save) -> CheckpointError | None:
-        """Why a save that has no values will have none; None if it has some, or may get them."""
+        """Returns why a save that has no values will have none; None if it has some, or may get them."""
         if save.frozen is not None:
             return None
         refused = self._rounds.refused.get(plan_id)

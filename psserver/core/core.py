@@ -171,7 +171,7 @@ class Core:
         return Opened(session, self.incarnation, token, self.server, str(self.device), seen)
 
     def _holds_job(self) -> bool:
-        """Whether there is a job, with variables, that is not over."""
+        """Returns whether there is a job, with variables, that is not over."""
         return bool(self._log.entries and self._store.variables) and not self._log.over
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
@@ -206,7 +206,7 @@ class Core:
         do(answers)
 
     def well(self) -> bool:
-        """Whether it does what it is there for: leases are looked at, and no round has failed halfway."""
+        """Returns whether it does what it is there for: leases are looked at, and no round has failed halfway."""
         return self._clock() - self._ticked < STILL_SECONDS and self._runner.broken is None
 
     def _check(self, session: int) -> None:
@@ -224,7 +224,7 @@ class Core:
             self._check_unbroken()
 
     def _ended(self, session: int) -> PSError | None:
-        """Why a session may do nothing here; None if it may."""
+        """Returns why a session may do nothing here; None if it may."""
         try:
             if self.server == 0:
                 self._members.check(session)

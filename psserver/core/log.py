@@ -61,7 +61,7 @@ class Log:
         """Why nobody goes on: a server of the job is lost."""
 
     def begins_anew(self, entries: Sequence[LogEntry]) -> bool:
-        """Whether these entries are of another job than the one that the log is about."""
+        """Returns whether these entries are of another job than the one that the log is about."""
         return bool(entries) and isinstance(entries[0], JobStarted) and entries[0] not in self.entries[:1]
 
     def clear(self) -> None:

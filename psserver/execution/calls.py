@@ -157,7 +157,7 @@ class KernelCall:
         return written, [room["output", index] for index in range(len(step.results))]
 
     def _memory(self, stage: Stage, parameter: Parameter, inputs: Mapping[int, Any], room: Room) -> Pieces | PieceCopy:
-        """What a kernel on the CPU reads or writes for a parameter."""
+        """Returns what a kernel on the CPU reads or writes for a parameter."""
         index = parameter.value
         match parameter.role:
             case "part":

@@ -92,14 +92,14 @@ class Sender:
         return weight, self.take(Ref("reduction", index), spec)
 
     def reached(self, reductions: Numbers) -> int:
-        """How many of these contributions, from the first on, are there, or are waited for no more."""
+        """Returns how many of these contributions, from the first on, are there, or are waited for no more."""
         if self.gone:
             return len(reductions)
         missing = np.flatnonzero(self.places.ends[reductions] > self.part.payload.end)
         return int(missing[0]) if len(missing) else len(reductions)
 
     def addresses(self, reductions: Numbers) -> Numbers | None:
-        """Where contributions begin in memory, for as long as nobody lets go of them.
+        """Returns where contributions begin in memory, for as long as nobody lets go of them.
 
         Args:
             reductions: to which.
@@ -208,7 +208,7 @@ class Contributions:
         return ContributionParts(combined, [pieces for _, pieces in present], sum(weight for weight, _ in present))
 
     def value(self, index: int) -> Array:
-        """What they make together."""
+        """Returns what they make together."""
         reduction = self._prepared.plan.reductions[index]
         return reduce(reduction.op, reduction.tensor, self.of(index))
 

@@ -91,7 +91,7 @@ class Execution:
     # ---- What the next step is ----
 
     def awaits(self, then: Callable[[], object]) -> bool:
-        """Whether the next step has to wait; then a function is called when it may be worth to look again."""
+        """Returns whether the next step has to wait; then a function is called when it may be worth to look again."""
         if not self._progressive:
             return False
         for sender, end in self._ends():

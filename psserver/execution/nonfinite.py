@@ -43,12 +43,12 @@ _NO_SIGN = 0x7FFF
 
 
 def may_be_nonfinite(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype has NaN and infinities."""
+    """Returns whether a dtype has NaN and infinities."""
     return dtype.kind in "fc" or dtype in _EXPONENTS
 
 
 def is_finite(array: Array) -> bool:
-    """Whether an array on the host, of any dtype and shape, contiguous, has neither NaN nor infinities."""
+    """Returns whether an array on the host, of any dtype and shape, contiguous, has neither NaN nor infinities."""
     if not may_be_nonfinite(array.dtype):
         return True
     flat: Any = array.reshape(-1)
@@ -190,7 +190,7 @@ class NonfiniteVariables:
         return tuple(lines)
 
     def _line(self, application: Application, senders: Sequence[Task], found: NonfiniteValues) -> str:
-        """What an application has done, if that is news."""
+        """Returns what an application has done, if that is news."""
         fresh = [id for id in application.assigned if found.variables.get(id) is False and id not in self.ids]
         if not fresh:
             return ""

@@ -107,7 +107,7 @@ class _Successive:
         self.read: set[int] = set()
 
     def takes(self, application: Application, stage: Stage) -> bool:
-        """Whether one more may follow: the same kernel, and their order does not matter."""
+        """Returns whether one more may follow: the same kernel, and their order does not matter."""
         if not self.stages:
             return True
         known, new = self.stages[0].kernel, stage.kernel

@@ -53,7 +53,7 @@ def plan_bytes(plan: Plan, server: int, needs: Sequence[Need]) -> int:
 
 
 def _spans(plan: Plan, server: int, here: list[Apply]) -> Iterator[Span]:
-    """What applications read: operands, and reductions from their first use to their last."""
+    """Returns what applications read: operands, and reductions from their first use to their last."""
     uses, end = _uses(here), len(here) + 1
     given = {ref for ref, _ in plan.given(server)}
     for operand in plan.operands:
@@ -69,7 +69,7 @@ def _spans(plan: Plan, server: int, here: list[Apply]) -> Iterator[Span]:
 
 
 def _written(plan: Plan, server: int, here: list[Apply], needs: Sequence[Need]) -> Iterator[Span]:
-    """What applications write, before and after they run; of variables what is written after the first time."""
+    """Returns what applications write, before and after they run; of variables what is written after the first time."""
     uses, end = _uses(here), len(here) + 1
     given = {ref for ref, _ in plan.given(server)}
     at = number = 0

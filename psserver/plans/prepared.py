@@ -67,7 +67,7 @@ class PreparedPlan:
         return outline(self.plan, self.server)
 
     def layout(self, said: Contribution) -> ContributionLayout:
-        """Where the tensors of a contribution lie; in nearly every round it is the same for all."""
+        """Returns where the tensors of a contribution lie; in nearly every round it is the same for all."""
         key = said.observes, tuple(map(bool, said.weights))
         found = self._layouts.get(key)
         if found is None:

@@ -267,7 +267,7 @@ class Rounds:
 
     @staticmethod
     def _differs(waiting: _Open, said: Contribution) -> bool:
-        """Whether a push is for something else than its round, which has not failed yet."""
+        """Returns whether a push is for something else than its round, which has not failed yet."""
         return waiting.error is None and (waiting.plan_id, waiting.epoch) != (said.plan_id, said.epoch)
 
     def _joins(self, said: Contribution) -> bool:
@@ -276,7 +276,7 @@ class Rounds:
         return said.start == said.round and (start is None or start.round != said.round)
 
     def _only_newcomers(self, waiting: _Open) -> bool:
-        """Whether none has pushed yet who was there before."""
+        """Returns whether none has pushed yet who was there before."""
         return bool(waiting.parts) and all(self._joins(part.said) for part in waiting.parts.values())
 
     def _refusal(self, round: int, member: Member, plan_id: bytes, other: Member, others: bytes) -> PSError:
@@ -489,7 +489,7 @@ class Rounds:
         self._failed += [(future, error) for *_, future in self._parked.pop(session, [])]
 
     def sessions(self) -> set[int]:
-        """Who waits."""
+        """Returns who waits."""
         waiting = [waiting for _, waiting in self._open()]
         found = {said.session for one in waiting for said, _ in one.waiters}
         return found | {push[0].session for one in waiting for push in one.doubtful} | set(self._parked)
@@ -514,11 +514,11 @@ class Rounds:
         return (item for strand in self.strands.values() for item in strand.open.items())
 
     def runs(self, job: ReadyRound) -> bool:
-        """Whether a round that was begun is not over yet."""
+        """Returns whether a round that was begun is not over yet."""
         return self._running and job.round in self.strands[job.strand].open
 
     def waiters(self, job: ReadyRound) -> list[Waiter]:
-        """Who waits for a round that runs."""
+        """Returns who waits for a round that runs."""
         return list(self.strands[job.strand].open[job.round].waiters)
 
     def _missing(self, waiting: _Open) -> list[Member]:

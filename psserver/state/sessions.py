@@ -60,7 +60,7 @@ class _SessionRecord:
     parted: float | None = None  # when its connection ended, if nothing was heard since
 
     def vanished(self, beat: float) -> bool:
-        """Whether its connection ended as it does where a process ends, and not because a network was cut."""
+        """Returns whether its connection ended as it does where a process ends, and not because a network was cut."""
         return self.parted is not None and self.parted - self.seen <= PARTED_BEATS * beat
 
 
@@ -352,7 +352,7 @@ class Membership:
         return min((now - s.seen for s in self._sessions.values() if s.drives), default=float("inf"))
 
     def chief_left(self) -> bool:
-        """Whether the chief's session was ended by the chief itself."""
+        """Returns whether the chief's session was ended by the chief itself."""
         drivers = [s for s in self._sessions.values() if s.drives]
         return bool(drivers) and drivers[-1].state == "left"
 
@@ -378,7 +378,7 @@ class Membership:
 
 
 def _told(positions: Iterable[tuple[Task, str]]) -> str:
-    """Who does what, in words."""
+    """Returns who does what, in words."""
     tasks, sections = zip(*positions, strict=True)
     return "; ".join(f"{task} is at: {section}" for task, section in zip(tasks, compared(sections), strict=True))
 

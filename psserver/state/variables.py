@@ -81,7 +81,7 @@ class Store:
         self._values.pop(id, None)
 
     def initialized(self, id: int) -> bool:
-        """Whether the variable has a value here."""
+        """Returns whether the variable has a value here."""
         return id in self._values
 
     def initialize(self, id: int, value: Array) -> bool:

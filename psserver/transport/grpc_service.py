@@ -335,7 +335,7 @@ class Service(grpc.GenericRpcHandler):
             await context.write(Frame(header).encode())
 
     def _assembly(self, first: Frame, size: int) -> Assembly:
-        """Where a payload is collected whose first part is there."""
+        """Returns where a payload is collected whose first part is there."""
         assembly = self._lanes.assembly(size, "grpc")
         assembly.add(first.offset, first.data or ())
         return assembly

@@ -104,7 +104,7 @@ class LaneServer:
         return self._outbox
 
     def assembly(self, size: int, lane: LaneName) -> Assembly:
-        """Where a message's payload is collected; raises `MemoryLimit` for one that announces too much."""
+        """Returns where a message's payload is collected; raises `MemoryLimit` for one that announces too much."""
         if size > self.max_payload_bytes:
             raise MemoryLimit(
                 f"a message of {size} bytes is above this server's limit of {self.max_payload_bytes}; "

@@ -18,7 +18,7 @@ STATM = Path("/proc/self/statm")
 
 
 def process_status(lanes: LaneServer) -> ProcessStatus:
-    """What there is to tell now. On the event loop, to which the lanes belong."""
+    """Returns what there is to tell now. On the event loop, to which the lanes belong."""
     used = {c.session: c.lane for c in lanes.connections if c.session is not None}
     moved = {f"{name} received": each.received for name, each in lanes.traffic.items()}
     moved |= {f"{name} sent": each.sent for name, each in lanes.traffic.items()}

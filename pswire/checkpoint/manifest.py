@@ -75,17 +75,17 @@ def aside(name: str, taken: Collection[str]) -> str:
 
 
 def is_aside(name: str) -> bool:
-    """Whether a checkpoint of this name is one that was set aside: no job goes on from it by itself."""
+    """Returns whether a checkpoint of this name is one that was set aside: no job goes on from it by itself."""
     return _ASIDE.search(name) is not None
 
 
 def is_ours(file: str) -> bool:
-    """Whether a save makes files of such a name; it begins with a dot while the file is being written."""
+    """Returns whether a save makes files of such a name; it begins with a dot while the file is being written."""
     return file.startswith(("shard-", ".shard-", f".{MANIFEST}."))
 
 
 def latest_text(name: str) -> str:
-    """What the file `latest` says when a checkpoint of this name is the newest."""
+    """Returns what the file `latest` says when a checkpoint of this name is the newest."""
     return json.dumps({"format": 1, "latest": name}) + "\n"
 
 

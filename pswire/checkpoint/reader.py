@@ -191,7 +191,7 @@ class SavedCheckpoint:
     # ---- Whether it is whole ----
 
     def verify(self) -> Iterator[tuple[str, str]]:
-        """What is wrong, by file: sizes, headers, tensors that are missing or not known, checksums.
+        """Returns what is wrong, by file: sizes, headers, tensors that are missing or not known, checksums.
 
         Raises:
             CheckpointError: a file cannot be read, so that nobody knows.
@@ -216,7 +216,7 @@ class SavedCheckpoint:
                 raise DamagedCheckpoint(f"{full} cannot be read: {fault}")
 
     def _faults(self, name: str, but: Collection[str] = ()) -> Iterator[str]:
-        """What is wrong with a file; of the tensors in `but` nothing is read."""
+        """Returns what is wrong with a file; of the tensors in `but` nothing is read."""
         path = str(PurePosixPath(self.path) / name)
         mine = {tensor: saved for tensor, saved in self.manifest.tensors.items() if saved.file == name}
         with told(self.place.full(path)):
@@ -243,7 +243,7 @@ class SavedCheckpoint:
 
 
 def _is_one(place: Storage, path: str) -> bool:
-    """Whether a path is a checkpoint's, and no directory of them."""
+    """Returns whether a path is a checkpoint's, and no directory of them."""
     with told(place.full(path)):
         return place.exists(str(PurePosixPath(path) / MANIFEST))
 
@@ -330,7 +330,7 @@ class FoundCheckpoint:
 
 
 def named_latest(place: Storage, directory: str) -> str | None:
-    """What the file `latest` names; None where there is no such file, or nothing in it that is understood."""
+    """Returns what the file `latest` names; None where there is no such file, or nothing in it that is understood."""
     path = str(PurePosixPath(directory) / LATEST)
     try:
         return latest_in(_text(place, path, MAX_LATEST, MAX_LATEST)) if place.exists(path) else None
@@ -350,7 +350,7 @@ def newest(place: Storage, directory: str = ".") -> str:
 
 
 def _some(place: Storage, directory: str) -> FoundCheckpoint:
-    """What is in a directory, which has at least one complete checkpoint; raises as `newest`."""
+    """Returns what is in a directory, which has at least one complete checkpoint; raises as `newest`."""
     found = FoundCheckpoint.within(place, directory)
     hidden = [name for name in found.torn if name == found.named]
     if found.named is None or found.named not in (*found.whole, *found.torn):

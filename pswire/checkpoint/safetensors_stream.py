@@ -70,7 +70,7 @@ def ordered(specs: Mapping[str, TensorSpec]) -> list[str]:
 
 
 def header(specs: Mapping[str, TensorSpec]) -> bytes:
-    """What comes before the tensors, which follow as `ordered` says; its length is a multiple of 8."""
+    """Returns what comes before the tensors, which follow as `ordered` says; its length is a multiple of 8."""
     if _METADATA in specs:
         raise CheckpointError(f"the safetensors format keeps the name {_METADATA!r} for itself; rename the variable")
     parted = {name: "complex128" for name in ordered(specs) if specs[name].dtype == "complex128"}
@@ -99,7 +99,7 @@ def append(file: IO[bytes], array: Array) -> str:
 
 
 def read_header(file: IO[bytes], size: int, limit: int = MAX_HEADER) -> dict[str, TensorEntry]:
-    """What a file has.
+    """Returns what a file has.
 
     Args:
         file: which.

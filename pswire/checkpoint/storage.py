@@ -39,10 +39,10 @@ class Storage(Protocol):
         """The bytes of a file."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file."""
+        """Returns whether there is such a file."""
 
     def is_directory(self, path: str) -> bool:
-        """Whether there is such a directory; in an object store, whether anything is in it."""
+        """Returns whether there is such a directory; in an object store, whether anything is in it."""
 
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
         """Has a file filled and makes it lasting; where the place knows renaming it is there whole, or not at all."""
@@ -196,7 +196,7 @@ class Directory:
 
 
 def _mode(path: str) -> int:
-    """What kind of file there is; 0 where there is none."""
+    """Returns what kind of file there is; 0 where there is none."""
     try:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -341,7 +341,7 @@ class Remote:
         return found
 
     def _entries(self, key: str) -> list[dict[str, Any]]:
-        """What is in a directory, less the directory itself; nothing where there is none."""
+        """Returns what is in a directory, less the directory itself; nothing where there is none."""
         try:
             found: list[dict[str, Any]] = self._fs.ls(key, detail=True)
         except (FileNotFoundError, NotADirectoryError):

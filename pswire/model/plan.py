@@ -245,7 +245,7 @@ class Plan:
         return frozenset(server for server, nbytes in sent.items() if nbytes > PART_BYTES)
 
     def given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
-        """What a server gives back: each returned value comes from the first server that has it."""
+        """Returns what a server gives back: each returned value comes from the first server that has it."""
         return [(ref, spec) for ref in self.returned for first, spec in [self._home(ref)] if first == server]
 
     def _home(self, ref: Ref) -> tuple[int, TensorSpec]:

@@ -217,7 +217,7 @@ def _call_sign(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
 
 
 def _are_numbers(value: Attr) -> TypeGuard[tuple[int, ...]]:
-    """Whether an attribute is a tuple of numbers; NumPy does not take bools for numbers everywhere."""
+    """Returns whether an attribute is a tuple of numbers; NumPy does not take bools for numbers everywhere."""
     return isinstance(value, tuple) and all(type(number) is int for number in value)
 
 

@@ -28,7 +28,7 @@ class PemFile(NamedTuple):
 
 
 def check(certificate: PemFile, key: PemFile, ca: PemFile, name: str) -> float:
-    """Whether a process may show a certificate; see `SecurityOptions.read`. Warns where it soon may not.
+    """Returns whether a process may show a certificate; see `SecurityOptions.read`. Warns where it soon may not.
 
     Args:
         certificate, key, ca: the files.
@@ -112,7 +112,7 @@ def _check_name(path: str, certificate: x509.Certificate, name: str) -> None:
 
 
 def _is_signed(chain: Sequence[x509.Certificate], roots: Sequence[x509.Certificate]) -> bool:
-    """Whether each certificate is signed by the next, and one of them by a root."""
+    """Returns whether each certificate is signed by the next, and one of them by a root."""
     for one, after in zip(chain, [*chain[1:], None], strict=True):
         if any(_signs(root, one) for root in roots):
             return True

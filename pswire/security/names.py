@@ -18,7 +18,7 @@ SOON_SECONDS = 14 * 86400.0
 
 
 def ends_soon(expiry: float) -> bool:
-    """Whether certificates that are good until then, in Unix seconds, are to be warned of."""
+    """Returns whether certificates that are good until then, in Unix seconds, are to be warned of."""
     return expiry - time.time() < SOON_SECONDS
 
 

@@ -70,7 +70,7 @@ def follow(where: Callable[[], Where] | None) -> None:
 
 
 def structured() -> bool:
-    """Whether the log is written as JSON: then all that goes to stderr has to be."""
+    """Returns whether the log is written as JSON: then all that goes to stderr has to be."""
     return any(isinstance(handler.formatter, Json) for handler in logging.getLogger().handlers)
 
 
@@ -129,7 +129,7 @@ def _cut(text: str) -> str:
 
 
 def read(line: str) -> dict[str, Any] | None:
-    """What a line in JSON says; None if it is another line."""
+    """Returns what a line in JSON says; None if it is another line."""
     if not line.startswith("{"):
         return None
     try:

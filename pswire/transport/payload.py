@@ -88,7 +88,7 @@ class Payload:
             then()
 
     def _told(self) -> list[Callable[[], object]]:
-        """Who waits no more."""
+        """Returns who waits no more."""
         told = [then for offset, then in self._waiting if offset <= self.end]
         if told:
             self._waiting = [waiter for waiter in self._waiting if waiter[0] > self.end]

@@ -443,7 +443,7 @@ class PayloadSender:
         return stream.last is not None or not stream.ends
 
     def _put(self, stream: _Stream, offset: int, buffers: Sequence[memoryview], size: int) -> int | None:
-        """Where the data of a part are; None where they have to wait for room."""
+        """Returns where the data of a part are; None where they have to wait for room."""
         if self._ring is None or size < SMALL:
             return INLINE
         # All who are sent one payload are told of one place; it does not keep the arrays of which it is a copy.

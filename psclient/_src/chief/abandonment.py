@@ -18,7 +18,7 @@ SILENT = {"open": "is silent"}
 
 
 def is_here(session: SessionState, lease: float) -> bool:
-    """Whether a session's process is heard. While server 0 hears nobody it ends nobody's session."""
+    """Returns whether a session's process is heard. While server 0 hears nobody it ends nobody's session."""
     return session.state == "open" and session.silent <= lease
 
 
@@ -37,7 +37,7 @@ class AbandonmentTimer:
         self._silent = 0.0
 
     def look(self, sessions: Sequence[SessionState], now: float) -> Abandoned | None:
-        """Why the job is given up, if for too long no look has shown an open session.
+        """Returns why the job is given up, if for too long no look has shown an open session.
 
         Args:
             sessions: of those who take part in rounds, as they are now, in the order in which they were opened.

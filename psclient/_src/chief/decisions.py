@@ -87,7 +87,7 @@ def undone(sessions: Sequence[SessionState], expected: Set[Task]) -> dict[Task, 
 
 
 def is_done(state: JobState, sessions: Sequence[SessionState], expected: Set[Task]) -> bool:
-    """Whether the tasks of the last epoch that had members have left cleanly, and nobody else is here.
+    """Returns whether the tasks of the last epoch that had members have left cleanly, and nobody else is here.
 
     A member may be gone, and another process of its task, which no epoch took in any more, may have left for it.
     """
@@ -105,7 +105,7 @@ def is_done(state: JobState, sessions: Sequence[SessionState], expected: Set[Tas
 def _next_epochs(
     state: JobState, sessions: Sequence[SessionState], expected: Set[Task], hung: Set[int]
 ) -> Sequence[EpochClosed | Beginning]:
-    """Who takes part from now on; nothing if that does not change."""
+    """Returns who takes part from now on; nothing if that does not change."""
     here = {s.member.session: s for s in sessions if s.state == "open" and s.member.session not in hung}
     members = [s.member for s in here.values()]
     current = state.epoch

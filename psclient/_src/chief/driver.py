@@ -216,7 +216,7 @@ class Chief:
     # ---- Looking and appending ----
 
     def _watch(self, version: int) -> Watched | None:
-        """What is new at server 0; what there is after a pause, so that checkpoints get on; None at the end."""
+        """Returns what is new at server 0; what there is after a pause, so that checkpoints get on; None at the end."""
         until = time.monotonic() + PAUSE
         while not self._stop.is_set():
             self._session.check()

@@ -62,7 +62,7 @@ class Stalls:
         return Stall(oldest, self._seconds, tuple(sorted(missing)))
 
     def _counted(self, now: float) -> float:
-        """How much of the time since the last look counts."""
+        """Returns how much of the time since the last look counts."""
         passed = now - self._looked if self._looked is not None else 0.0
         self._looked = now
         if passed > self._longest:

@@ -75,7 +75,7 @@ class ClusterResolver(abc.ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """How many GPUs a task has.
+        """Returns how many GPUs a task has.
 
         Args:
             task_type: the job; None for that of this process.

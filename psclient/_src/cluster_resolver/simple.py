@@ -69,7 +69,7 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """What was given, whichever task is asked for; nothing is detected."""
+        """Returns what was given, whichever task is asked for; nothing is detected."""
         return self._num_accelerators
 
 
@@ -138,7 +138,7 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """What the first resolver says."""
+        """Returns what the first resolver says."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     def _found(self, name: str) -> Any:

@@ -188,7 +188,7 @@ def _count_gpus() -> int:
 
 
 def _share(gpus: list[str], per_task: int | None, tasks: int) -> int:
-    """How many GPUs a task has, on nodes with at most so many tasks."""
+    """Returns how many GPUs a task has, on nodes with at most so many tasks."""
     share = len(gpus) // tasks if per_task is None else per_task
     if per_task is None and gpus and not share:
         raise RuntimeError(f"a node has {len(gpus)} GPUs for {tasks} tasks; give gpus_per_node and gpus_per_task")

@@ -88,7 +88,7 @@ class ArrayDataset:
         return replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
 
     def batches(self, epoch: int) -> int:
-        """How many batches a data epoch has."""
+        """Returns how many batches a data epoch has."""
         size = self._batched()
         return self.size // size if self.drop_remainder else -(-self.size // size)
 

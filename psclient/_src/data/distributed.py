@@ -51,7 +51,7 @@ class DatasetGroup(Protocol):
         ...
 
     def position(self, dataset: int) -> Position | None:
-        """Where the group stood when this process joined, or what was restored; None at the beginning."""
+        """Returns where the group stood when this process joined, or what was restored; None at the beginning."""
         ...
 
     def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:

@@ -53,7 +53,7 @@ class Progress:
         return tuple(self._positions[dataset] for dataset in sorted(self._positions))
 
     def position(self, dataset: int) -> Position | None:
-        """Where a dataset stood when this process joined, or in the checkpoint that was restored."""
+        """Returns where a dataset stood when this process joined, or in the checkpoint that was restored."""
         return self._begins.get(dataset)
 
     def begin_at(self, positions: Sequence[Position]) -> None:

@@ -102,7 +102,7 @@ class StrategyExtended:
         return self._unique(f"{name}_{count}") if count else name
 
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Whether a variable was created while this strategy's scope was active. In any context."""
+        """Returns whether a variable was created while this strategy's scope was active. In any context."""
         whole = container(v)
         return isinstance(whole, Variable) and whole.strategy is self._strategy
 
@@ -233,7 +233,7 @@ class StrategyExtended:
         return self._here(self._local(op, value, axis))
 
     def contributions(self, values: Sequence[Any], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
-        """What this process contributes to sums like those of before, if it fits; else fewer items.
+        """Returns what this process contributes to sums like those of before, if it fits; else fewer items.
 
         In cross-replica context.
 
@@ -292,7 +292,7 @@ class StrategyExtended:
         return combine("first", [_host(local_results(value)[0])], EVERYONE, None)
 
     def _destination(self, destinations: Any, value: Any) -> Destination:
-        """Where a reduced value shall be: beside a variable on servers, or on devices of this process."""
+        """Returns where a reduced value shall be: beside a variable on servers, or on devices of this process."""
         devices = self._backend.group.devices
         if isinstance(destinations, Variable):
             destinations.check_strategy(self._strategy)

@@ -27,7 +27,7 @@ LOCALHOST = Task("localhost", 0)
 
 
 class LocalGroup(Progress):
-    """A group of this process alone: see `data.Group`.
+    """A group of this process alone: see `ReplicaGroup`.
 
     Args:
         devices: the local replicas'.
@@ -121,7 +121,7 @@ class LocalBackend:
         return kind.stored(strategy, spec, how, tuple(range(len(devices))), devices, value)
 
     def was_restored(self, variable: Variable) -> bool:
-        """Whether a variable's first value was a restored checkpoint's."""
+        """Returns whether a variable's first value was a restored checkpoint's."""
         return any(variable is other for other in self._restored)
 
     def restored_names(self) -> frozenset[str]:
@@ -129,7 +129,7 @@ class LocalBackend:
         return frozenset(variable.name for variable in self._restored)
 
     def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
-        """What the local replicas have is all there is."""
+        """Returns the value of the local replicas, which are all."""
         self._reduced = True
         return [local.alone() for local, _ in contributions]
 

@@ -188,7 +188,7 @@ class ReplicaRunner:
 
 
 def _given_up(failure: BaseException) -> BaseException:
-    """What a replica's `merge_call` raises once something has ended the run."""
+    """Returns what a replica's `merge_call` raises once something has ended the run."""
     if isinstance(failure, RunAgain):
         return RunAgain()
     return RuntimeError(f"merge_call is given up, since the run failed: {failure!r}")

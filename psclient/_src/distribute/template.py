@@ -74,7 +74,7 @@ class HostValue(NamedTuple):
 
 
 def travels_as(value: Any, spec: TensorSpec) -> bool:
-    """Whether a value is a NumPy array that travels as it is, as a tensor of this dtype and shape."""
+    """Returns whether a value is a NumPy array that travels as it is, as a tensor of this dtype and shape."""
     return (
         type(value) is np.ndarray
         and value.shape == spec.shape

@@ -156,7 +156,7 @@ class Cluster:
         return json.dumps({"cluster": jobs, "task": {"type": task.job, "index": task.index}})
 
     def security(self, task: Task) -> Security:
-        """What a task of this cluster shows to the servers; raises `ConfigError` as `SecurityOptions.read`."""
+        """Returns what a task of this cluster shows to the servers; raises `ConfigError` as `SecurityOptions.read`."""
         return self._options.read(task_name(task))
 
     def output(self, task: Task, error: bool = False) -> list[str]:
@@ -246,7 +246,7 @@ class Cluster:
         return spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def _flags(self, task: Task) -> list[str]:
-        """What every process is told of what to show, and where."""
+        """Returns what every process is told of what to show, and where."""
         config = self.config
         flags = ["--debug"] * config.debug + ["--log-format", config.log_format]
         flags += ["--log-level", config.log_level] if config.log_level else []
@@ -333,7 +333,7 @@ class Cluster:
         return status is None or status.epoch is not None  # it ends only after a job
 
     def _ask(self, task: Task) -> ServerStatus | None:
-        """What a server says of itself; None where it does not answer."""
+        """Returns what a server says of itself; None where it does not answer."""
         security = self.security(self.clients()[0])
         server = RemoteServer(self.addresses[task], task, Timeouts(call=TERM_SECONDS), security=security)
         try:

@@ -147,7 +147,7 @@ _MAKE: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def _fits(rule: dict[str, Any], value: Any) -> bool:
-    """Whether a value is what one of our schemas of a key says; they need no more of JSON schema than this."""
+    """Returns whether a value is what one of our schemas of a key says; they need no more of JSON schema than this."""
     kinds = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
     if not any(_TYPES[kind](value) for kind in kinds):
         return False

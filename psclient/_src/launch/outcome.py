@@ -60,7 +60,7 @@ class Failure:
 
 
 def _last_words(lines: Sequence[str]) -> list[str]:
-    """Why a process ended: its last traceback, or line of ours; the log goes on while it takes its leave."""
+    """Returns why a process ended: its last traceback, or line of ours; the log goes on while it takes its leave."""
     said = [line for line in _plain(lines) if line.strip()]
     said = [line for line in said if not _LOGGED.match(line)] or said
     starts = [i for i, line in enumerate(said) if line.startswith(_VERDICTS)]

@@ -24,7 +24,7 @@ class Replacement:
 
 
 def follows(task: Task, code: int | None) -> bool:
-    """Whether a task ended because a server did, as its exit code says."""
+    """Returns whether a task ended because a server did, as its exit code says."""
     return task.job != "ps" and code == SERVER_LOST
 
 

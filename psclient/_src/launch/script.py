@@ -77,7 +77,7 @@ def _run(script: str) -> int:
 
 
 def _hook(script: str, task: Task | None, debug: bool) -> Callable[..., None]:
-    """How an exception that nobody catches is shown: ours in one line, the user's as python shows it."""
+    """Returns how an exception that nobody catches is shown: ours in one line, the user's as python shows it."""
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.stdout.flush()

@@ -21,7 +21,7 @@ class Awaited:
         self._group = group
 
     def names(self, server: int) -> list[str]:
-        """Whom a round waits for: members, or the chief to approve it or to drop members that are gone."""
+        """Returns whom a round waits for: members, or the chief to approve it or to drop members that are gone."""
         open_rounds = self._session.servers[server].status().waiting
         if self._group.alone:
             open_rounds = tuple(item for item in open_rounds if item.round == self._group.round)
@@ -31,13 +31,13 @@ class Awaited:
         return [*map(str, missing), *(["the chief"] if chief else [])] or [str(Task("ps", server))]
 
     def told(self, server: int) -> str:
-        """Whom a round of a server waits for, in words, as far as it still answers."""
+        """Returns whom a round of a server waits for, in words, as far as it still answers."""
         try:
             return ", ".join(self.names(server))
         except (PSError, TimeoutError) as error:
             return f"what it could not say ({error})"
 
     def held_up(self, server: int) -> str:
-        """Whom a server waits for, in words, if it is somebody else."""
+        """Returns whom a server waits for, in words, if it is somebody else."""
         told = self.told(server)
         return "" if told == str(Task("ps", server)) else f", which waits for {told}"

@@ -45,7 +45,7 @@ class ServerCheckpoints:
         return self._saving[1] if self._saving else ""
 
     def is_saving(self) -> bool:
-        """Whether a checkpoint is still being written."""
+        """Returns whether a checkpoint is still being written."""
         return self._saving is not None and not self._group.is_snapshotted(self._saving[0])
 
     def saved(self) -> None:
@@ -66,11 +66,11 @@ class ServerCheckpoints:
             raise CheckpointError(f"checkpoint {path!r} was not saved: {done.error}")
 
     def failed(self, path: str) -> bool:
-        """Whether the last checkpoint that this process saved at a path has failed, as `saved` has told."""
+        """Returns whether the last checkpoint that this process saved at a path has failed, as `saved` has told."""
         return path in self._failed
 
     def look(self, path: str) -> RestoreReply:
-        """What a checkpoint has, or the newest of a directory of them; nothing changes."""
+        """Returns what a checkpoint has, or the newest of a directory of them; nothing changes."""
         return self._restoring.look(path)
 
     def restore(self, path: str, choose: Callable[[RestoreReply], Mapping[str, Variable]], cast: bool) -> RestoreReply:
@@ -95,7 +95,7 @@ class ServerCheckpoints:
         return reply
 
     def was_restored(self, variable: Variable) -> bool:
-        """Whether a variable's first value was a restored checkpoint's."""
+        """Returns whether a variable's first value was a restored checkpoint's."""
         return self._exchange.was_restored(_stored(variable).handle.id)
 
     def restored_names(self) -> frozenset[str]:
@@ -104,5 +104,5 @@ class ServerCheckpoints:
 
 
 def _stored(variable: Variable) -> ServerVariable:
-    """What the servers have of a variable."""
+    """Returns what the servers have of a variable."""
     return cast(ServerVariable, variable.saved if isinstance(variable, SyncOnReadVariable) else variable)

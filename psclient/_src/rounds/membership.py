@@ -252,7 +252,7 @@ class Group(Progress):
         return self._snapshots.pop(plan_id)
 
     def is_snapshotted(self, plan_id: bytes) -> bool:
-        """Whether the checkpoint that a plan ordered is complete, or failed, as of now."""
+        """Returns whether the checkpoint that a plan ordered is complete, or failed, as of now."""
         self._take(self.session.look(self._followed))
         return plan_id in self._snapshots
 

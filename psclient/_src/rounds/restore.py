@@ -32,7 +32,7 @@ class Restoring:
         self._last: Turn | None = None
 
     def look(self, path: str) -> RestoreReply:
-        """What a checkpoint has, or the newest of a directory of them; nothing changes.
+        """Returns what a checkpoint has, or the newest of a directory of them; nothing changes.
 
         Raises:
             CheckpointError: there is none, or it is broken.

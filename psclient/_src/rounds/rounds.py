@@ -51,7 +51,7 @@ class Outgoing:
     operands: tuple[Array, ...]
 
     def payload(self, share: ServerShare) -> Payload:
-        """What goes to one server."""
+        """Returns what goes to one server."""
         sent = [self.contributions[place] for place in share.reductions]
         return pack([*(self.operands[place] for place in share.operands), *(x for x in sent if x is not None)])
 
@@ -119,7 +119,7 @@ class Exchange:
         return create(number, ordinal, variable.id, variable.spec, variable.servers, payload)
 
     def was_restored(self, id: int) -> bool:
-        """Whether the first value of a variable that this process created was a restored checkpoint's."""
+        """Returns whether the first value of a variable that this process created was a restored checkpoint's."""
         return id in self._restored
 
     def restored_names(self) -> frozenset[str]:

@@ -107,7 +107,7 @@ class Section:
         return self._values is not None
 
     def writes(self, id: int) -> bool:
-        """Whether the section, not yet sent, assigns a variable."""
+        """Returns whether the section, not yet sent, assigns a variable."""
         return not self.flushed and id in self._written
 
     # ---- Recording ----
@@ -321,7 +321,7 @@ class Section:
         )
 
     def _place(self) -> tuple[int, ...]:
-        """Where a reduction without a place is made: it shares a server with the others if it can."""
+        """Returns where a reduction without a place is made: it shares a server with the others if it can."""
         used = {s for r in self._reductions for s in r.servers} | {s for a in self._applies for s in a.servers}
         if used:
             return (min(used),)
@@ -347,7 +347,7 @@ class Section:
         return values[ref]
 
     def state(self, ref: Ref) -> str:
-        """What is known of a value, in words; never ends the section."""
+        """Returns what is known of a value, in words; never ends the section."""
         if self._values is None:
             return "not flushed yet"
         return f"value={self._values[ref]}" if ref in self._values else "stayed on the servers"
@@ -364,7 +364,7 @@ class _Inputs:
         self.recording = Recording(self.lift)
 
     def give(self, value: Any) -> Given | None:
-        """What a variable, an array, a located or a mirrored value is as an input; None for all else."""
+        """Returns what a variable, an array, a located or a mirrored value is as an input; None for all else."""
         if isinstance(value, Variable):
             return self._variable(value)
         if isinstance(value, ServerValue):

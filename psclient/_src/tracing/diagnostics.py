@@ -74,7 +74,7 @@ class Brought:
         return isinstance(self.value, int | float | complex)
 
     def same(self, other: Brought) -> bool:
-        """Whether two calls brought the same."""
+        """Returns whether two calls brought the same."""
         if self.is_number:
             return repr(self.value) == repr(other.value)
         return (str(self), self.array.tobytes()) == (str(other), other.array.tobytes())
@@ -88,7 +88,7 @@ class UnknownAttribute(ProgramError, AttributeError):
 
 
 def instead_of(name: str, functions: Sequence[str]) -> str:
-    """What to write in place of an attribute that tracers do not have.
+    """Returns what to write in place of an attribute that tracers do not have.
 
     Args:
         name: the attribute's.
@@ -108,7 +108,7 @@ def users_frame() -> FrameType | None:
 
 
 def users_line() -> str:
-    """Where the user's code is: "file:line", or "" if none runs."""
+    """Returns where the user's code is: "file:line", or "" if none runs."""
     return _place(users_frame())[0]
 
 

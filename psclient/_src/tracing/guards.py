@@ -51,7 +51,7 @@ class Surroundings:
             self._enter_class(base)
 
     def unchanged(self) -> bool:
-        """Whether all of it is what it was when this was made."""
+        """Returns whether all of it is what it was when this was made."""
         for names, name, value in self._names:
             if names.get(name, _NOTHING) is not value:
                 return False

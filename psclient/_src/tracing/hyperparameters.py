@@ -40,7 +40,7 @@ _LAST = "_last_settings"
 
 
 def is_view(configured: Configured) -> bool:
-    """Whether it is what an update function gets in place of a configured object."""
+    """Returns whether it is what an update function gets in place of a configured object."""
     return _VIEW in vars(configured)
 
 
@@ -72,7 +72,7 @@ class Configured:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{why}")
 
     def settings(self) -> Settings:
-        """What an update function sees of it, as of now."""
+        """Returns what an update function sees of it, as of now."""
         return self.settings_with()
 
     def settings_with(self, **replaced: Any) -> Settings:
@@ -134,7 +134,7 @@ class Settings:
         self.key = _Key((kind, names, *((name, _key(value)) for name, value in attributes.items())))
 
     def same(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, Any]) -> bool:
-        """Whether they are of this class, with these names, and have these very attributes."""
+        """Returns whether they are of this class, with these names, and have these very attributes."""
         mine = self._attributes
         if self.kind is not kind or self._names != names or [*mine] != [*attributes]:
             return False

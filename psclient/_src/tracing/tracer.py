@@ -124,11 +124,11 @@ class Tracer(NDArrayOperatorsMixin):
         return self._reduce("min", axis, out, keepdims)
 
     def all(self, axis: Any = None, out: None = None, keepdims: bool = False) -> Tracer:
-        """Whether all are true over axes, as `numpy.ndarray.all`."""
+        """Returns whether all are true over axes, as `numpy.ndarray.all`."""
         return self._reduce("all", axis, out, keepdims)
 
     def any(self, axis: Any = None, out: None = None, keepdims: bool = False) -> Tracer:
-        """Whether any is true over axes, as `numpy.ndarray.any`."""
+        """Returns whether any is true over axes, as `numpy.ndarray.any`."""
         return self._reduce("any", axis, out, keepdims)
 
     def _reduce(self, op: str, axis: Any, out: None, keepdims: bool, dtype: DType = None) -> Tracer:
@@ -154,7 +154,7 @@ class Tracer(NDArrayOperatorsMixin):
         return raised if high is None else self.recording.apply("minimum", (raised, high))
 
     def _is_bound(self, value: Any, beyond: Callable[[Any, Any], Any], end: str) -> bool:
-        """Whether a whole number is no bound, since the dtype ends before or there; as NumPy does."""
+        """Returns whether a whole number is no bound, since the dtype ends before or there; as NumPy does."""
         whole = self.dtype.kind in "iu" and type(plain_number(value)) is int
         return whole and bool(beyond(value, int(getattr(np.iinfo(self.dtype.name), end))))
 
@@ -307,7 +307,7 @@ class VariableTracer(Tracer):
 
 
 def is_weak(value: object) -> bool:
-    """Whether it is a Python scalar, which takes its dtype from what it meets."""
+    """Returns whether it is a Python scalar, which takes its dtype from what it meets."""
     return isinstance(value, bool | int | float | complex | Scalar) and not isinstance(value, np.generic)
 
 

@@ -277,7 +277,7 @@ def update_function(fn: Callable[..., Any]) -> UpdateFunction:
 
 
 def _around(fn: Callable[..., Any], args: Any) -> Surroundings:
-    """What a function may read by other ways than its arguments, as of now."""
+    """Returns what a function may read by other ways than its arguments, as of now."""
     leaves = nest.flatten(args)
     settings = [leaf for leaf in leaves if isinstance(leaf, Settings)]
     given = [leaf for leaf in leaves if isinstance(leaf, types.FunctionType)]
@@ -333,7 +333,7 @@ def _opened(
 
 
 def _structure(value: Any) -> Hashable:
-    """How a nest is built, without its leaves."""
+    """Returns how a nest is built, without its leaves."""
     kind = type(value)
     how = nest.children_of(kind)
     if how is None:

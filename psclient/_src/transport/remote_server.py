@@ -284,7 +284,7 @@ class RemoteServer:
     # ---- What is said of it ----
 
     def _missing(self) -> str:
-        """Whom the server waits for, in words, if it can still say it."""
+        """Returns whom the server waits for, in words, if it can still say it."""
         try:
             status = messages.STATUS.from_pb(
                 parse(pb.StatusReply, self._calls.once("Status", b"", self._timeouts.beat))

@@ -110,7 +110,7 @@ class Attempts:
         return max(min(left, longest), 0.001)
 
     def _unanswered(self, verb: Verb, error: Exception, began: float) -> str:
-        """Why an attempt has no answer; raises the error that the server answered with, if it did."""
+        """Returns why an attempt has no answer; raises the error that the server answered with, if it did."""
         if not isinstance(error, grpc.Call):
             return "cancelled"
         code, details = error.code().name, error.details() or ""
@@ -134,7 +134,7 @@ class Attempts:
             raise ConfigError(f"{self._address}: {why}", self._task)
 
     def _foreign(self, code: str, details: str) -> PSError:
-        """What answers is no server of ours, or is one that a message is too large for."""
+        """Returns the error for an answer that is no server of ours, or for a message that is too large for one."""
         if code == "UNIMPLEMENTED":
             return Unreachable(
                 f"what answers at {self._address} is no parameter server of this version; correct the address",

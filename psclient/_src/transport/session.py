@@ -138,7 +138,7 @@ class Session:
             self._ended.wait(self.timeouts.beat / 2)
 
     def _unless_broken(self, work: Callable[[], T]) -> T:
-        """What a call gives that may wait for long, or what ends the session meanwhile."""
+        """Returns what a call gives that may wait for long, or what ends the session meanwhile."""
         future = self._threads.submit(work)
         both: tuple[Future[Any], ...] = (future, self._broken)
         wait(both, return_when=FIRST_COMPLETED)
@@ -258,7 +258,7 @@ class Session:
             self.leave(f"{type(error).__name__}: {error.message}")
 
     def _reason(self, error: Fenced) -> PSError:
-        """Why the session was ended, which server 0 knows: the others learn of it by an epoch."""
+        """Returns why the session was ended, which server 0 knows: the others learn of it by an epoch."""
         try:
             self.log_server.beat(self.number, *self.waits)
         except PSError as told:

@@ -45,7 +45,7 @@ REFUSED = (
 
 
 def mismatch(address: str, security: Security, name: str) -> str:
-    """Why two ends cannot speak, in words, and what to do; "" if that is not known.
+    """Returns why two ends cannot speak, in words, and what to do; "" if that is not known.
 
     Args:
         address: the server's, `host:port`.

@@ -250,7 +250,7 @@ class CopiedVariable(Variable, DistributedValues):
         return names
 
     def contents(self) -> list[tuple[Cell, AnyArray]]:
-        """Where its copies are, each with what is there now, which nothing changes: so it can be put back."""
+        """Returns the places of its copies, each with its array of now, which nothing changes: it can be put back."""
         return [(copy.cell, copy.cell.array) for copy in self.values]
 
     def assign_copy(self, copy: ReplicaCopy, how: str, value: Any) -> Any:

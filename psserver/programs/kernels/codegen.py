@@ -141,7 +141,7 @@ _LETTERS: dict[Role, str] = {"array": "a", "scalar": "a", "part": "c", "total": 
 
 
 def parameters(form: Form) -> list[Parameter]:
-    """What a kernel takes, in order: inputs, a mean's total after its contributions, then outputs."""
+    """Returns what a kernel takes, in order: inputs, a mean's total after its contributions, then outputs."""
     found = []
     for index, item in enumerate(form.program.inputs):
         dtype, combined = item.spec.dtype, form.sums.get(index)
@@ -199,7 +199,7 @@ def numba_source(form: Form) -> str:
 
 
 def _seen(form: Form) -> Iterator[tuple[str, str, str]]:
-    """What is watched of one element: the name of what keeps it in mind, its dtype, and the value.
+    """Returns what is watched of one element: the name of what keeps it in mind, its dtype, and the value.
 
     Zero times the value is added up there: that stays zero, unless the value is NaN or infinite, and takes one
     instruction, where a comparison and its memory would take three.
@@ -253,7 +253,7 @@ def rows_source(form: Form) -> str:
 
 
 def _fetching(tables: Sequence[Parameter], rows: Sequence[Parameter]) -> Iterator[str]:
-    """What will be read is brought nearer."""
+    """Yields the lines that bring nearer what will be read."""
     step = LINE // max(DTYPES[p.dtype].itemsize for p in (*tables, *rows))
     lines = f"for i in range(0, min(width, {FETCHED}), {step}):"
     yield f"far, near = min(r + {FAR}, n - 1), min(r + {NEAR}, n - 1)"

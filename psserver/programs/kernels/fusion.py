@@ -234,7 +234,7 @@ class _Splitting:
         return Step(program, args, results, group[1], shared, kept)
 
     def _read_after(self, target: int, turn: int) -> bool:
-        """Whether a later step, or what the program gives back, needs a variable's old value."""
+        """Returns whether a later step, or what the program gives back, needs a variable's old value."""
         return (
             target in self.outputs
             or any(self.turn[self.groups[user]] > turn for user in self.users[target])

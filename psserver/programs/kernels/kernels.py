@@ -145,11 +145,11 @@ class Kernels:
         return found[1]
 
     def settled(self, program: Program, sums: Mapping[int, SumTerm]) -> bool:
-        """Whether `stages` will always give what it gives now."""
+        """Returns whether `stages` will always give what it gives now."""
         return (id(program), tuple(sums.items())) in self._stages
 
     def interpreted(self, program: Program) -> tuple[Stage, ...]:
-        """How a program runs without kernels."""
+        """Returns how a program runs without kernels."""
         step = self.whole(program)
         return (Stage(step, None, tuple((index, index) for index in step.args), {}, True),)
 

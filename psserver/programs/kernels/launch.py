@@ -175,7 +175,7 @@ def _pieces(array: Pieces | PieceCopy) -> Pieces:
 
 
 def _cuts(size: int, arrays: Sequence[Pieces]) -> list[int]:
-    """Where runs begin, and the end: at every end of a piece, and so that no run is too long."""
+    """Returns where runs begin, and the end: at every end of a piece, and so that no run is too long."""
     cuts = {*range(0, size, RUN), size}
     for pieces in arrays:
         at = 0
@@ -205,6 +205,6 @@ def _walk(pieces: Pieces, cuts: Sequence[int]) -> Iterator[int]:
 
 
 def address_of(array: Array) -> int:
-    """Where an array's first element is."""
+    """Returns where an array's first element is."""
     address: int = array.__array_interface__["data"][0]
     return address

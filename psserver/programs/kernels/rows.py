@@ -79,7 +79,7 @@ def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape) -> None:
 
 
 def _is_fused(steps: Sequence[Step], shape: Shape) -> bool:
-    """Whether all but the last step are about scalars, and the last one is a kernel."""
+    """Returns whether all but the last step are about scalars, and the last one is a kernel."""
     *before, last = steps
     return last.shape == shape and all(not spec.shape for step in before for spec in step.program.specs)
 
