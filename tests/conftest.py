@@ -1,10 +1,17 @@
-"""What all tests share: how long hypothesis searches, and how a test is interrupted."""
+"""What all tests share: how long hypothesis searches, how a test is interrupted, and two fixtures."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.support.certificates import Certificates
 
 # A shell starts what it runs in the background with SIGINT ignored; tests that interrupt themselves would not be.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -13,3 +20,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", settings.get_profile("suite"), max_examples=3_000, stateful_step_count=100)
 settings.load_profile("suite")
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Ends what a test enters into it."""
+    with ExitStack() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    """Those of a cluster, and of another one; no test changes them."""
+    from tests.support.certificates import Certificates  # a server with it, which few tests need
+
+    return Certificates.make(tmp_path_factory.mktemp("certificates"))

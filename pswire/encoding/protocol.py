@@ -15,23 +15,19 @@ PROTOCOL = 1
 SERVED = (PROTOCOL - 1, PROTOCOL)
 
 
-def check_protocol(number: int, theirs: str, ours: str) -> int:
-    """Chooses the number that two ends speak.
+def check_protocol(number: int, theirs: str, ours: str) -> None:
+    """Refuses a peer whose protocol this end does not serve.
 
     Args:
         number: the peer's.
         theirs: the peer, for the message.
         ours: this end, for the message.
 
-    Returns:
-        The lower of both numbers.
-
     Raises:
-        ConfigError: this end does not serve the peer's number.
+        ConfigError: it does not.
     """
-    if number in SERVED:
-        return number
-    served = " and ".join(map(str, SERVED))
-    raise ConfigError(
-        f"{theirs} speaks protocol {number}, and {ours} {served}; install the same version of paramserver for both"
-    )
+    if number not in SERVED:
+        served = " and ".join(map(str, SERVED))
+        raise ConfigError(
+            f"{theirs} speaks protocol {number}, and {ours} {served}; install the same version of paramserver for both"
+        )

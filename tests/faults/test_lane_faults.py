@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,12 +35,6 @@ WELCOME = {"tcp": HEAD.size, "shm": 1 + HEAD.size}
 def name(request: pytest.FixtureRequest) -> LaneName:
     """The lane that breaks."""
     return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
 
 
 # ---- Connections that are cut ----
@@ -265,8 +259,9 @@ def test_a_stopped_worker(tmp_path, name):
     [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.soak)],
 )
 def test_a_server_that_is_lost(tmp_path, name, number):
-    """Every process knows which one within a lease; what it had in the file system goes with the next server."""
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"], "lane": name}
+    """Every process knows which one, at once or after PS_TIMEOUT_SERVER; its files go with the next server."""
+    timeouts = dataclasses.replace(QUICK, server=LEASE)
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts, "gates": ["go"], "lane": name}
     with ProcessCluster(endure, tmp_path, (20, [[1, 5]], 200_000, None), **keys) as job:
         job.hear(W1, "at", 5)
         path, other = (named(job.cluster.processes[task].pid) for task in (PS1, PS0))

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,21 +36,10 @@ TASKS = ("ps-0", "worker-0", "worker-1", "chief-0")
 UP, DOWN, BOTH = ("up",), ("down",), ("up", "down")
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates.make(tmp_path_factory.mktemp("certificates"))
-
-
 @pytest.fixture(params=["tcp", "shm"])
 def name(request: pytest.FixtureRequest) -> LaneName:
     """A lane that is no gRPC."""
     return request.param  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
 
 
 @dataclass

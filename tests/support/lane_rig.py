@@ -9,7 +9,6 @@ import gc
 import os
 import random
 import socket
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +40,7 @@ from pswire.transport.sockets import HEAD, INLINE, Kind, Message
 from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import LaneName
 from tests.support import packets
+from tests.support.between import Between, shut
 from tests.support.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 SIZE = PART_BYTES // 4
@@ -312,13 +312,11 @@ class Cut:
     down: int | None = None
 
 
-class Proxy:
-    """Stands between a server's lane and its clients.
+class Proxy(Between):
+    """A network that breaks.
 
     Args:
-        stack: ends it.
-        lanes: whose place it takes in what the server offers.
-        name: "tcp" or "shm".
+        stack, lanes, name: as of `Between`.
 
     Attributes:
         cuts: of the connections that come, in order; those after them do not break.
@@ -328,29 +326,13 @@ class Proxy:
     def __init__(self, stack: ExitStack, lanes: LaneServer, name: str) -> None:
         self.cuts: deque[Cut] = deque()
         self.count = 0
-        self._lock = threading.Lock()  # guards the sockets, and their flows
-        self._open: list[socket.socket] = []
+        self._lock = threading.Lock()  # guards the flows
         self._flows: dict[str, list[threading.Event]] = {"up": [], "down": []}
-        self._threads: list[threading.Thread] = []
-        self._to: Any = ("127.0.0.1", lanes.port) if name == "tcp" else lanes.path
-        self._family = socket.AF_INET if name == "tcp" else socket.AF_UNIX
-        self._listener = socket.socket(self._family)
-        if name == "tcp":
-            self._listener.bind(("127.0.0.1", 0))
-            lanes.port = self._listener.getsockname()[1]
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            self._listener.bind(f"{folder}/proxy")
-            lanes.path = f"{folder}/proxy"
-        self._listener.listen()
-        self._start(self._accept)
-        stack.callback(self.close)
+        super().__init__(stack, lanes, name)
 
     def cut(self) -> None:
         """Breaks all connections now."""
-        with self._lock:
-            for sock in self._open:
-                _shut(sock)
+        super().cut()
         self.go_on()
 
     def stop(self, number: int, *ways: str) -> None:
@@ -365,40 +347,18 @@ class Proxy:
             for flow in (*self._flows["up"], *self._flows["down"]):
                 flow.set()
 
-    def close(self) -> None:
-        """Breaks all, and takes no more."""
-        _shut(self._listener)
-        self._listener.close()
-        self.cut()
-        for thread in self._threads:
-            thread.join(SOON)
-        for sock in self._open:
-            sock.close()
-
-    def _start(self, run: Callable[[], object]) -> None:
-        thread = threading.Thread(target=run, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.socket(self._family)
-            far.connect(self._to)
-            cut = self.cuts.popleft() if self.cuts else Cut()
-            up, down = threading.Event(), threading.Event()
-            up.set()
-            down.set()
-            with self._lock:
-                self._open += [near, far]
-                self._flows["up"].append(up)
-                self._flows["down"].append(down)
-            self.count += 1
-            self._start(partial(_pump, near, far, cut.up, up))
-            self._start(partial(_pump, far, near, cut.down, down))
+    def connected(self, near: socket.socket, far: socket.socket) -> None:
+        """Hands on bytes, and descriptors, as far as the connection's cut says."""
+        cut = self.cuts.popleft() if self.cuts else Cut()
+        up, down = threading.Event(), threading.Event()
+        up.set()
+        down.set()
+        with self._lock:
+            self._flows["up"].append(up)
+            self._flows["down"].append(down)
+        self.count += 1
+        self.start(partial(_pump, near, far, cut.up, up))
+        self.start(partial(_pump, far, near, cut.down, down))
 
 
 def _pump(source: socket.socket, sink: socket.socket, budget: int | None, flow: threading.Event) -> None:
@@ -417,12 +377,7 @@ def _pump(source: socket.socket, sink: socket.socket, budget: int | None, flow: 
             for file in files:
                 os.close(file)
     for sock in (source, sink):
-        _shut(sock)
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        shut(sock)
 
 
 # ---- In the processes of jobs ----
@@ -459,7 +414,7 @@ class _Fragile(socket.socket):
     def _age(self) -> None:
         self.life -= 1
         if self.life == 0:
-            _shut(self)
+            shut(self)
 
 
 def connecting(change: Callable[[Any], Stream]) -> Callable[[], None]:

@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,14 +18,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
-SECONDS = 10.0
-"""Within which whatever is waited for has come."""
+from tests.support.between import SECONDS, Between, shut
 
 RUN = 64
 """Equal bytes in a row from which on they are counted, and not written."""
@@ -197,15 +194,13 @@ def _kind(message: str) -> int:
     return int(message[:2], 16) if len(message) >= 2 * HEAD.size else 0
 
 
-class Tap:
-    """Stands between a server's lane and its clients, and writes down what is said. Hands on whole messages.
+class Tap(Between):
+    """Writes down what is said on a lane. Hands on whole messages.
 
     A word that the server says again, since time has passed, is written once.
 
     Args:
-        stack: ends it.
-        lanes: whose place it takes in what the server offers; it has `port` and `path`.
-        name: "tcp" or "shm".
+        stack, lanes, name: as of `Between`.
         lost: the kind of a client's message that the first connection breaks at, and that nobody gets.
     """
 
@@ -214,56 +209,19 @@ class Tap:
         self._news = threading.Condition()
         self._lost = lost
         self._shared = name == "shm"
-        self._open: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        stack.callback(self._close)
-        if self._shared:
-            self._family, self._to = socket.AF_UNIX, lanes.path
-            self._listener = socket.socket(self._family)
-            path = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "tap")
-            self._listener.bind(path)
-            stack.callback(setattr, lanes, "path", lanes.path)  # which the server removes at its end
-            lanes.path = path
-        else:
-            self._family, self._to = socket.AF_INET, ("127.0.0.1", lanes.port)
-            self._listener = socket.socket(self._family)
-            self._listener.bind(("127.0.0.1", 0))
-            lanes.port = self._listener.getsockname()[1]
-        self._listener.listen()
-        self._start(self._accept)
+        super().__init__(stack, lanes, name)
 
     def until(self, condition: Callable[[Heard], bool]) -> None:
         """Waits until something is so of the last connection."""
         with self._news:
             assert self._news.wait_for(lambda: bool(self.heard) and condition(self.heard[-1]), SECONDS), self.heard
 
-    def _start(self, run: Callable[[], object]) -> None:
-        thread = threading.Thread(target=run, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _close(self) -> None:
-        for sock in [self._listener, *self._open]:
-            _shut(sock)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(SECONDS)
-        for sock in self._open:
-            sock.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            far = socket.socket(self._family)
-            far.connect(self._to)
-            self._open += [near, far]
-            heard, lost = Heard(), self._lost if not self.heard else -1
-            self.heard.append(heard)
-            self._start(partial(self._pump, near, far, heard.up, lost))
-            self._start(partial(self._pump, far, near, heard.down))
+    def connected(self, near: socket.socket, far: socket.socket) -> None:
+        """Listens in both directions."""
+        heard, lost = Heard(), self._lost if not self.heard else -1
+        self.heard.append(heard)
+        self.start(partial(self._pump, near, far, heard.up, lost))
+        self.start(partial(self._pump, far, near, heard.down))
 
     def _pump(self, source: socket.socket, sink: socket.socket, said: list[str], lost: int = -1) -> None:
         """Hands on what comes, until an end is gone."""
@@ -282,7 +240,7 @@ class Tap:
                     break
                 sink.sendall(message)
         for sock in (source, sink):
-            _shut(sock)
+            shut(sock)
 
     def _hand_over(self, source: socket.socket, sink: socket.socket, said: list[str]) -> mmap.mmap:
         """The first byte brings memory."""
@@ -361,11 +319,6 @@ class BareClient:
             return not self._sock.recv(1)
         except ConnectionError:
             return True
-
-
-def _shut(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def split(message: str) -> tuple[int, bytes, int]:

@@ -23,7 +23,7 @@ ServerIds = tuple[int, ...]
 """Parameter devices, by number."""
 
 
-Contributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | HostValue]"]
+LocalContributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | HostValue]"]
 """Gives what this process contributes to each of some reductions."""
 
 
@@ -152,7 +152,7 @@ class Backend(Protocol):
         cache: TemplateCache,
         key: object,
         numbers: list[Number],
-        local: Contributions,
+        local: LocalContributions,
         record: Callable[[], None],
     ) -> None:
         """Replays the section that was recorded last under an equal key, or records one.

@@ -9,7 +9,7 @@ from psclient._src import context, nest, values
 from psclient._src.context import StrategyFace
 from psclient._src.data.progress import Progress
 from psclient._src.devices import Device, as_array, device_scope, to_numpy
-from psclient._src.distribute.backend import Beside, Contributions, ServerIds
+from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.tracing.diagnostics import refuse_result
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
@@ -149,7 +149,7 @@ class LocalBackend:
         cache: TemplateCache,
         key: object,
         numbers: list[Number],
-        local: Contributions,
+        local: LocalContributions,
         record: Callable[[], None],
     ) -> None:
         """Runs `record`: nothing travels, so that there is nothing to replay."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from psclient._src import context, nest
 from psclient._src.devices import AnyArray, Device
-from psclient._src.distribute.backend import Beside, Contributions, ServerIds
+from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.template import TemplateCache
@@ -161,7 +161,7 @@ class RemoteBackend:
         cache: TemplateCache,
         key: object,
         numbers: list[Number],
-        local: Contributions,
+        local: LocalContributions,
         record: Callable[[], None],
     ) -> None:
         """Replays a section in the calling thread's, or records it there: see `Backend.replay`."""

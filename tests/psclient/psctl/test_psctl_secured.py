@@ -16,14 +16,8 @@ from psclient.psctl.health import why_not
 from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
 from pswire.security.identity import Security
-from tests.support.certificates import Certificates, guarded
+from tests.support.certificates import guarded
 from tests.support.rig import WORKERS, Job, Servers, core
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory) -> Certificates:
-    """Of a cluster, and of another one."""
-    return Certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture

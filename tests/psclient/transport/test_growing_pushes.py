@@ -24,12 +24,6 @@ SMALL = 50
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
-
-
-@pytest.fixture
 def gpu() -> Iterator[Gpu]:
     with slow_gpu() as found:
         yield found

@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 
@@ -51,12 +51,6 @@ def name(request: pytest.FixtureRequest) -> LaneName:
 def others() -> set[threading.Thread]:
     """Threads of lanes that are not the test's."""
     return threads()
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
 
 
 @pytest.fixture

@@ -45,12 +45,6 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as found:
-        yield found
-
-
-@pytest.fixture
 def site(stack: ExitStack, name: str) -> Site:
     """Two members, who make a round after each test."""
     found = Site(stack, name, elements=SMALL)  # type: ignore[arg-type]
