@@ -94,20 +94,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         _thread(config, "arrays", "computes") as pool,
         _thread(config, "files", "writes or reads a file") as files,
     ):
-        core = Core(
-            server=config.task.index,
-            incarnation=secrets.randbits(64),
-            device=config.device,
-            memory_limit=config.memory_limit,
-            checkpoint_root=config.checkpoint_root,
-            timeouts=config.timeouts,
-            clock=time.monotonic,
-            submit=pool.submit,
-            threads=config.threads,
-            snapshot_limit=config.snapshot_limit,
-            files=files.submit,
-            max_sessions=config.max_sessions,
-        )
+        core = Core(config, secrets.randbits(64), time.monotonic, pool.submit, files.submit)
         logging_setup.follow(lambda: (core.tally.round, 0))
         server = Server(core, config, core.well)
         port = await server.start()
@@ -198,7 +185,7 @@ async def _tick(core: Core, alone: float) -> None:
     signs, silent = 0, 0.0
     while silent < alone:
         await asyncio.sleep(TICK)
-        core.tick(time.monotonic())
+        core.tick()
         silent = silent + TICK if core.tally.signs == signs > 0 else 0.0
         signs = core.tally.signs
     log.warning(

@@ -118,7 +118,7 @@ ROWS: tuple[Row[Seen], ...] = (
         SERVER + "in_flight_bytes",
         "gauge",
         "Bytes of contributions that are held and not used yet.",
-        lambda s: {ALL: s.tally.in_flight},
+        lambda s: {ALL: s.core.in_flight},
     ),
     Row(
         SERVER + "payload_bytes",

@@ -58,9 +58,10 @@ class InProcessCluster:
         with ExitStack() as stack:
             for index in range(self._count):
                 submit = stack.enter_context(ThreadPoolExecutor(1, f"server {index}")).submit
-                core = Core(index, secrets.randbits(64), "cpu", 0, self._root, self._timeouts, time.monotonic, submit)
+                config = ServerConfig(Task("ps", index), checkpoint_root=str(self._root), timeouts=self._timeouts)
+                core = Core(config, secrets.randbits(64), time.monotonic, submit)
                 stack.callback(core.close)
-                thread = stack.enter_context(ServerThread(core, ServerConfig(Task("ps", index)), grace=0.0))
+                thread = stack.enter_context(ServerThread(core, config, grace=0.0))
                 self.cores.append(core)
                 self.addresses.append(thread.address)
             ended = threading.Event()
@@ -75,7 +76,7 @@ class InProcessCluster:
         """Looks at the leases, as a server's process does."""
         while not ended.wait(TICK_SECONDS):
             for core in self.cores:
-                core.tick(time.monotonic())
+                core.tick()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

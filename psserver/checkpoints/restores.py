@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from psserver.effects import Answer, Submit, failing, naming, working
+from psserver.effects import Effect, Fail, Reply, Work, naming
 from psserver.plans.round import ReadyRound
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import Store
@@ -16,7 +15,6 @@ from pswire.api import RestoreOrder, RestoreReply, RestoreStage
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.storage import Storage
 from pswire.checkpoint.writer import set_aside
-from pswire.cluster import Task
 from pswire.errors import Diverged, InvalidRequest, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, Turn
@@ -24,21 +22,36 @@ from pswire.model.tensor import Array
 
 
 @dataclass(frozen=True)
+class _Wish:
+    """A restore that a process has asked for.
+
+    Attributes:
+        session: who asked first.
+        path: the checkpoint.
+        turn: of which restore.
+        order: what is restored of it.
+        future: answered when its values are read.
+    """
+
+    session: int
+    path: str
+    turn: Turn
+    order: RestoreOrder
+    future: Future[RestoreReply]
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """What a round will commit.
 
     Attributes:
-        turn: of which restore.
-        session: who asked first.
+        wish: what was asked for.
         saved: the checkpoint.
-        order: what is restored of it.
         values: for variables that live here, on the device.
     """
 
-    turn: Turn
-    session: int
+    wish: _Wish
     saved: SavedCheckpoint
-    order: RestoreOrder
     values: dict[int, Array]
 
 
@@ -58,34 +71,26 @@ class _Late:
 
 
 class Restores:
-    """Guarded by the core's lock, but for `values` and `first_value`.
+    """Guarded by the core's lock, but for `first_value`.
 
     A restore is prepared on all servers before the round that commits it on all of them: it fails before anything has
     changed. What came of it is told to every process of the turn.
 
     Args:
-        task: this server.
-        lock: the core's.
         store: the variables.
         place: where checkpoints are.
-        files: runs work on files, one piece after another.
         tally: counts restores.
 
     Attributes:
         begun: numbers of the variables whose first value here was a restored checkpoint's.
     """
 
-    def __init__(
-        self, task: Task, lock: threading.Lock, store: Store, place: Storage, files: Submit, tally: ServerCounters
-    ) -> None:
-        self._task = task
-        self._lock = lock
+    def __init__(self, store: Store, place: Storage, tally: ServerCounters) -> None:
         self._store = store
         self._place = place
-        self._files = files
         self._tally = tally
         self._told: dict[tuple[Turn, RestoreStage], tuple[str, Future[RestoreReply]]] = {}
-        self._preparing: Future[RestoreReply] | None = None
+        self._preparing: _Wish | None = None
         self._prepared: _Prepared | None = None
         self._committed: Turn | None = None
         self._late: _Late | None = None
@@ -103,7 +108,7 @@ class Restores:
 
     def ask(
         self, session: int, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
-    ) -> tuple[Future[RestoreReply], list[Answer]]:
+    ) -> tuple[Future[RestoreReply], list[Effect]]:
         """Begins a stage of a restore; gives the future of its answer, and what is to be done.
 
         The first process of a turn has it done, and whoever comes later is told the same.
@@ -114,58 +119,54 @@ class Restores:
                 asked, told = self._told[key]
                 # The round that commits shows it to processes that make it together.
                 differs = asked != path and not turn.epoch
-                return (future, [failing(future, _another(path, asked))]) if differs else (told, [])
+                return (future, [Fail(future, _another(path, asked))]) if differs else (told, [])
             newest = max((other for other, _ in self._told), default=turn)
             if turn < newest:
-                return future, [failing(future, _given_up(path, turn))]
+                return future, [Fail(future, _given_up(path, turn))]
             # Everybody has been told what was asked for in rounds before.
             self._told = {other: told for other, told in self._told.items() if other[0].round >= turn.round}
             self._told[key] = path, future
         if order.stage != "prepare":
-            return future, [lambda: self._files(working(future, partial(self._find, path, order)))]
-        self._prepared, self._preparing = None, future
-        future.add_done_callback(self._tally.prepared)
+            return future, [Work("files", self._find, (path, order), future=future)]
+        wish = _Wish(session, path, turn, order, future)
+        self._prepared, self._preparing = None, wish
         server = self._store.server
         variables = [v for v in self._store.variables.values() if server in v.servers]
         wanted = _tensors(order, variables, self._store.variables)
-        prepare = partial(
-            self._prepare, session, path, turn, order, {self._store.variables[id]: n for id, n in wanted.items()}
-        )
-        return future, [lambda: self._files(working(future, partial(prepare, future)))]
+        named = {self._store.variables[id]: name for id, name in wanted.items()}
+        return future, [Work("files", self._prepare, (wish, named), then=partial(self._hold, wish))]
 
-    def _prepare(
-        self,
-        session: int,
-        path: str,
-        turn: Turn,
-        order: RestoreOrder,
-        wanted: Mapping[PlacedVariable, str],
-        future: Future[RestoreReply],
-    ) -> RestoreReply:
-        """Reads the values, checks them, and holds them; and checks what is left for variables of later."""
-        with naming(self._task):
-            saved = SavedCheckpoint.open(self._place, path, PART_BYTES)
+    def _prepare(self, wish: _Wish, wanted: Mapping[PlacedVariable, str]) -> _Prepared:
+        """Reads the values, and checks them; and checks what is left for variables of later; in a thread for files."""
+        order = wish.order
+        with naming(self._store.task):
+            saved = SavedCheckpoint.open(self._place, wish.path, PART_BYTES)
             arrays = saved.read([(name, variable.spec.tensor) for variable, name in wanted.items()], order.cast)
             if order.checkers:
                 saved.check_rest(order.names or (), self._store.server, order.checkers)
         put = self._store.device.put
-        values = {variable.id: put(array) for variable, array in zip(wanted, arrays, strict=True)}
-        with self._lock:
-            if self._preparing is not future:
-                raise _given_up(path, turn)
-            self._prepared = _Prepared(turn, session, saved, order, values)
-        return saved.reply
+        return _Prepared(wish, saved, {v.id: put(array) for v, array in zip(wanted, arrays, strict=True)})
+
+    def _hold(self, wish: _Wish, prepared: _Prepared | None, error: PSError | None, now: float) -> list[Effect]:
+        """Holds what was read until the round that commits it, and answers."""
+        if error is None and self._preparing is not wish:
+            error = _given_up(wish.path, wish.turn)
+        if error is not None or prepared is None:
+            self._tally.restores["failed"] += 1
+            return [Fail(wish.future, error or PSError("a restore without values"))]
+        self._prepared = prepared
+        return [Reply(wish.future, prepared.saved.reply)]
 
     def _find(self, path: str, order: RestoreOrder) -> RestoreReply:
         """Says which checkpoint is meant: of a directory the newest that is not known to be damaged."""
-        with naming(self._task):
+        with naming(self._store.task):
             saved, damaged = SavedCheckpoint.open_whole(self._place, path, order.damaged, PART_BYTES)
         return replace(saved.reply, damaged=damaged)
 
     # ---- The round that commits ----
 
     def values(self, job: ReadyRound) -> dict[int, Array]:
-        """Returns what a round gives to variables of what was prepared; without the lock.
+        """Returns what a round gives to variables of what was prepared.
 
         Raises:
             InvalidRequest: nothing was prepared for it.
@@ -173,16 +174,15 @@ class Restores:
         commit = job.plan.restore
         if commit is None:
             return {}
-        with self._lock:
-            prepared = self._prepared
-            if prepared is not None and prepared.turn == commit.turn:
-                return dict(prepared.values)
-            # Each asynchronous process makes this round; the others must not undo what was pushed after the first.
-            if job.strand is not None and self._committed is not None and commit.turn <= self._committed:
-                return {}
-        raise InvalidRequest(f"nothing was prepared to restore {commit.path!r}", str(self._task))
+        prepared = self._prepared
+        if prepared is not None and prepared.wish.turn == commit.turn:
+            return dict(prepared.values)
+        # Each asynchronous process makes this round; the others must not undo what was pushed after the first.
+        if job.strand is not None and self._committed is not None and commit.turn <= self._committed:
+            return {}
+        raise InvalidRequest(f"nothing was prepared to restore {commit.path!r}", str(self._store.task))
 
-    def ran(self, job: ReadyRound) -> list[Answer]:
+    def ran(self, job: ReadyRound) -> list[Effect]:
         """After a round: what it has committed, or what it shows to have been given up, is not held any more.
 
         Returns:
@@ -191,25 +191,26 @@ class Restores:
         prepared, commit = self._prepared, job.plan.restore
         if prepared is None:
             return []
-        if commit is not None and commit.turn == prepared.turn:
-            self._committed = prepared.turn
+        wish = prepared.wish
+        if commit is not None and commit.turn == wish.turn:
+            self._committed = wish.turn
             self._tally.restores["restored"] += 1
-            if prepared.order.late:
+            if wish.order.late:
                 self._late = self._left(prepared)
             self._prepared = None
-            if prepared.order.damaged and self._store.server == min(commit.servers):
-                aside = partial(set_aside, self._place, prepared.saved.path, prepared.order.damaged)
-                return [partial(self._files, aside)]
-        elif (job.strand is None and job.round >= prepared.turn.round) or prepared.session in _makers(job):
+            if wish.order.damaged and self._store.server == min(commit.servers):
+                return [Work("files", set_aside, (self._place, prepared.saved.path, wish.order.damaged))]
+        elif (job.strand is None and job.round >= wish.turn.round) or wish.session in _makers(job):
             self._prepared = None
         return []
 
     # ---- Variables that are created later ----
 
     def _left(self, prepared: _Prepared) -> _Late:
-        given = _tensors(prepared.order, list(self._store.variables.values()), self._store.variables)
+        order = prepared.wish.order
+        given = _tensors(order, list(self._store.variables.values()), self._store.variables)
         names = frozenset(prepared.saved.manifest.tensors) - set(given.values())
-        return _Late(prepared.saved, names, prepared.order.cast)
+        return _Late(prepared.saved, names, order.cast)
 
     @property
     def needed(self) -> frozenset[str]:
@@ -232,7 +233,7 @@ class Restores:
         late, spec = self._late, variable.spec
         if late is None or spec.saved_as is not None or spec.name not in late.names:
             return None
-        with naming(self._task):
+        with naming(self._store.task):
             (array,) = late.saved.read([(spec.name, spec.tensor)], late.cast)
         value: Array = self._store.device.put(array)
         return value

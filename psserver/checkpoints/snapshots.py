@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from psserver.checkpoints.restores import Restores
-from psserver.effects import Answer, Submit, answering, do, failing, naming, working
+from psserver.effects import Effect, Fail, Run, Work, naming, settle
 from psserver.plans.round import ReadyRound
 from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
@@ -19,8 +18,7 @@ from psserver.state.variables import Store
 from pswire.api import Shard
 from pswire.checkpoint.storage import Storage
 from pswire.checkpoint.writer import Frozen, remove_shard, write_manifest, write_shard
-from pswire.cluster import Task
-from pswire.errors import CheckpointError
+from pswire.errors import CheckpointError, PSError
 from pswire.model.log import Snapshotted
 from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder
 from pswire.model.status import Saving
@@ -47,6 +45,19 @@ class _Save:
     manifest: Future[Shard] | None = None
 
 
+@dataclass(frozen=True)
+class Needed:
+    """What must not be removed beside a new manifest.
+
+    Attributes:
+        busy: paths of other checkpoints that are being written.
+        later: full paths of those from which variables that are created later take their values.
+    """
+
+    busy: Collection[str]
+    later: Collection[str]
+
+
 class Snapshots:
     """Guarded by the core's lock.
 
@@ -54,43 +65,30 @@ class Snapshots:
     takes, whatever becomes of the chief, who asks when it is written.
 
     Args:
-        task: this server.
-        lock: the core's.
         store: the variables.
         rounds: after which they are frozen.
         restores: what is still to be read.
         place: where checkpoints are.
         limit: bytes of old values that are held for checkpoints which are being written; 0 for no limit.
-        files: runs work on files, one piece after another.
-        progress: what can be answered or run after a change; called under the lock.
         tally: counts what is written.
     """
 
     def __init__(
         self,
-        task: Task,
-        lock: threading.Lock,
         store: Store,
         rounds: Rounds,
         restores: Restores,
         place: Storage,
         limit: int,
-        files: Submit,
-        progress: Callable[[], list[Answer]],
         tally: ServerCounters,
     ) -> None:
-        self._task = task
-        self._lock = lock
         self._store = store
         self._rounds = rounds
         self._restores = restores
         self._place = place
         self.limit = limit
-        self._files = files
-        self._progress = progress
         self._tally = tally
         self._saves: dict[bytes, _Save] = {}
-        self._due: list[Answer] = []
         self._excess = 0  # bytes by which the round that waits would go beyond the limit
 
     def __len__(self) -> int:
@@ -100,7 +98,6 @@ class Snapshots:
         """Forgets all; returns who still waits."""
         waiting = [future for save in self._saves.values() for future in (save.shard, save.manifest) if future]
         self._saves.clear()
-        self._due.clear()
         return waiting
 
     # ---- From the order to the end ----
@@ -110,17 +107,18 @@ class Snapshots:
         if plan.snapshot is not None:
             self._saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
 
-    def freeze(self, job: ReadyRound) -> None:
+    def freeze(self, job: ReadyRound) -> list[Effect]:
         """After a round: keeps its values if its plan orders a checkpoint. Held arrays never change: this is free."""
         save = self._saves.get(job.plan.id)
         if save is None:
-            return  # it orders none, or that has failed on another server before this one came to it
+            return []  # it orders none, or that has failed on another server before this one came to it
         # One without a value has lost its creator, and whoever creates it next gives it one.
         mine = [v for v in self._saved() if min(v.servers) == self._store.server and self._store.initialized(v.id)]
         values = {v.spec.saved_name: self._store.value(v.id) for v in mine}
         frozen = save.frozen = Frozen(save.order, self._store.server, job.round, job.positions, values)
         save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
-        self._due.append(partial(self._files, working(save.shard, partial(self._write_shard, save, frozen))))
+        done, ask = partial(self._written, frozen), partial(self._let_go, save, frozen)
+        return [Work("files", self._write_shard, (frozen,), done, save.shard, ask)]
 
     def _saved(self) -> list[PlacedVariable]:
         """Returns what all servers save together: of variables that always have one value the first created."""
@@ -129,22 +127,23 @@ class Snapshots:
             first.setdefault(variable.spec.saved_name, variable)
         return [variable for name, variable in first.items() if name]
 
-    def settle(self, entry: Snapshotted) -> None:
+    def settle(self, entry: Snapshotted) -> list[Effect]:
         """A checkpoint is complete, or failed: nothing is held for it any more; the file of a failed one is removed."""
         save = self._saves.pop(entry.plan_id, None)
-        if save is not None and entry.error:
-            self._due.append(failing(save.shard, CheckpointError(f"it was given up: {entry.error}", str(self._task))))
-            if save.frozen is not None:
-                self._due.append(partial(self._files, partial(self._remove, save.frozen)))
+        if save is None or not entry.error:
+            return []
+        effects: list[Effect] = [Fail(save.shard, self._error(f"it was given up: {entry.error}"))]
+        if save.frozen is not None:
+            effects.append(Work("files", self._remove, (save.frozen,)))
+        return effects
 
-    def answers(self) -> list[Answer]:
-        """Work on files that is due, and the reason for those whose round will not come."""
-        answers, self._due = self._due, []
-        for plan_id, save in self._saves.items():
-            error = self._why_never(plan_id, save)
-            if error is not None:
-                answers.append(failing(save.shard, error))
-        return answers
+    def hopeless(self) -> list[Effect]:
+        """Tells those who wait for a save whose round will not come."""
+        found = ((save.shard, self._why_never(plan_id, save)) for plan_id, save in self._saves.items())
+        return [Fail(shard, error) for shard, error in found if error is not None]
+
+    def _error(self, why: str) -> CheckpointError:
+        return CheckpointError(why, str(self._store.task))
 
     def _why_never(self, plan_id: bytes, save: _Save) -> CheckpointError | None:
         """Returns why a save that has no values will have none; None if it has some, or may get them."""
@@ -152,12 +151,11 @@ class Snapshots:
             return None
         refused = self._rounds.refused.get(plan_id)
         if refused is not None:
-            return CheckpointError(f"its section was refused: {refused.message}", str(self._task))
+            return self._error(f"its section was refused: {refused.message}")
         if self._rounds.closed > save.closed:
-            return CheckpointError(
+            return self._error(
                 f"the round that was to be saved as {save.order.path!r} failed, or those who began it are gone; "
-                "save again",
-                str(self._task),
+                "save again"
             )
         return None
 
@@ -193,55 +191,48 @@ class Snapshots:
 
     # ---- For the chief ----
 
-    def ask(self, plan_id: bytes, manifest: str, future: Future[Shard]) -> Answer:
+    def ask(self, plan_id: bytes, manifest: str, future: Future[Shard]) -> list[Effect]:
         """Somebody waits for the shard, or has the manifest written and waits for that. A resend is answered alike."""
         save = self._saves.get(plan_id)
         if save is None or (manifest and save.frozen is None):
-            why = "no checkpoint of this plan is being written here"
-            return failing(future, CheckpointError(why, str(self._task)))
+            return [Fail(future, self._error("no checkpoint of this plan is being written here"))]
         if not manifest:
-            return partial(save.shard.add_done_callback, partial(_follow, future))
+            return [Run(save.shard.add_done_callback, (partial(_follow, future),))]
         if save.manifest is not None:
-            return partial(save.manifest.add_done_callback, partial(_follow, future))
+            return [Run(save.manifest.add_done_callback, (partial(_follow, future),))]
         save.manifest = Future()
         save.manifest.add_done_callback(partial(_follow, future))
-        return partial(self._files, working(save.manifest, partial(self._write_manifest, save, manifest)))
+        work = self._write_manifest, (save.frozen, manifest)
+        return [Work("files", *work, future=save.manifest, asks=partial(self._needed, save))]
 
-    # ---- On the thread for files ----
+    # ---- While and after files are written; under the lock ----
 
-    def _write_shard(self, save: _Save, frozen: Frozen) -> Shard:
-        try:
-            with naming(self._task):
-                return write_shard(self._place, frozen, self._store.device.get, partial(self._let_go, save, frozen))
-        finally:
-            with self._lock:
-                frozen.values.clear()
-                answers = self._progress()
-            do(answers)
-
-    def _let_go(self, save: _Save, frozen: Frozen, name: str) -> None:
+    def _let_go(self, save: _Save, frozen: Frozen, name: str) -> tuple[None, bool]:
         """A variable's bytes are written: rounds need not spare its array, and one may run that waited for this."""
-        with self._lock:
-            if save not in self._saves.values():
-                raise CheckpointError("nobody waits for it any more: it was given up, or the job was started anew")
-            # Not before it can make a difference: to look at many small variables takes longer than to write one.
-            waited = self._excess > 0
-            self._excess -= frozen.values.pop(name).nbytes
-            answers = self._progress() if waited and self._excess <= 0 else []
-        do(answers)
+        if save not in self._saves.values():
+            raise CheckpointError("nobody waits for it any more: it was given up, or the job was started anew")
+        # Not before it can make a difference: to look at many small variables takes longer than to write one.
+        waited = self._excess > 0
+        self._excess -= frozen.values.pop(name).nbytes
+        return None, waited and self._excess <= 0
 
-    def _write_manifest(self, save: _Save, text: str) -> Shard:
-        with self._lock:
-            frozen, spare = save.frozen, self._restores.needed
-        if frozen is None:
-            raise ValueError("a manifest without a shard")
-        with naming(self._task):
-            return write_manifest(self._place, frozen, text, partial(self._busy, save), spare)
+    def _written(self, frozen: Frozen, shard: Shard | None, error: PSError | None, now: float) -> list[Effect]:
+        frozen.values.clear()
+        return []
 
-    def _busy(self, but: _Save) -> Collection[str]:
-        """Paths of other checkpoints that are being written."""
-        with self._lock:
-            return {str(PurePosixPath(save.order.path)) for save in self._saves.values() if save is not but}
+    def _needed(self, but: _Save) -> tuple[Needed, bool]:
+        others = {str(PurePosixPath(save.order.path)) for save in self._saves.values() if save is not but}
+        return Needed(others, self._restores.needed), False
+
+    # ---- In the thread for files ----
+
+    def _write_shard(self, frozen: Frozen, let_go: Callable[[str], None]) -> Shard:
+        with naming(self._store.task):
+            return write_shard(self._place, frozen, self._store.device.get, let_go)
+
+    def _write_manifest(self, frozen: Frozen, text: str, needed: Callable[[], Needed]) -> Shard:
+        with naming(self._store.task):
+            return write_manifest(self._place, frozen, text, lambda: needed().busy, needed().later)
 
     def _remove(self, frozen: Frozen) -> None:
         try:
@@ -253,4 +244,4 @@ class Snapshots:
 def _follow(future: Future[Shard], other: Future[Shard]) -> None:
     """Answers a future as another was, unless its caller has gone away."""
     error = other.exception()
-    (answering(future, other.result()) if error is None else failing(future, error))()
+    settle(future, None if error else other.result(), error)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from psserver.checkpoints.snapshots import Snapshots
+from psserver.effects import Effect
 from psserver.plans.divergence import PlanText
 from psserver.plans.prepared import PreparedPlan
 from psserver.sizes import human
@@ -39,14 +40,12 @@ class Log:
     """The entries, and what follows from them for variables and plans. Guarded by the core's lock.
 
     Args:
-        task: this server, for messages.
         store: where variables are declared.
         rounds: where plans are approved and epochs closed.
         snapshots: where checkpoints are ordered.
     """
 
-    def __init__(self, task: Task, store: Store, rounds: Rounds, snapshots: Snapshots) -> None:
-        self._task = task
+    def __init__(self, store: Store, rounds: Rounds, snapshots: Snapshots) -> None:
         self._store = store
         self._rounds = rounds
         self._snapshots = snapshots
@@ -80,45 +79,50 @@ class Log:
     def servers(self) -> int:
         """How many servers the job has; raises `InvalidRequest` while there is no job."""
         if not self.incarnations:
-            raise InvalidRequest("no chief has begun a job on this server yet", str(self._task))
+            raise InvalidRequest("no chief has begun a job on this server yet", str(self._store.task))
         return len(self.incarnations)
 
     # ---- By the chief ----
 
-    def append(self, index: int, entries: Sequence[LogEntry], prepared: Mapping[bytes, PreparedPlan]) -> int:
-        """Takes what is new of the chief's log; returns up to where the two agree.
+    def append(
+        self, index: int, entries: Sequence[LogEntry], prepared: Mapping[bytes, PreparedPlan]
+    ) -> tuple[int, list[Effect]]:
+        """Takes what is new of the chief's log.
 
         Args:
             index, entries: the chief's log from a place on.
             prepared: the plans among the entries, by id.
+
+        Returns:
+            Up to where the two agree, and what follows.
         """
         have, end = len(self.entries), index + len(entries)
         if index > have:
-            return have
+            return have, []
         if list(entries[: have - index]) != self.entries[index:end]:
             # Server 0's log has grown by itself: the chief has to look again before it decides.
-            return index
-        for entry in entries[have - index :]:
-            self._take(entry, prepared)
-        return end
+            return index, []
+        return end, [effect for entry in entries[have - index :] for effect in self._take(entry, prepared)]
 
-    def _take(self, entry: LogEntry, prepared: Mapping[bytes, PreparedPlan]) -> None:
+    def _take(self, entry: LogEntry, prepared: Mapping[bytes, PreparedPlan]) -> list[Effect]:
         """Appends one entry and does what it says."""
+        effects: list[Effect] = []
         match entry:
             case Created():
                 self._declare(entry.variable)
             case Approved():
-                self._approve(prepared[entry.plan.id])
+                effects = self._approve(prepared[entry.plan.id])
                 self.proposed.pop(entry.plan.id, None)
             case EpochClosed():
-                self._rounds.close_epoch(entry.epoch)
+                effects = self._rounds.close_epoch(entry.epoch)
             case Snapshotted():
-                self._settle(entry)
+                effects = self._settle(entry)
             case Done():
                 self.over = True  # whatever somebody who came too late creates
             case Lost():
                 self.lost = ServerLost(entry.reason, str(Task("ps", entry.server)))
         self.entries.append(entry)
+        return effects
 
     # What was decided stays decided: a server that cannot do it tells those who need it, and not the chief.
 
@@ -130,24 +134,26 @@ class Log:
         except MemoryLimit as error:
             log.warning("%s; who creates it here is told the same", error)
 
-    def _approve(self, prepared: PreparedPlan) -> None:
+    def _approve(self, prepared: PreparedPlan) -> list[Effect]:
         plan = prepared.plan
         try:
             self._verify(prepared)
         except PSError as error:
             log.warning("refuses a plan: %s", error)
-            self._rounds.refuse(plan.id, error)
+            effects = self._rounds.refuse(plan.id, error)
         else:
-            self._rounds.approve(prepared)
+            effects = self._rounds.approve(prepared)
         if plan.snapshot is not None:
             self._ordered += plan.id in self._rounds.plans
             self._snapshots.order(plan)
+        return effects
 
-    def _settle(self, entry: Snapshotted) -> None:
-        self._snapshots.settle(entry)
+    def _settle(self, entry: Snapshotted) -> list[Effect]:
+        effects = self._snapshots.settle(entry)
         plan = forget_state(self.entries, entry.plan_id)
         if plan is not None and plan.id in self._rounds.plans:
             self._rounds.plans[plan.id] = PreparedPlan(plan, self._store.server)
+        return effects
 
     # ---- By clients, at server 0 ----
 
@@ -249,7 +255,7 @@ class Log:
             raise MemoryLimit(
                 f"a section needs {human(need)} while it runs, and the limit is {human(limit)}; raise --memory-limit, "
                 f"or make several sections of it ({PlanText(plan, self._store.variables)})",
-                str(self._task),
+                str(self._store.task),
             )
 
     def describe(self, plan_id: bytes) -> str:

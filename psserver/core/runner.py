@@ -7,21 +7,22 @@ its value sent back, as soon as all contributions to it are there, while others 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
-from psserver.effects import Answer, Submit, answering, do, failing, working
+from psserver.effects import Await, Effect, Fail, Reply, Run, Work
 from psserver.execution.execution import Execution
 from psserver.execution.nonfinite import NonfiniteValues, NonfiniteVariables
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.counters import ServerCounters
-from psserver.state.rounds import Record, Rounds, Waiter
+from psserver.state.rounds import Rounds
+from psserver.state.strands import Record, Waiter
 from psserver.state.variables import Store
 from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import PSError, ServerLost
@@ -61,14 +62,11 @@ class Delivery:
 
 
 class Runner:
-    """The round that runs. Its methods are called under the core's lock.
+    """The round that runs. Guarded by the core's lock, but for what it has done in the thread for arrays.
 
     Args:
-        lock: the core's.
         store, rounds, snapshots, restores: what a round reads and changes.
         kernels: run its programs.
-        submit: runs array work, one piece after another.
-        progress: what can be answered or run after a change; called under the lock.
         tally: counts rounds.
 
     Attributes:
@@ -77,27 +75,22 @@ class Runner:
 
     def __init__(
         self,
-        lock: threading.Lock,
         store: Store,
         rounds: Rounds,
         snapshots: Snapshots,
         restores: Restores,
         kernels: Kernels,
-        submit: Submit,
-        progress: Callable[[], list[Answer]],
         tally: ServerCounters,
     ) -> None:
-        self._lock = lock
         self._store = store
         self._rounds = rounds
         self._snapshots = snapshots
         self._restores = restores
         self._kernels = kernels
-        self._submit = submit
-        self._progress = progress
         self._tally = tally
         self._nonfinite = NonfiniteVariables(store)
         self._execution: Execution | None = None
+        self._awaits: Await | None = None  # what the round that runs waits for
         self._held: ReadyRound | None = None
         self._deliveries: dict[tuple[int, ...], Delivery] = {}
         self._begun: WeakKeyDictionary[Future[RoundReply], Begun] = WeakKeyDictionary()
@@ -108,28 +101,33 @@ class Runner:
         self._tally.forget()
         self._nonfinite.clear()
         self.broken = None
-        self._execution = self._held = None
+        self._execution = self._held = self._awaits = None
         self._deliveries = {}
 
-    def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun) -> list[Answer]:
+    def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun) -> list[Effect]:
         """Registers who is to be told when the answer to a contribution begins to grow."""
         delivery = self._deliveries.get(said.want)
         if delivery is None or self._execution is None or self._execution.job.round != said.round:
             self._begun[future] = begun
             return []
-        payload = delivery.payload
-        return [lambda: begun(payload)]
+        return [Run(begun, (delivery.payload,))]
 
-    def next(self) -> list[Answer]:
-        """Begins the round that can run now, if there is one; tells the one that runs who is lost."""
+    def next(self) -> list[Effect]:
+        """Begins the round that can run now, if there is one; goes on with the one that runs, if it waits no more."""
         if self._execution is not None:
-            return self._drop(self._execution)
+            self._execution.contributions.drop(self._rounds.fenced)
+            if self._awaits is None or self._awaits == self._execution.awaits():
+                return []
+            return self._go_on(self._execution)
         job = self._held or self._rounds.next_job()
         if job is None or self._holds(job):
             return []
         self._tally.round = job.round
         execution = self._execution = Execution(job, self._kernels)
-        return [lambda: self._submit(lambda: self._advance(execution))]
+        if job.commit is Commit.ATOMIC:
+            return self._go_on(execution)
+        begins = [begin for waiter in self._rounds.waiters(job) for begin in self._begin(execution, *waiter)]
+        return [Work("arrays", self._tell, (begins,), then=partial(self._told, execution))]
 
     def explain(self, waiting: Sequence[OpenRound]) -> tuple[OpenRound, ...]:
         """Says of the round that waits for a checkpoint, if one does, that it does."""
@@ -144,101 +142,114 @@ class Runner:
         self._held = held
         return held is not None
 
-    def _drop(self, execution: Execution) -> list[Answer]:
-        """Lets a round wait no more for members that are lost."""
-        if not execution.contributions.drop(self._rounds.fenced):
-            return []
-        return [lambda: self._submit(lambda: self._advance(execution))]
+    def _go_on(self, execution: Execution, follows: bool = False) -> list[Effect]:
+        """The next step of the round that runs, or what that has to wait for."""
+        self._awaits = execution.awaits()
+        if self._awaits is not None:
+            return [self._awaits]
+        if not execution.begun:
+            self._store.lend(execution.job.prepared.writes)  # Nobody reads half a round.
+        reads = execution.reads()
+        alone = self._store.alone(reads)  # before there is one who holds them
+        step = execution, self._store.values_of(reads), alone
+        return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows)]
 
-    # ---- The round that runs, on the thread for array work ----
+    # ---- In the thread for arrays, without the lock ----
 
-    def _advance(self, execution: Execution) -> None:
-        """Makes all steps that can be made, the last of which ends the round."""
-        try:
-            if execution.job.commit is Commit.PROGRESSIVE and not execution.told:
-                self._tell(execution)
-            while self._step(execution):
-                pass
-        except Exception as error:  # a bug of ours must reach the members as an error, not as silence
-            log.exception("round %d failed", execution.job.round)
-            with self._lock:
-                if execution is not self._execution:
-                    return
-                self._execution, self._deliveries = None, {}
-                if not self._rounds.runs(execution.job):
-                    return
-                self.broken = _halfway(execution.job, PSError(f"internal error: {error!r}; see the server's log"))
-                answers = self._end(execution, {}, self.broken)
-            do(answers)
+    def _tell(self, begins: Sequence[Run]) -> None:
+        """Tells members of the payloads of their answers, before the first step."""
+        for begin in begins:
+            begin.call(*begin.args)
 
-    def _step(self, execution: Execution) -> bool:
-        """Makes one step; returns whether there may be another one now."""
-        if execution.awaits(lambda: self._submit(lambda: self._advance(execution))):
-            return False
+    def _step(
+        self, execution: Execution, values: dict[int, Array | None], alone: frozenset[int]
+    ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
+        """Makes one step; lets go of the values, so that the next one may write in place."""
         began = self._tally.clock()
-        with self._lock:
-            if execution is not self._execution:
-                return False  # everyone who waited was told when the job was started anew
-            if not execution.begun:
-                self._store.lend(execution.job.prepared.writes)  # Nobody reads half a round.
-            reads = execution.reads()
-            alone = self._store.alone(reads)  # before there is one who holds them
-            values = self._store.values_of(reads)
         try:
-            assigned, ready = execution.step(values, alone)
-            if execution.done:
-                assigned |= self._restores.values(execution.job)
-        except PSError as error:
-            return self._commit(execution, began, {}, {}, error)
-        values.clear()
-        return self._commit(execution, began, assigned, ready)
+            return execution.step(values, alone)
+        finally:
+            values.clear()
+            execution.ran += self._tally.clock() - began
+
+    # ---- What came of it ----
+
+    def _told(self, execution: Execution, _: None, error: PSError | None, now: float) -> list[Effect]:
+        if execution is not self._execution:
+            return []  # everyone who waited was told when the job was started anew
+        return self._go_on(execution, follows=True) if error is None else self._break(execution, error, now)
 
     def _commit(
         self,
         execution: Execution,
-        began: float,
+        made: tuple[Mapping[int, Array], Mapping[int | Ref, Array]] | None,
+        error: PSError | None,
+        now: float,
+    ) -> list[Effect]:
+        """Takes in what a step has made; the last one, and one that failed, end the round."""
+        if execution is not self._execution:
+            return []
+        try:
+            return self._take(execution, *(made or ({}, {})), error, now)
+        except Exception as bug:  # of ours: it must reach the members as an error, not as silence
+            log.exception("round %d failed", execution.job.round)
+            return self._break(execution, PSError(f"internal error: {bug!r}; see the server's log"), now)
+
+    def _take(
+        self,
+        execution: Execution,
         assigned: Mapping[int, Array],
         ready: Mapping[int | Ref, Array],
-        error: PSError | None = None,
-    ) -> bool:
-        """Takes in what a step has made; the last one, and one that failed, end the round. Returns as `_step`."""
+        error: PSError | None,
+        now: float,
+    ) -> list[Effect]:
         over = error is not None or execution.done
-        execution.ran += self._tally.clock() - began
-        with self._lock:
-            if execution is not self._execution:
-                return False
-            self._store.commit(assigned)
-            if execution.job.plan.restore is not None:
-                self._nonfinite.restore(assigned)
-            growing = list(self._deliveries.values())
-            answers = self._end(execution, ready, error) if over else []
-        for delivery in growing:
-            delivery.put(ready)
-        if over:
-            execution.close()
-        do(answers)
-        return not over
+        if over and error is None:
+            assigned, error = self._restored(execution.job, assigned)
+        self._store.commit(assigned)
+        if execution.job.plan.restore is not None:
+            self._nonfinite.restore(assigned)
+        effects: list[Effect] = [Run(delivery.put, (ready,)) for delivery in self._deliveries.values()]
+        if not over:
+            return effects + self._go_on(execution, follows=True)
+        return [*effects, Run(execution.close), *self._end(execution, ready, error, now)]
 
-    def _end(self, execution: Execution, ready: Mapping[int | Ref, Array], error: PSError | None) -> list[Answer]:
+    def _restored(self, job: ReadyRound, assigned: Mapping[int, Array]) -> tuple[Mapping[int, Array], PSError | None]:
+        """Adds what a round restores to what it assigns; or nothing, and why."""
+        try:
+            return {**assigned, **self._restores.values(job)}, None
+        except PSError as error:
+            return {}, error
+
+    def _break(self, execution: Execution, error: PSError, now: float) -> list[Effect]:
+        """A bug has ended a round: nobody knows how far it came."""
+        self._deliveries = {}
+        if not self._rounds.runs(execution.job):
+            self._execution = None
+            return []
+        self.broken = _halfway(execution.job, error)
+        return self._end(execution, {}, self.broken, now)
+
+    def _end(
+        self, execution: Execution, ready: Mapping[int | Ref, Array], error: PSError | None, now: float
+    ) -> list[Effect]:
         """The round is over; `ready` are values that are on the host already."""
-        job, answers = execution.job, list[Answer]()
+        job, effects = execution.job, list[Effect]()
         self._store.end_loan()
         if error is None:
             warnings = self._judge(job, execution.found)
             dropped = sorted(execution.contributions.dropped)
             record, waiters = self._rounds.complete(job, execution.given, dropped, warnings)
-            answers += self._restores.ran(job)  # first: who is answered may look at the files
-            self._snapshots.freeze(job)
+            effects += self._restores.ran(job)  # first: who is answered may look at the files
+            effects += self._snapshots.freeze(job)
         else:
             if execution.halfway and self.broken is None:
                 error = self.broken = _halfway(job, error)
             log.warning("round %d failed: %s", job.round, error)
             record, waiters = self._rounds.fail(job, error)
-        over = self._tally.clock()
-        self._tally.over(job, record, self._rounds.last, execution.ran, over)
+        self._tally.over(job, record, self._rounds.last, execution.ran, now)
         delivered, self._deliveries, self._execution = self._deliveries, {}, None
-        answers += self.replies(record, waiters, ready, delivered) + self._progress()
-        return [*answers, lambda: self._tally.answering.observe(self._tally.clock() - over)]
+        return [*effects, *self.replies(record, waiters, ready, delivered), Run(self._tally.answered, (now,))]
 
     def _judge(self, job: ReadyRound, found: NonfiniteValues) -> tuple[str, ...]:
         """Counts what is NaN or infinite after a round; returns what its members are told of it."""
@@ -249,36 +260,22 @@ class Runner:
 
     # ---- Answers ----
 
-    def _tell(self, execution: Execution) -> None:
-        """Tells members of the payloads of their answers, before the first step."""
-        with self._lock:
-            if execution is not self._execution:
-                return
-            execution.told = True
-            answers = [self._telling(execution, *waiter) for waiter in self._rounds.waiters(execution.job)]
-            answers += self._drop(execution)
-        do(answers)
-
-    def _telling(self, execution: Execution, said: Contribution, future: Future[RoundReply]) -> Answer:
+    def _begin(self, execution: Execution, said: Contribution, future: Future[RoundReply]) -> list[Run]:
         """Tells a member of its payload; one that wants what is not here is told at the end."""
         begun, prepared = self._begun.pop(future, None), execution.job.prepared
         known = execution.wanted.issuperset(said.want) and all(map(self._store.initialized, said.want))
         if begun is None or not known:
-            return lambda: None
-        delivery = self._deliveries.get(said.want)
-        if delivery is None:
-            given, variables = prepared.given, self._store.variables
-            specs = [*(variables[id].spec.tensor for id in said.want), *(spec for _, spec in given)]
-            delivery = self._deliveries[said.want] = Delivery(said.want, [ref for ref, _ in given], specs)
-            others = set(said.want).difference(prepared.writes)
-            values = {id: self._store.value(id) for id in others}
-            return lambda: self._open(delivery, values, begun)
-        payload = delivery.payload
-        return lambda: begun(payload)
+            return []
+        if (delivery := self._deliveries.get(said.want)) is not None:
+            return [Run(begun, (delivery.payload,))]
+        given, variables = prepared.given, self._store.variables
+        specs = [*(variables[id].spec.tensor for id in said.want), *(spec for _, spec in given)]
+        delivery = self._deliveries[said.want] = Delivery(said.want, [ref for ref, _ in given], specs)
+        unchanged = {id: self._store.value(id) for id in set(said.want).difference(prepared.writes)}
+        return [Run(begun, (delivery.payload,)), Run(self._put, (delivery, unchanged))]
 
-    def _open(self, delivery: Delivery, values: Mapping[int, Array], begun: Begun) -> None:
-        """Begins an answer with what the round does not change; called without the lock, before its first step."""
-        begun(delivery.payload)
+    def _put(self, delivery: Delivery, values: Mapping[int, Array]) -> None:
+        """Begins an answer with what the round does not change."""
         delivery.put({id: self._store.device.get(value) for id, value in values.items()})
 
     def replies(
@@ -287,7 +284,7 @@ class Runner:
         waiters: Sequence[Waiter],
         ready: Mapping[int | Ref, Array] | None = None,
         delivered: Mapping[tuple[int, ...], Delivery] | None = None,
-    ) -> list[Answer]:
+    ) -> list[Effect]:
         """The answers to members; their wanted variables are as they are now, which is before the next round.
 
         Args:
@@ -298,7 +295,7 @@ class Runner:
         """
         fresh: dict[int | Ref, Array] = dict(ready or {})
         payloads = {want: delivery.payload for want, delivery in (delivered or {}).items()}
-        answers = []
+        answers: list[Effect] = []
         for said, future in waiters:
             try:
                 if error := record.error or self.broken:
@@ -306,25 +303,19 @@ class Runner:
                 if said.want not in payloads:
                     here: dict[int | Ref, Array] = {id: self._store.value(id) for id in said.want if id not in fresh}
                     if here and self._store.device.gpu is not None:
-                        answers.append(self._fetching(said, future, record, fresh | here))
+                        wanted = [(fresh | here)[id] for id in said.want]
+                        answers.append(Work("arrays", self._fetch, (said, record, wanted), future=future))
                         continue
                     fresh |= here
                     payloads[said.want] = Payload.pack([*(fresh[id] for id in said.want), *record.given])
-                answers.append(answering(future, _reply(said, record, payloads[said.want])))
+                answers.append(Reply(future, _reply(said, record, payloads[said.want])))
             except PSError as error:
-                answers.append(failing(future, error))
+                answers.append(Fail(future, error))
         return answers
 
-    def _fetching(
-        self, said: Contribution, future: Future[RoundReply], record: Record, values: Mapping[int | Ref, Array]
-    ) -> Answer:
-        """The answer to a member that wants what is not on the host: it is brought there outside of the lock."""
-
-        def fetch() -> RoundReply:
-            wanted = [self._store.device.get(values[id]) for id in said.want]
-            return _reply(said, record, Payload.pack([*wanted, *record.given]))
-
-        return lambda: self._submit(working(future, fetch))
+    def _fetch(self, said: Contribution, record: Record, wanted: Sequence[Array]) -> RoundReply:
+        """Brings what a member wants to the host, for its answer; in the thread for arrays."""
+        return _reply(said, record, Payload.pack([*map(self._store.device.get, wanted), *record.given]))
 
 
 def _halfway(job: ReadyRound, error: PSError) -> PSError:

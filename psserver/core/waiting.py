@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from psserver.core.log import Log
-from psserver.effects import Answer, Submit, answering, failing, working
-from psserver.state.rounds import Record, Rounds
+from psserver.effects import Effect, Fail, Reply, Work
+from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
+from psserver.state.strands import Record
 from psserver.state.variables import Store
 from pswire.api import UNTIL_ENDED, Contribution, PullReply, Watched
 from pswire.errors import InvalidRequest, PSError
+from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
 MAX_CALLS = 256
@@ -61,7 +63,6 @@ class Waiters:
     Args:
         log, members: what is watched.
         store, rounds: what is read, and what is waited for.
-        submit: brings values to the host.
         reply: makes the answers to a resend.
 
     Attributes:
@@ -74,15 +75,13 @@ class Waiters:
         members: Membership,
         store: Store,
         rounds: Rounds,
-        submit: Submit,
-        reply: Callable[[Resend], Sequence[Answer]],
+        reply: Callable[[Resend], Sequence[Effect]],
     ) -> None:
         self.rows: dict[type[Waiter], list[Any]] = {Resend: [], Read: [], Watch: []}
         self._log = log
         self._members = members
         self._store = store
         self._rounds = rounds
-        self._submit = submit
         self._reply = reply
         self._superseded: list[Future[Any]] = []
         self._looked: tuple[int, int] | None = None  # what all watches were compared with
@@ -114,12 +113,12 @@ class Waiters:
         self.rows = {Resend: [], Read: [], Watch: [row for row in self.rows[Watch] if not watches(row.session)]}
         return [row.future for row in dropped]
 
-    def answers(self, now: float, ended: Callable[[int], PSError | None]) -> list[Answer]:
+    def answers(self, now: float, ended: Callable[[int], PSError | None]) -> list[Effect]:
         """Answers those who wait no longer; `ended` gives the reason for those whose session has ended."""
-        answers: list[Answer] = []
+        answers: list[Effect] = []
         if self._superseded:
             error = InvalidRequest(f"{MAX_CALLS} later calls of this session wait as well; make fewer at a time")
-            answers += [failing(future, error) for future in self._superseded]
+            answers += [Fail(future, error) for future in self._superseded]
             self._superseded = []
         for again in self._take(Resend, lambda _: not self._store.lent, ended, answers):
             answers += self._reply(again)
@@ -135,7 +134,7 @@ class Waiters:
         kind: type[Waiter],
         ready: Callable[[Any], bool],
         ended: Callable[[int], PSError | None],
-        answers: list[Answer],
+        answers: list[Effect],
     ) -> list[Any]:
         """Takes out the rows that are ready; those whose session has ended, or whose caller has gone away, as well."""
         found: list[Any] = []
@@ -145,7 +144,7 @@ class Waiters:
         for row in rows:
             error = ended(row.session) if row.session else None
             if error is not None:
-                answers.append(failing(row.future, error))
+                answers.append(Fail(row.future, error))
             elif not row.future.cancelled():
                 (found if ready(row) else self.rows[kind]).append(row)
         return found
@@ -154,13 +153,13 @@ class Waiters:
         complete = not row.session or row.after <= self._rounds.last
         return complete and not self._store.lent.intersection(row.variables)
 
-    def _read(self, row: Read) -> Answer:
-        arrays, last, device = [self._store.value(id) for id in row.variables], self._rounds.last, self._store.device
+    def _read(self, row: Read) -> Effect:
+        arrays = [self._store.value(id) for id in row.variables]
+        return Work("arrays", self._pack, (self._rounds.last, arrays), future=row.future)
 
-        def read() -> PullReply:
-            return PullReply(last, Payload.pack([device.get(array) for array in arrays]))
-
-        return lambda: self._submit(working(row.future, read))
+    def _pack(self, last: int, arrays: Sequence[Array]) -> PullReply:
+        """Brings values to the host; in the thread for arrays."""
+        return PullReply(last, Payload.pack([self._store.device.get(array) for array in arrays]))
 
     def _has_news(self, row: Watch) -> bool:
         if not row.session:
@@ -168,14 +167,14 @@ class Waiters:
         changed = len(self._log.entries) != row.after or 0 <= row.version != self._members.version
         return changed and row.version != UNTIL_ENDED
 
-    def _news(self, rows: Sequence[Watch], now: float) -> list[Answer]:
+    def _news(self, rows: Sequence[Watch], now: float) -> list[Effect]:
         if not rows:
             return []
         plans, sessions = tuple(self._log.proposed.values()), self._members.states(now)
-        answers = []
+        answers: list[Effect] = []
         for row in rows:
             # A log that is shorter than what the caller knows is another job's.
             start = row.after if row.after <= len(self._log.entries) else 0
             news = Watched(self._members.version, start, tuple(self._log.entries[start:]), plans, sessions)
-            answers.append(answering(row.future, news))
+            answers.append(Reply(row.future, news))
         return answers

@@ -8,13 +8,14 @@ sent back, while contributions to others still come.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from psserver.devices import owned
+from psserver.effects import Await
 from psserver.execution.calls import KernelCall, Ready
 from psserver.execution.contributions import Contributions, Sender
 from psserver.execution.nonfinite import NonfiniteValues
@@ -43,7 +44,6 @@ class Execution:
         kernels: of the device where the variables live and the programs run.
 
     Attributes:
-        told: whether its members were told of answers that grow.
         begun: whether its operands were taken, so that it is settled who contributes.
         ran: seconds for which its steps were made.
         contributions: what its members sent.
@@ -54,7 +54,7 @@ class Execution:
 
     def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
         self.job = job
-        self.told = self.begun = False
+        self.begun = False
         self.ran = 0.0
         self.contributions = Contributions(job)
         self.wanted = frozenset(id for part in job.parts for id in part.said.want)
@@ -90,15 +90,12 @@ class Execution:
 
     # ---- What the next step is ----
 
-    def awaits(self, then: Callable[[], object]) -> bool:
-        """Returns whether the next step has to wait; then a function is called when it may be worth to look again."""
-        if not self._progressive:
-            return False
-        for sender, end in self._ends():
+    def awaits(self) -> Await | None:
+        """Returns what the next step has to wait for; None if it can be made."""
+        for sender, end in self._ends() if self._progressive else ():
             if sender.part.payload.end < end and not sender.gone:
-                sender.part.payload.reach(end, then)
-                return True
-        return False
+                return Await(sender.part.payload, end)
+        return None
 
     def _ends(self) -> Iterator[tuple[Sender, int]]:
         """Up to where each sender's payload must be there for the next step."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from psserver.plans.round import ReadyRound
-from psserver.state.rounds import Record, Rounds
-from pswire.api import RestoreReply, Shard
+from psserver.state.strands import Record
+from pswire.api import Shard
 from pswire.telemetry.metrics import Histogram
 
 ROUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -18,14 +17,12 @@ ROUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
 class ServerCounters:
     """Counters of one server. Guarded by the core's lock, but for what one thread alone counts: that of arrays what is
-    `answering`, that of files what is written and read.
+    `answering`, that of files what is written.
 
     They may be read without it: what is read may be one behind.
 
     Args:
         clock: monotonic seconds.
-        lock: the core's.
-        rounds: what holds contributions.
 
     Attributes:
         round: the one that was begun last, -1 before the first.
@@ -46,10 +43,8 @@ class ServerCounters:
         restores: by how they ended: "restored" or "failed".
     """
 
-    def __init__(self, clock: Callable[[], float], lock: threading.Lock, rounds: Rounds) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self._lock = lock
-        self._rounds = rounds
         self.round = -1
         self.rounds = Counter[str](completed=0, failed=0)
         self.left_out = self.lost = self.signs = 0
@@ -61,14 +56,6 @@ class ServerCounters:
         self.writing = Histogram()
         self.restores = Counter[str](restored=0, failed=0)
         self._seen: dict[int, int] = {}  # the last round that each session's oldest value had seen
-
-    @property
-    def in_flight(self) -> int:
-        """Bytes of contributions that are here and were not let go of."""
-        with self._lock:
-            waiting = [one for strand in self._rounds.strands.values() for one in strand.open.values()]
-            payloads = [part.payload for one in waiting for part in one.parts.values()]
-            return sum(payload.end - payload.begin for payload in payloads)
 
     def read(self, session: int, last: int) -> None:
         """A session reads values that have seen this round, unless it has older ones."""
@@ -93,6 +80,10 @@ class ServerCounters:
                 self.staleness.observe(last - 1 - self._seen.get(part.member.session, last - 1))
                 self._seen[part.member.session] = last
 
+    def answered(self, over: float) -> None:
+        """The members of a round that was over at `over` have their answers."""
+        self.answering.observe(self.clock() - over)
+
     def written(self, began: float, shard: Future[Shard]) -> None:
         """A part of a checkpoint is written, or was not; its round was over at `began`."""
         self.writing.observe(self.clock() - began)
@@ -101,11 +92,6 @@ class ServerCounters:
         else:
             self.shards["saved"] += 1
             self.shard_bytes += shard.result().nbytes
-
-    def prepared(self, restore: Future[RestoreReply]) -> None:
-        """What a checkpoint has for a restore is read, or could not be."""
-        if restore.exception():
-            self.restores["failed"] += 1
 
     def forget(self) -> None:
         """A new job begins: its sessions have read nothing."""

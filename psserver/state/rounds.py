@@ -1,21 +1,21 @@
 """Rounds: who has contributed to which, when one is complete, and what was answered.
 
 A plain state machine without clock, network or array work. It says which round can run; the core runs
-it and says how it went. Rounds form strands: in sync mode one, which all members make together; in async mode
-one for each task, whose rounds are of that task alone.
+it and says how it went. Each method returns what is to be done as effects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
 
+from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
+from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.sessions import diverged, newcomer_diverged
+from psserver.state.strands import Parked, PendingRound, Push, Record, Strand, Waiter
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
@@ -24,85 +24,11 @@ from pswire.model.status import OpenRound, WorkerProgress
 from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
-Failure = tuple[Future[RoundReply], PSError]
-Waiter = tuple[Contribution, Future[RoundReply]]
-_Push = tuple[Contribution, Payload, float, Future[RoundReply]]
-
-RESENDS = 8
-"""Attempts at one contribution that are kept while its epoch is not known here."""
-
 LATER = "a later section; it made none here"
 """What a member is at that has left a round out."""
 
 RECORDS = 2
 """Rounds whose answers are kept for resends: a worker has one round under way, never two."""
-
-
-@dataclass
-class _Open:
-    plan_id: bytes
-    epoch: int
-    members: tuple[Member, ...]
-    since: float
-    parts: dict[int, MemberShare] = field(default_factory=dict)
-    waiters: list[Waiter] = field(default_factory=list)
-    error: PSError | None = None
-    doubtful: list[_Push] = field(default_factory=list)  # newcomers' that differ, before an older member has pushed
-
-    @property
-    def positions(self) -> tuple[Position, ...]:
-        """Where the datasets stand of who makes it."""
-        return next((part.said.positions for part in self.parts.values() if part.said.positions), ())
-
-
-@dataclass(frozen=True)
-class Record:
-    """What was answered to a round.
-
-    Attributes:
-        plan_id, epoch, more, left_out, positions: as in `RoundReply`.
-        given: the plan's returned values of this server.
-        warnings: as in `RoundReply`.
-        sessions: whose contributions are in it; nobody else is answered.
-        error: what everyone was told instead.
-    """
-
-    plan_id: bytes
-    sessions: frozenset[int] = frozenset()
-    epoch: Epoch | None = None
-    more: bool = False
-    left_out: tuple[Task, ...] = ()
-    given: tuple[Array, ...] = ()
-    error: PSError | None = None
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass
-class Strand:
-    """Rounds that are made one after the other.
-
-    Attributes:
-        last: the last complete one, -1 before the first.
-        settled: where the datasets stood of who made the last complete one.
-        records: answers of the last rounds, for resends.
-        open: rounds that wait.
-    """
-
-    last: int = -1
-    settled: tuple[Position, ...] = ()
-    records: dict[int, Record] = field(default_factory=dict)
-    open: dict[int, _Open] = field(default_factory=dict)
-
-    @property
-    def newest(self) -> int:
-        """The last round that somebody has contributed to, complete or not."""
-        return max([self.last, *self.open])
-
-    @property
-    def positions(self) -> tuple[Position, ...]:
-        """Where the datasets stand of who makes it, as the newest round says."""
-        found = (self.open[number].positions for number in sorted(self.open, reverse=True))
-        return next(filter(None, found), self.settled)
 
 
 class Rounds:
@@ -132,10 +58,8 @@ class Rounds:
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
         self._epochs: dict[int, Epoch] = {}
-        # Pushes labelled with an epoch that was not copied here yet, by session: they are no rounds of ours so far.
-        self._parked: dict[int, list[_Push]] = {}
-        self._failed: list[Failure] = []
-        self._followed: list[tuple[Payload, Payload]] = []
+        self._parked = Parked()
+        self._effects: list[Effect] = []  # of the method that is called, which returns them
         self._running = False
 
     @property
@@ -149,56 +73,59 @@ class Rounds:
         own = sorted((key, strand) for key, strand in self.strands.items() if key)
         return tuple(WorkerProgress(task, strand.newest, strand.positions) for task, strand in own)
 
-    def approve(self, plan: PreparedPlan) -> None:
+    @property
+    def in_flight(self) -> int:
+        """Bytes of contributions that are here and were not let go of."""
+        payloads = [part.payload for _, pending in self._open() for part in pending.parts.values()]
+        return sum(payload.end - payload.begin for payload in payloads)
+
+    def approve(self, plan: PreparedPlan) -> list[Effect]:
         """A plan may run from now on."""
         plan_id = plan.plan.id
         self.plans[plan_id] = plan
-        for _, waiting in self._open():
-            if waiting.plan_id == plan_id:
-                for part in list(waiting.parts.values()):
-                    self._admit(waiting, part, plan)
+        for _, pending in self._open():
+            if pending.plan_id == plan_id:
+                for part in list(pending.parts.values()):
+                    self._admit(pending, part, plan)
+        return self._take_effects()
 
-    def refuse(self, plan_id: bytes, error: PSError) -> None:
+    def refuse(self, plan_id: bytes, error: PSError) -> list[Effect]:
         """A plan was approved that cannot run here: whoever pushes for it is told why."""
         self.refused[plan_id] = error
-        for _, waiting in self._open():
-            if waiting.plan_id == plan_id:
-                waiting.error = error
-                self._fail(waiting, error)
+        return [effect for _, pending in self._open() if pending.plan_id == plan_id for effect in pending.fail(error)]
 
-    def take_failed(self) -> list[Failure]:
-        """Futures that are to be failed, since the last time; the caller does it without the lock."""
-        failed, self._failed = self._failed, []
-        return failed
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
 
-    def take_followed(self) -> list[tuple[Payload, Payload]]:
-        """Contributions, and what was sent again of each, since the last time; to be joined without the lock."""
-        followed, self._followed = self._followed, []
-        return followed
-
-    def close_epoch(self, epoch: Epoch) -> None:
+    def close_epoch(self, epoch: Epoch) -> list[Effect]:
         """A new epoch holds: members of the one before that are not in it are fenced."""
         if self.epoch is not None:
             self.fenced |= {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
         self.epoch = self._epochs[epoch.number] = epoch
-        parked, self._parked = self._parked, {}
-        for said, payload, since, future in (push for pushes in parked.values() for push in pushes):
-            try:
-                self.push(said, payload, future, since)
-            except PSError as error:
-                self._failed.append((future, error))
+        for push in self._parked.take():
+            self._try(push)
+        return self._take_effects()
 
     def check(self, session: int) -> None:
         """Raises `Fenced` for a session that an epoch ended."""
         if session in self.fenced:
             raise Fenced("this session was ended by a new epoch; restart the process to take part again")
 
-    def push(self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float) -> None:
-        """Takes a contribution, now; its future is answered when the round is over, or is among `take_failed`.
+    def push(self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float) -> list[Effect]:
+        """Takes a contribution, now; its future is answered when the round is over, or with the reason now."""
+        self._try(Push(said, payload, now, future))
+        return self._take_effects()
 
-        Raises:
-            PSError: why this contribution cannot be taken.
-        """
+    def _try(self, push: Push) -> None:
+        try:
+            self._push(push)
+        except PSError as error:
+            self._effects.append(Fail(push.future, error))
+
+    def _push(self, push: Push) -> None:
+        """Takes a contribution; raises why it cannot be taken."""
+        said = push.said
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
         if said.weights and not (isfinite(sum(said.weights)) and min(said.weights) >= 0):
@@ -207,7 +134,7 @@ class Rounds:
             raise InvalidRequest("who observes contributes nothing")
         epoch = self._epochs.get(said.epoch)
         if epoch is None:
-            self._park(said, payload, now, future)
+            self._effects += self._parked.put(push)
             return
         member = epoch.session(said.session)
         if member is None:
@@ -217,144 +144,120 @@ class Rounds:
             raise InvalidRequest(f"round {said.round} is over; this server is at {strand.last}")
         self._check_order(strand, said, member)
         members = (member,) if _key(member) else epoch.members
-        waiting = strand.open.setdefault(said.round, _Open(said.plan_id, said.epoch, members, now))
-        if self._differs(waiting, said) and self._joins(said) and self._only_newcomers(waiting):
-            waiting.doubtful.append((said, payload, now, future))
+        pending = strand.open.setdefault(said.round, PendingRound(said.plan_id, said.epoch, members, push.since))
+        if pending.differs(said) and self._joins(said) and self._only_newcomers(pending):
+            pending.doubtful.append(push)
             return
-        self._check_plan(waiting, said, member)
-        self._take(waiting, said, member, payload, future)
-        if waiting.doubtful and not self._joins(said):
-            self._settle(waiting)
+        self._check_plan(pending, said, member)
+        self._take(pending, push, member)
+        if pending.doubtful and not self._joins(said):
+            self._settle(pending)
 
-    def _take(
-        self, waiting: _Open, said: Contribution, member: Member, payload: Payload, future: Future[RoundReply]
-    ) -> None:
+    def _take(self, pending: PendingRound, push: Push, member: Member) -> None:
         """Adds a push to its round."""
-        found = waiting.parts.get(said.session)
-        if waiting.error is not None:
-            waiting.waiters.append((said, future))
-            self._fail(waiting, waiting.error)
-            return
+        said, payload = push.said, push.payload
+        found = pending.parts.get(said.session)
+        if pending.error is not None:
+            raise pending.error
         if found is not None and (found.said.weights, found.payload.size) != (said.weights, payload.size):
             raise InvalidRequest(f"round {said.round} of this session is sent again with another payload")
-        waiting.waiters.append((said, future))
+        pending.waiters.append((said, push.future))
         if found is not None:
             # A resend does not replace what is there: its arrays may already be in use. It brings what is not.
             if found.payload is not payload:
-                self._followed.append((found.payload, payload))
+                self._effects.append(Run(found.payload.follow, (payload,)))
         else:
             part = MemberShare(member, said, payload)
-            waiting.parts[said.session] = part
+            pending.parts[said.session] = part
             if plan := self.plans.get(said.plan_id):
-                self._admit(waiting, part, plan)
+                self._admit(pending, part, plan)
 
-    def _check_plan(self, waiting: _Open, said: Contribution, member: Member) -> None:
+    def _check_plan(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """All who make a round have one plan for it; one that is alone in it does not disagree with others.
 
         Of a newcomer in its first round, and those who were there before, the newcomer is wrong, whoever came first.
         """
-        if not self._differs(waiting, said):
+        if not pending.differs(said):
             return
-        if waiting.members == (member,):
+        if pending.members == (member,):
             raise InvalidRequest(f"round {said.round} of this session has another plan, or another epoch")
         if self._joins(said):
-            other = next(iter(waiting.parts.values()))
-            raise self._refusal(said.round, member, said.plan_id, other.member, waiting.plan_id)
-        if self._only_newcomers(waiting):
-            self._evict(waiting, said, member)
+            other = next(iter(pending.parts.values()))
+            raise self._refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
+        if self._only_newcomers(pending):
+            self._evict(pending, said, member)
             return
-        waiting.error = self._diverged(said.round, waiting, member, self._describe(said.plan_id))
-
-    @staticmethod
-    def _differs(waiting: _Open, said: Contribution) -> bool:
-        """Returns whether a push is for something else than its round, which has not failed yet."""
-        return waiting.error is None and (waiting.plan_id, waiting.epoch) != (said.plan_id, said.epoch)
+        raise self._fail(pending, self._diverged(said.round, pending, member, self._describe(said.plan_id)))
 
     def _joins(self, said: Contribution) -> bool:
         """Whether it is the first round of a process that came to others, and did not begin together with all."""
         start = self._epochs[said.epoch].start
         return said.start == said.round and (start is None or start.round != said.round)
 
-    def _only_newcomers(self, waiting: _Open) -> bool:
+    def _only_newcomers(self, pending: PendingRound) -> bool:
         """Returns whether none has pushed yet who was there before."""
-        return bool(waiting.parts) and all(self._joins(part.said) for part in waiting.parts.values())
+        return bool(pending.parts) and all(self._joins(part.said) for part in pending.parts.values())
 
     def _refusal(self, round: int, member: Member, plan_id: bytes, other: Member, others: bytes) -> PSError:
         positions = [(other.task, self._describe(others)), (member.task, self._describe(plan_id))]
         return newcomer_diverged(member.task, round, positions)
 
-    def _evict(self, waiting: _Open, said: Contribution, member: Member) -> None:
+    def _evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Newcomers came first, with another plan than a member who was there before them."""
-        for one, future in waiting.waiters:
-            newcomer = waiting.parts[one.session].member
-            self._failed.append((future, self._refusal(said.round, newcomer, waiting.plan_id, member, said.plan_id)))
-        waiting.parts.clear()
-        waiting.waiters.clear()
-        waiting.plan_id, waiting.epoch = said.plan_id, said.epoch
+        for one, future in pending.waiters:
+            newcomer = pending.parts[one.session].member
+            refusal = self._refusal(said.round, newcomer, pending.plan_id, member, said.plan_id)
+            self._effects.append(Fail(future, refusal))
+        pending.parts.clear()
+        pending.waiters.clear()
+        pending.plan_id, pending.epoch = said.plan_id, said.epoch
 
-    def _settle(self, waiting: _Open) -> None:
+    def _settle(self, pending: PendingRound) -> None:
         """A member who was there before has pushed: newcomers who differed from each other are right, or wrong."""
-        doubtful, waiting.doubtful = waiting.doubtful, []
-        for said, payload, since, future in doubtful:
-            try:
-                self.push(said, payload, future, since)
-            except PSError as error:
-                self._failed.append((future, error))
+        doubtful, pending.doubtful = pending.doubtful, []
+        for push in doubtful:
+            self._try(push)
 
     def members(self, number: int) -> tuple[Member, ...]:
         """The members of an epoch that is known here."""
         return self._epochs[number].members
 
-    def _diverged(self, round: int, waiting: _Open, member: Member, section: str) -> Diverged:
-        other = next(iter(waiting.parts.values()), None)
-        positions = [(other.member.task, self._describe(waiting.plan_id))] if other else []
+    def _diverged(self, round: int, pending: PendingRound, member: Member, section: str) -> Diverged:
+        other = next(iter(pending.parts.values()), None)
+        positions = [(other.member.task, self._describe(pending.plan_id))] if other else []
         return diverged(round, [*positions, (member.task, section)])
-
-    def _park(self, said: Contribution, payload: Payload, now: float, future: Future[RoundReply]) -> None:
-        parked = self._parked.get(said.session, [])
-        if any(other.round != said.round for other, *_ in parked):
-            raise InvalidRequest(f"round {parked[0][0].round} of this session waits; it cannot begin {said.round}")
-        if len(parked) >= RESENDS:
-            # Its sender, who sends again and again over a network that loses answers, listens to it no more.
-            (*_, oldest), *parked = parked
-            self._failed.append((oldest, InvalidRequest(f"round {said.round} was sent {RESENDS} times since")))
-        self._parked[said.session] = [*parked, (said, payload, now, future)]
 
     def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
         """A worker makes one round after the other: it neither begins a second one nor leaves one out."""
-        for number, waiting in strand.open.items():
-            if number != said.round and said.session in waiting.parts:
+        for number, pending in strand.open.items():
+            if number != said.round and said.session in pending.parts:
                 raise InvalidRequest(f"round {number} of this session is under way; it cannot begin {said.round}")
-            if number < said.round and waiting.error is None and member in self._missing(waiting):
-                waiting.error = self._diverged(number, waiting, member, LATER)
-                self._fail(waiting, waiting.error)
-                raise waiting.error
-            if number > said.round and waiting.error is None:
+            if number < said.round and pending.error is None and member in pending.missing(self.fenced):
+                raise self._fail(pending, self._diverged(number, pending, member, LATER))
+            if number > said.round and pending.error is None:
                 here = self._epochs[said.epoch].members
-                ahead = [m.task for m in here if m.session in waiting.parts.keys() - self.fenced]
+                ahead = [m.task for m in here if m.session in pending.parts.keys() - self.fenced]
                 if ahead:
                     section = self._describe(said.plan_id)
-                    waiting.error = diverged(said.round, [(ahead[0], LATER), (member.task, section)])
-                    self._fail(waiting, waiting.error)
-                    raise waiting.error
+                    raise self._fail(pending, diverged(said.round, [(ahead[0], LATER), (member.task, section)]))
 
-    def _admit(self, waiting: _Open, part: MemberShare, prepared: PreparedPlan) -> None:
+    def _admit(self, pending: PendingRound, part: MemberShare, prepared: PreparedPlan) -> None:
         """Refuses a contribution that does not fit its plan; its sender alone is told."""
         said, reductions = part.said, prepared.plan.reductions
         layout = prepared.layout(said)
         if len(said.weights) == len(reductions) and part.payload.size == layout.size:
-            if self._streams(prepared, waiting):
+            if pending.streams(prepared):
                 part.payload.reader = layout.window
             return
-        del waiting.parts[said.session]
+        del pending.parts[said.session]
         here = sum(prepared.server in reduction.servers for reduction in reductions)
         error = InvalidRequest(
             f"a contribution of {part.payload.size} bytes and {len(said.weights)} weights does not fit a "
             f"section of {layout.size} bytes and {len(reductions)} reductions, {here} of them here"
         )
-        for one in [w for w in waiting.waiters if w[0].session == said.session]:
-            waiting.waiters.remove(one)
-            self._failed.append((one[1], error))
+        for one in [w for w in pending.waiters if w[0].session == said.session]:
+            pending.waiters.remove(one)
+            self._effects.append(Fail(one[1], error))
 
     def recorded(self, said: Contribution) -> Record | None:
         """The answer to a round that is over; None while it is not."""
@@ -381,55 +284,20 @@ class Rounds:
         """The first round of a strand, if it can run."""
         while strand.open:
             number = min(strand.open)
-            waiting = strand.open[number]
-            if waiting.error is not None:
+            pending = strand.open[number]
+            if pending.error is not None:
                 # Its members were told already, and nothing of it may be applied.
-                self._close(key, number, Record(waiting.plan_id, error=waiting.error))
-            elif self._awaited(waiting):
+                self._close(key, number, Record(pending.plan_id, error=pending.error))
+            elif pending.awaits(plan := self.plans.get(pending.plan_id), self.fenced) or plan is None:
                 return None
-            elif not self._usable(waiting):
+            elif not pending.usable(self.fenced):
                 # All who could have been in it are gone, and left nothing; it must not stop those after it.
                 del strand.open[number]
             else:
-                return self._job(key, number, waiting)
+                self._running = True
+                section = partial(self._describe, pending.plan_id)
+                return pending.ready(number, plan, self.fenced, section, key)
         return None
-
-    def _awaited(self, waiting: _Open) -> bool:
-        """Whether a round has to wait for a member: until it is there whole, or has begun where the round streams."""
-        plan = self.plans.get(waiting.plan_id)
-        streams = plan is not None and self._streams(plan, waiting)
-        for member in waiting.members:
-            part = waiting.parts.get(member.session)
-            if member.session not in self.fenced and (part is None or not (streams or part.payload.whole)):
-                return True
-        return plan is None
-
-    def _usable(self, waiting: _Open) -> list[MemberShare]:
-        """The contributions that count, in task order: what a member that is gone did not send whole does not."""
-        parts = sorted(waiting.parts.values(), key=lambda part: part.member.task)
-        return [part for part in parts if part.payload.whole or part.member.session not in self.fenced]
-
-    def _streams(self, plan: PreparedPlan, waiting: _Open) -> bool:
-        """Whether a round begins before its contributions are whole. One that is small, or that may fail, does not."""
-        together = all(member.mode == "sync" for member in waiting.members)
-        return together and plan.streams
-
-    def _job(self, key: Key, number: int, waiting: _Open) -> ReadyRound:
-        plan = self.plans[waiting.plan_id]
-        self._running = True
-        parts = self._usable(waiting)
-        there = {part.member.session for part in parts}
-        streams = self._streams(plan, waiting) and not all(part.said.observes for part in parts)
-        return ReadyRound(
-            number,
-            plan,
-            tuple(parts),
-            tuple(m.task for m in waiting.members if m.session not in there),
-            partial(self._describe, waiting.plan_id),
-            key,
-            Commit.PROGRESSIVE if streams else Commit.ATOMIC,
-            waiting.since,
-        )
 
     def complete(
         self, job: ReadyRound, given: Sequence[Array], dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
@@ -442,15 +310,7 @@ class Rounds:
             dropped: members that were lost while it ran, before their contributions were whole.
             warnings: what people are told of it.
         """
-        record = Record(
-            job.plan.id,
-            frozenset(part.member.session for part in job.parts),
-            self.epoch,
-            any(part.said.more for part in job.parts),
-            tuple(sorted((*job.left_out, *dropped))),
-            tuple(given),
-            warnings=tuple(warnings),
-        )
+        record = Record.of(job, self.epoch, given, dropped, warnings)
         return record, self._close(job.strand, job.round, record)
 
     def fail(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
@@ -466,50 +326,37 @@ class Rounds:
         self.closed += key is None or (plan is not None and plan.plan.snapshot is not None)
         # To the end of the line: who pushes fast must not keep the others from their turn.
         strand = self.strands[key] = self.strands.pop(key)
-        strand.last = number
-        strand.records[number] = record
-        for old in sorted(strand.records)[:-RECORDS]:
-            del strand.records[old]
-        waiting = strand.open.pop(number)
-        strand.settled = waiting.positions or strand.settled
-        return waiting.waiters
+        return strand.close(number, record, RECORDS)
 
-    def abandon(self, error: PSError) -> None:
+    def abandon(self, error: PSError) -> list[Effect]:
         """Ends all that waits with one error."""
-        for session in self.sessions():
-            self.fail_session(session, error)
+        return [effect for session in self.sessions() for effect in self.fail_session(session, error)]
 
-    def fail_session(self, session: int, error: PSError) -> None:
+    def fail_session(self, session: int, error: PSError) -> list[Effect]:
         """Ends what a session waits for."""
-        for _, waiting in self._open():
-            self._failed += [(push[-1], error) for push in waiting.doubtful if push[0].session == session]
-            waiting.doubtful = [push for push in waiting.doubtful if push[0].session != session]
-            self._failed += [(future, error) for said, future in waiting.waiters if said.session == session]
-            waiting.waiters = [w for w in waiting.waiters if w[0].session != session]
-        self._failed += [(future, error) for *_, future in self._parked.pop(session, [])]
+        effects = [effect for _, pending in self._open() for effect in pending.fail_session(session, error)]
+        return effects + self._parked.fail_session(session, error)
 
     def sessions(self) -> set[int]:
         """Returns who waits."""
-        waiting = [waiting for _, waiting in self._open()]
-        found = {said.session for one in waiting for said, _ in one.waiters}
-        return found | {push[0].session for one in waiting for push in one.doubtful} | set(self._parked)
+        return self._parked.sessions.union(*(pending.sessions for _, pending in self._open()))
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """The open rounds, for people and for the chief."""
-        return tuple(
-            OpenRound(
-                number,
-                self._describe(w.plan_id),
-                tuple(member.task for member in self._missing(w)),
-                w.plan_id in self.plans,
+        return (
+            tuple(
+                OpenRound(
+                    number,
+                    self._describe(w.plan_id),
+                    tuple(member.task for member in w.missing(self.fenced)),
+                    w.plan_id in self.plans,
+                )
+                for number, w in sorted(self._open(), key=lambda item: item[0])
             )
-            for number, w in sorted(self._open(), key=lambda item: item[0])
-        ) + tuple(
-            OpenRound(said.round, "a section of an epoch that is not known here yet", (), False)
-            for (said, *_), *_ in self._parked.values()
+            + self._parked.waiting
         )
 
-    def _open(self) -> Iterator[tuple[int, _Open]]:
+    def _open(self) -> Iterator[tuple[int, PendingRound]]:
         """All rounds that wait."""
         return (item for strand in self.strands.values() for item in strand.open.items())
 
@@ -521,16 +368,10 @@ class Rounds:
         """Returns who waits for a round that runs."""
         return list(self.strands[job.strand].open[job.round].waiters)
 
-    def _missing(self, waiting: _Open) -> list[Member]:
-        """Members whose contribution is not there whole."""
-        whole = {session for session, part in waiting.parts.items() if part.payload.whole}
-        return [m for m in waiting.members if m.session not in whole | self.fenced]
-
-    def _fail(self, waiting: _Open, error: PSError) -> None:
-        self._failed += [(future, error) for _, future in waiting.waiters]
-        self._failed += [(push[-1], error) for push in waiting.doubtful]
-        waiting.waiters.clear()
-        waiting.doubtful.clear()
+    def _fail(self, pending: PendingRound, error: PSError) -> PSError:
+        """Fails a round; returns the error."""
+        self._effects += pending.fail(error)
+        return error
 
 
 def _key(member: Member | None) -> Key:

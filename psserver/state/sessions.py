@@ -7,7 +7,6 @@ epochs: it says what happened, and the chief closes an epoch.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
@@ -109,8 +108,11 @@ class Membership:
         mode: Mode = "sync",
         job: str = "",
         term: int = 0,
+        drawn: int = 0,
     ) -> tuple[int, int]:
         """Begins a session and ends the one that the task had; one with the same key is the same session.
+
+        A chief's token has bits that were drawn by lot.
 
         Returns:
             Its number and its fencing token, 0 for those that do not drive.
@@ -125,7 +127,7 @@ class Membership:
             if key and session.key == key:
                 self._registry.enter(number, task)
                 if drives and session.state == "open" and term > self.term:
-                    session.token = self._draw(term)
+                    session.token = self._next_token(term, drawn)
                 return number, session.token
         if not drives:
             self._hear(now)
@@ -140,7 +142,7 @@ class Membership:
             self._end(rival, "replaced")
         self.job = job
         self._last += 1
-        token = self._draw(term) if drives else 0
+        token = self._next_token(term, drawn) if drives else 0
         self._registry.enter(self._last, task)
         self._sessions[self._last] = _SessionRecord(Member(task, self._last, replicas, mode), drives, now, key, token)
         self.version += 1
@@ -151,11 +153,11 @@ class Membership:
         """How many chiefs there were, as far as is known."""
         return self.token >> DRAWN
 
-    def _draw(self, term: int) -> int:
+    def _next_token(self, term: int, drawn: int) -> int:
         """A new token, above all that this server has given, and that the caller has heard of."""
         if term > MAX_TERM:
             raise InvalidRequest(f"there was no chief's term {term}")
-        self.token = max(self.term, term) + 1 << DRAWN | secrets.randbits(DRAWN)
+        self.token = max(self.term, term) + 1 << DRAWN | drawn
         return self.token
 
     def _check_job(self, task: Task, job: str) -> None:

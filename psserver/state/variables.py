@@ -29,11 +29,13 @@ class Store:
         memory_limit: bytes that the values may take, 0 for no limit.
 
     Attributes:
+        task: this server.
         lent: variables that the round which runs assigns.
     """
 
     def __init__(self, server: int, device: Device, memory_limit: int) -> None:
         self.server = server
+        self.task = Task("ps", server)
         self.device = device
         self.memory_limit = memory_limit
         self.variables: dict[int, PlacedVariable] = {}
@@ -68,7 +70,7 @@ class Store:
             raise MemoryLimit(
                 f"variable {variable.spec} needs {human(nbytes)}, and this server holds {human(self.nbytes)} of "
                 f"its limit of {human(self.memory_limit)}; {ways}",
-                str(Task("ps", self.server)),
+                str(self.task),
             )
         self.variables[variable.id] = variable
         self.nbytes += nbytes
@@ -99,7 +101,7 @@ class Store:
         value = self._values.get(id)
         if value is None:
             name = repr(self.variables[id].spec.name) if id in self.variables else str(id)
-            raise InvalidRequest(f"variable {name} has no value on this server", str(Task("ps", self.server)))
+            raise InvalidRequest(f"variable {name} has no value on this server", str(self.task))
         return value
 
     def values(self) -> dict[int, Array]:

@@ -30,6 +30,23 @@ class SessionState:
 
 
 @dataclass(frozen=True)
+class Happened:
+    """One thing that a server was told, in words: a call, work that is over.
+
+    Attributes:
+        seconds: how long ago.
+        what: "push", "open", "worked" and so on.
+        said: by whom, and about what.
+        refused: why it was not done; "" if it was.
+    """
+
+    seconds: float
+    what: str
+    said: str
+    refused: str = ""
+
+
+@dataclass(frozen=True)
 class OpenRound:
     """A round that waits.
 

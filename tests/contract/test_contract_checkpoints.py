@@ -50,7 +50,7 @@ def restore(job, worker, path):
 def add(job, worker, variable, value):
     """A round that adds a value to a variable."""
     plan = sum_into(variable)
-    if plan.id not in job.servers.cores[0]._rounds.plans:
+    if plan.id not in job.servers.cores[0].machine.rounds.plans:
         job.approve(plan, worker)
     together(worker.push(plan, [value], server=variable.servers[0]))
     worker.round += 1
@@ -94,7 +94,7 @@ def test_a_checkpoint_is_of_its_round(job, worker):
 
 def asked(job, plan):
     """Who waits for the first server's shard."""
-    return job.servers.cores[0]._snapshots._saves[plan.id].shard._done_callbacks
+    return job.servers.cores[0].machine.snapshots._saves[plan.id].shard._done_callbacks
 
 
 def test_a_snapshot_waits_for_its_round(job, worker):

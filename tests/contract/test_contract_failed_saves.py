@@ -61,7 +61,7 @@ def told(future):
 
 def forgotten(job):
     """Nothing is held or waited for on any server."""
-    return all(not server._snapshots and server.status().held == 0 for server in job.servers.cores)
+    return all(not server.machine.snapshots and server.status().held == 0 for server in job.servers.cores)
 
 
 # ---- Who asks ----
@@ -327,7 +327,7 @@ def stateful(number, path="run/ckpt"):
 
 
 def log_of(job, server=0):
-    return job.servers.cores[server]._log.entries
+    return job.servers.cores[server].machine.log.entries
 
 
 def test_the_state_goes_when_the_save_is_over(job, worker):
@@ -340,7 +340,7 @@ def test_the_state_goes_when_the_save_is_over(job, worker):
         kept = [entry.plan for entry in log_of(job, server) if isinstance(entry, Approved)]
         assert [plan.snapshot.state for plan in kept] == ["", "", STATE]
         assert [plan.id for plan in kept] == [plan.id for plan in plans]
-        assert [job.servers.cores[server]._rounds.plans[plan.id].plan.snapshot.state for plan in plans] == [
+        assert [job.servers.cores[server].machine.rounds.plans[plan.id].plan.snapshot.state for plan in plans] == [
             "",
             "",
             STATE,

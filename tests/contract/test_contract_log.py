@@ -28,7 +28,7 @@ def worker(job: Job):
 
 def log(job, server=0):
     """The whole log of a server; only server 0 has one to be watched."""
-    return list(job.servers.cores[server]._log.entries)
+    return list(job.servers.cores[server].machine.log.entries)
 
 
 # ---- Approve ----
@@ -108,7 +108,13 @@ def test_a_new_job_drops_everything(job, worker):
         worker.push(plan, [1]),
     ]
     news = job.verbs[0].watch(other.session, len(log(job)), -1)
-    eventually(lambda: core._waiters.rows[Read] and len(core._waiters.rows[Watch]) == 2 and core._rounds.sessions())
+    eventually(
+        lambda: (
+            core.machine.waiters.rows[Read]
+            and len(core.machine.waiters.rows[Watch]) == 2
+            and core.machine.rounds.sessions()
+        )
+    )
     begin = job.begin()
     for future in waiting:
         with pytest.raises(ServerLost, match="started anew"):
@@ -265,7 +271,7 @@ def test_a_watch_waits_for_the_log(job, worker):
     """And gives what is new, from where the watcher stands."""
     length = len(log(job))
     watching = job.verbs[0].watch(worker.session, length, -1)
-    eventually(lambda: job.servers.cores[0]._waiters.rows[Watch])
+    eventually(lambda: job.servers.cores[0].machine.waiters.rows[Watch])
     job.verbs[0].propose(worker.session, reduce_only(NUMBER), "", None)
     assert not watching.done()
     job.append(Approved(reduce_only(NUMBER)))
@@ -285,7 +291,7 @@ def test_a_watch_waits_for_a_version(job, worker):
     version = server.watch(session, length, 0).result(SOON).version
     for change in changes:
         watching = server.watch(session, length, version)
-        eventually(lambda: job.servers.cores[0]._waiters.rows[Watch])
+        eventually(lambda: job.servers.cores[0].machine.waiters.rows[Watch])
         change()
         watched = watching.result(SOON)
         assert watched.version > version
@@ -298,7 +304,7 @@ def test_many_watch_at_once(job, worker):
     length = len(log(job))
     first = job.verbs[0].watch(worker.session, length, -1)
     second = job.verbs[0].watch(job.opened.session, length, -1)
-    eventually(lambda: len(job.servers.cores[0]._waiters.rows[Watch]) == 2)
+    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Watch]) == 2)
     job.append(Approved(reduce_only(NUMBER)))
     assert first.result(SOON).entries == second.result(SOON).entries == tuple(log(job)[length:])
 
@@ -308,7 +314,7 @@ def test_an_abandoned_watch_harms_nobody(job, worker):
     length = len(log(job))
     gone = job.verbs[0].watch(worker.session, length, -1)
     stays = job.verbs[0].watch(worker.session, length, -1)
-    eventually(lambda: len(job.servers.cores[0]._waiters.rows[Watch]) == 2)
+    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Watch]) == 2)
     gone.cancel()
     job.append(Approved(reduce_only(NUMBER)))
     assert len(stays.result(SOON).entries) == 1
@@ -317,7 +323,7 @@ def test_an_abandoned_watch_harms_nobody(job, worker):
 def test_a_watch_ends_with_its_server(job, worker):
     """Nobody waits for what is gone."""
     watching = job.verbs[0].watch(worker.session, len(log(job)), -1)
-    eventually(lambda: job.servers.cores[0]._waiters.rows[Watch])
+    eventually(lambda: job.servers.cores[0].machine.waiters.rows[Watch])
     job.servers.cores[0].close()
     with pytest.raises(ServerLost, match="server ends") as told:
         watching.result(SOON)

@@ -62,7 +62,7 @@ def test_a_task_that_is_alive_is_not_taken(job):
     """A second process of it is refused, with its name; the first does not notice. When that is gone it is let in."""
     first = job.verbs[0].open(A, 1, 0, False).session
     waits = job.verbs[0].watch(first, 0, UNTIL_ENDED)
-    eventually(lambda: len(job.servers.cores[0]._waiters.rows[Watch]) == 1)
+    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Watch]) == 1)
     with pytest.raises(TaskTaken, match="another process is /job:worker/task:0") as told:
         job.verbs[0].open(A, 1, 0, False)
     assert told.value.task == str(A)
@@ -81,13 +81,13 @@ def test_a_process_that_goes_away_is_noticed(serve):
     verb, clock = servers.verbs[0], servers.clock
     session = verb.open(A, 1, 0, False).session
     held = verb.watch(session, 0, UNTIL_ENDED)
-    eventually(lambda: len(servers.cores[0]._waiters.rows[Watch]) == 1)
+    eventually(lambda: len(servers.cores[0].machine.waiters.rows[Watch]) == 1)
     if servers.remote:
         verb.close()  # type: ignore[attr-defined]
     else:
         held.cancel()
     core = servers.cores[0]
-    eventually(lambda: core._members._sessions[session].parted is not None)
+    eventually(lambda: core.machine.members._sessions[session].parted is not None)
     clock.now += BEAT - 0.1
     with pytest.raises(TaskTaken):
         core.open(A, 1, 0, False)

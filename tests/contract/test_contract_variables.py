@@ -230,7 +230,7 @@ def test_a_read_waits_for_its_round(job, worker):
     variable = job.variable(worker, np.array(10))
     plan = job.approve(sum_into(variable), worker)
     reading = job.verbs[0].pull(worker.session, [variable.id], 0)
-    eventually(lambda: job.servers.cores[0]._waiters.rows[Read])
+    eventually(lambda: job.servers.cores[0].machine.waiters.rows[Read])
     assert not reading.done()
     together(worker.push(plan, [5]))
     reply = reading.result(SOON)
@@ -279,7 +279,7 @@ def test_a_read_ends_with_its_server(job, worker):
     """Nobody waits for what is gone."""
     variable = job.variable(worker, np.array(1))
     reading = job.verbs[0].pull(worker.session, [variable.id], 9)
-    eventually(lambda: job.servers.cores[0]._waiters.rows[Read])
+    eventually(lambda: job.servers.cores[0].machine.waiters.rows[Read])
     job.servers.cores[0].close()
     with pytest.raises(ServerLost, match="server ends"):
         reading.result(SOON)

@@ -104,7 +104,7 @@ def test_a_push_that_is_sent_again_is_bounded_too(lane: LaneName) -> None:
         site = Site(stack, lane, elements=1 << 18, variables=20, between=limit)
         here, other = site.workers
         second = site.push(other, 2)
-        (waiting,) = eventually(lambda: [*site.core._rounds.strands[None].open.values()])
+        (waiting,) = eventually(lambda: [*site.core.machine.rounds.strands[None].open.values()])
         payload = waiting.parts[other.session].payload
         held = rests(lambda: payload.end - payload.begin)
         assert 0 < held <= IN_FLIGHT + PART_BYTES

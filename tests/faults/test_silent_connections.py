@@ -294,7 +294,7 @@ def test_a_silent_connection_of_grpc_costs_no_session(stack: ExitStack) -> None:
     with site.beating():
         deadline = time.monotonic() + 2 * lease
         while time.monotonic() < deadline:
-            site.core.tick(time.monotonic())
+            site.core.tick()
             time.sleep(lease / 20)
         assert {session.state for session in site.core.status().sessions if session.member.task in WORKERS} == {"open"}
         site.whole([1, 2], first, site.push(other, 2))

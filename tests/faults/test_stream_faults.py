@@ -145,7 +145,7 @@ class Cluster:
     def stored(self) -> list[float]:
         """What the variables are at this moment, which no client can see."""
         with self.core._lock:
-            values = [self.core._store.value(id) for id in self.ids]
+            values = [self.core.machine.store.value(id) for id in self.ids]
         assert all((value == value[0]).all() for value in values)
         return [float(value[0]) for value in values]
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from psclient._src import devices
+from psserver.config import ServerConfig
 from psserver.core.core import Core
 from pstesting.clock import Clock
-from pswire.limits import Timeouts
+from pswire.cluster import Task
 from tests.support.rig import SOON, WORKERS, Job, Servers, manifest_of, sum_into, together
 
 pytestmark = [
@@ -23,7 +24,8 @@ pytestmark = [
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     """While rounds go on beside the writing: the checkpoint has the values of its round."""
     with ThreadPoolExecutor(1) as rounds, ThreadPoolExecutor(1) as files:
-        core = Core(0, 100, "gpu:0", 0, tmp_path, Timeouts(), Clock(), rounds.submit, files=files.submit)
+        config = ServerConfig(Task("ps", 0), device="gpu:0", checkpoint_root=str(tmp_path))
+        core = Core(config, 100, Clock(), rounds.submit, files.submit)
         job = Job(Servers([core], [core], Clock(), tmp_path, False))
         (worker,) = job.join(WORKERS[0])
         hosts = [np.full(size, 1.0, "float32") for size in (1, 1000, 3_000_001)]

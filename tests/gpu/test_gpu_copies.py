@@ -14,10 +14,11 @@ import psclient as ps
 from psclient._src import devices
 from psclient._src.devices import Download
 from psclient._src.distribute.reduction import combine
+from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.devices import Device as ServerDevice
 from pstesting.clock import Clock
-from pswire.limits import Timeouts
+from pswire.cluster import Task
 from pswire.transport.traffic import LANES, LaneName
 from tests.support.rig import SOON, WORKERS, Job, Servers, given, remote, sum_into, together
 
@@ -186,7 +187,7 @@ def test_gradients_and_values_travel_as_on_the_host(lane: LaneName) -> None:
 def test_variables_of_a_server_may_live_on_a_gpu(elements: int) -> None:
     """Rounds, resends and reads, of rounds that stream as well."""
     with ThreadPoolExecutor(1) as pool:
-        core = Core(0, 100, "gpu:0", 0, Path("nowhere"), Timeouts(), Clock(), pool.submit)
+        core = Core(ServerConfig(Task("ps", 0), device="gpu:0"), 100, Clock(), pool.submit)
         with remote(core) as server:
             job = Job(Servers([server], [core], Clock(), Path("nowhere"), True))
             two = job.join(*WORKERS[:2])

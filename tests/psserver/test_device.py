@@ -71,7 +71,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     """A job on a server whose variables are elsewhere, and whose rounds stream."""
     streaming(monkeypatch)
     one = core()
-    one._store.device = Elsewhere(0)
+    one.machine.store.device = Elsewhere(0)
     monkeypatch.setattr(Elsewhere, "core", one, raising=False)
     monkeypatch.setattr(Elsewhere, "brought", 0)
     return Job(Servers([one], [one], Clock(), Path("nowhere"), False))

@@ -7,7 +7,7 @@ from threading import Barrier
 
 import pytest
 
-from psserver.effects import answering, failing
+from psserver.effects import settle
 from pswire.errors import ServerLost
 
 
@@ -28,7 +28,7 @@ def test_who_answers_first_is_heard(hasty: None) -> None:
     def each(error: bool) -> None:
         both.wait()
         for number, future in enumerate(futures):
-            (failing(future, ServerLost("it ends")) if error else answering(future, number))()
+            settle(future, number, ServerLost("it ends") if error else None)
 
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(each, error) for error in (True, False)]:
@@ -40,6 +40,6 @@ def test_who_answers_first_is_heard(hasty: None) -> None:
 def test_a_caller_that_has_gone_away_is_not_answered() -> None:
     future = Future[int]()
     future.cancel()
-    answering(future, 1)()
-    failing(future, ServerLost("it ends"))()
+    settle(future, 1)
+    settle(future, None, ServerLost("it ends"))
     assert future.cancelled()

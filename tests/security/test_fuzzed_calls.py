@@ -97,9 +97,9 @@ def test_nothing_is_left_of_them(siege: Siege) -> None:
     attacker.server.leave(attacker.session, "")
     core = site.core
     eventually(lambda: not site.thread._server._service._bells)
-    assert len(core._waiters.rows[Watch]) <= MAX_CALLS
-    assert len(core._waiters.rows[Read]) <= MAX_CALLS
-    assert core._rounds.sessions() == set()
+    assert len(core.machine.waiters.rows[Watch]) <= MAX_CALLS
+    assert len(core.machine.waiters.rows[Read]) <= MAX_CALLS
+    assert core.machine.rounds.sessions() == set()
     site.round()
 
 

@@ -14,7 +14,7 @@ import pytest
 from psserver import registry
 from psserver.core import waiting
 from psserver.plans import memory
-from psserver.state import rounds
+from psserver.state import strands
 from pstesting.clock import Clock
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
@@ -99,11 +99,11 @@ SAID: dict[str, Callable[[Two], object]] = {
 @pytest.mark.parametrize("case", SAID)
 def test_an_outsider_proposes_nothing(two: Two, case: str) -> None:
     """It is refused, the log stays as it is, and members go on and restore as if nobody had asked."""
-    before = list(two.cores[0]._log.entries)
+    before = list(two.cores[0].machine.log.entries)
     with pytest.raises(InvalidRequest, match="takes part in no epoch"):
         SAID[case](two)
-    assert two.cores[0]._log.entries == before
-    assert not two.cores[0]._log.proposed
+    assert two.cores[0].machine.log.entries == before
+    assert not two.cores[0].machine.log.proposed
     two.round()
     worker = two.members[0]
     with pytest.raises(NoCheckpoint):
@@ -123,7 +123,7 @@ def test_newcomers_wait_at_entries(two: Two, entry: str) -> None:
     """What is none is not kept: all that watch the log are told of it, in one message."""
     with pytest.raises(InvalidRequest, match="nowhere else"):
         two.cores[0].propose(two.session, None, entry, None)
-    assert [state.join_point for state in two.cores[0]._members.states(0.0)] == ["", "", ""]
+    assert [state.join_point for state in two.cores[0].machine.members.states(0.0)] == ["", "", ""]
 
 
 # ---- What it costs ----
@@ -209,7 +209,7 @@ def test_who_only_looks_is_told_at_once() -> None:
     """Also where nothing has happened yet: nobody would know that it is gone, and has not to be waited for."""
     one = core()
     assert one.watch(0, 0, 0).done()
-    assert len(one._waiters.rows[waiting.Watch]) == 0
+    assert len(one.machine.waiters.rows[waiting.Watch]) == 0
     one.close()
 
 
@@ -227,7 +227,7 @@ def test_pushes_of_an_epoch_to_come_are_bounded(two: Two) -> None:
     said = Contribution(two.session, 99, 0, b"x" * 32, ())
     for server in two.cores:
         futures = [server.push(said, Payload((), 1 << 20)) for _ in range(100)]
-        assert sum(not future.done() for future in futures) <= rounds.RESENDS
+        assert sum(not future.done() for future in futures) <= strands.RESENDS
         assert len(server.status().waiting) == 1
     two.round()
 

@@ -75,11 +75,18 @@ def core(
     clock: Callable[[], float] | None = None,
     submit: Callable[[Callable[[], object]], object] = at_once,
     lease: float = 10.0,
+    files: Callable[[Callable[[], object]], object] | None = None,
     **more: Any,
 ) -> Core:
     """A core with what a test does not care about filled in."""
-    timeouts, clock = Timeouts(lease=lease), clock or Clock()
-    return Core(server, incarnation or 100 + server, "cpu", memory_limit, root, timeouts, clock, submit, **more)
+    config = ServerConfig(
+        Task("ps", server),
+        memory_limit=memory_limit,
+        checkpoint_root=str(root),
+        timeouts=Timeouts(lease=lease),
+        **more,
+    )
+    return Core(config, incarnation or 100 + server, clock or Clock(), submit, files)
 
 
 def eventually(condition: Callable[[], T]) -> T:
@@ -121,7 +128,7 @@ class Servers:
     def tick(self) -> None:
         """Lets the cores look at their leases."""
         for one in self.cores:
-            one.tick(self.clock())
+            one.tick()
 
 
 @contextmanager
@@ -196,7 +203,7 @@ class Job:
         for session in sessions:
             if isinstance(first, Core):
                 with first._lock:
-                    first._members.part(session, self.servers.clock() - BEAT)
+                    first.machine.members.part(session, self.servers.clock() - BEAT)
             else:  # in another process, whose clock nobody turns
                 self.verbs[0].leave(session, "it ended")
 

@@ -95,7 +95,7 @@ def full(*values: float) -> list[Array]:
 
 def stored(job: Job, *variables: PlacedVariable) -> list[float]:
     """What a server has of variables at this moment, which no client can see; each must have one number throughout."""
-    values = [job.servers.cores[0]._store.value(variable.id) for variable in variables]
+    values = [job.servers.cores[0].machine.store.value(variable.id) for variable in variables]
     assert all((value == value[0]).all() or np.isnan(value).all() for value in values)
     return [float(value[0]) for value in values]
 

@@ -9,17 +9,29 @@ import numpy as np
 import pytest
 
 from psserver.cli import summary
+from psserver.config import ServerConfig
 from psserver.core.core import Core
 from pstesting.clock import Clock
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerLost
-from pswire.limits import Timeouts
 from pswire.model.log import Approved, Done
 from pswire.model.plan import Turn, VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.rig import SOON, WORKERS, Job, Servers, checkpoint, core, given, reduce_only, sum_into, together
+from tests.support.rig import (
+    CHIEF,
+    SOON,
+    WORKERS,
+    Job,
+    Servers,
+    checkpoint,
+    core,
+    given,
+    reduce_only,
+    sum_into,
+    together,
+)
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
@@ -55,6 +67,11 @@ def job(late, tmp_path: Path):
     clock = Clock()
     cores = [core(number, 0, 0, tmp_path, clock, late) for number in (0, 1)]
     return Job(Servers(list(cores), cores, clock, tmp_path, False))
+
+
+def test_a_token_cannot_be_guessed():
+    """It is drawn by lot: no two servers give the same to their first chief."""
+    assert len({core().open(CHIEF, 0, 0, True).token for _ in range(8)}) == 8
 
 
 def test_one_round_runs_at_a_time(job, late):
@@ -141,7 +158,7 @@ def test_a_variable_that_one_server_cannot_hold_does_not_end_the_chief(tmp_path)
     with pytest.raises(MemoryLimit) as told:
         job.verbs[1].create(one.session, 0, 0, spec, (1,), None)
     assert told.value.task == "/job:ps/task:1"
-    assert cores[0]._log.entries == cores[1]._log.entries
+    assert cores[0].machine.log.entries == cores[1].machine.log.entries
 
 
 def test_leases_end_by_ticks_alone(job):
@@ -175,7 +192,7 @@ def test_an_answer_may_ask_again(job):
     one.push(plan, [1]).add_done_callback(lambda _: asked.append(job.verbs[0].status().round))
     two.push(plan, [1])
     job.append(Approved(plan))
-    job.servers.cores[0]._submit.run()
+    job.servers.cores[0]._queues["arrays"].run()
     assert asked == [0]
 
 
@@ -239,7 +256,7 @@ def test_closing_answers_everyone(job, late):
 def test_a_device_that_is_not_there_is_refused():
     """At the start, and not in the first round."""
     with pytest.raises(PSError):
-        Core(0, 1, "gpu:4096", 0, Path("nowhere"), Timeouts(), Clock(), Late())
+        Core(ServerConfig(Task("ps", 0), device="gpu:4096"), 1, Clock(), Late())
 
 
 def test_a_task_is_its_number(job):

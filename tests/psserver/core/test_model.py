@@ -29,7 +29,7 @@ from psclient._src.rounds.membership import Group
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.transport.session import Session
 from psserver.core.core import Core
-from psserver.state.rounds import Record
+from psserver.state.strands import Record
 from pstesting.clock import Clock
 from pswire.api import Contribution, Opened, RoundReply
 from pswire.cluster import ClusterSpec, Task
@@ -276,9 +276,9 @@ class Driver:
     def resume(self, times: int) -> None:
         """Goes on for some calls; if there is a newer chief, it decides nothing."""
         for _ in range(times):
-            log = self.model.cores[0]._log.entries
+            log = self.model.cores[0].machine.log.entries
             before, token = len(log), self.session.token
-            replaced = 0 < token < self.model.cores[0]._members.token
+            replaced = 0 < token < self.model.cores[0].machine.members.token
             ended = self.model.over
             self.strand.resume()
             replaced = replaced and self.session.token == token  # else it is chief again
@@ -406,7 +406,7 @@ class Model(RuleBasedStateMachine):
     @property
     def over(self) -> bool:
         """Whether the job is done."""
-        return self.cores[0]._log.over
+        return self.cores[0].machine.log.over
 
     # ---- What can happen ----
 
@@ -492,7 +492,7 @@ class Model(RuleBasedStateMachine):
     def part(self, session: Session) -> None:
         """The connection of a process that has ended ends."""
         if session.number:
-            self.cores[0]._members.part(session.number, self.clock())
+            self.cores[0].machine.members.part(session.number, self.clock())
 
     @rule(who=st.integers(0, 5))
     def kill(self, who: int) -> None:
@@ -551,7 +551,7 @@ class Model(RuleBasedStateMachine):
         for process in [*loud, *(self.drivers if 3 not in silent else ())]:
             process.beat()
         for one in self.cores:
-            one.tick(self.clock())
+            one.tick()
 
     def _arrive(self, message: Message, again: bool = False, chunks: int = 1 << 30) -> None:
         found, begun = message.payload.chunks, list[Payload]()
@@ -602,7 +602,7 @@ class Model(RuleBasedStateMachine):
 
     def is_open(self, session: int) -> bool:
         """Whether a worker's session holds."""
-        states = self.cores[0]._members.states(self.clock())
+        states = self.cores[0].machine.members.states(self.clock())
         return any(state.member.session == session and state.state == "open" for state in states)
 
     # ---- The laws ----
@@ -618,7 +618,7 @@ class Model(RuleBasedStateMachine):
         """Takes in what the servers did, and checks it."""
         self._check_log()
         for number, one in enumerate(self.cores):
-            for key, strand in one._rounds.strands.items():
+            for key, strand in one.machine.rounds.strands.items():
                 for round in sorted(strand.records):
                     if (number, key, round) not in self.records:
                         self._check_record((number, key, round), strand.records[round])
@@ -626,7 +626,7 @@ class Model(RuleBasedStateMachine):
             assert self.mode == "sync" or all(slow.issuperset(open.missing) for open in one.status().waiting), (
                 "one waits for another"
             )
-            if not one._store.lent:  # else it is amid a round, which nobody sees
+            if not one.machine.store.lent:  # else it is amid a round, which nobody sees
                 assert self._values(number) == (self.totals[number], self.counts[number], self.seconds[number]), (
                     "a variable is not the sum of its rounds, or a round was not counted once"
                 )
@@ -635,14 +635,14 @@ class Model(RuleBasedStateMachine):
 
     def _values(self, number: int) -> tuple[int, ...]:
         """What is in a server's variables."""
-        values = self.cores[number]._store.values()
+        values = self.cores[number].machine.store.values()
         return tuple(int(values.get(place * len(self.cores) + number, 0)) for place in range(3))
 
     def _check_log(self) -> None:
         """One log, and epochs in order. Before server 0 has a job, a chief that was killed may have begun others."""
-        log = self.cores[0]._log.entries
+        log = self.cores[0].machine.log.entries
         for one in self.cores[1:] if log else ():
-            assert one._log.entries == log[: len(one._log.entries)], "two logs differ"
+            assert one.machine.log.entries == log[: len(one.machine.log.entries)], "two logs differ"
         closed = [entry.epoch for entry in log if isinstance(entry, EpochClosed)]
         assert [epoch.number for epoch in closed] == list(range(1, len(closed) + 1))
         self.epochs = {epoch.number: epoch for epoch in closed}
@@ -755,7 +755,7 @@ class Model(RuleBasedStateMachine):
     def _describe(self) -> str:
         lines = [f"{w.task} {w.state} session {w.session.number} round {w.group.round}" for w in self.workers]
         lines += [str(one.status()) for one in self.cores]
-        lines += [str(state) for state in self.cores[0]._members.states(self.clock())[-5:]]
+        lines += [str(state) for state in self.cores[0].machine.members.states(self.clock())[-5:]]
         return "\n".join(lines)
 
 

@@ -10,10 +10,9 @@ import pytest
 
 from psserver.core.waiting import MAX_CALLS, Read, Resend, Waiters, Watch
 from psserver.devices import Device
-from psserver.effects import answering, do
+from psserver.effects import Fail, Reply, Work, attempt, settle
 from pswire.api import UNTIL_ENDED
 from pswire.errors import Fenced, InvalidRequest
-from tests.support.rig import at_once
 
 ONE, TWO = 1, 2
 """Sessions."""
@@ -29,10 +28,10 @@ class Table:
         self.store = SimpleNamespace(lent=set(), value=lambda id: value, device=Device.parse("cpu"))
         self.rounds = SimpleNamespace(last=-1)
         self.ended = {}
-        self.waiters = Waiters(self.log, self.members, self.store, self.rounds, at_once, self.reply)
+        self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self.reply)
 
     def reply(self, row):
-        return [answering(row.future, "the answer")]
+        return [Reply(row.future, "the answer")]
 
     def add(self, kind, session=ONE, after=0):
         """The future of a call that waits."""
@@ -43,7 +42,14 @@ class Table:
 
     def progress(self):
         """What can be answered is."""
-        do(self.waiters.answers(0.0, self.ended.get))
+        for effect in self.waiters.answers(0.0, self.ended.get):
+            match effect:
+                case Reply(future, value):
+                    settle(future, value)
+                case Fail(future, error):
+                    settle(future, None, error)
+                case Work(queue="arrays", call=call, args=args, future=future):
+                    settle(future, *attempt(lambda call=call, args=args: call(*args)))
 
     def let_all(self):
         """All that is waited for has come."""

@@ -195,7 +195,7 @@ def streamed(kernels, sizes):
 def advance(stream, values):
     """Makes all steps that can be made; returns how many variables each of them updated."""
     made = []
-    while not (stream.done or stream.awaits(lambda: None)):
+    while not (stream.done or stream.awaits()):
         assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values))
         values |= assigned
         made.append(len(assigned))

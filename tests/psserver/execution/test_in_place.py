@@ -206,7 +206,7 @@ def job(tmp_path: Path):
 def address(job, variable):
     """Where a variable's value is."""
     with job.servers.cores[0]._lock:
-        return job.servers.cores[0]._store.value(variable.id).__array_interface__["data"][0]
+        return job.servers.cores[0].machine.store.value(variable.id).__array_interface__["data"][0]
 
 
 def turn(worker, plan, values, want=()):
@@ -264,7 +264,7 @@ def test_a_snapshot_keeps_its_value(job, monkeypatch):
     """What a checkpoint's round left is what is written, however many rounds come in between."""
     worker, _, plan = trained(job)
     later = []
-    monkeypatch.setattr(job.servers.cores[0]._snapshots, "_files", later.append)
+    monkeypatch.setitem(job.servers.cores[0]._queues, "files", later.append)
     order = job.approve(checkpoint("here", (0,)), worker)
     turn(worker, order, ())
     for _ in range(3):

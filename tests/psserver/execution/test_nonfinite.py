@@ -506,7 +506,7 @@ def test_a_stream_finds_it_before_contributions_are_gone(how):
             chunk = bytes(source.payload.chunks[0][1])[end : end + 1024]
             if chunk:
                 part.payload.add(end, memoryview(chunk))
-        while not (stream.done or stream.awaits(lambda: None)):
+        while not (stream.done or stream.awaits()):
             assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values))
             values |= assigned
             found.append(list(stream.found.contributions))

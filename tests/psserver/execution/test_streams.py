@@ -551,7 +551,7 @@ def again(job):
 def test_a_job_that_begins_anew_throws_a_stream_away(job, two, three, plan):
     """Who was in it is told, and what still comes changes nothing."""
     sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
-    old = job.servers.cores[0]._store.value(three[1].id)
+    old = job.servers.cores[0].machine.store.value(three[1].id)
     job.begin()
     for sending in sent:
         assert isinstance(failure(sending.reply), ServerLost)
@@ -737,8 +737,9 @@ def test_a_stream_makes_what_is_made_at_once(round, data):
     stream = Execution(replace(job, parts=parts, commit=Commit.PROGRESSIVE), KERNELS)
     ready, told = {}, []
     while not stream.done:
-        if stream.awaits(lambda: told.append(1)):
+        if (missing := stream.awaits()) is not None:
             told.clear()
+            missing.payload.reach(missing.offset, lambda: told.append(1))
             while not told:
                 place = data.draw(st.sampled_from([n for n, chunks in enumerate(rest) if chunks]))
                 offset, buffers = rest[place].pop(0)
@@ -774,11 +775,11 @@ def test_a_stream_writes_where_the_variables_are(tmp_path):
 
         def held():
             with core._lock:
-                return [weakref.ref(core._store.value(v.id)) for v in variables]
+                return [weakref.ref(core.machine.store.value(v.id)) for v in variables]
 
         def same(before):
             with core._lock:
-                return [ref() is core._store.value(v.id) for ref, v in zip(before, variables, strict=True)]
+                return [ref() is core.machine.store.value(v.id) for ref, v in zip(before, variables, strict=True)]
 
         for _ in range(4):
             turn()

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psserver.effects import Fail
 from psserver.plans.prepared import MAX_LAYOUTS, PreparedPlan
-from psserver.state.rounds import RECORDS, RESENDS, Rounds
+from psserver.state.rounds import RECORDS, Rounds
+from psserver.state.strands import RESENDS
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
 from pswire.model.log import Epoch, Member, Position, Start
@@ -27,10 +29,41 @@ PLAN, OTHER = reduce_only(NUMBER, target="this"), reduce_only(NUMBER, target="th
 MEMBERS = tuple(Member(task, place + 1, 1) for place, task in enumerate(WORKERS[:3]))
 
 
+class Told:
+    """Rounds, and what they want to be done.
+
+    Args:
+        describe: as of `Rounds`.
+    """
+
+    def __init__(self, describe):
+        self.rounds = Rounds(describe)
+        self.effects = []
+
+    def __getattr__(self, name):
+        return getattr(self.rounds, name)
+
+    def _keep(name):
+        def call(self, *args):
+            self.effects += getattr(self.rounds, name)(*args)
+
+        return call
+
+    approve, refuse, close_epoch, push, fail_session, abandon = map(
+        _keep, ("approve", "refuse", "close_epoch", "push", "fail_session", "abandon")
+    )
+
+    def failed(self):
+        """The errors that calls are answered with, by future, since the last time."""
+        found = {effect.future: effect.error for effect in self.effects if isinstance(effect, Fail)}
+        self.effects = [effect for effect in self.effects if not isinstance(effect, Fail)]
+        return found
+
+
 @pytest.fixture
 def rounds():
     """Two plans approved, two members."""
-    found = Rounds(lambda plan_id: {PLAN.id: "this", OTHER.id: "that"}.get(plan_id, "unknown"))
+    found = Told(lambda plan_id: {PLAN.id: "this", OTHER.id: "that"}.get(plan_id, "unknown"))
     found.approve(PreparedPlan(PLAN, 0))
     found.approve(PreparedPlan(OTHER, 0))
     found.close_epoch(Epoch(1, MEMBERS[:2]))
@@ -62,7 +95,16 @@ def records(rounds, strand=None):
 
 def failed(rounds):
     """What is to be failed: the errors, by future."""
-    return dict(rounds.take_failed())
+    return rounds.failed()
+
+
+def refused(rounds, *args, **said):
+    """Pushes in vain: raises why."""
+    kept, rounds.effects = rounds.effects, []
+    future = push(rounds, *args, **said)
+    fail, rounds.effects = rounds.effects[-1], kept + rounds.effects[:-1]
+    assert fail.future is future
+    raise fail.error
 
 
 def test_a_job_is_given_once(rounds):
@@ -103,7 +145,7 @@ def test_the_last_answers_are_kept(rounds):
     assert rounds.recorded(said) is records(rounds)[3]
     assert rounds.recorded(Contribution(1, 1, 4, PLAN.id)) is None
     with pytest.raises(InvalidRequest, match="round 0 is over"):
-        push(rounds, 1, 0)
+        refused(rounds, 1, 0)
 
 
 def test_a_record_is_for_those_who_are_in_it(rounds):
@@ -139,7 +181,7 @@ def test_an_epoch_completes_what_is_open(rounds):
 
 def test_who_comes_back_is_fenced_no_more():
     """A session that an epoch left out stays out, whatever later epochs say of its task."""
-    found = Rounds(lambda _: "")
+    found = Told(lambda _: "")
     found.close_epoch(Epoch(1, MEMBERS[:2]))
     found.close_epoch(Epoch(2, MEMBERS[:1]))
     found.close_epoch(Epoch(3, (MEMBERS[0], Member(WORKERS[1], 9, 1))))
@@ -151,7 +193,7 @@ def test_who_comes_back_is_fenced_no_more():
 def test_a_round_that_nobody_holds_is_dropped(rounds):
     """Those after it go on."""
     push(rounds, 1)
-    rounds.take_failed()
+    failed(rounds)
     rounds.strands[None].open[0].parts.clear()
     rounds.close_epoch(Epoch(2, MEMBERS[2:]))
     push(rounds, 3, 1, epoch=2)
@@ -193,7 +235,7 @@ def test_a_left_out_round_is_a_divergence(rounds):
     """A member that goes on to a later one of this server has made another sequence."""
     one = push(rounds, 1)
     with pytest.raises(Diverged, match=r"round 0.*worker/task:1 is at: a later section"):
-        push(rounds, 2, 1)
+        refused(rounds, 2, 1)
     assert isinstance(failed(rounds)[one], Diverged)
 
 
@@ -201,7 +243,7 @@ def test_a_left_out_round_is_a_divergence_whoever_is_first(rounds):
     """Who has left it out waits in a later one by the time that the other comes to it."""
     two = push(rounds, 2, 1)
     with pytest.raises(Diverged, match=r"round 0.*worker/task:1 is at: a later section; .*worker/task:0 is at: this"):
-        push(rounds, 1)
+        refused(rounds, 1)
     assert isinstance(failed(rounds)[two], Diverged)
     assert rounds.next_job() is None
 
@@ -224,7 +266,7 @@ def test_a_second_round_of_its_own_is_refused(rounds):
     """The first one goes on."""
     push(rounds, 1)
     with pytest.raises(InvalidRequest, match="round 0 of this session is under way"):
-        push(rounds, 1, 1)
+        refused(rounds, 1, 1)
     push(rounds, 2)
     assert sessions(rounds.next_job()) == [1, 2]
 
@@ -245,7 +287,7 @@ def test_what_is_pushed_too_soon_is_bounded(rounds):
     early = [push(rounds, 1, 3, epoch=9) for _ in range(RESENDS + 2)]
     assert list(failed(rounds)) == early[:2]
     with pytest.raises(InvalidRequest, match="round 3 of this session waits"):
-        push(rounds, 1, 4, epoch=9)
+        refused(rounds, 1, 4, epoch=9)
     assert failed(rounds) == {}
 
 
@@ -257,7 +299,7 @@ def test_a_plan_that_was_refused_runs_nowhere(rounds):
     rounds.refuse(large.id, error)
     assert failed(rounds) == {early: error}
     with pytest.raises(MemoryLimit, match="too large"):
-        push(rounds, 2, plan=large)
+        refused(rounds, 2, plan=large)
     assert rounds.next_job() is None
     for session in (1, 2):
         push(rounds, session, 1)
@@ -268,7 +310,7 @@ def test_what_does_not_fit_is_told_to_its_sender(rounds):
     """Its place in the round is free again; what was approved too late is looked at then."""
     strange = reduce_only(TensorSpec("int64", (3,)), target="strange")
     future = push(rounds, 1, plan=strange)
-    assert rounds.take_failed() == []
+    assert failed(rounds) == {}
     wrong = Future()
     rounds.push(Contribution(2, 1, 0, strange.id, (1.0,)), Payload.pack([np.zeros(2)]), wrong, 0.0)
     rounds.approve(PreparedPlan(strange, 0))
@@ -279,8 +321,9 @@ def test_what_does_not_fit_is_told_to_its_sender(rounds):
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_are_counts(rounds, weight):
     """Nothing else is divided by."""
-    with pytest.raises(InvalidRequest, match="no counts"):
-        rounds.push(Contribution(1, 1, 0, PLAN.id, (weight,)), EMPTY, Future(), 0.0)
+    future = Future()
+    rounds.push(Contribution(1, 1, 0, PLAN.id, (weight,)), EMPTY, future, 0.0)
+    assert "no counts" in str(failed(rounds)[future])
 
 
 def test_what_is_remembered_of_contributions_is_bounded(rounds):
@@ -297,8 +340,9 @@ def test_what_is_remembered_of_contributions_is_bounded(rounds):
 
 def test_who_observes_has_no_weight(rounds):
     """It sends nothing."""
-    with pytest.raises(InvalidRequest):
-        rounds.push(Contribution(1, 1, 0, PLAN.id, (1.0,), observes=True), EMPTY, Future(), 0.0)
+    future = Future()
+    rounds.push(Contribution(1, 1, 0, PLAN.id, (1.0,), observes=True), EMPTY, future, 0.0)
+    assert isinstance(failed(rounds)[future], InvalidRequest)
 
 
 def test_a_session_that_ends_waits_no_more(rounds):
@@ -367,7 +411,7 @@ def test_the_rounds_of_all_are_counted(alone):
     assert alone.last == 2
     assert [(place.task, place.round) for place in alone.places] == [(ONE, 1), (TWO, 7)]
     with pytest.raises(InvalidRequest, match="round 1 is over; this server is at 7"):
-        push(alone, 2, 1)
+        refused(alone, 2, 1)
 
 
 def test_a_resend_of_its_own_is_answered(alone):
@@ -414,9 +458,9 @@ def test_a_contradiction_of_its_own_is_told_to_itself(alone):
     """It is no divergence from others."""
     future = push(alone, 1)
     with pytest.raises(InvalidRequest, match="round 0 of this session has another plan"):
-        push(alone, 1, plan=OTHER)
+        refused(alone, 1, plan=OTHER)
     with pytest.raises(InvalidRequest, match="round 0 of this session is under way"):
-        push(alone, 1, 1)
+        refused(alone, 1, 1)
     assert failed(alone) == {}
     assert sessions(alone.next_job()) == [1]
     assert not future.done()
@@ -457,7 +501,7 @@ def test_tasks_that_come_and_go_leave_little(alone):
 @given(st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=40))
 def test_every_push_is_counted_once(steps):
     """In any interleaving of pushes, resends and turns of the server; each task's in its own order."""
-    found = Rounds(lambda _: "")
+    found = Told(lambda _: "")
     found.approve(PreparedPlan(PLAN, 0))
     found.close_epoch(Epoch(1, LONERS))
     rounds, ran, pushed = dict.fromkeys((1, 2, 3), 0), [], []
@@ -502,7 +546,7 @@ def test_a_newcomer_that_comes_later_is_refused_alone(joined):
     old = push(joined, 1, 3, epoch=2, start=0)
     told = r"in its first round, 3, .*worker/task:0 is at: this.*worker/task:2 is at: that"
     with pytest.raises(NewcomerDiverged, match=told) as error:
-        push(joined, 3, 3, OTHER, epoch=2, start=3)
+        refused(joined, 3, 3, OTHER, epoch=2, start=3)
     assert error.value.task == str(WORKERS[2])
     push(joined, 2, 3, epoch=2, start=0)
     assert joined.next_job() is None

@@ -123,7 +123,7 @@ def test_a_core_that_nobody_looks_at_is_not_well():
     one = core()
     one._clock.now += sessions.STILL_SECONDS
     assert not one.well()
-    one.tick(one._clock())
+    one.tick()
     assert one.well()
 
 
@@ -133,7 +133,7 @@ def test_a_core_with_half_a_round_is_not_well(tmp_path, monkeypatch):
         job, (one,) = Job(servers), servers.cores
         (worker,) = job.join(WORKERS[0])
         plan = job.approve(sum_into(job.variable(worker, np.zeros(2, "float32"))), worker)
-        monkeypatch.setattr(one._store, "commit", lambda *args: 1 / 0)
+        monkeypatch.setattr(one.machine.store, "commit", lambda *args: 1 / 0)
         assert one.well()
         with pytest.raises(ServerLost):
             worker.push(plan, [np.ones(2, "float32")]).result(SOON)

@@ -1,0 +1,397 @@
+"""One parameter server as a state machine: each stimulus is a method that changes it, and returns what is to be done.
+
+It has no lock, no thread and no clock, and it makes no array work: `Core` lets one stimulus in at a time, says when it
+came, and carries out the effects. Two machines that are given the same stimuli come to the same state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from psserver.checkpoints.restores import Restores
+from psserver.checkpoints.snapshots import Snapshots
+from psserver.config import ServerConfig
+from psserver.core.log import Log
+from psserver.core.runner import Runner
+from psserver.core.status import status_of
+from psserver.core.waiting import Read, Resend, Waiters, Watch
+from psserver.effects import Await, Effect, Fail, Reply, Work
+from psserver.plans.prepared import PreparedPlan
+from psserver.programs.kernels.kernels import Kernels
+from psserver.registry import Registry
+from psserver.state.counters import ServerCounters
+from psserver.state.rounds import Rounds
+from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
+from psserver.state.variables import Store
+from pswire.api import (
+    Begun,
+    Contribution,
+    CreateReply,
+    Opened,
+    PullReply,
+    RestoreOrder,
+    RestoreReply,
+    RoundReply,
+    Shard,
+    Watched,
+)
+from pswire.checkpoint.storage import storage_at
+from pswire.cluster import Task
+from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
+from pswire.limits import MAX_VARIABLES
+from pswire.model.log import LogEntry, Mode, Start
+from pswire.model.plan import PlacedVariable, Turn, VariableSpec
+from pswire.model.status import ServerStatus
+from pswire.model.tensor import Array
+from pswire.telemetry import logging_setup
+from pswire.transport.payload import Payload
+
+log = logging.getLogger("psserver")
+
+T = TypeVar("T")
+
+Outcome = tuple[T, list[Effect]]
+"""What a stimulus answers to its caller, and what is to be done."""
+
+NUMBERS = 20
+"""Bits of a session's number that count within one life of server 0; those above are of its incarnation."""
+
+
+class Machine:
+    """All state of a server. Its stimuli take the time, in monotonic seconds, first; `PSError`s refuse them.
+
+    Args:
+        config: which server it is, and its limits.
+        incarnation: this process's life, 64 bits drawn by lot: no clock can give one twice.
+        kernels: run update programs.
+        clock: measures how long rounds take; nothing that happens depends on it.
+
+    Attributes:
+        done: answered when the job has ended and everybody has left.
+        registry: its sessions, which the rims may look up.
+        store, rounds, members, log, waiters, runner, snapshots, restores, tally: its parts.
+    """
+
+    def __init__(self, config: ServerConfig, incarnation: int, kernels: Kernels, clock: Callable[[], float]) -> None:
+        self.task, self.server = config.task, config.task.index
+        self.incarnation = incarnation
+        self.done: Future[None] = Future()
+        root, timeouts = storage_at(config.checkpoint_root), config.timeouts
+        self.store = Store(self.server, kernels.device, config.memory_limit)
+        self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id))
+        self.tally = ServerCounters(clock)
+        self.registry = Registry(self.task, config.max_sessions)
+        # Other servers may remember the numbers of an earlier life.
+        first = incarnation >> NUMBERS << NUMBERS
+        self.members = Membership(
+            self.registry, timeouts.lease, timeouts.beat, first, lambda: self.rounds.epoch, self._holds_job
+        )
+        self.restores = Restores(self.store, root, self.tally)
+        self.snapshots = Snapshots(self.store, self.rounds, self.restores, root, config.snapshot_limit, self.tally)
+        self.log = Log(self.store, self.rounds, self.snapshots)
+        self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
+        self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
+        self._token = 0
+        self._job = 0
+        self._ticked = clock()
+
+    def progress(self, now: float) -> list[Effect]:
+        """After every stimulus: what can be answered or run now."""
+        effects: list[Effect] = []
+        for session in self.rounds.sessions():
+            error = self._ended(session)
+            if error is not None:
+                effects += self._heard(self.rounds.fail_session(session, error))
+        effects += self.runner.next()
+        effects += self.waiters.answers(now, self._ended)
+        effects += self.snapshots.hopeless()
+        if self.log.over and (self.server != 0 or self.members.chief_left()):
+            effects.append(Reply(self.done, None))
+        return effects
+
+    def look(self, now: float) -> Outcome[None]:
+        """A payload has come up to where something waits for it."""
+        return None, []
+
+    def worked(self, now: float, work: Work, result: object, error: PSError | None) -> Outcome[None]:
+        """Work is over."""
+        return None, [] if work.then is None else work.then(result, error, now)
+
+    def asked(self, now: float, work: Work, *args: object) -> Outcome[Any]:
+        """Work asks something while it is made."""
+        if work.asks is None:
+            raise ValueError("this work asks nothing")
+        answer, more = work.asks(*args)
+        return answer, self.progress(now) if more else []
+
+    def _heard(self, effects: list[Effect]) -> list[Effect]:
+        """Ends all sessions if what the rounds say shows that the members run different programs."""
+        for effect in effects:
+            error = effect.error if isinstance(effect, Fail) else None
+            if isinstance(error, Diverged) and not isinstance(error, NewcomerDiverged):
+                self.members.fail_all(error)
+        return effects
+
+    # ---- Sessions ----
+
+    def open(
+        self,
+        now: float,
+        task: Task,
+        replicas: int,
+        session: int,
+        drives: bool,
+        mode: Mode,
+        job: str,
+        term: int,
+        drawn: int,
+    ) -> Outcome[Opened]:
+        """A task begins a session, on server 0, or makes one known that it has there; `drawn` by lot, `DRAWN` bits."""
+        token = 0
+        if self.server == 0:
+            session, token = self.members.open(task, replicas, drives, session, now, mode, job, term, drawn)
+        else:
+            self.registry.enter(session, task)
+        self.tally.signs += 1
+        seen = max(self.members.term, self._token >> DRAWN)
+        return Opened(session, self.incarnation, token, self.server, str(self.store.device), seen), []
+
+    def _holds_job(self) -> bool:
+        """Returns whether there is a job, with variables, that is not over."""
+        return bool(self.log.entries and self.store.variables) and not self.log.over
+
+    def beat(self, now: float, session: int, round: int, plan_id: bytes) -> Outcome[PSError | None]:
+        """A process lives, and waits in a round; answers why its session has ended."""
+        error = self._ended(session)
+        if error is None and self.server == 0:
+            self.members.beat(session, (round, plan_id), now, self.log.describe)
+            error = self._ended(session)
+        self.tally.signs += error is None
+        return error, []
+
+    def leave(self, now: float, session: int, error: str) -> Outcome[None]:
+        """A process ends, cleanly or not."""
+        self.members.leave(session, error)
+        return None, []
+
+    def tick(self, now: float) -> Outcome[None]:
+        """Time has passed: ends the sessions whose lease is over."""
+        # While this process stood still it could hear nobody: that time counts for no lease.
+        gap, self._ticked = now - self._ticked, now
+        if gap > self.members.lease / 4:
+            self.members.forgive(gap)
+        for task in self.members.expire(now):
+            self.tally.lost += 1
+            log.warning("lost %s: no sign of life for %.0f s", task, self.members.lease)
+        return None, []
+
+    def well(self, now: float) -> bool:
+        """Returns whether it does what it is there for: leases are looked at, and no round has failed halfway."""
+        return now - self._ticked < STILL_SECONDS and self.runner.broken is None
+
+    def _check(self, session: int, now: float) -> None:
+        logging_setup.SESSION.set(session)
+        error = self._ended(session)
+        if error is not None:
+            raise error
+        self.members.touch(session, now)
+
+    def _check_reader(self, session: int, now: float) -> None:
+        """As `_check`; who only looks has no session, 0."""
+        if session:
+            self._check(session, now)
+        else:
+            self._check_unbroken()
+
+    def _ended(self, session: int) -> PSError | None:
+        """Returns why a session may do nothing here; None if it may."""
+        try:
+            if self.server == 0:
+                self.members.check(session)
+            else:
+                self.registry.check(session, self.rounds.epoch)
+            self.rounds.check(session)
+            self._check_unbroken()
+        except PSError as error:
+            return error
+        return None
+
+    def _check_unbroken(self) -> None:
+        """Raises `ServerLost` if a round has failed halfway: nobody may compute on a mixture."""
+        if self.runner.broken:
+            raise ServerLost(self.runner.broken.message, str(self.task))
+
+    # ---- Variables ----
+
+    def create(
+        self, now: float, session: int, ordinal: int, id: int, spec: VariableSpec, servers: tuple[int, ...]
+    ) -> Outcome[tuple[PlacedVariable, int | None]]:
+        """A process creates a variable, or finds it; answers for which job it needs a first value here, if it does."""
+        self._check(session, now)
+        if id < 0 and self.server == 0:
+            variable = self.log.name(self.registry.task(session), ordinal, spec, servers)
+        else:
+            variable = PlacedVariable(id, spec, servers)
+            known = MAX_VARIABLES if self.server else len(self.store.variables)
+            if self.server not in servers or not 0 <= id < known:
+                raise InvalidRequest(f"variable {spec} was not placed on this server", str(self.task))
+            self.store.declare(variable)
+        needed = self._here(variable) and not self.store.initialized(variable.id)
+        return (variable, self._job if needed else None), []
+
+    def initialize(
+        self, now: float, variable: PlacedVariable, job: int | None, array: Array | None, saved: bool
+    ) -> Outcome[CreateReply]:
+        """A variable may have its first value now, for a job; `saved` if it was a checkpoint's."""
+        if job is not None and job != self._job:
+            raise ServerLost("the job was started anew; restart the process", str(self.task))
+        if array is not None and self.store.initialize(variable.id, array) and saved:
+            self.restores.begun.add(variable.id)
+        initialized = self._here(variable) and self.store.initialized(variable.id)
+        restored = variable.id in self.restores.begun
+        return CreateReply(variable.id, variable.servers, initialized, restored), []
+
+    def _here(self, variable: PlacedVariable) -> bool:
+        return self.server in variable.servers
+
+    def pull(
+        self, now: float, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]
+    ) -> Outcome[None]:
+        """A process, or somebody who only looks, reads variables after a round."""
+        self._check_reader(session, now)
+        self.waiters.add(Read(session, future, variables, after))
+        self.tally.read(session, self.rounds.last)
+        return None, []
+
+    # ---- The log ----
+
+    def propose(
+        self, now: float, session: int, prepared: PreparedPlan | None, join_point: str, start: Start | None
+    ) -> Outcome[PSError | None]:
+        """A process proposes a plan, waits to be taken in, or says where new members begin."""
+        self._check(session, now)
+        if prepared is not None or start is not None:
+            self.members.check_part(session)
+        if prepared is not None and self.log.propose(prepared):
+            self.members.version += 1
+        if join_point:
+            self.members.enter(session, join_point)
+        try:
+            if start is not None:
+                self.log.start(start)
+                self.members.take_part(self.rounds.members(start.epoch), start.round)
+        except Diverged as error:
+            self.members.fail_all(error)
+        return self._ended(session), []
+
+    def watch(self, now: float, session: int, after: int, version: int, future: Future[Watched]) -> Outcome[None]:
+        """Somebody waits for news."""
+        self._check_reader(session, now)
+        self.waiters.add(Watch(session, future, after, version))
+        return None, []
+
+    def part(self, now: float, session: int) -> Outcome[None]:
+        """Who waited for news has gone away: maybe its process has ended."""
+        self.members.part(session, now)
+        return None, []
+
+    def holds(self, now: float, token: int) -> Outcome[None]:
+        """A chief shows its token."""
+        self._check_token(token)
+        return None, []
+
+    def approve(
+        self, now: float, token: int, index: int, entries: Sequence[LogEntry], prepared: Mapping[bytes, PreparedPlan]
+    ) -> Outcome[int]:
+        """The chief copies its log; answers up to where the two agree."""
+        self._check_token(token)
+        effects = self._restart() if self.log.begins_anew(entries) else []
+        self._check_unbroken()
+        agreed, follows = self.log.append(index, entries, prepared)
+        effects += self._heard(follows)
+        if (epoch := self.rounds.epoch) is not None and epoch.start is not None:
+            self.members.take_part(epoch.members, -1)
+        self.members.exclude(self.rounds.fenced)
+        if self.log.lost is not None:
+            self.members.fail_all(self.log.lost)
+        return agreed, effects
+
+    def _check_token(self, token: int) -> None:
+        # Server 0 has given it; the others hear of a new one from the new chief.
+        newest = self.members.token if self.server == 0 else max(self._token, token)
+        if token != newest or token == 0:
+            raise Fenced("there is a newer chief, whose token alone counts; this one has to end")
+        self._token = token
+
+    def _restart(self) -> list[Effect]:
+        """A new job: drops all that the last one left, and tells those who still wait in it."""
+        error = ServerLost("the job was started anew; restart the process", str(self.task))
+        ended = {member.session for member in self.rounds.epoch.members} if self.rounds.epoch else set()
+        effects = self._abandon(error, lambda session: session in ended)
+        self._job += 1
+        self.members.begin_anew(ended)
+        for part in (self.log, self.store, self.rounds, self.runner):
+            part.clear()
+        return effects
+
+    # ---- Rounds ----
+
+    def push(
+        self, now: float, contribution: Contribution, payload: Payload, begun: Begun | None, future: Future[RoundReply]
+    ) -> Outcome[None]:
+        """A process contributes to a round, or does so again."""
+        whole = payload.whole  # else it may become so unseen before somebody waits for it
+        self._check(contribution.session, now)
+        effects: list[Effect] = []
+        record = self.rounds.recorded(contribution)
+        if record is not None:
+            self.waiters.add(Resend(contribution.session, future, record, contribution))
+        elif len(set(contribution.want)) != len(contribution.want):
+            raise InvalidRequest("a variable is wanted twice")
+        else:
+            effects += self._heard(self.rounds.push(contribution, payload, future, now))
+            refused = any(isinstance(effect, Fail) and effect.future is future for effect in effects)
+            if begun is not None and not refused:
+                effects += self.runner.listen(contribution, future, begun)
+        if not whole:
+            effects.append(Await(payload, payload.size))
+        return None, effects
+
+    def _reply(self, again: Resend) -> list[Effect]:
+        return self.runner.replies(again.record, [(again.said, again.future)])
+
+    # ---- Checkpoints ----
+
+    def snapshot(self, now: float, token: int, plan_id: bytes, manifest: str, future: Future[Shard]) -> Outcome[None]:
+        """The chief waits for this server's part of a checkpoint, or has the manifest written."""
+        self._check_token(token)
+        return None, self.snapshots.ask(plan_id, manifest, future)
+
+    def restore(
+        self, now: float, session: int, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
+    ) -> Outcome[Future[RestoreReply]]:
+        """A process restores a checkpoint; answers the future of what comes of it."""
+        self._check(session, now)
+        if self.server == 0 and order.stage != "look":
+            self.members.check_part(session)
+        return self.restores.ask(session, path, turn, order, future)
+
+    # ---- What is there, and the end ----
+
+    def status(self, now: float) -> ServerStatus:
+        """Says what it holds, and who waits for what."""
+        return status_of(
+            self.incarnation, self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, now
+        )
+
+    def close(self, now: float) -> Outcome[None]:
+        """Ends all that waits; nothing is lost that was answered."""
+        return None, self._abandon(ServerLost("the server ends", str(self.task)), lambda session: True)
+
+    def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:
+        """Fails all that waits; of the watchers those for whose session `watches` holds."""
+        waiting: list[Future[Any]] = [*self.waiters.drop(watches), *self.snapshots.clear(), *self.restores.clear()]
+        return [*self.rounds.abandon(error), *(Fail(future, error) for future in waiting)]
