@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from psserver.config import ServerConfig
 from psserver.core.machine import Machine, Outcome
-from psserver.core.stimuli import Stimuli
+from psserver.core.stimuli import Stimuli, Stimulus
 from psserver.devices import Device, owned
 from psserver.effects import Await, Effect, Fail, Queue, Reply, Run, Submit, Work, attempt, settle
 from psserver.plans.prepared import PreparedPlan
@@ -69,14 +69,13 @@ class Core:
         arrays: Submit,
         files: Submit | None = None,
     ) -> None:
-        self.task, self.server = config.task, config.task.index
+        self.config, self.task, self.server = config, config.task, config.task.index
         self.device = Device.parse(config.device)
         self.kernels = Kernels(self.device, config.threads)
         self.incarnation = incarnation
         self.machine = machine = Machine(config, incarnation, self.kernels, clock)
         self.registry, self.tally, self.done = machine.registry, machine.tally, machine.done
         self.stimuli = Stimuli()
-        self._limited = config.memory_limit > 0
         self._clock = clock
         self._queues: dict[Queue, Submit] = {"arrays": arrays, "files": files or arrays}
         self._lock = threading.Lock()
@@ -137,7 +136,11 @@ class Core:
         while work is not None:
             ask = () if work.asks is None else (partial(self._ask, work),)
             result, error = attempt(partial(work.call, *work.args, *ask))
-            next = None if work.then is None else self._let_in(self.machine.worked, work, result, error)[1]
+            next = None
+            if work.then is not None:
+                next = self._let_in(self.machine.worked, work, result, error)[1]
+            elif self.stimuli.record is not None:
+                self.stimuli.record(Stimulus(self._clock(), "made", (work, result, error)))
             if work.future is not None:
                 settle(work.future, result, error)
             work = next
@@ -213,7 +216,7 @@ class Core:
 
     def _prepared(self, plan: Plan) -> PreparedPlan:
         """A plan as this server would run it; made outside of the lock."""
-        return PreparedPlan(plan, self.server, self._limited)
+        return PreparedPlan(plan, self.server, self.config.memory_limit > 0)
 
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         future: Future[Watched] = Future()

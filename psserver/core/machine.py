@@ -70,6 +70,7 @@ class Machine:
         clock: measures how long rounds take; nothing that happens depends on it.
 
     Attributes:
+        began: when it was made.
         done: answered when the job has ended and everybody has left.
         registry: its sessions, which the rims may look up.
         store, rounds, members, log, waiters, runner, snapshots, restores, tally: its parts.
@@ -96,7 +97,7 @@ class Machine:
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
         self._token = 0
         self._job = 0
-        self._ticked = clock()
+        self.began = self._ticked = clock()
 
     def progress(self, now: float) -> list[Effect]:
         """After every stimulus: what can be answered or run now."""

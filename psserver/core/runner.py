@@ -34,7 +34,7 @@ from pswire.transport.payload import Payload
 log = logging.getLogger("psserver")
 
 
-class Delivery:
+class GrowingAnswer:
     """The payload of an answer, which grows as values come to be. Members that want the same share it.
 
     Args:
@@ -92,7 +92,7 @@ class Runner:
         self._execution: Execution | None = None
         self._awaits: Await | None = None  # what the round that runs waits for
         self._held: ReadyRound | None = None
-        self._deliveries: dict[tuple[int, ...], Delivery] = {}
+        self._deliveries: dict[tuple[int, ...], GrowingAnswer] = {}
         self._begun: WeakKeyDictionary[Future[RoundReply], Begun] = WeakKeyDictionary()
         self.broken: PSError | None = None
 
@@ -270,11 +270,11 @@ class Runner:
             return [Run(begun, (delivery.payload,))]
         given, variables = prepared.given, self._store.variables
         specs = [*(variables[id].spec.tensor for id in said.want), *(spec for _, spec in given)]
-        delivery = self._deliveries[said.want] = Delivery(said.want, [ref for ref, _ in given], specs)
+        delivery = self._deliveries[said.want] = GrowingAnswer(said.want, [ref for ref, _ in given], specs)
         unchanged = {id: self._store.value(id) for id in set(said.want).difference(prepared.writes)}
         return [Run(begun, (delivery.payload,)), Run(self._put, (delivery, unchanged))]
 
-    def _put(self, delivery: Delivery, values: Mapping[int, Array]) -> None:
+    def _put(self, delivery: GrowingAnswer, values: Mapping[int, Array]) -> None:
         """Begins an answer with what the round does not change."""
         delivery.put({id: self._store.device.get(value) for id, value in values.items()})
 
@@ -283,7 +283,7 @@ class Runner:
         record: Record,
         waiters: Sequence[Waiter],
         ready: Mapping[int | Ref, Array] | None = None,
-        delivered: Mapping[tuple[int, ...], Delivery] | None = None,
+        delivered: Mapping[tuple[int, ...], GrowingAnswer] | None = None,
     ) -> list[Effect]:
         """The answers to members; their wanted variables are as they are now, which is before the next round.
 

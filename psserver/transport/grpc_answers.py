@@ -37,8 +37,8 @@ class Bell:
         self._rung.clear()
 
 
-class Growing:
-    """The payload of an answer that may be sent while it is made.
+class GrpcAnswer:
+    """An answer to a push on its way over gRPC, which may be sent while it grows.
 
     Attributes:
         bell: rings when there is more of it.

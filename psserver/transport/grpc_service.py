@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import Message
 
 from psserver.transport.access import Access
-from psserver.transport.grpc_answers import Bell, Frames, Growing
+from psserver.transport.grpc_answers import Bell, Frames, GrpcAnswer
 from psserver.transport.lane_server import LaneServer
 from psserver.transport.process import process_status
 from pswire.api import ParameterServer, RoundReply, Watched
@@ -294,7 +294,7 @@ class Service(grpc.GenericRpcHandler):
 
     async def _push(self, header: pb.PushHeader, context: Context, first: Frame) -> None:
         assembly = self._assembly(first, header.size)
-        answer = Growing()
+        answer = GrpcAnswer()
         future = self._core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
         future.add_done_callback(lambda _: answer.bell.ring())
         rest = partial(_rest, context, assembly, self._lanes.in_flight)
@@ -305,7 +305,7 @@ class Service(grpc.GenericRpcHandler):
             if receiving:
                 receiving.cancel()
 
-    async def _send_answer(self, context: Context, future: Future[RoundReply], answer: Growing) -> None:
+    async def _send_answer(self, context: Context, future: Future[RoundReply], answer: GrpcAnswer) -> None:
         """Sends an answer, and its parts as they come to be. The first header tells their size, the last one all."""
         while not future.done() or not answer.sent:
             part = answer.next()

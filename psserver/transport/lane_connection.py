@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -15,6 +14,7 @@ from itertools import islice
 from typing import Any, Protocol, TypeVar, cast
 
 from psserver.transport.access import Access, Names
+from psserver.transport.client_memory import ClientMemory
 from pswire.api import ParameterServer, PullReply, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.protocol import check_protocol
@@ -22,7 +22,7 @@ from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
 from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Assembly, Payload
-from pswire.transport.shared_memory import Segment, SharedArena, SharedView
+from pswire.transport.shared_memory import Segment, SharedArena
 from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender
 from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import LaneName, Traffic
@@ -46,17 +46,11 @@ BACKLOG = 1024
 MAX_CALLS = 256
 """Calls of one client that may wait for their answers at a time."""
 
-ENOUGH = 8
-"""A client is told at once of memory that is free again when it is this part of its segment."""
-
 WORDS = 4
 """How often a client is told in its lease that the server is there."""
 
 LEAST_WORD_SECONDS = 0.05
 """How often at most, whatever lease a client says that it has."""
-
-TELL_SECONDS = 0.05
-"""After how long a client is told of memory that is free again, though it is little."""
 
 
 class Hub(Protocol):
@@ -107,10 +101,7 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._link = MessageSocket(sock)
         self._channel = PayloadSender(self._link, None, False, self._blocked, self._traffic)
-        self._mirror: SharedView | None = None
-        self._freed: deque[int] = deque()
-        self._untold = 0  # bytes of these, nearly: threads add to it at once
-        self._telling = self._watching = False
+        self._memory: ClientMemory | None = None
         self._assemblies: dict[int, Assembly] = {}
         self._under_way: dict[Future[Any], int] = {}
         self._word_seconds = 0.0  # pause between two words to a client that waits; 0: it wants none
@@ -143,7 +134,8 @@ class Connection:
             self._loop.remove_reader(self.sock)
         if self._armed:
             self._loop.remove_writer(self.sock)
-        self._mirror = None  # else only a collection of garbage would give its memory back
+        if self._memory is not None:
+            self._memory.close()
         self._assemblies.clear()
         self._lanes.connections.remove(self)
         log.debug("a lane of session %s is closed: %s", self.session, why)
@@ -184,7 +176,7 @@ class Connection:
         if self._closed or self._paused:
             return
         try:
-            if self._shared and self._mirror is None:
+            if self._shared and self._memory is None:
                 self._take_segment()
             if self._take_turn() == TURN:
                 self._loop.call_soon(self._readable)  # there may be more that was read already
@@ -227,7 +219,7 @@ class Connection:
         finally:
             for file in files:
                 os.close(file)
-        self._mirror = SharedView(segment.memory, self._let_go)
+        self._memory = ClientMemory(segment.memory, lambda places: self._channel.let_go(places))
 
     def _hand_over(self) -> None:
         """Our first byte brings the memory in which answers are: nobody gets it who has not shown whose it is."""
@@ -271,38 +263,6 @@ class Connection:
         """Reads on; told by any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._go_on)
-
-    def _let_go(self, place: int, size: int) -> None:
-        """Data are needed no more; told by any thread, at any time.
-
-        To wake the loop costs who computes: it is woken when there is much to tell, or nothing else to come.
-        """
-        self._freed.append(place)
-        self._untold += size
-        mirror = self._mirror
-        if mirror is None or self._telling or (mirror.looked_at and self._untold < mirror.size // ENOUGH):
-            return
-        self._telling = True
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._tell_freed)
-
-    def _tell_freed(self) -> None:
-        self._telling, self._untold = False, 0  # first: what is freed from now on may not be among these
-        places = [self._freed.popleft() for _ in range(len(self._freed))]
-        if places and not self._closed:
-            self._channel.let_go(places)
-
-    def _watch(self) -> None:
-        """Tells the rest after a while: it may be little, and yet all the room that its client can have."""
-        if not self._watching:
-            self._watching = True
-            self._loop.call_later(TELL_SECONDS, self._tell_rest)
-
-    def _tell_rest(self) -> None:
-        self._tell_freed()
-        self._watching = False
-        if self._mirror is not None and self._mirror.looked_at:
-            self._watch()
 
     # ---- Messages ----
 
@@ -353,11 +313,11 @@ class Connection:
         assembly = self._lanes.assembly(header.size, self.lane)
         self._assemblies[message.call] = assembly
         self._add(message, assembly, data)
-        answer = _Answer(self._channel, message.call)
+        answer = LaneAnswer(self._channel, message.call)
         future = self._lanes.core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
         self._wait(future, message.call, partial(self._answer_round, answer))
 
-    def _answer_round(self, answer: _Answer, future: Future[RoundReply]) -> None:
+    def _answer_round(self, answer: LaneAnswer, future: Future[RoundReply]) -> None:
         try:
             reply = future.result()
             self._let_rest_pass(answer.call)
@@ -426,16 +386,15 @@ class Connection:
             assembly.add(message.offset, (data,))
         if assembly.payload.whole:
             self._assemblies.pop(message.call, None)  # it may have been refused by now
-        elif self._mirror is None and assembly.payload.crowded(self._lanes.in_flight, self._go_on_soon):
+        elif self._memory is None and assembly.payload.crowded(self._lanes.in_flight, self._go_on_soon):
             self._pause()
 
     def _data(self, message: Message, reader: int) -> memoryview | None:
         if message.data is not None or not message.size:
             return message.data
-        if self._mirror is None:
+        if self._memory is None:
             raise InvalidRequest("data without memory")
-        self._watch()
-        return self._mirror.read(message.place, message.size, reader)
+        return self._memory.read(message.place, message.size, reader)
 
     def _let_rest_pass(self, call: int) -> None:
         """What is left of a call that is answered is read, and thrown away."""
@@ -447,8 +406,8 @@ class Connection:
         self._channel.tell(Kind.REFUSAL, call, refusal_to_pb(error).SerializeToString())
 
 
-class _Answer:
-    """An answer to a push, which may be sent while it is made.
+class LaneAnswer:
+    """An answer to a push on its way over a lane, which may be sent while it grows.
 
     Args:
         channel: where to.

@@ -141,7 +141,7 @@ ROOMS = {
         _room(
             "pstesting",
             16,
-            "pswire wire.security psserver wire.transport psclient._src src.processes src.transport "
+            "pswire wire.security psserver psserver.programs wire.transport psclient._src src.processes src.transport "
             "psserver.transport psserver.core src.launch src.strategies psclient",
         ),
     )

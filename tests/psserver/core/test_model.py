@@ -31,6 +31,7 @@ from psclient._src.transport.session import Session
 from psserver.core.core import Core
 from psserver.state.strands import Record
 from pstesting.clock import Clock
+from pstesting.replay import Recording, Replay
 from pswire.api import Contribution, Opened, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, TaskTaken
@@ -358,6 +359,7 @@ class Model(RuleBasedStateMachine):
             core(number, 0, 0, Path("nowhere"), self.clock, queue.append, LEASE)
             for number, queue in enumerate(self.work)
         ]
+        self.recordings = [Recording(one) for one in self.cores]
         self.cluster = ClusterSpec({"ps": ("x:1",) * servers, "worker": ("x:2",) * workers})
         self.totals, self.seconds, self.counts = [0] * servers, [0] * servers, [0] * servers
         self.datasets, self.rounds = datasets, rounds
@@ -492,7 +494,7 @@ class Model(RuleBasedStateMachine):
     def part(self, session: Session) -> None:
         """The connection of a process that has ended ends."""
         if session.number:
-            self.cores[0].machine.members.part(session.number, self.clock())
+            self.cores[0]._enter(self.cores[0].machine.part, session.number)
 
     @rule(who=st.integers(0, 5))
     def kill(self, who: int) -> None:
@@ -731,6 +733,7 @@ class Model(RuleBasedStateMachine):
         try:
             if self.cores and not self.broken:
                 self._finish()
+                self._replay()
         finally:
             self.patch.undo()
             for strand in self.strands:
@@ -751,6 +754,14 @@ class Model(RuleBasedStateMachine):
             raise AssertionError(f"the job does not end:\n{self._describe()}")
         for message in self.messages:
             assert all(answer.done() for answer, _ in message.answers), "an answer hangs"
+
+    def _replay(self) -> None:
+        """A machine that is told what a server was told comes to the same state."""
+        for one, recording in zip(self.cores, self.recordings, strict=True):
+            replay = Replay(recording)
+            replay.run()
+            assert replay.machine.status(self.clock()) == one.status()
+            assert replay.machine.store.values() == one.machine.store.values()
 
     def _describe(self) -> str:
         lines = [f"{w.task} {w.state} session {w.session.number} round {w.group.round}" for w in self.workers]

@@ -652,7 +652,7 @@ def test_what_is_free_is_told_while_the_rest_is_held(stack: ExitStack) -> None:
     first = site.push(site.workers[0], 1)
     free = one // PART
     assert guest.hear(free) == guest.places[:free]
-    assert any(one._mirror.looked_at for one in site.open([site.workers[-1].session]))
+    assert any(one._memory._view.looked_at for one in site.open([site.workers[-1].session]))
     guest.send(len(guest.data))
     assert guest.hear(len(guest.places) - free) == guest.places[free:]
     site.whole([1, 2], first)

@@ -124,7 +124,7 @@ def test_who_cuts_is_told_when_there_is_more(sizes: list[int], part_bytes: int) 
     check_parts(parts, sizes, part_bytes)
 
 
-# ---- Growing ----
+# ---- GrpcAnswer ----
 
 
 @given(SIZES, st.lists(st.integers(0, 40), max_size=8))
