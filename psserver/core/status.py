@@ -21,7 +21,7 @@ def status_of(
     runner: Runner,
     now: float,
 ) -> ServerStatus:
-    """A server's status at a time of the core's clock; the core's lock is held."""
+    """A server's status at a time of the core's clock."""
     return ServerStatus(
         server=store.server,
         incarnation=incarnation,
