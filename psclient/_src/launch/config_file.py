@@ -43,7 +43,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 _READ: dict[str, Callable[[Any], Any]] = {SECONDS: float, BYTES: str, LIST: lambda items: tuple(map(str, items))}
-"""What becomes of a value, by its kind; others stay as they are."""
+"""Converters of a YAML value by the kind of its option; values of other kinds stay as they are."""
 
 SECTIONS: dict[str, type] = {"server": ServerOptions, "timeouts": Timeouts, "security": SecurityOptions}
 """The options of each key that is a mapping itself; all other keys are those of `LaunchConfig`."""
@@ -70,7 +70,7 @@ class _Once(yaml.SafeLoader):
     """Refuses a key that comes twice, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As the base class does."""
+        """Reads a mapping as the base class does, and refuses keys that come twice."""
         found = set[Any]()
         for key, _ in node.value:
             name = self.construct_object(key, deep=True)
