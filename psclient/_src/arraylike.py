@@ -1,4 +1,4 @@
-"""What is read as an array: variables, and values that live on the servers."""
+"""Objects that NumPy reads as arrays: variables, and values that live on the servers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """NumPy's dtype."""
+        """The dtype, as NumPy has it."""
         return DTYPES[self.spec.dtype]
 
     # ---- Its value ----

@@ -98,14 +98,14 @@ class StrategyFace(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ReplicaContext:
-    """What one replica knows, while its function runs.
+    """The replica whose function the thread runs.
 
     Source: `tf.distribute.ReplicaContext`.
 
     Attributes:
         strategy: the strategy that runs it; in the default context the default one.
         local_replica_id: its number among the replicas of this process, from 0.
-        device: where it computes.
+        device: the device on which it computes.
     """
 
     nest_leaf: ClassVar[bool] = True
@@ -389,7 +389,7 @@ def update_lift() -> Lift | None:
 
 
 def local_replica(strategy: StrategyFace) -> int | None:
-    """Which copy of a strategy's variables the calling thread works on: that of its replica, or of its update.
+    """Returns the local replica whose copies of a strategy's variables the thread uses, in `run` or in an update.
 
     Returns:
         A local replica's number; None in cross-replica context and in those of other strategies.
@@ -410,7 +410,7 @@ def require_cross_replica(strategy: StrategyFace, what: str) -> None:
     """Raises `RuntimeError` unless the thread is in this strategy's cross-replica context.
 
     Args:
-        strategy: whose method was called.
+        strategy: the strategy whose method was called.
         what: the method, for the message.
     """
     current = _current()
@@ -425,8 +425,8 @@ def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaC
     """The current replica context, the default one included; `RuntimeError` if there is none.
 
     Args:
-        what: what was called, for the message.
-        strategy: whose replica it has to be; None for that of any.
+        what: the function that was called, for the message.
+        strategy: the strategy whose replica is required; None accepts any.
     """
     current = _current()
     if strategy is not None:

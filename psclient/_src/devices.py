@@ -39,7 +39,7 @@ class Device:
 
     Attributes:
         kind: "cpu" or "gpu".
-        index: which of that kind. CPUs are all the same one; their numbers only tell replicas apart.
+        index: number of the GPU. All CPUs are the same one; their numbers only tell replicas apart.
     """
 
     nest_leaf: ClassVar[bool] = True
@@ -94,7 +94,7 @@ def available_gpus() -> int:
 
 @dataclass(frozen=True)
 class GpuReport:
-    """What CuPy says of the GPUs here, for people.
+    """CuPy's report on the GPUs of this machine, for people.
 
     Attributes:
         cupy: its version; "" where it is not installed, or cannot be imported.
@@ -185,11 +185,11 @@ def device_of(array: AnyArray) -> Device:
 
 
 def to_device(array: AnyArray, device: Device) -> AnyArray:
-    """The array on a device: itself if it is there, else a copy, which the host does not wait for.
+    """Returns the array on a device: itself if it is there, else a copy, which the host does not wait for.
 
     Args:
         array: anything that `to_numpy` takes.
-        device: where to.
+        device: the device that shall hold it.
     """
     if device.kind == "cpu":
         return to_numpy(array)
@@ -219,10 +219,10 @@ def as_array(value: Any) -> AnyArray:
 
 
 def to_numpy(array: AnyArray) -> Array:
-    """The array in host memory; not copied if it is there.
+    """Returns the array in host memory, without a copy if it is there.
 
     Args:
-        array: what `as_array` takes.
+        array: anything that `as_array` takes.
     """
     found = as_array(array)
     host: Array = found if isinstance(found, np.ndarray) else _loaded_cupy().asnumpy(found)
@@ -256,7 +256,7 @@ class Download:
     """A host array that a copy from a GPU fills, while the program goes on. May be waited for by any thread.
 
     Args:
-        host: the array.
+        host: the array in host memory that the copy fills.
         done: the event at the end of the copy.
         over: called when somebody has seen that end.
 

@@ -22,10 +22,10 @@ class _Nest:
     """One container, taken apart.
 
     Attributes:
-        keys: what leads to each child.
-        children: what is in it.
+        keys: the keys or indices of the children.
+        children: the values below it, in the order of `keys`.
         build: makes a container of the same kind from other children.
-        step: how a key is written in a path.
+        step: format of a key in a path.
     """
 
     keys: tuple[Any, ...]
@@ -99,7 +99,7 @@ def _find_children(kind: type) -> Callable[[Any], Iterable[Any]] | None:
 
 
 children_of: Callable[[Any], Callable[[Any], Iterable[Any]] | None] = lru_cache(maxsize=1024)(_find_children)
-"""What gives the children of a container of a type, in order; None for a leaf's type."""
+"""Returns a function that gives the children of a container of a type, in order; None for a leaf's type."""
 
 
 def flatten(nest: Nest) -> list[Any]:

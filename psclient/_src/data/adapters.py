@@ -24,9 +24,9 @@ class Batch:
     """One batch of a data epoch.
 
     Attributes:
-        size: by how many examples it is shared out: the batch size of an `ArrayDataset`, of other datasets what the
-            data epoch's first batch has, or its own number if that is larger.
-        examples: how many it has.
+        size: number of examples by which it is shared out: the batch size of an `ArrayDataset`; of other datasets the
+            size of the data epoch's first batch, or its own if that is larger.
+        examples: number of examples that it has.
         rows: gives its examples from one number to another; fewer, or none, at its end.
     """
 
@@ -45,7 +45,7 @@ class Source(Protocol):
 
     @property
     def order_is_own(self) -> bool:
-        """Whether each process shuffles for itself, so that no two see the same order."""
+        """True if each process shuffles for itself, so that no two see the same order."""
         ...
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -61,10 +61,10 @@ class Arrays:
     """The batches of an `ArrayDataset`, of which only the rows that are asked for are read.
 
     Args:
-        dataset: batched.
+        dataset: a batched dataset.
 
     Raises:
-        ValueError: it is not batched.
+        ValueError: the dataset is not batched.
     """
 
     order_is_own = False
@@ -174,7 +174,7 @@ _KINDS: dict[tuple[str, str], Callable[[Any], Source]] = {
 
 
 def source_of(dataset: Any) -> Source:
-    """Whatever gives batches, as a source.
+    """Wraps any dataset as a source of batches.
 
     Args:
         dataset: an `ArrayDataset`, batched; a `MapDataset` or `IterDataset` of grain; a `DataLoader` of PyTorch; a
@@ -182,7 +182,7 @@ def source_of(dataset: Any) -> Source:
             counts the examples. Arrays are not copied.
 
     Raises:
-        TypeError: it holds arrays and no batches, can be gone through only once, or cannot be iterated.
+        TypeError: the dataset holds arrays and no batches, can be gone through only once, or cannot be iterated.
         ValueError: an `ArrayDataset` is not batched.
     """
     if isinstance(dataset, ArrayDataset):

@@ -1,4 +1,4 @@
-"""What tells strategies apart: where their variables live, and how a reduction travels."""
+"""The difference between strategies: where their variables live, and how a reduction travels."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ LocalContributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | Host
 
 @dataclass(frozen=True)
 class Beside:
-    """Where a reduced value stays, on servers.
+    """The servers that keep a reduced value.
 
     Attributes:
         place: the parameter devices.
-        label: what it is beside, for messages: a variable's name, or "".
+        label: name of the variable that it is beside, for messages, or "".
     """
 
     place: ServerIds
@@ -55,12 +55,12 @@ class ReplicaGroup(distributed.DatasetGroup, Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether each process makes rounds of its own: its workers are asynchronous."""
+        """True if each process makes rounds of its own: its workers are asynchronous."""
         ...
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes checkpoints and summaries for all."""
+        """True if this process writes checkpoints and summaries for all."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class Backend(Protocol):
 
     @property
     def group(self) -> ReplicaGroup:
-        """Who trains together."""
+        """The replicas that train together."""
         ...
 
     @property
@@ -115,12 +115,12 @@ class Backend(Protocol):
         """Gets or creates a variable.
 
         Args:
-            strategy: whose.
+            strategy: the strategy that owns it.
             spec: name, dtype, shape.
-            value: this process's first value.
-            place: where; empty lets the backend choose.
-            on_read: whether each replica has a copy of its own.
-            how: its aggregation.
+            value: this process's initial value; the first process's wins.
+            place: the servers that hold it; empty lets the backend choose.
+            on_read: True if each replica has a copy of its own.
+            how: the variable's aggregation.
         """
         ...
 

@@ -34,7 +34,7 @@ class StrategyExtended:
     Source: `tf.distribute.StrategyExtended`.
 
     Args:
-        container_strategy: whose methods these are; it has the backend that does what they say.
+        container_strategy: the strategy that has these methods; its backend does what they say.
     """
 
     def __init__(self, container_strategy: StrategyFace) -> None:
@@ -108,7 +108,7 @@ class StrategyExtended:
 
     @property
     def colocation(self) -> ServerIds:
-        """Where `colocate_vars_with` places the variables that the calling thread creates; empty outside of it."""
+        """The servers for variables that the thread creates in `colocate_vars_with`; empty outside of it."""
         return self._colocated.get()
 
     @contextlib.contextmanager
@@ -119,7 +119,7 @@ class StrategyExtended:
             colocate_with_variable: a variable of this strategy, or what `non_slot_devices` returned.
 
         Raises:
-            ValueError: it is a variable of another strategy, or no parameter device.
+            ValueError: the variable is of another strategy, or the names are no parameter devices.
         """
         token = self._colocated.set(self._placed(colocate_with_variable))
         try:
@@ -217,7 +217,7 @@ class StrategyExtended:
         Args:
             aggregation: any but NONE.
             value: a per-replica value, or what all replicas have alike.
-            destination: where it shall be; None gives a host array here.
+            destination: the variable beside which the result stays; None gives a host array here.
         """
         with self._cross_replica("aggregate"):
             if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -233,13 +233,13 @@ class StrategyExtended:
         return self._here(self._local(op, value, axis))
 
     def contributions(self, values: Sequence[Any], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
-        """Returns what this process contributes to sums like those of before, if it fits; else fewer items.
+        """Returns this process's contributions to sums like earlier ones, if they fit; else fewer items.
 
         In cross-replica context.
 
         Args:
             values: one for each reduction, as `batch_reduce_to` takes them.
-            reductions: those of before.
+            reductions: the earlier reductions.
         """
         whole = len(self.worker_devices) == 1 and not self._backend.group.empty
         found: list[LocalValue | HostValue] = []
@@ -341,8 +341,8 @@ class StrategyExtended:
         assign `var` and the other variables that it is given.
 
         Args:
-            var: the variable.
-            fn: takes what stands for it, and the arguments.
+            var: the variable to update.
+            fn: called with the variable, or in a trace with what stands for it, and the arguments.
             args, kwargs: variables and values with the locality of `var`, mirrored values, which it gets
                 unwrapped, arrays and numbers that every process has alike; no per-replica values.
             group: False gives a nest with a list of each copy's result at each leaf.
@@ -382,7 +382,7 @@ class StrategyExtended:
         """Runs `fn(*args, **kwargs)` on the non-slot devices, in update context. In cross-replica context.
 
         Args:
-            colocate_with: what `non_slot_devices` returned.
+            colocate_with: the result of `non_slot_devices`.
             fn: as in `update`; it may use variables of these devices by closure.
             args, kwargs, group: as in `update`.
 

@@ -21,7 +21,7 @@ class StrategyExtended(extended.StrategyExtended):
     Source: `tf.compat.v1.distribute.StrategyExtended`, r2.2 and r2.3.
 
     Args:
-        container_strategy: whose methods these are.
+        container_strategy: the strategy that has these methods.
     """
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -50,11 +50,11 @@ class StrategyExtended(extended.StrategyExtended):
         return self._strategy.run(fn, args, kwargs)
 
     def read_var(self, v: Variable) -> Any:
-        """A variable's value; of an ON_READ variable in cross-replica context the aggregate. In any context.
+        """Returns a variable's value; of an ON_READ variable in cross-replica context the aggregate. In any context.
 
         Raises:
-            TypeError: it is no variable.
-            ValueError: it is one of another strategy.
+            TypeError: `v` is no variable.
+            ValueError: the variable is of another strategy.
         """
         whole = values.container(v)
         if not isinstance(whole, Variable):
@@ -83,14 +83,14 @@ class StrategyExtended(extended.StrategyExtended):
         Args:
             fn: called as `fn(context, inputs)`, with a `MultiStepContext`; usually it calls `call_for_each_replica`.
             iterator: of a distributed dataset.
-            iterations: how many batches.
-            initial_loop_values: what `last_step_outputs` holds before the first step.
+            iterations: number of batches.
+            initial_loop_values: `last_step_outputs` before the first step.
 
         Returns:
             The context, with what the last step has set.
 
         Raises:
-            StopIteration: the iterator ended before.
+            StopIteration: the iterator ended before `iterations` batches.
         """
         with self._cross_replica("experimental_run_steps_on_iterator"):
             steps = MultiStepContext(initial_loop_values)
@@ -100,7 +100,7 @@ class StrategyExtended(extended.StrategyExtended):
 
 
 class MultiStepContext:
-    """What a function run by `experimental_run_steps_on_iterator` may set.
+    """Outputs of the function that `experimental_run_steps_on_iterator` runs.
 
     Source: `tf.compat.v1.distribute.StrategyExtended`.
 
@@ -122,12 +122,12 @@ class MultiStepContext:
         """Sets an output of this step. In replica context, then with a reduction, or in cross-replica context.
 
         Args:
-            name: what `last_step_outputs` has it under.
+            name: its key in `last_step_outputs`.
             output: an array, or a per-replica value.
-            reduce_op: how it is combined over all replicas; None keeps it as it is.
+            reduce_op: the reduction over all replicas; None keeps it as it is.
 
         Raises:
-            ValueError: in replica context without a reduction.
+            ValueError: `reduce_op` is None in replica context.
         """
         if _across_replicas():
             self._set(context.get_strategy(), name, output, reduce_op)

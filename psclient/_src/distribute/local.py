@@ -65,10 +65,10 @@ class LocalBackend:
     """Variables in this process, mirrored on the replicas' devices.
 
     Args:
-        devices: the local replicas'.
+        devices: the devices of the local replicas.
 
     Attributes:
-        first_value: what a restored checkpoint has for a variable that is created later, None for nothing.
+        first_value: returns a restored checkpoint's value for a variable that is created later; None for nothing.
     """
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
@@ -178,7 +178,7 @@ class LocalBackend:
             self.group.told(False)
 
     def drop(self) -> None:
-        """As `flush`."""
+        """Does nothing but `flush`: here nothing is held back."""
         self.flush()
 
 
@@ -192,7 +192,7 @@ def apply_to_copies(
     """Calls an update function once for each copy of the variables among its arguments, on its device.
 
     Args:
-        strategy: whose variables.
+        strategy: the strategy that owns the variables.
         copies: local replicas, with their devices.
         fn, args, kwargs: the function and its arguments; it gets of each distributed value the copy that is there.
 

@@ -1,4 +1,4 @@
-"""What this process contributes to a reduction: its replicas' values, combined where they lie."""
+"""This process's contribution to a reduction: its replicas' values, combined where they lie."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ EVERYONE: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class LocalValue:
-    """What this process contributes to a reduction.
+    """This process's contribution to a reduction.
 
     Attributes:
         op: "sum" or "mean".
-        weight: by how much it counts; 0 if no local replica has examples.
+        weight: number of replicas, or of examples along the axis, that it combines; 0 if no local replica has examples.
         spec: dtype and shape of a contribution and of the reduced value.
         total: the local replicas' sum, on the first one's device; of no meaning where the weight is 0.
     """

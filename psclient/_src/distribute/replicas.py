@@ -195,7 +195,7 @@ def _given_up(failure: BaseException) -> BaseException:
 
 
 class _Meeting:
-    """Where the replicas of one run meet. A replica runs, waits in a merge_call, or has ended.
+    """The point where the replicas of one run meet. A replica runs, waits in a merge_call, or has ended.
 
     `call`, `end` and `fail` are for the replicas' threads; `gather`, `answer` and `fail` for the
     caller's. Once something has failed nobody waits any longer.
@@ -243,7 +243,7 @@ class _Meeting:
 
         Raises:
             RuntimeError: some wait for others that have ended.
-            BaseException: what made the run fail.
+            BaseException: the error that made the run fail.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._running or self._failure is not None)

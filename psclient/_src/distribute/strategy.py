@@ -34,11 +34,11 @@ class Strategy:
     Source: `tf.distribute.Strategy`.
 
     Args:
-        backend: where variables live, and how a reduction travels.
+        backend: decides where variables live, and how a reduction travels.
 
     Attributes:
         extended: additional methods, for algorithms that need to be distribution-aware.
-        backend: as given.
+        backend: the constructor's backend.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -48,7 +48,7 @@ class Strategy:
         self._runner = ReplicaRunner(self, group.devices, group.slice, backend.section)
         self._datasets = 0
         self._passes = Passes(make_round=self._make_round)
-        self._after_step: list[tuple[bool, Callable[[], object]]] = []  # whether the step has begun, and what to call
+        self._after_step: list[tuple[bool, Callable[[], object]]] = []  # (the step has begun, call)
         self._process = os.getpid()
 
     # ---- What it is ----
@@ -65,7 +65,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What tells the cluster and this process's task; None of a strategy without a cluster. In any context."""
+        """The resolver of the cluster and this process's task; None of a strategy without a cluster. In any context."""
         return None
 
     # ---- Running ----
@@ -116,7 +116,7 @@ class Strategy:
             return cast(T, self.backend.run(lambda: self._runner.run(fn, args, kwargs)))
 
     def after_step(self, call: Callable[[], object]) -> None:
-        """Has a function called once, when the next step is over. In any context.
+        """Calls a function once, when the next step is over. In any context.
 
         What follows a `run` belongs to its step, such as updates with the gradients that it has returned: the step is
         over when `run` is called again, or the strategy is closed, or the process ends.
@@ -210,14 +210,14 @@ class Strategy:
         Args:
             dataset: gives global batches, nests of arrays, anew each time it is iterated: an `ArrayDataset`, grain's
                 `MapDataset` or `IterDataset`, a PyTorch `DataLoader`, a list of batches.
-            options: how it is distributed.
+            options: the device that batches are put on, and how they are shared; None for the defaults.
 
         Returns:
             An iterable of per-replica values, on the replicas' devices.
 
         Raises:
             ValueError: the dataset is not batched.
-            TypeError: it is none.
+            TypeError: the dataset is of no known kind.
         """
         return DistributedDataset(dataset, self.backend.group, self._number_dataset(), self._passes, options)
 
@@ -229,7 +229,7 @@ class Strategy:
         Args:
             dataset_fn: called once, with an `InputContext`; returns what `experimental_distribute_dataset` takes,
                 with batches of one replica's size.
-            options: how it is distributed.
+            options: the device that batches are put on; None for the defaults.
         """
         group = self.backend.group
         place, count = group.pipeline
@@ -265,7 +265,7 @@ class Strategy:
         """The tensor itself: a replica has one logical device. In any context, mostly a replica's.
 
         Args:
-            tensor: an array.
+            tensor: a NumPy or CuPy array.
             partition_dimensions: for each dimension into how many parts it is split; here all 1.
 
         Raises:

@@ -37,11 +37,11 @@ class RemoteBackend:
     One section is open at a time, and one thread records it. All threads may read variables.
 
     Args:
-        exchange: what travels to the servers.
-        placement: where new variables live.
+        exchange: the rounds of this process.
+        placement: chooses the servers of new variables.
 
     Attributes:
-        checkpoints: those that this process saves and restores.
+        checkpoints: the checkpoints that this process saves and restores.
     """
 
     def __init__(self, exchange: Exchange, placement: Placement) -> None:
@@ -61,7 +61,7 @@ class RemoteBackend:
 
     @property
     def group(self) -> Group:
-        """Who trains together."""
+        """The processes that train together."""
         return self._exchange.group
 
     def full_name(self, device: Device) -> str:

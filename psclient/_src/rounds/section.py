@@ -57,7 +57,7 @@ class Section:
     """Records one stretch of cross-replica code. Used by the thread that made it; others may ask for its values.
 
     Args:
-        servers: how many there are.
+        servers: number of servers.
         flush: sends the section and gives the returned values back through `arrived`.
     """
 
@@ -85,12 +85,12 @@ class Section:
 
     @property
     def mine(self) -> bool:
-        """Whether the calling thread made it."""
+        """True in the thread that made it."""
         return self._thread is threading.current_thread()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread that made it runs still; nobody else can end it."""
+        """True if the thread that made it still runs; no other can end it."""
         return self._thread.is_alive()
 
     def check_thread(self) -> None:
@@ -103,7 +103,7 @@ class Section:
 
     @property
     def flushed(self) -> bool:
-        """Whether the section has been sent."""
+        """True if the section has been sent."""
         return self._values is not None
 
     def writes(self, id: int) -> bool:
@@ -117,8 +117,8 @@ class Section:
 
         Args:
             local: this process's contribution.
-            servers: where the value shall be; None where it only has to come back here.
-            target: what it is for, in words.
+            servers: the servers where the value shall be; None where it only has to come back here.
+            target: purpose of the value, in words, for messages.
         """
         self._check_more()
         located = ServerValue(self, Ref("reduction", len(self._reductions)), local.spec)
@@ -139,7 +139,7 @@ class Section:
         """Traces an update function and records its application.
 
         Args:
-            servers: where it runs.
+            servers: the servers where it runs.
             fn, args, kwargs: the function and what it takes: variables, located and mirrored values,
                 arrays that every process has alike, Python scalars, anything else that it looks at.
 
@@ -147,7 +147,7 @@ class Section:
             What the function returns, with located values and variables as leaves.
 
         Raises:
-            ProgramError: it cannot be traced.
+            ProgramError: the function cannot be traced.
             ValueError: an argument is a per-replica value, or a variable of another strategy.
             RuntimeError: the function ends the section.
         """
@@ -198,7 +198,7 @@ class Section:
         return found
 
     def _refs_of_call(self, call: TracedCall, servers: tuple[int, ...]) -> list[Ref]:
-        """Where the inputs of a traced function's call come from; calls with the same numbers share operands."""
+        """Returns the origins of the inputs of a traced call; calls with the same numbers share operands."""
         refs = []
         for place, origin in enumerate(call.inputs):
             if isinstance(origin, Given):
@@ -274,8 +274,8 @@ class Section:
         """Records, behind the same reductions, all that another section of the same strategy has recorded.
 
         Args:
-            kept: that.
-            numbers: in place of those that it was recorded with.
+            kept: the recorded section.
+            numbers: replace the numbers that it was recorded with.
             local: this process's contributions to the same reductions, where these are not recorded yet.
 
         Returns:

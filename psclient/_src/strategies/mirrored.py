@@ -30,7 +30,7 @@ class MirroredStrategy(Strategy):
 
 
 class DefaultStrategy(Strategy):
-    """What `get_strategy` gives outside of every scope: one replica, in which library code runs unchanged."""
+    """The strategy outside of every scope: one replica, in which library code runs unchanged."""
 
     def __init__(self) -> None:
         super().__init__(LocalBackend((CPU,)))

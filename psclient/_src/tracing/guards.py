@@ -1,4 +1,4 @@
-"""What functions read by other ways than their arguments, to be told when that becomes something else."""
+"""Guards: detect changes to the globals and closure variables that a traced function reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSTALLED = tuple(
         Path(__file__).parents[2],
     )
 )
-"""Whose functions stay what they are: Python's, those of installed packages, and of this one."""
+"""Folders of functions that do not change: Python's, those of installed packages, and of this one."""
 
 _NOTHING = object()
 
@@ -31,14 +31,14 @@ _LONGEST = 100
 
 
 class Surroundings:
-    """What some functions read by name: globals, variables of enclosing functions, methods of their classes.
+    """Values that some functions read by name: globals, variables of enclosing functions, methods of their classes.
 
-    Also what the functions among these read, and those that they wrap. Each is the same as long as it is the same
-    object: of what is inside of a list, a module or an array nothing is known.
+    Also of the functions among these, and of those that they wrap. Each counts as unchanged as long as it is the same
+    object: changes inside of a list, a module or an array are not seen.
 
     Args:
-        functions: in which names are looked for.
-        kinds: classes, all whose functions belong to them.
+        functions: the functions whose names are followed.
+        kinds: classes, all functions of which are followed too.
     """
 
     def __init__(self, functions: Iterable[Any], kinds: Iterable[type] = ()) -> None:

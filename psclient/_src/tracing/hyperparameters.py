@@ -31,7 +31,7 @@ WORDS = (
 
 
 _PLAIN = NUMBERS | {bool, str, type(None)}
-"""What most attributes are: an optimizer's are looked at in each step."""
+"""Types of most attributes. The check is fast, since an optimizer's attributes are compared in each step."""
 
 _VIEW = "_stands_for_another"
 
@@ -97,11 +97,11 @@ class Configured:
 
 @functools.lru_cache(maxsize=1024)
 def _readable(kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of a class's names that its objects read as attributes; functions become methods, and stay with it.
+    """Returns the names of a class that its objects read as attributes; functions become methods, and stay with it.
 
     Args:
-        kind: the class.
-        names: all that it and its bases have; a class may get more.
+        kind: the class to look at.
+        names: all names of the class and its bases; a class may get more.
     """
     found = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
     return tuple(
@@ -115,14 +115,14 @@ class Settings:
     """The attributes of a configured object, as an argument of update functions.
 
     Args:
-        kind: its class.
-        names: of all that the class and its bases have: a new one, of a method as well, may hide another.
-        attributes: by name.
+        kind: the class of the object.
+        names: all names of the class and its bases: a new one, of a method as well, may hide another.
+        attributes: the attributes by name.
 
     Attributes:
-        kind: the class.
-        key: all but the numbers.
-        numbers: in order.
+        kind: the class of the object.
+        key: all attributes but the numbers.
+        numbers: the numbers among the attributes, in order.
     """
 
     def __init__(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, Any]) -> None:
@@ -141,10 +141,10 @@ class Settings:
         return all(map(is_, mine.values(), attributes.values()))
 
     def view(self, number: Callable[[Number], Any]) -> Any:
-        """An object of the class with these attributes.
+        """Makes an object of the class with these attributes.
 
         Args:
-            number: what shall stand for a number.
+            number: called with each number; returns what stands for it in the object.
         """
         made: Any = object.__new__(self.kind)
         made.__dict__ = {name: _seen(value, number) for name, value in self._attributes.items()}

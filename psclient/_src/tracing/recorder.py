@@ -43,8 +43,8 @@ class ScalarOrigin:
     """An operand that is a scalar's value.
 
     Attributes:
-        place: of the scalar on its tape.
-        dtype: the operand's.
+        place: index of the scalar on its tape.
+        dtype: dtype of the operand.
     """
 
     place: int
@@ -61,13 +61,13 @@ class AssignedLeaf:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What a function did.
+    """The recorded call of a function.
 
     Attributes:
-        program: as it travels; what nothing depends on is left out.
+        program: the program as it travels, without nodes that nothing depends on.
         origins: for each of the program's inputs the origin that the caller gave for it; for an operand its
-            array, or of which scalar it is the value.
-        result: what the function returned: a nest of `OutputLeaf`, `AssignedLeaf` and constants.
+            array, or the scalar whose value it is.
+        result: the function's result: a nest of `OutputLeaf`, `AssignedLeaf` and constants.
     """
 
     program: Program
@@ -84,7 +84,7 @@ class Recording:
             closure is found.
 
     Attributes:
-        named: whether the function has asked for a variable's name.
+        named: True if the function has asked for a variable's name.
         brought: arrays and numbers that are no arguments, in the order in which they were met.
     """
 
@@ -144,7 +144,7 @@ class Recording:
         Args:
             op: a key of `OPS`.
             args: tracers, arrays and Python scalars.
-            about: what it is for, to begin a message with.
+            about: purpose of the op, to begin a message with.
             attrs: the op's attributes.
 
         Raises:
@@ -218,7 +218,7 @@ class Recording:
         """Ends the recording; its tracers cannot be used any more.
 
         Args:
-            result: what the function returned, a nest.
+            result: the function's result, a nest.
 
         Raises:
             ProgramError: the program is too long.
@@ -286,7 +286,7 @@ class Recording:
         return self._typed(value, resolved[at], about)
 
     def _compared(self, op: str, pair: Sequence[Any]) -> Tracer | None:
-        """As NumPy compares integers with a whole number that their dtype does not have: all are less, or more."""
+        """Compares integers with a whole number out of their dtype's range, as NumPy does: all are less, or more."""
         array, number = pair if isinstance(pair[0], Tracer) else pair[::-1]
         if not is_weak(number) or type(plain_number(number)) is not int or array.dtype.kind not in "iu":
             return None
@@ -320,7 +320,7 @@ def trace(
         fn: the update function.
         args, kwargs: tracers, and anything else that `fn` takes; Python scalars stay what they are
             and become operands where they meet a tracer.
-        around: what it reads by other ways, where that is known.
+        around: the names that it reads, where they are known.
 
     Raises:
         ProgramError: with the user's file and line, for what cannot be traced.

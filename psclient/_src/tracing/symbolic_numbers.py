@@ -20,13 +20,13 @@ Number = bool | int | float | complex
 
 
 class Tape:
-    """What a function computed from some numbers. Used by one thread while it is written; afterwards by any.
+    """The computation of a function from some numbers. Used by one thread while it is written; afterwards by any.
 
     Args:
-        numbers: the ones that may change.
+        numbers: the numbers that may change.
 
     Attributes:
-        values: the given numbers, and then what was computed.
+        values: the given numbers, and then the computed ones.
         brought: numbers that are no arguments, in the order in which they were met.
     """
 
@@ -76,9 +76,9 @@ class Scalar:
     """Stands for a Python number in an update function that is traced once.
 
     Args:
-        tape: notes what is done with it.
-        place: which of the tape's values it is.
-        value: what it is in the call that is traced.
+        tape: records what is done with it.
+        place: index of its value on the tape.
+        value: its value in the call that is traced.
     """
 
     def __init__(self, tape: Tape, place: int, value: Number) -> None:
@@ -145,11 +145,11 @@ class Scalar:
 
 
 def plain_number(value: Any, look: bool = False) -> Any:
-    """The number for which a scalar stands; anything else itself.
+    """Returns the number for which a scalar stands; anything else itself.
 
     Args:
         value: perhaps a scalar.
-        look: whether what comes of it depends on the value, and not only on its type.
+        look: True if the result depends on the value, and not only on its type.
     """
     if not isinstance(value, Scalar):
         return value

@@ -28,10 +28,10 @@ _IN_PLACE = "values cannot be changed in place; write x = x + y, or v.assign_add
 
 
 class Recorder(Protocol):
-    """What a tracer tells what is done with it: a `Recording`."""
+    """The recorder of operations on tracers: a `Recording`."""
 
     named: bool
-    """Whether somebody has asked a tracer for its variable's name."""
+    """True once a tracer was asked for its variable's name."""
 
     def spec(self, place: int, /) -> TensorSpec:
         """The spec of a value, by its number."""
@@ -263,7 +263,7 @@ class VariableTracer(Tracer):
     """A variable in a program. After an assignment it denotes its new value.
 
     Attributes:
-        assigned: how often it was.
+        assigned: number of assignments so far.
     """
 
     def __init__(self, recording: Recorder, number: int, name: str) -> None:

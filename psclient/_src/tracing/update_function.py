@@ -41,17 +41,17 @@ MAX_TRACES = 1024
 """For how many kinds of arguments a function keeps traces; then it forgets all of them."""
 
 MAX_TRACES_OF_ONE_KIND = 8
-"""How many traces it keeps that differ by what the function saw of numbers."""
+"""Maximum number of kept traces that differ only in the numbers that the function looked at."""
 
 
 class Given(NamedTuple):
     """A leaf of the arguments that becomes an input of the program.
 
     Attributes:
-        kind: of the input.
+        kind: the kind of input.
         spec: its dtype and shape.
-        source: what it is to the caller; the same for two leaves that are one input. Of an operand its array.
-        variable: the variable, if it is one.
+        source: its identity for the caller; equal for two leaves that are one input. Of an operand its array.
+        variable: the variable, if the leaf is one.
     """
 
     kind: InputKind
@@ -64,11 +64,11 @@ class TracedCall(NamedTuple):
     """One call of an update function.
 
     Attributes:
-        traced: what it does.
+        traced: the recorded call.
         inputs: of the program: what was given, and arrays of the function's own and of numbers. Such an array is the
             same object in one call and the next, as long as the numbers are the same.
-        trace: knows the same with other numbers.
-        numbers: among the arguments.
+        trace: recomputes the operands for other numbers.
+        numbers: the numbers among the arguments, in order.
     """
 
     traced: Traced
@@ -78,13 +78,13 @@ class TracedCall(NamedTuple):
 
 
 class Trace:
-    """What one call of an update function did, for other calls of it.
+    """A recorded call of an update function, reusable for other calls of it.
 
     Args:
-        traced: the origins are places among what was given, arrays of the function's own, or scalars.
-        tape: what it computed from numbers.
-        numbers: in that call.
-        around: what the function read by other ways.
+        traced: the recorded call; its origins are indices of given leaves, arrays of the function's own, or scalars.
+        tape: the computation from numbers.
+        numbers: the numbers among that call's arguments.
+        around: the names that the function read.
         names: of the variables in that call, if the function has asked for one; else None.
     """
 
@@ -152,7 +152,7 @@ class UpdateFunction:
     """A function for `update` and `update_non_slot` that depends on its arguments alone; see `update_function`.
 
     Args:
-        fn: the function.
+        fn: the function to trace.
     """
 
     __name__: str
@@ -177,12 +177,12 @@ class UpdateFunction:
         """Finds the trace of a call, or makes it.
 
         Args:
-            strategy: whose update it is.
-            args, kwargs: its arguments.
-            give: what a leaf of them becomes as an input of the program; None for what does not become one.
+            strategy: the strategy whose variables are updated.
+            args, kwargs: the arguments of the call.
+            give: called with a leaf; returns the input of the program that it becomes, or None where it becomes none.
 
         Raises:
-            ProgramError: it cannot be traced, or there is no telling whether an argument is another one.
+            ProgramError: the function cannot be traced, or two arguments cannot be told apart.
         """
         given, numbers, key = _opened(args, kwargs, give)
         try:
@@ -254,7 +254,7 @@ class UpdateFunction:
         return traced, tape, recording
 
     def _refuse(self, value: Any) -> None:
-        """What a function brings along from elsewhere: arrays are its own, all else belongs among its arguments."""
+        """Refuses values from elsewhere than the arguments; arrays are the function's own, and are let through."""
         if isinstance(value, Readable | DistributedValues):
             fail(
                 f"{users_function() or self.__name__} uses {value!r}, which is not among its arguments; pass it, or in "

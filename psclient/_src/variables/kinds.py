@@ -70,12 +70,12 @@ class ServerVariable(Variable):
 
 
 class Cell:
-    """An array on a device that is replaced, never changed: who has read it keeps what was read. For any thread.
+    """An array on a device that is replaced, never changed: readers keep the array that they have read. For any thread.
 
     Args:
-        name: of the variable, for messages.
+        name: name of the variable, for messages.
         spec: dtype and shape.
-        device: where it lives.
+        device: the device that holds it.
         value: the first value, of that dtype and shape.
     """
 
@@ -158,7 +158,7 @@ class LocalVariable(Variable):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Where it lives."""
+        """The devices that hold it."""
         names: tuple[str, ...] = self.strategy.extended.parameter_devices
         return names
 
@@ -177,11 +177,11 @@ class LocalVariable(Variable):
 
 
 class ReplicaCopy(Component, Readable):
-    """One replica's copy of a variable; what it is called and how it is trained are the variable's.
+    """One replica's copy of a variable; its name and whether it is trained are the variable's.
 
     Attributes:
-        distributed_container: the variable.
-        device: where it is.
+        distributed_container: the variable whose copy this is.
+        device: the device that holds the copy.
     """
 
     def __init__(self, container: CopiedVariable, device: Device, value: Array) -> None:
@@ -209,11 +209,11 @@ class ReplicaCopy(Component, Readable):
         return self.distributed_container.assign_copy(self, "assign", value)
 
     def assign_add(self, delta: Any) -> Any:
-        """As `assign`."""
+        """Adds to the copy, under the rules of `assign`."""
         return self.distributed_container.assign_copy(self, "assign_add", delta)
 
     def assign_sub(self, delta: Any) -> Any:
-        """As `assign`."""
+        """Subtracts from the copy, under the rules of `assign`."""
         return self.distributed_container.assign_copy(self, "assign_sub", delta)
 
     def __repr__(self) -> str:

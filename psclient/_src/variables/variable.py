@@ -23,27 +23,27 @@ InitialValue = npt.ArrayLike | Callable[[], npt.ArrayLike]
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are made equal."""
+    """The time at which the copies of a variable are made equal."""
 
     AUTO = "auto"
     """As the strategy prefers, which is ON_WRITE."""
     NONE = "none"
-    """Never; no variable of ours may be so."""
+    """Never; variables cannot have it."""
     ON_WRITE = "on_write"
     """With each assignment: every replica reads the same value."""
     ON_READ = "on_read"
-    """When it is read in cross-replica context: each replica has a copy of its own that it assigns freely."""
+    """At a read in cross-replica context: each replica has a copy of its own that it assigns freely."""
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values are combined: assigned ones of a variable, or the copies of one that is read."""
+    """The operation that combines replicas' values: assigned ones of a variable, or the copies of one that is read."""
 
     NONE = "none"
-    """Not at all: assigning in replica context is an error."""
+    """No combination: assigning in replica context is an error."""
     SUM = "sum"
-    """Their sum."""
+    """Sum of the replicas' values."""
     MEAN = "mean"
-    """Their mean."""
+    """Mean of the replicas' values."""
     ONLY_FIRST_REPLICA = "only_first_replica"
     """The value of replica 0."""
 
@@ -157,20 +157,20 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
     Args:
         initial_value: array, number, nest of numbers, or a function without arguments that returns one,
             called once. The first process's value wins, and in replica context the first replica's.
-        trainable: whether optimizers should touch it; by default True, but for ON_READ.
+        trainable: True if optimizers should train it; by default True, but for ON_READ.
         name: unique in the strategy; a repeated name gets a number.
         dtype: a key of `pswire.model.tensor.DTYPES`, or what NumPy makes one of; by default that of the value,
             where Python floats are float32.
         synchronization: ON_READ for a copy per replica, combined when it is read in cross-replica context.
-        aggregation: how `assign*` in replica context, or a read of ON_READ copies, combines the replicas' values.
+        aggregation: combines the replicas' values in `assign*` in replica context, or when ON_READ copies are read.
 
     Attributes:
-        strategy: whose variable it is.
+        strategy: the strategy that owns it.
         spec: dtype and shape.
         name: unique in the strategy.
-        trainable: whether optimizers should touch it.
+        trainable: True if optimizers train it.
         synchronization: ON_WRITE or ON_READ.
-        aggregation: as given.
+        aggregation: the constructor's aggregation.
 
     Raises:
         RuntimeError: it is created in an update function.
@@ -267,7 +267,7 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         lift = context.update_lift()
         if lift is not None:
             return getattr(lift(self), how)(value)
-        elsewhere = context.get_strategy() is not self.strategy  # which is refused there, with a word
+        elsewhere = context.get_strategy() is not self.strategy  # refused there, with a message
         if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
             return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (value,))
         if self.aggregation is VariableAggregation.NONE:
@@ -286,7 +286,7 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         """Combines the replicas' values as `aggregation` says, and assigns them once. In cross-replica context.
 
         Args:
-            strategy: whose variable it is.
+            strategy: the strategy that owns the variable.
             how: "assign", "assign_add" or "assign_sub".
             value: a per-replica value, or what all replicas have alike.
 
