@@ -44,8 +44,8 @@ class Metric:
         """Creates a sum of float64 that each replica fills by itself.
 
         Args:
-            name: what follows the metric's name in the variable's.
-            shape: sizes of its dimensions.
+            name: second part of the variable's name, after the metric's.
+            shape: shape of the sum.
         """
         variable: Variable = Variable(
             np.zeros(shape),
@@ -58,7 +58,7 @@ class Metric:
         return variable
 
     def trackable_children(self) -> dict[str, Variable]:
-        """What checkpoints have of it: its variables, by the names that `add_variable` was given. In any context."""
+        """Returns what checkpoints save of it: its variables, by the names given to `add_variable`. In any context."""
         return dict(self._by_name)
 
     def totals(self) -> list[Array]:
@@ -158,7 +158,7 @@ class Mean(Metric):
 
 
 class Accuracy(Mean):
-    """How often predictions equal labels.
+    """The fraction of predictions that equal their labels.
 
     Source: `tf.keras.metrics.Accuracy`.
 
@@ -188,14 +188,14 @@ class AUC(Metric):
     between precision-recall and ROC curves", 2006.
 
     Args:
-        num_thresholds: how many thresholds, evenly from 0 to 1.
+        num_thresholds: number of thresholds, evenly from 0 to 1.
         curve: "ROC" or "PR".
         summation_method: "interpolation", "minoring" or "majoring".
         name: prefix of its variables' names.
         thresholds: between 0 and 1, in place of `num_thresholds`; 0 and 1 are added.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: an argument has none of these values.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class DistributionStrategy:
     where there is none.
 
     Args:
-        strategy: whose names these are; by default that of the calling thread's context.
+        strategy: the strategy that has these names; by default that of the calling thread's context.
     """
 
     def __init__(self, strategy: Strategy | None = None) -> None:
@@ -40,7 +40,7 @@ class DistributionStrategy:
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is one tower in all: then `call_for_each_tower` calls its function once."""
+        """True if there is one tower in all: then `call_for_each_tower` calls its function once."""
         return self.num_towers == 1
 
     @property
@@ -80,10 +80,10 @@ class DistributionStrategy:
         """Variables created within have a value of its own in each tower, and are not trained. In the scope.
 
         Args:
-            reduce_method: "sum" or "mean": how they are combined for `fetch` and checkpoints.
+            reduce_method: "sum" or "mean": the combination for `fetch` and checkpoints.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: `reduce_method` is neither.
         """
         return on_read_scope(VariableAggregation(_checked(reduce_method)))
 
@@ -145,17 +145,17 @@ class DistributionStrategy:
         return self.strategy.extended.batch_reduce_to(_checked(method_string), pairs)
 
     def fetch(self, val: Any, destination: str = _CPU, fn: Callable[[Any], Any] = lambda x: x) -> Any:
-        """A copy of `fn(val)` on a device of this process; of a tower-local variable its combined value.
+        """Copies `fn(val)` to a device of this process; of a tower-local variable its combined value.
 
         In cross-tower context.
 
         Args:
             val: an array, a variable, or a mirrored value.
-            destination: the device.
+            destination: name of the device, such as "/cpu:0".
             fn: applied before the value is copied.
 
         Raises:
-            ValueError: a per-device value, which has to be reduced first.
+            ValueError: `val` is a per-device value, which has to be reduced first.
         """
         if isinstance(val, values.PerReplica):
             raise ValueError("fetch takes one value, and not one for each tower; combine them with reduce first")
@@ -202,10 +202,10 @@ class PerDeviceIterator:
     """One pass over a dataset; each item is a value for each tower.
 
     Args:
-        batches: the items.
+        batches: the pass over the distributed dataset.
 
     Attributes:
-        initializer: None: there is no session that would have to run it.
+        initializer: None, as there is no session that would have to run it.
     """
 
     initializer = None
@@ -224,12 +224,12 @@ class PerDeviceIterator:
 
 
 class TowerContext:
-    """What one tower knows, while its function runs.
+    """The tower whose function the thread runs.
 
     Source: `tf.contrib.distribute.DistributionStrategy`.
 
     Args:
-        replica: the same by its newer name.
+        replica: the replica context with these methods by their newer names.
     """
 
     def __init__(self, replica: ReplicaContext) -> None:
@@ -242,7 +242,7 @@ class TowerContext:
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is one tower in all."""
+        """True if there is one tower in all."""
         return self.num_towers == 1
 
     @property
@@ -257,7 +257,7 @@ class TowerContext:
 
     @property
     def device(self) -> str:
-        """Where it computes."""
+        """The device on which it computes."""
         return str(self._replica.device)
 
     def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -266,7 +266,7 @@ class TowerContext:
         def merge(strategy: Strategy, *given: Any, **named: Any) -> Any:
             return merge_fn(DistributionStrategy(strategy), *given, **named)
 
-        merge.__qualname__ = getattr(merge_fn, "__qualname__", merge.__qualname__)  # what messages call it
+        merge.__qualname__ = getattr(merge_fn, "__qualname__", merge.__qualname__)  # its name in messages
         return self._replica.merge_call(merge, args, kwargs)
 
 

@@ -59,7 +59,7 @@ class Adam(Moments):
 
     Args:
         learning_rate, beta_1, beta_2, epsilon: as in `Moments`.
-        amsgrad: whether to divide by the largest second moment so far; Reddi et al., 2018.
+        amsgrad: True to divide by the largest second moment so far; Reddi et al., 2018.
         options: as in `Optimizer`.
     """
 

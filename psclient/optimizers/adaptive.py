@@ -20,7 +20,7 @@ class Adagrad(Optimizer):
 
     Args:
         learning_rate: step size.
-        initial_accumulator_value: what the sum begins with.
+        initial_accumulator_value: initial value of the sum.
         epsilon: keeps the division away from zero.
         options: as in `Optimizer`.
 
@@ -91,9 +91,9 @@ class RMSprop(Optimizer):
     Args:
         learning_rate: step size.
         rho: decay of the mean.
-        momentum: 0 for none.
+        momentum: decay of the momentum; 0 for none.
         epsilon: keeps the division away from zero.
-        centered: whether the variance takes the place of the mean of squares.
+        centered: True to divide by the root of the variance in place of that of the mean of squares.
         options: as in `Optimizer`.
 
     Raises:
@@ -141,8 +141,8 @@ class Ftrl(Optimizer):
 
     Args:
         learning_rate: step size.
-        learning_rate_power: how it falls with the sum of squared gradients; at most 0.
-        initial_accumulator_value: what that sum begins with.
+        learning_rate_power: exponent by which it falls with the sum of squared gradients; at most 0.
+        initial_accumulator_value: initial value of that sum.
         l1_regularization_strength, l2_regularization_strength: penalties on the weights.
         l2_shrinkage_regularization_strength: a penalty on the size of the weights as they are in this step.
         beta: makes the learning rate begin smaller.

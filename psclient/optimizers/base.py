@@ -41,29 +41,29 @@ class Optimizer(Configured):
         learning_rate: step size: a number, a schedule, or a function without arguments that gives a number, the same
             one on all processes.
         name: prefix of the names of slots.
-        weight_decay: by which fraction of them, times the learning rate, variables are made smaller before each step.
-        clipnorm: the most that the norm of each gradient may be; larger ones are made smaller.
-        clipvalue: the most that an element of a gradient may be, in size.
-        global_clipnorm: the most that the norm of all gradients together may be. Where variables live on several
+        weight_decay: fraction of them, times the learning rate, by which variables are made smaller before each step.
+        clipnorm: greatest norm of each gradient; larger ones are made smaller.
+        clipvalue: greatest size of an element of a gradient; larger ones are cut to it.
+        global_clipnorm: greatest norm of all gradients together. Where variables live on several
             servers a step then takes two rounds.
         use_ema: keeps an exponential moving average of each variable; see `average`.
-        ema_momentum: how much of the average stays in each step.
-        ema_overwrite_frequency: after how many steps variables become their averages; None for never.
-        loss_scale_factor: by which the loss was multiplied, so that gradients are divided by it; or a
+        ema_momentum: fraction of the average that stays in each step.
+        ema_overwrite_frequency: number of steps after which variables become their averages; None for never.
+        loss_scale_factor: number by which the loss was multiplied, so that gradients are divided by it; or a
             `DynamicLossScale`. See `scale_loss`.
-        gradient_accumulation_steps: of how many calls the gradients are averaged for one step. A schedule then goes by
+        gradient_accumulation_steps: number of calls whose gradients are averaged for one step. A schedule then goes by
             calls.
 
     Raises:
         ValueError: more than one way of clipping, or a number that is out of its range or not finite.
-        TypeError: the learning rate is none, or another number is no number.
+        TypeError: the learning rate is no number, schedule or function, or another number is no number.
     """
 
     slots: tuple[str, ...] = ()
     _fixed: ClassVar[Set[str]] = frozenset({"name", "gradient_accumulation_steps"})
     _fixed_once_built: ClassVar[Set[str]] = frozenset({"slots", "use_ema"})
     _slot_of: ClassVar[Mapping[str, str]] = {}
-    """Attributes that need a slot if they are true, and which."""
+    """Slots by the attribute that needs them: a slot is there if its attribute is true."""
     _ranges: ClassVar[Mapping[str, Range]] = {}
     """A class's own attributes that are numbers, and which ones: when it is created, and when they are changed."""
 
@@ -171,7 +171,7 @@ class Optimizer(Configured):
         attributes of `self` that are numbers, words, functions or tuples of these. It sees no others.
 
         Args:
-            v: the variable.
+            v: the variable, or what stands for it in a trace.
             gradient: the sum over all replicas, of the variable's shape; float32 for a variable of half precision.
             iterations: steps applied, this one included.
             slots: this variable's slots.
@@ -181,11 +181,11 @@ class Optimizer(Configured):
         )
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """Returns what a slot holds at first: zeros of the variable's shape, float32 for a variable of half precision.
+        """Returns the initial value of a slot: zeros of the variable's shape, float32 for a variable of half precision.
 
         Args:
             slot: one of the names in `slots`.
-            v: the variable.
+            v: the variable that the slot belongs to.
         """
         return np.zeros(v.shape, state_dtype(v.dtype))
 
@@ -282,7 +282,7 @@ class Optimizer(Configured):
         """Leaves variables out of weight decay. In any context, by all processes alike.
 
         Args:
-            var_list: variables.
+            var_list: the variables to leave out.
             var_names: regular expressions; a variable whose name has one in it is left out.
         """
         self._excluded.add(map(values.container, var_list or ()), var_names or ())

@@ -18,8 +18,8 @@ class SGD(Optimizer):
 
     Args:
         learning_rate: step size.
-        momentum: 0 for none, then there is no slot.
-        nesterov: whether the step looks ahead: `v += momentum * m - rate * g`.
+        momentum: decay of the momentum; 0 for none, then there is no slot.
+        nesterov: True if the step looks ahead: `v += momentum * m - rate * g`.
         options: as in `Optimizer`.
 
     Raises:
@@ -56,7 +56,7 @@ class Lion(Optimizer):
 
     Args:
         learning_rate: step size; about a tenth of Adam's.
-        beta_1: how much of the momentum is in the step.
+        beta_1: fraction of the momentum in the step.
         beta_2: decay of the momentum.
         options: as in `Optimizer`.
 

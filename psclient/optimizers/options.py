@@ -1,4 +1,4 @@
-"""What all optimizers are told, and the rules of it: when one is created, and when it is changed later."""
+"""Options of all optimizers, and their rules: when one is created, and when it is changed later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COUNTS = {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 2}
 
 
 class Options(TypedDict, total=False):
-    """What every optimizer takes beside its own arguments; see `Optimizer`."""
+    """Arguments that every optimizer takes beside its own; see `Optimizer`."""
 
     weight_decay: float | None
     clipnorm: float | None
@@ -49,15 +49,15 @@ class Options(TypedDict, total=False):
 
 
 OPTIONS = frozenset(Options.__annotations__) - {"name"}
-"""Their names."""
+"""Names of the options but `name`."""
 
 
 def check_rate(rate: Any) -> Any:
-    """A learning rate as it is kept.
+    """Checks a learning rate; returns it as it is kept.
 
     Raises:
-        TypeError: it is neither a number, nor a schedule, nor a function.
-        ValueError: it is not finite.
+        TypeError: the rate is neither a number, nor a schedule, nor a function.
+        ValueError: the rate is not finite.
     """
     if isinstance(rate, LearningRateSchedule) or callable(rate):
         return rate
@@ -67,10 +67,10 @@ def check_rate(rate: Any) -> Any:
 
 
 def rate_now(rate: Any) -> Any:
-    """A learning rate as one step takes it: a number, or the schedule.
+    """Returns a learning rate as one step takes it: a number, or the schedule.
 
     Raises:
-        TypeError: it is a function, which returned no number.
+        TypeError: the rate is a function, which returned no number.
         ValueError: the function returned one that is not finite.
     """
     if isinstance(rate, LearningRateSchedule) or not callable(rate):

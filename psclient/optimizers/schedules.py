@@ -23,23 +23,23 @@ class LearningRateSchedule(Configured):
     """
 
     def __call__(self, step: Any) -> Any:
-        """The learning rate.
+        """Returns the learning rate of a step.
 
         Args:
-            step: how many steps were applied before, a number or what stands for it in an update function: take NumPy
+            step: number of steps applied before, or what stands for it in an update function: take NumPy
                 functions, and `np.where` in place of `if`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what the rate is; write __call__(self, step)")
 
 
 class Constant(LearningRateSchedule):
-    """Always the same rate; for what takes a schedule.
+    """The same rate in every step, as a schedule.
 
     Args:
         learning_rate: the rate.
 
     Raises:
-        ValueError, TypeError: it is not finite, or no number; so do all schedules with all their numbers.
+        ValueError, TypeError: the rate is not finite, or no number; so do all schedules with all their numbers.
     """
 
     def __init__(self, learning_rate: float) -> None:
@@ -50,7 +50,7 @@ class Constant(LearningRateSchedule):
 
 
 class _Decay(LearningRateSchedule):
-    """What decays by the same rule in each `decay_steps` steps."""
+    """Base of schedules that decay by the same rule in each `decay_steps` steps."""
 
     def __init__(
         self, initial_learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
@@ -71,10 +71,10 @@ class ExponentialDecay(_Decay):
     Source: `keras.optimizers.schedules.ExponentialDecay`.
 
     Args:
-        initial_learning_rate: at step 0.
-        decay_steps: in how many steps the rate decays once.
+        initial_learning_rate: the rate at step 0.
+        decay_steps: number of steps in which the rate decays once.
         decay_rate: factor of one decay.
-        staircase: whether the rate changes only every `decay_steps`.
+        staircase: True if the rate changes only every `decay_steps`.
     """
 
     def __call__(self, step: Any) -> Any:
@@ -129,11 +129,11 @@ class PolynomialDecay(LearningRateSchedule):
     Source: `keras.optimizers.schedules.PolynomialDecay`.
 
     Args:
-        initial_learning_rate: at step 0.
-        decay_steps: after how many steps the end is reached.
-        end_learning_rate: from then on.
+        initial_learning_rate: the rate at step 0.
+        decay_steps: number of steps after which the end is reached.
+        end_learning_rate: the rate from then on.
         power: 1 for a straight line.
-        cycle: whether the rate rises again after the end, over a longer cycle each time.
+        cycle: True if the rate rises again after the end, over a longer cycle each time.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class CosineDecay(LearningRateSchedule):
     Source: `keras.optimizers.schedules.CosineDecay`; Loshchilov and Hutter, "SGDR", 2017.
 
     Args:
-        initial_learning_rate: at step 0.
-        decay_steps: how many steps the cosine takes.
+        initial_learning_rate: the rate at step 0.
+        decay_steps: number of steps of the cosine.
         alpha: the rate at its end, as a fraction of that at its beginning.
-        warmup_target: to which the rate rises first; None for no warm-up.
-        warmup_steps: in how many steps; these come before `decay_steps`.
+        warmup_target: the rate at the end of the warm-up; None for no warm-up.
+        warmup_steps: number of steps of the warm-up; these come before `decay_steps`.
     """
 
     def __init__(
@@ -206,10 +206,10 @@ class CosineDecayRestarts(LearningRateSchedule):
     Source: `keras.optimizers.schedules.CosineDecayRestarts`; Loshchilov and Hutter, "SGDR", 2017.
 
     Args:
-        initial_learning_rate: at step 0.
-        first_decay_steps: how many steps the first cosine takes.
-        t_mul: by how much each takes longer than the one before.
-        m_mul: by how much it begins lower.
+        initial_learning_rate: the rate at step 0.
+        first_decay_steps: number of steps of the first cosine.
+        t_mul: factor of each cosine's length over that of the one before.
+        m_mul: factor of each cosine's first rate over that of the one before.
         alpha: the rate at the end of each, as a fraction of the initial rate.
     """
 
@@ -244,9 +244,9 @@ class LinearWarmup(LearningRateSchedule):
     """A straight line to another schedule's first rate, and then that schedule from its beginning.
 
     Args:
-        schedule: what follows; a number for a constant rate.
-        warmup_steps: how many steps the line takes.
-        initial_learning_rate: at step 0.
+        schedule: the schedule after the warm-up; a number for a constant rate.
+        warmup_steps: number of steps of the line.
+        initial_learning_rate: the rate at step 0.
     """
 
     def __init__(

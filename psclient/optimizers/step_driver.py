@@ -33,13 +33,13 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StepKey:
-    """All that a step depends on, beside its gradients and what its update functions read by other ways.
+    """The key of a repeatable step: all that it depends on but gradients, and the names that update functions read.
 
     Attributes:
-        variables: in the order of their gradients.
-        decays: of each variable, whether it takes part in weight decay.
-        settings: the optimizer's; their numbers may differ between equal keys.
-        copies: how many copies there are of what steps share.
+        variables: the variables, in the order of their gradients.
+        decays: for each variable True if it takes part in weight decay.
+        settings: the optimizer's attributes; their numbers may differ between equal keys.
+        copies: number of copies of the state that steps share.
     """
 
     variables: tuple[Variable, ...]
@@ -60,11 +60,11 @@ class StepDriver:
     """Makes the steps of one optimizer. Belongs to the thread that runs cross-replica code, but for `was_of`.
 
     Args:
-        rule: the optimizer.
-        state: what it keeps.
-        check: raises where it cannot train some variables together.
-        needs: gives the state that a variable needs beside it.
-        decays: tells whether a variable takes part in weight decay.
+        rule: the optimizer that makes the steps.
+        state: the optimizer's state.
+        check: raises where the optimizer cannot train some variables together.
+        needs: returns the state that a variable needs beside it.
+        decays: returns whether a variable takes part in weight decay.
     """
 
     def __init__(

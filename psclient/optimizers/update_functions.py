@@ -44,11 +44,11 @@ def become(v: Any, value: Any) -> None:
 
 @update_function
 def measure(v: Any, optimizer: Any, gradient: Any, accumulator: Any, scale: Any) -> dict[str, Any]:
-    """The sum of squares of a gradient, float64, and whether all of it is finite, as far as they are needed.
+    """Measures a gradient: the sum of its squares, float64, and whether all of it is finite, as far as is needed.
 
     Args:
-        v: the variable.
-        optimizer: as the module says.
+        v: the variable, in a trace.
+        optimizer: the optimizer, as the module says.
         gradient: the sum over all replicas, multiplied by the loss scale.
         accumulator: the variable that has the gradients of the calls before, if several make a step; else None.
         scale: the dynamic loss scale, or None.
@@ -83,13 +83,13 @@ def begin(optimizer: Any, state: Mapping[str, Any], finite: Any) -> dict[str, An
     """Begins a step.
 
     Args:
-        optimizer: as the module says.
+        optimizer: the optimizer, as the module says.
         state: the variables that all steps share, by name.
-        finite: whether all gradients are; None if it does not matter.
+        finite: true if all gradients are finite; None if it does not matter.
 
     Returns:
         `t`: the step's number, from 1; of a schedule `rate`; with a loss scale `scale`, by which gradients are to be
-        divided, and `finite`; where a call may make no step, `go`: whether it does.
+            divided, and `finite`; where a call may make no step, `go`: true if it does.
     """
     before = state["iterations"].value()
     found: dict[str, Any] = {"t": before + 1}
@@ -146,11 +146,11 @@ def apply(
 
     Args:
         v, optimizer, gradient, accumulator: as in `measure`.
-        begun: what `begin` returned.
-        norm: of all gradients, where they are clipped by it, else None.
+        begun: the result of `begin`.
+        norm: norm of all gradients, where they are clipped by it, else None.
         average: the variable's moving average, or None.
-        decays: whether the variable takes part in weight decay.
-        slots: the variable's.
+        decays: True if the variable takes part in weight decay.
+        slots: the variable's slots, in order.
     """
     own = _unscaled(v, optimizer, gradient, begun.get("scale"))
     if "go" not in begun:

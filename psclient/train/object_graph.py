@@ -1,4 +1,4 @@
-"""What a checkpoint tracks: the variables that are reached from a few objects, by paths such as "model/layers/0/w"."""
+"""The object graph of a checkpoint: variables reached from a few objects, by paths such as "model/layers/0/w"."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Stateful(Protocol):
 
 @dataclass
 class Tracked:
-    """What was found.
+    """The result of a walk over the objects.
 
     Attributes:
-        variables: by path.
+        variables: the variables that were found, by path.
         stateful: other objects with a state, by path.
     """
 
