@@ -1,4 +1,4 @@
-"""How `psctl` answers: tables for people, JSON for machines."""
+"""Output of `psctl`: tables for people, JSON for machines."""
 
 from __future__ import annotations
 
