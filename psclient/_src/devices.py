@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -24,6 +24,26 @@ from pswire.model.tensor import Array
 
 AnyArray = Any
 """A NumPy or CuPy array."""
+
+Value = Any
+"""An array, a number, a variable, or the tracer that stands for one in an update function: what arithmetic takes."""
+
+
+class _Event(Protocol):
+    """CuPy's event at a point of a stream."""
+
+    done: bool
+
+    def synchronize(self) -> None:
+        """Waits until the stream has come to it."""
+
+
+class _Stream(Protocol):
+    """CuPy's stream, as far as copies use it."""
+
+    def record(self, event: object, /) -> _Event:
+        """Puts an event at its end; returns it."""
+
 
 _DEVICE = re.compile(
     r"(?:/job:[a-z]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(?P<kind>cpu|gpu)(?::(?P<index>\d+))?",
@@ -161,16 +181,16 @@ def local_devices(names: Sequence[str] | None) -> tuple[Device, ...]:
     return devices
 
 
-def namespace(device: Device) -> Any:
+def namespace(device: Device) -> ModuleType:
     """The module whose functions make arrays on a device: `numpy`, or `cupy`."""
     return _loaded_cupy() if device.kind == "gpu" else np
 
 
-def device_scope(device: Device) -> contextlib.AbstractContextManager[Any]:
+def device_scope(device: Device) -> contextlib.AbstractContextManager[object]:
     """A context in which new arrays of the calling thread are made on a device."""
     if device.kind == "cpu":
         return contextlib.nullcontext()
-    scope: contextlib.AbstractContextManager[Any] = _loaded_cupy().cuda.Device(device.index)
+    scope: contextlib.AbstractContextManager[object] = _loaded_cupy().cuda.Device(device.index)
     return scope
 
 
@@ -199,12 +219,12 @@ def to_device(array: AnyArray, device: Device) -> AnyArray:
     return found if device_of(found) == device else _copies(device).take(found)
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Returns whether it is an array of any library, or a NumPy scalar."""
     return isinstance(value, np.generic) or hasattr(value, "__dlpack_device__")
 
 
-def as_array(value: Any) -> AnyArray:
+def as_array(value: object) -> AnyArray:
     """A NumPy or CuPy array where the value lies; not copied if that can be avoided.
 
     Args:
@@ -229,7 +249,7 @@ def to_numpy(array: AnyArray) -> Array:
     return host
 
 
-def begin_download(array: AnyArray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | Download:
+def begin_download(array: AnyArray, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array | Download:
     """An array on its way to the host, contiguous; what is on the host is there already.
 
     Args:
@@ -265,7 +285,7 @@ class Download:
         here: the array, once `wait` has seen the end of the copy; None before.
     """
 
-    def __init__(self, host: Array, done: Any, over: Callable[[], object]) -> None:
+    def __init__(self, host: Array, done: _Event, over: Callable[[], object]) -> None:
         self._host = host
         self._done = done
         self._over = over
@@ -291,14 +311,14 @@ class _Copies:
     """
 
     def __init__(self, device: Device) -> None:
-        self._cupy: Any = _loaded_cupy()
+        self._cupy: ModuleType = _loaded_cupy()
         self._device = device
         with device_scope(device):
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
         self._lock = threading.Lock()  # guards what is held, which is in the order of the copies
-        self._held: deque[tuple[Any, tuple[AnyArray, ...]]] = deque()
+        self._held: deque[tuple[_Event, tuple[AnyArray, ...]]] = deque()
 
-    def download(self, array: AnyArray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Download:
+    def download(self, array: AnyArray, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Download:
         """Begins to copy an array of this device to the host, contiguous, in a dtype and a shape."""
         with device_scope(self._device):
             there = self._cupy.ascontiguousarray(array, dtype).reshape(shape)
@@ -341,7 +361,7 @@ class _Copies:
     def _current(self) -> Any:
         return self._cupy.cuda.get_current_stream()
 
-    def _now(self, stream: Any) -> Any:
+    def _now(self, stream: _Stream) -> _Event:
         """The event at the end of what a stream of the current device was given so far."""
         return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))
 
@@ -352,7 +372,7 @@ class _Copies:
         memory = self._cupy.cuda.alloc_pinned_memory(like.nbytes)
         return np.frombuffer(memory, like.dtype, like.size).reshape(like.shape)
 
-    def _copied(self, *arrays: AnyArray) -> Any:
+    def _copied(self, *arrays: AnyArray) -> _Event:
         """The event at the end of a copy, until which its arrays are held: nobody else may get their memory."""
         with self._lock:
             done = self._now(self._stream)
