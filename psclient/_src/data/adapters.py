@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from psclient._src import nest
 from psclient._src.data.array_dataset import ArrayDataset
-from psclient._src.devices import as_array, is_array
+from psclient._src.devices import AnyArray, as_array, is_array
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec
 
@@ -118,11 +118,11 @@ class Iterated:
             raise ValueError(f"the {type(self._dataset).__name__} gives no batch, so there is none to describe")
         return self._spec
 
-    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Any]]:
+    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         """The first item, all from `start` on, and whichever come on the way; each with its number."""
         return enumerate(self._dataset)
 
-    def _described(self, item: Any) -> Nest:
+    def _described(self, item: object) -> Nest:
         batch = _checked(item)
         if self._spec is None:
             self._spec = nest.map_structure(_spec_of, batch)
@@ -132,7 +132,7 @@ class Iterated:
 class Indexed(Iterated):
     """The batches of a `MapDataset` of grain, which shuffles anew where the numbers go on beyond its length."""
 
-    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Any]]:
+    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         count = len(self._dataset)
         # The first batch says how large a whole one is, also where a pass begins after it.
         for index in chain(range(min(start, count, 1)), range(start, count)):
@@ -158,7 +158,7 @@ class Loader(Iterated):
         self._seeds = [(generator, generator.initial_seed()) for generator in found if generator is not None]
         self.order_is_own = type(sampler).__name__ in _SHUFFLING and found[0] is None
 
-    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Any]]:
+    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         for generator, seed in self._seeds:
             generator.manual_seed(seed + epoch)
         return super()._items(epoch, start)
@@ -173,7 +173,7 @@ _KINDS: dict[tuple[str, str], Callable[[Any], Source]] = {
 """Datasets that are more than iterable, by the package and the name of their class."""
 
 
-def source_of(dataset: Any) -> Source:
+def source_of(dataset: object) -> Source:
     """Wraps any dataset as a source of batches.
 
     Args:
@@ -201,7 +201,7 @@ def source_of(dataset: Any) -> Source:
     return next((_KINDS[name] for name in names if name in _KINDS), Iterated)(dataset)
 
 
-def _checked(item: Any) -> Nest:
+def _checked(item: object) -> Nest:
     """A batch, its leaves NumPy or CuPy arrays; raises `ValueError` if it is none."""
     leaves = nest.flatten(item)
     for leaf in leaves:
@@ -222,5 +222,5 @@ def _rows(batch: Nest, start: int, stop: int) -> Nest:
     return nest.map_structure(lambda array: array[start:stop], batch)
 
 
-def _spec_of(array: Any) -> ArraySpec:
+def _spec_of(array: AnyArray) -> ArraySpec:
     return ArraySpec((None, *array.shape[1:]), array.dtype)

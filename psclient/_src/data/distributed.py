@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient._src.values import PerReplica
 from pswire.model.log import Position
+from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
 
@@ -250,7 +251,7 @@ class _Distributed:
         return not alone and self._group.any_more(self._number) is None
 
     def _blank(self) -> Nest:
-        def empty(spec: ArraySpec) -> Any:
+        def empty(spec: ArraySpec) -> Array:
             return np.empty([size or 0 for size in spec.shape], spec.dtype)
 
         return nest.map_structure(empty, self._source.spec())
@@ -292,7 +293,7 @@ class DistributedDataset(_Distributed):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         group: DatasetGroup,
         number: int,
         passes: Passes | None = None,
@@ -369,7 +370,7 @@ class DistributedDatasetFromFunction(_Distributed):
 
     def __init__(
         self,
-        dataset_fn: Callable[[InputContext], Any],
+        dataset_fn: Callable[[InputContext], object],
         input_context: InputContext,
         group: DatasetGroup,
         number: int,

@@ -134,7 +134,7 @@ def fail(message: str, kind: type[ProgramError] = ProgramError, at: str = "") ->
     raise kind(f"{where}: {message}" if where else message)
 
 
-def refuse_result(fn: Callable[..., Any], result: Any) -> None:
+def refuse_result(fn: Callable[..., object], result: object) -> None:
     """Raises `ProgramError` if a call of an update function has run nothing of it: a generator or a coroutine."""
     if not isinstance(result, GeneratorType | CoroutineType | AsyncGeneratorType):
         return
@@ -169,7 +169,7 @@ def refuse_slots(optimizer: Any) -> None:
         fail(f"{name} is called with ({', '.join(taken)}): {error}; take these, or change slots", at=line)
 
 
-def refuse_step(optimizer: Any, returned: Any, variables: Sequence[Any], assigned: bool) -> None:
+def refuse_step(optimizer: Any, returned: object, variables: Sequence[object], assigned: bool) -> None:
     """Raises `ProgramError` if an optimizer's `update` returns something, which is lost, or assigns nothing.
 
     Args:
@@ -202,7 +202,7 @@ def refuse_changing(brought: Sequence[Brought], again: Sequence[Brought]) -> Non
             )
 
 
-def warn_of_large(brought: Iterable[Brought], fn: Callable[..., Any], around: Surroundings | None) -> None:
+def warn_of_large(brought: Iterable[Brought], fn: Callable[..., object], around: Surroundings | None) -> None:
     """Says of large arrays, once for each, that they travel to the servers in each call.
 
     Args:
@@ -228,7 +228,7 @@ def _short(name: str) -> str:
     return name.rpartition("<locals>.")[2]
 
 
-def _named(fn: Callable[..., Any]) -> tuple[str, str]:
+def _named(fn: Callable[..., object]) -> tuple[str, str]:
     """A function's name, and the line where it begins."""
     own = inspect.unwrap(getattr(fn, "func", fn))
     code = getattr(own, "__code__", None)

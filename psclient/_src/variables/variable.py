@@ -15,7 +15,8 @@ import numpy.typing as npt
 from psclient._src import context, values
 from psclient._src.arraylike import Readable
 from psclient._src.context import StrategyFace
-from psclient._src.devices import to_numpy
+from psclient._src.devices import Value, to_numpy
+from psclient._src.nest import Nest
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array, portable, spec_of
 
@@ -120,7 +121,7 @@ def _settled(
     return VariableSynchronization.ON_WRITE if found is VariableSynchronization.AUTO else found, aggregation
 
 
-def _create_together(strategy: StrategyFace, requests: Any) -> Any:
+def _create_together(strategy: StrategyFace, requests: Nest) -> Any:
     return _create(strategy, values.local_results(requests)[0])
 
 
@@ -140,7 +141,7 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
 
 
 def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Array:
-    value: Any = initial_value() if callable(initial_value) else initial_value
+    value: object = initial_value() if callable(initial_value) else initial_value
     if dtype is None and not hasattr(value, "dtype") and np.asarray(value).dtype == np.float64:
         dtype = np.float32
     return portable(np.asarray(to_numpy(value) if hasattr(value, "dtype") else value, dtype))
@@ -204,7 +205,7 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         self.aggregation = aggregation
 
     @classmethod
-    def stored(cls, *args: Any) -> Self:
+    def stored(cls, *args: object) -> Self:
         """Makes a variable of this very kind; for the strategies."""
         made: Self = type.__call__(cls, *args)
         return made
@@ -229,13 +230,13 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
     def __repr__(self) -> str:
         return f"<ps.Variable {self.name!r} {self.spec} on {', '.join(self.devices)}>"
 
-    def value(self) -> Any:
+    def value(self) -> Value:
         """Its value, as `read_value`."""
         return self.read_value()
 
     # ---- Writing ----
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Value) -> Value:
         """Gives it a value.
 
         In an update function this is part of the update. In cross-replica context, which is entered where
@@ -255,15 +256,15 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         """
         return self._assign("assign", value)
 
-    def assign_add(self, delta: Any) -> Any:
+    def assign_add(self, delta: Value) -> Value:
         """Adds to it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
         return self._assign("assign_add", delta)
 
-    def assign_sub(self, delta: Any) -> Any:
+    def assign_sub(self, delta: Value) -> Value:
         """Subtracts from it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
         return self._assign("assign_sub", delta)
 
-    def _assign(self, how: str, value: Any) -> Any:
+    def _assign(self, how: str, value: Value) -> Value:
         lift = context.update_lift()
         if lift is not None:
             return getattr(lift(self), how)(value)
@@ -278,11 +279,11 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
             )
         return context.require_replica(how).merge_call(self._merge_assign, args=(how, value))
 
-    def _merge_assign(self, strategy: StrategyFace, how: str, value: Any) -> Any:
+    def _merge_assign(self, strategy: StrategyFace, how: str, value: Value) -> Value:
         self._check_summed(strategy, how, value)
         return self.assign_aggregate(strategy, how, value)
 
-    def assign_aggregate(self, strategy: StrategyFace, how: str, value: Any) -> Any:
+    def assign_aggregate(self, strategy: StrategyFace, how: str, value: Value) -> Value:
         """Combines the replicas' values as `aggregation` says, and assigns them once. In cross-replica context.
 
         Args:
@@ -297,7 +298,7 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         truth = self.spec.dtype == "bool"  # Reductions know none: it comes as an integer.
         return strategy.extended.update(self, lambda v, x: getattr(v, how)(x.astype(bool) if truth else x), (reduced,))
 
-    def _check_summed(self, strategy: StrategyFace, how: str, value: Any) -> None:
+    def _check_summed(self, strategy: StrategyFace, how: str, value: object) -> None:
         copied = isinstance(value, values.DistributedValues) and not _is_mirrored(value)
         replicas = len(strategy.extended.worker_devices)
         if self.aggregation is VariableAggregation.SUM and replicas > 1 and not copied:
@@ -308,5 +309,5 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
             )
 
 
-def _is_mirrored(value: Any) -> bool:
+def _is_mirrored(value: object) -> bool:
     return isinstance(value, Variable) and value.synchronization is VariableSynchronization.ON_WRITE
