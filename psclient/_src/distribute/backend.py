@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from psclient._src.context import StrategyFace
 from psclient._src.data import distributed
-from psclient._src.devices import Device
+from psclient._src.devices import Device, Value
 from psclient._src.distribute.reduction import LocalValue
+from psclient._src.nest import Nest
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
@@ -18,6 +19,8 @@ from pswire.model.tensor import Array
 if TYPE_CHECKING:
     from psclient._src.distribute.template import HostValue, TemplateCache
     from psclient._src.tracing.symbolic_numbers import Number
+
+T = TypeVar("T")
 
 ServerIds = tuple[int, ...]
 """Parameter devices, by number."""
@@ -124,7 +127,7 @@ class Backend(Protocol):
         """
         ...
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
         """Reduces over all processes.
 
         Args:
@@ -140,10 +143,10 @@ class Backend(Protocol):
         self,
         strategy: StrategyFace,
         place: ServerIds,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> list[Any]:
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> list[Nest]:
         """Runs an update function beside the variables of a place; returns its result for each copy of them."""
         ...
 
@@ -166,15 +169,15 @@ class Backend(Protocol):
         """
         ...
 
-    def bring(self, values: Sequence[Any]) -> list[Array]:
+    def bring(self, values: Sequence[object]) -> list[Array]:
         """Brings reduced values here, in one round; that ends what the calling thread has begun."""
         ...
 
-    def section(self, call: Callable[[], Any]) -> Any:
+    def section(self, call: Callable[[], T]) -> T:
         """Runs what `merge_call` was given, and ends what it began."""
         ...
 
-    def run(self, replicas: Callable[[], Any]) -> Any:
+    def run(self, replicas: Callable[[], T]) -> T:
         """Ends what the calling thread has begun, then runs replicas; again where they have to (`RunAgain`).
 
         Args:

@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
 
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable, read
 from psclient._src.context import StrategyFace
-from psclient._src.devices import Device, is_array, to_device, to_numpy
+from psclient._src.devices import Device, Value, is_array, to_device, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.local import apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.template import HostValue, travels_as
+from psclient._src.nest import Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
@@ -168,8 +168,8 @@ class StrategyExtended:
     # ---- Reductions ----
 
     def reduce_to(
-        self, reduce_op: ReduceOp | ReduceOpName, value: Any, destinations: Any, experimental_hints: Any = None
-    ) -> Any:
+        self, reduce_op: ReduceOp | ReduceOpName, value: Value, destinations: object, experimental_hints: object = None
+    ) -> Value:
         """Combines a value across all replicas of all workers. In cross-replica context.
 
         Args:
@@ -196,9 +196,9 @@ class StrategyExtended:
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | ReduceOpName,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
-        experimental_hints: Any = None,
-    ) -> list[Any]:
+        value_destination_pairs: Sequence[tuple[Value, object]],
+        experimental_hints: object = None,
+    ) -> list[Value]:
         """Combines several values at once, as several `reduce_to`. In cross-replica context.
 
         Args:
@@ -211,7 +211,7 @@ class StrategyExtended:
         """
         return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
 
-    def aggregate(self, aggregation: VariableAggregation, value: Any, destination: Variable | None) -> Any:
+    def aggregate(self, aggregation: VariableAggregation, value: object, destination: Variable | None) -> Value:
         """As `reduce_to` for variables: by a variable's aggregation, ONLY_FIRST_REPLICA included.
 
         Args:
@@ -228,11 +228,11 @@ class StrategyExtended:
                 return self._here(local)
             return self._reduced([(local, self._destination(destination, None))])[0]
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
+    def reduce(self, op: ReduceOp, value: object, axis: int | None) -> Array:
         """One reduction whose value comes back to every process, at once; see `StrategyFace.reduce`."""
         return self._here(self._local(op, value, axis))
 
-    def contributions(self, values: Sequence[Any], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
+    def contributions(self, values: Sequence[Value], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
         """Returns this process's contributions to sums like earlier ones, if they fit; else fewer items.
 
         In cross-replica context.
@@ -254,7 +254,9 @@ class StrategyExtended:
         (reduced,) = self._backend.reduce([(local, None)])
         return to_numpy(read(reduced))
 
-    def _reduce_to(self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def _reduce_to(
+        self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Sequence[tuple[Value, object]]
+    ) -> list[Value]:
         with self._cross_replica(what):
             op = ReduceOp.parse(reduce_op)
             # A look at a value ends the section: all are looked at before the first reduction is recorded.
@@ -262,7 +264,7 @@ class StrategyExtended:
             local = [self._local(op, value, None) for value, _ in pairs]
             return self._reduced(list(zip(local, places, strict=True)))
 
-    def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Any]:
+    def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Value]:
         beside = [place if isinstance(place, Beside) else None for _, place in pairs]
         reduced = self._backend.reduce([(local, to) for (local, _), to in zip(pairs, beside, strict=True)])
         return [
@@ -270,7 +272,7 @@ class StrategyExtended:
             for value, (_, place) in zip(reduced, pairs, strict=True)
         ]
 
-    def _local(self, op: ReduceOp, value: Any, axis: int | None) -> LocalValue:
+    def _local(self, op: ReduceOp, value: object, axis: int | None) -> LocalValue:
         replicas = len(self.worker_devices)
         if isinstance(value, DistributedValues) and not isinstance(value, MirroredVariable):
             values = tuple(unwrap(value, replicas))
@@ -287,11 +289,11 @@ class StrategyExtended:
         empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
         return combine(op.wire, [_host(v) for v in values], empty, axis)
 
-    def _first(self, value: Any) -> LocalValue:
+    def _first(self, value: object) -> LocalValue:
         """The value of this process's first replica; of all processes' the first that is there counts."""
         return combine("first", [_host(local_results(value)[0])], EVERYONE, None)
 
-    def _destination(self, destinations: Any, value: Any) -> Destination:
+    def _destination(self, destinations: object, value: object) -> Destination:
         """Returns where a reduced value shall be: beside a variable on servers, or on devices of this process."""
         devices = self._backend.group.devices
         if isinstance(destinations, Variable):
@@ -318,7 +320,7 @@ class StrategyExtended:
         return self._backend.group.devices[self.worker_devices.index(full)]
 
     @staticmethod
-    def _bring(value: Any, devices: Sequence[Device]) -> Any:
+    def _bring(value: object, devices: Sequence[Device]) -> Value:
         """A value on worker devices: an array for one, else mirrored."""
         array = read(value)
         copies = [to_device(array, device) for device in devices]
@@ -329,11 +331,11 @@ class StrategyExtended:
     def update(
         self,
         var: Variable,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Nest:
         """Runs `fn(var, *args, **kwargs)` beside a variable, in update context. In cross-replica context.
 
         A variable on servers has one copy: there the function is traced, and runs on the server, see
@@ -374,11 +376,11 @@ class StrategyExtended:
     def update_non_slot(
         self,
         colocate_with: Sequence[str] | Variable,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Nest:
         """Runs `fn(*args, **kwargs)` on the non-slot devices, in update context. In cross-replica context.
 
         Args:
@@ -395,7 +397,7 @@ class StrategyExtended:
             self._check_variables(own, named, False)
             return _merged(self._backend.apply(self._strategy, place, fn, own, named), group)
 
-    def _check_variables(self, args: Sequence[Any], kwargs: Mapping[str, Any], by_replica: bool) -> None:
+    def _check_variables(self, args: Sequence[object], kwargs: Mapping[str, object], by_replica: bool) -> None:
         """The arguments of an update: `by_replica` says whether what is updated may differ by replica."""
         for leaf in nest.flatten((args, kwargs)):
             if isinstance(leaf, Variable):
@@ -411,14 +413,14 @@ class StrategyExtended:
             yield
 
 
-def _merged(results: Sequence[Any], group: bool) -> Any:
+def _merged(results: Sequence[Nest], group: bool) -> Nest:
     """The results of an update, one for each copy of what it updated."""
     if group:
         return merge_copies(results)
     return nest.map_structure(lambda *leaves: list(leaves), *results)
 
 
-def _host(value: Any) -> Any:
+def _host(value: Value) -> Value:
     if isinstance(value, PerReplica):
         raise TypeError("a per-replica value stands inside another one; reduce its leaves one after another")
     return value.numpy() if isinstance(value, Readable) else value

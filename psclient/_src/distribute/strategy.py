@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import numpy as np
 
@@ -16,9 +16,11 @@ from psclient._src import context, nest, values
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
+from psclient._src.devices import Value
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
 from psclient._src.distribute.replicas import ReplicaRunner
+from psclient._src.nest import Nest
 from psclient._src.options import InputContext, InputOptions, ReduceOp, ReduceOpName, RunOptions, ValueContext
 from psclient._src.processes import shutdown
 from pswire.model.tensor import Array
@@ -43,7 +45,7 @@ class Strategy:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.extended = extended_v1.StrategyExtended(self)
+        self.extended: extended_v1.StrategyExtended = extended_v1.StrategyExtended(self)
         group = backend.group
         self._runner = ReplicaRunner(self, group.devices, group.slice, backend.section)
         self._datasets = 0
@@ -84,8 +86,8 @@ class Strategy:
     def run(
         self,
         fn: Callable[..., T],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> T:
         """Calls a function once on each local replica, in replica context. In cross-replica context.
@@ -141,7 +143,7 @@ class Strategy:
             for _, call in waiting:
                 call()
 
-    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | None) -> Array:
+    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: object, axis: int | None) -> Array:
         """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.
 
         Args:
@@ -162,17 +164,19 @@ class Strategy:
             self.backend.check_open()
             return self.extended.reduce(ReduceOp.parse(reduce_op), value, axis)
 
-    def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> Nest:
         """`get_replica_context().merge_call`, for code that has the strategy at hand. In replica context."""
         return context.require_replica("merge_call", self).merge_call(merge_fn, args, kwargs)
 
     # ---- Values ----
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
         """The values of the local replicas: a tuple, `(value,)` of what is not distributed. In any context."""
         return values.local_results(value)
 
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], object]) -> Nest:
         """A value for each local replica. In cross-replica context.
 
         Args:
@@ -195,7 +199,7 @@ class Strategy:
 
     # ---- Data ----
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> ArrayDataset:
+    def experimental_make_numpy_dataset(self, numpy_input: object) -> ArrayDataset:
         """A dataset over a nest of NumPy arrays, an example for each row. In any context.
 
         Args:
@@ -204,7 +208,9 @@ class Strategy:
         """
         return ArrayDataset(numpy_input)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: object, options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Splits each global batch evenly over all replicas of all workers. In any context.
 
         Args:
@@ -222,7 +228,7 @@ class Strategy:
         return DistributedDataset(dataset, self.backend.group, self._number_dataset(), self._passes, options)
 
     def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+        self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
     ) -> DistributedDatasetFromFunction:
         """Each worker makes its own dataset, whose batches are per replica. In any context.
 
@@ -248,7 +254,7 @@ class Strategy:
 
     # ---- Logical devices: each replica of ours has one ----
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: T, logical_device_id: int) -> T:
         """The tensor itself: a replica has one logical device, number 0. In any context, mostly a replica's.
 
         Raises:
@@ -261,7 +267,7 @@ class Strategy:
             )
         return tensor
 
-    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+    def experimental_split_to_logical_devices(self, tensor: Value, partition_dimensions: Sequence[int]) -> Value:
         """The tensor itself: a replica has one logical device. In any context, mostly a replica's.
 
         Args:
@@ -286,7 +292,7 @@ class Strategy:
             )
         return tensor
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
         """The tensor itself: a replica has one logical device. In any context, mostly a replica's."""
         return tensor
 

@@ -10,15 +10,17 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable
+from psclient._src.context import StrategyFace
 from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.template import HostValue, SectionTemplate
+from psclient._src.nest import Leaf, Nest
 from psclient._src.rounds.rounds import Outgoing
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
@@ -132,10 +134,10 @@ class Section:
     def apply(
         self,
         servers: tuple[int, ...],
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> Nest:
         """Traces an update function and records its application.
 
         Args:
@@ -177,11 +179,11 @@ class Section:
         self._applies.append(Apply(self._program(traced.program), servers, tuple(refs)))
         return self._result(traced, refs, inputs.variables)
 
-    def _result(self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable]) -> Any:
+    def _result(self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable]) -> Nest:
         first, specs = self._results, traced.program.output_specs
         self._results += len(specs)
 
-        def leaf(value: Any) -> Any:
+        def leaf(value: Leaf) -> Leaf:
             if isinstance(value, OutputLeaf):
                 return ServerValue(self, Ref("result", first + value.index), specs[value.index])
             return variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
@@ -238,7 +240,7 @@ class Section:
         """Records that a checkpoint of all servers is wanted, of the round that this section will be; see its order."""
         self._snapshot = SnapshotOrder(path, tuple(range(self._servers)), round, state)
 
-    def give_back(self, value: Any) -> None:
+    def give_back(self, value: object) -> None:
         """Notes which of the section's values the program will look at: the leaves of a nest."""
         for leaf in nest.flatten(value):
             if isinstance(leaf, ServerValue) and leaf.section is self:
@@ -356,14 +358,14 @@ class Section:
 class _Inputs:
     """The inputs of one program: turns what an update function takes into tracers."""
 
-    def __init__(self, section: Section, servers: tuple[int, ...], strategy: Any) -> None:
+    def __init__(self, section: Section, servers: tuple[int, ...], strategy: StrategyFace) -> None:
         self.section = section
         self.strategy = strategy
         self.servers = servers
         self.variables: dict[int, ServerVariable] = {}
         self.recording = Recording(self.lift)
 
-    def give(self, value: Any) -> Given | None:
+    def give(self, value: Leaf) -> Given | None:
         """Returns what a variable, an array, a located or a mirrored value is as an input; None for all else."""
         if isinstance(value, Variable):
             return self._variable(value)
@@ -381,7 +383,7 @@ class _Inputs:
         return self._array(value) if is_array(value) else None
 
     @staticmethod
-    def _array(value: Any) -> Given:
+    def _array(value: object) -> Given:
         array = to_numpy(value)
         return Given("operand", spec_of(array), array)
 
@@ -394,7 +396,7 @@ class _Inputs:
         self.variables[handle.id] = on_server
         return Given("variable", handle.spec.tensor, Ref("variable", handle.id), value)
 
-    def lift(self, value: Any) -> Tracer | None:
+    def lift(self, value: object) -> Tracer | None:
         """The tracer of a variable or of a located or mirrored value; None for all else."""
         found = self.give(value) if isinstance(value, Readable | DistributedValues) else None
         if found is None:
@@ -407,7 +409,7 @@ class _Inputs:
             else self.recording.operand(found.source)
         )
 
-    def argument(self, value: Any) -> Any:
+    def argument(self, value: object) -> object:
         """An argument as the update function sees it: Python scalars and unknown things as they are."""
         if isinstance(value, Settings):
             return value.view(lambda number: number)
