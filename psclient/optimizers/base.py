@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 import numpy as np
 
 from psclient._src import context, values
+from psclient._src.devices import Value
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Configured, Settings, is_view
@@ -92,7 +93,7 @@ class Optimizer(Configured):
         loss_scale_factor: float | DynamicLossScale | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> None:
-        self._learning_rate: Any = check_rate(learning_rate)
+        self._learning_rate: object = check_rate(learning_rate)
         self.name = name or type(self).__name__.lower()
         options = {
             "weight_decay": weight_decay,
@@ -111,7 +112,7 @@ class Optimizer(Configured):
         self._driver = StepDriver(self, self._state, self._check_variables, self._needs, self._decays)
         self._excluded = Exclusions()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # What stands for an optimizer in an update function has no state.
         if "_state" in vars(self):
             if name in self._ranges:
@@ -122,7 +123,7 @@ class Optimizer(Configured):
                 value = check_options(options | {name: value})[name]
         super().__setattr__(name, value)
 
-    def _check_change(self, name: str, value: Any) -> None:
+    def _check_change(self, name: str, value: object) -> None:
         """Raises `AttributeError` where an attribute's new value would need other state than there is."""
         slot = self._slot_of.get(name)
         if slot is not None and value and slot not in self.slots:
@@ -154,7 +155,7 @@ class Optimizer(Configured):
         return float(rate(self._calls if self._state.built else 0)) if callable(rate) else rate
 
     @learning_rate.setter
-    def learning_rate(self, rate: Any) -> None:
+    def learning_rate(self, rate: object) -> None:
         self._learning_rate = check_rate(rate) if "_state" in vars(self) else rate
 
     @property
@@ -164,7 +165,7 @@ class Optimizer(Configured):
 
     # ---- For subclasses ----
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         """Updates one variable; runs on the server.
 
         It is traced once, and not again for another learning rate: what it does must depend on its arguments and on
@@ -290,7 +291,7 @@ class Optimizer(Configured):
     def _decays(self, v: Variable) -> bool:
         return bool(self.weight_decay) and v not in self._excluded
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Value) -> Value:
         """The loss, multiplied by the loss scale; the gradients of that go into `apply_gradients`.
 
         In replica context; without `loss_scale_factor` it is the loss itself.
@@ -303,7 +304,7 @@ class Optimizer(Configured):
             factor = float(self.loss_scale) if self._state.built else factor.initial_scale
         return loss if factor is None else loss * factor
 
-    def _check_variables(self, variables: Sequence[Any]) -> None:
+    def _check_variables(self, variables: Sequence[Variable]) -> None:
         if self._driver.was_of(variables):
             return
         check_variables(variables)
@@ -315,7 +316,7 @@ class Optimizer(Configured):
 
     # ---- Steps ----
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Value, Variable]]) -> None:
         """Sums gradients over all replicas of all workers, and updates the variables.
 
         In replica context, where all replicas of all workers call it; or in cross-replica context, or outside of

@@ -36,7 +36,7 @@ def check_variables(variables: Sequence[Any]) -> None:
         raise ValueError("a variable stands in several pairs; add up its gradients first")
 
 
-def check_gradients(gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
+def check_gradients(gradients: Sequence[object], variables: Sequence[Variable]) -> None:
     """Raises unless all replicas' gradients can be steps of the variables.
 
     Raises:
@@ -47,7 +47,7 @@ def check_gradients(gradients: Sequence[Any], variables: Sequence[Variable]) -> 
             _check_gradient(gradient, v)
 
 
-def _check_gradient(gradient: Any, v: Variable) -> None:
+def _check_gradient(gradient: object, v: Variable) -> None:
     for own in values.local_results(gradient):
         if own is None:
             raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")

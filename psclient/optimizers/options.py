@@ -52,7 +52,7 @@ OPTIONS = frozenset(Options.__annotations__) - {"name"}
 """Names of the options but `name`."""
 
 
-def check_rate(rate: Any) -> Any:
+def check_rate(rate: object) -> Any:
     """Checks a learning rate; returns it as it is kept.
 
     Raises:
@@ -66,7 +66,7 @@ def check_rate(rate: Any) -> Any:
     return check_number("learning_rate", rate)
 
 
-def rate_now(rate: Any) -> Any:
+def rate_now(rate: object) -> Any:
     """Returns a learning rate as one step takes it: a number, or the schedule.
 
     Raises:
@@ -83,7 +83,7 @@ def rate_now(rate: Any) -> Any:
     return float(found)
 
 
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(options: Mapping[str, object]) -> dict[str, Any]:
     """All options but the name, as they are kept.
 
     Args:
@@ -101,12 +101,12 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **numbers, "use_ema": bool(options["use_ema"])}
 
 
-def _kept(name: str, value: Any, range: Range) -> Any:
+def _kept(name: str, value: object, range: Range) -> Any:
     absent = value is None and name != "ema_momentum"
     return value if absent or isinstance(value, DynamicLossScale) else check_number(name, value, range)
 
 
-def _check_together(options: Mapping[str, Any]) -> None:
+def _check_together(options: Mapping[str, object]) -> None:
     clips = [name for name in _CLIPS if options[name] is not None]
     if len(clips) > 1:
         raise ValueError(f"gradients are clipped in one way, and {' and '.join(clips)} are given; keep one")

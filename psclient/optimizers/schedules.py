@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from psclient._src.devices import Value
 from psclient._src.tracing.hyperparameters import Configured
 from psclient.optimizers.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, check_number
 
@@ -22,7 +22,7 @@ class LearningRateSchedule(Configured):
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
     """
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         """Returns the learning rate of a step.
 
         Args:
@@ -45,7 +45,7 @@ class Constant(LearningRateSchedule):
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = check_number("learning_rate", learning_rate)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         return np.full_like(_float(step), self.learning_rate)
 
 
@@ -60,7 +60,7 @@ class _Decay(LearningRateSchedule):
         self.decay_rate = check_number("decay_rate", decay_rate, AT_LEAST_0)
         self.staircase = bool(staircase)
 
-    def _decays(self, step: Any) -> Any:
+    def _decays(self, step: Value) -> Value:
         decays = _float(step) / self.decay_steps
         return np.floor(decays) if self.staircase else decays
 
@@ -77,7 +77,7 @@ class ExponentialDecay(_Decay):
         staircase: True if the rate changes only every `decay_steps`.
     """
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         return self.initial_learning_rate * self.decay_rate ** self._decays(step)
 
 
@@ -90,7 +90,7 @@ class InverseTimeDecay(_Decay):
         initial_learning_rate, decay_steps, decay_rate, staircase: as in `ExponentialDecay`.
     """
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         return self.initial_learning_rate / (1 + self.decay_rate * self._decays(step))
 
 
@@ -115,7 +115,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         self.boundaries = tuple(check_number("a boundary", boundary) for boundary in boundaries)
         self.values = tuple(check_number("a value", value) for value in values)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         step = _float(step)
         rate = np.full_like(step, self.values[0])
         for boundary, value in zip(self.boundaries, self.values[1:], strict=True):
@@ -149,7 +149,7 @@ class PolynomialDecay(LearningRateSchedule):
         self.decay_steps = check_number("decay_steps", decay_steps, MORE_THAN_0)
         self.power, self.cycle = check_number("power", power, AT_LEAST_0), bool(cycle)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         step, whole = _float(step), self.decay_steps
         if self.cycle:
             whole = np.maximum(np.ceil(step / self.decay_steps), 1.0) * self.decay_steps
@@ -185,7 +185,7 @@ class CosineDecay(LearningRateSchedule):
         self.warmup_steps = check_number("warmup_steps", warmup_steps, AT_LEAST_0)
         self.warms = warmup_target is not None and warmup_steps > 0
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         step = _float(step)
         if self.warmup_target is None:
             return self._decayed(step, self.initial_learning_rate)
@@ -195,7 +195,7 @@ class CosineDecay(LearningRateSchedule):
         decayed = self._decayed(step - self.warmup_steps, self.warmup_target)
         return np.where(step < self.warmup_steps, rise + self.initial_learning_rate, decayed)
 
-    def _decayed(self, step: Any, start: float) -> Any:
+    def _decayed(self, step: Value, start: float) -> Value:
         done = np.minimum(step, self.decay_steps) / self.decay_steps
         return start * ((1 - self.alpha) * 0.5 * (1 + np.cos(math.pi * done)) + self.alpha)
 
@@ -227,7 +227,7 @@ class CosineDecayRestarts(LearningRateSchedule):
         self.alpha = check_number("alpha", alpha)
         self.grows = self.t_mul != 1
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         done = _float(step) / self.first_decay_steps
         if self.grows:
             restarts = np.floor(np.log(1 - done * (1 - self.t_mul)) / np.log(np.full_like(done, self.t_mul)))
@@ -256,13 +256,13 @@ class LinearWarmup(LearningRateSchedule):
         self.warmup_steps = check_number("warmup_steps", warmup_steps, MORE_THAN_0)
         self.initial_learning_rate = check_number("initial_learning_rate", initial_learning_rate)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         step = _float(step)
         after = self.schedule(np.maximum(step - self.warmup_steps, 0.0))
         rise = (self.schedule(np.zeros_like(step)) - self.initial_learning_rate) * (step / self.warmup_steps)
         return np.where(step < self.warmup_steps, self.initial_learning_rate + rise, after)
 
 
-def _float(step: Any) -> Any:
+def _float(step: Value) -> Value:
     # In half or single precision a step of many millions is not told from the next.
     return step.astype(np.float64) if hasattr(step, "astype") else np.float64(step)

@@ -61,7 +61,7 @@ class Own:
         yield from ((name, v) for name, v in rest if v is not None)
 
 
-def first_shared(accumulates: bool, scale: Any) -> dict[str, Array]:
+def first_shared(accumulates: bool, scale: object) -> dict[str, Array]:
     """Returns initial values of the state that all steps of an optimizer share, by name.
 
     Args:
