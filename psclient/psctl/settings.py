@@ -55,7 +55,7 @@ class CommandSettings:
     tls_ca: str = ""
     token_file: str = ""
 
-    def tell(self, said: Mapping[str, Any], *shown: RenderableType, wrong: bool = False) -> int:
+    def tell(self, said: Mapping[str, object], *shown: RenderableType, wrong: bool = False) -> int:
         """Answers in JSON, or with texts and tables for people; returns the exit code, 1 where something is wrong."""
         if self.json:
             say(said)
@@ -124,7 +124,7 @@ def _addresses(text: str) -> tuple[str, ...]:
 
 
 def _option(
-    name: str, *flags: str, read: Callable[[Any], Any] = lambda value: value, **keys: Any
+    name: str, *flags: str, read: Callable[[Any], object] = lambda value: value, **keys: Any
 ) -> Callable[[Command], Command]:
     """An option that is given before the command or after it, and sets an attribute of `CommandSettings`."""
 

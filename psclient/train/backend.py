@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from psclient._src.variables.variable import Variable
 from psclient.train.options import CheckpointOptions
@@ -28,7 +28,7 @@ class Content:
     """
 
     variables: Mapping[str, Variable]
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, object] = field(default_factory=dict)
     delete: tuple[str, ...] = ()
     latest: bool = False
 
@@ -39,7 +39,7 @@ class Content:
 
     def order(self) -> str:
         """Returns what a `SnapshotOrder` says of it."""
-        said: dict[str, Any] = {"objects": self.names(), "state": dict(self.state)}
+        said: dict[str, object] = {"objects": self.names(), "state": dict(self.state)}
         said |= {"delete": list(self.delete), "latest": self.latest}
         return json.dumps(said, sort_keys=True)
 

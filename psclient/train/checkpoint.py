@@ -47,7 +47,7 @@ class Checkpoint:
         ValueError: an object has nothing to save; variables are of different strategies.
     """
 
-    def __init__(self, root: Any = None, **objects: Any) -> None:
+    def __init__(self, root: object = None, **objects: object) -> None:
         if root is not None:
             check_trackable("root", root)
         for name, thing in objects.items():
@@ -139,7 +139,7 @@ class Checkpoint:
         number: int,
         options: CheckpointOptions | None = None,
         delete: tuple[str, ...] = (),
-        note: Mapping[str, Any] | None = None,
+        note: Mapping[str, object] | None = None,
     ) -> str:
         """Does what `save` does, with a given number.
 

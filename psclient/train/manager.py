@@ -330,7 +330,7 @@ class _Note:
     preserved: float | None
 
     @classmethod
-    def of(cls, state: Any) -> _Note:
+    def of(cls, state: object) -> _Note:
         """Reads it; older versions noted paths. Raises `Malformed` where it is not such."""
         said, kept = strict_json.fields(state), dict[str, float]()
         for pair in strict_json.items(said.get("checkpoints", [])):
@@ -347,7 +347,7 @@ class _Note:
         )
 
 
-def _shared_step(step_counter: Any) -> Variable | None:
+def _shared_step(step_counter: object) -> Variable | None:
     """The step of the last save, -1 before: on the first server, and in no checkpoint.
 
     Returns:

@@ -23,7 +23,7 @@ from pswire.server_options import ServerOptions
 SIZE = r"^\s*[0-9]+(\.[0-9]+)?\s*([bB]|[kKmMgGtT][iI]?[bB])?\s*$"
 ON = r"^(cpu|gpu(:[0-9]+)?)$"
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, object]] = {
     WHOLE: {"type": "integer"},
     SECONDS: {"type": "number"},
     SWITCH: {"type": "boolean"},
@@ -49,7 +49,7 @@ SECTIONS: dict[str, type] = {"server": ServerOptions, "timeouts": Timeouts, "sec
 """The options of each key that is a mapping itself; all other keys are those of `LaunchConfig`."""
 
 
-def refuse(option: Option, value: Any, where: str) -> None:
+def refuse(option: Option, value: object, where: str) -> None:
     """Raises `ConfigError`, which begins with `where`, if a value may not be said for an option."""
     if _fits(schema_of(option), value):
         return
@@ -112,7 +112,7 @@ def schema() -> dict[str, Any]:
     return heading | top | {"properties": top["properties"] | sections}
 
 
-def _checked(data: Any, path: str) -> dict[str, Any]:
+def _checked(data: object, path: str) -> dict[str, Any]:
     """The arguments of `LaunchConfig`."""
     values = _mapping(data, path)
     refuse_unknown(values, [*options_of(LaunchConfig), *SECTIONS], f"{path}: key")
@@ -125,7 +125,7 @@ def _checked(data: Any, path: str) -> dict[str, Any]:
     return found
 
 
-def _read(values: Mapping[str, Any], owner: type, where: str) -> dict[str, Any]:
+def _read(values: Mapping[str, object], owner: type, where: str) -> dict[str, Any]:
     """The values of options, as their dataclass has them."""
     options = options_of(owner)
     for name, value in values.items():
@@ -133,13 +133,13 @@ def _read(values: Mapping[str, Any], owner: type, where: str) -> dict[str, Any]:
     return {name: _READ.get(options[name].kind, lambda same: same)(value) for name, value in values.items()}
 
 
-def _mapping(data: Any, where: str) -> dict[str, Any]:
+def _mapping(data: object, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must be a mapping of keys to values, not {data!r}")
     return {str(key): value for key, value in data.items()}
 
 
-_MAKE: dict[str, Callable[[dict[str, Any]], Any]] = {
+_MAKE: dict[str, Callable[[dict[str, Any]], object]] = {
     "server": lambda section: ServerOptions(**section),
     "timeouts": lambda section: dataclasses.replace(timeouts_from(), **section),
     "security": lambda section: security_options().under(section),

@@ -117,7 +117,7 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
 
 
 def _launch_config(
-    path: Path | None, cluster: dict[str, Any], server: dict[str, Any], given: Mapping[str, Any]
+    path: Path | None, cluster: dict[str, Any], server: dict[str, Any], given: Mapping[str, object]
 ) -> LaunchConfig:
     config = LaunchConfig()
     if path:
