@@ -10,13 +10,12 @@ Names and meanings are those of `tf.keras.metrics`; sums are kept in float64, so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import read
-from psclient._src.devices import AnyArray, as_array, device_of, device_scope, namespace, to_numpy
+from psclient._src.devices import AnyArray, Value, as_array, device_of, device_scope, namespace, to_numpy
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.model.tensor import Array
 
@@ -44,8 +43,8 @@ class Metric:
         """Creates a sum of float64 that each replica fills by itself.
 
         Args:
-            name: what follows the metric's name in the variable's.
-            shape: sizes of its dimensions.
+            name: second part of the variable's name, after the metric's.
+            shape: shape of the sum.
         """
         variable: Variable = Variable(
             np.zeros(shape),
@@ -58,7 +57,7 @@ class Metric:
         return variable
 
     def trackable_children(self) -> dict[str, Variable]:
-        """What checkpoints have of it: its variables, by the names that `add_variable` was given. In any context."""
+        """Returns what checkpoints save of it: its variables, by the names given to `add_variable`. In any context."""
         return dict(self._by_name)
 
     def totals(self) -> list[Array]:
@@ -73,15 +72,15 @@ class Metric:
         sums = strategy.extended.batch_reduce_to("sum", [(v, here) for v in self.variables])
         return [to_numpy(total) for total in sums]
 
-    def update_state(self, *values: Any, **keys: Any) -> None:
+    def update_state(self, *values: Value, **keys: Value) -> None:
         """Takes a batch into account. In replica context."""
         raise NotImplementedError
 
-    def result(self) -> Any:
+    def result(self) -> Value:
         """The metric's value, in the contexts of `totals`."""
         raise NotImplementedError
 
-    def __call__(self, *values: Any, **keys: Any) -> Any:
+    def __call__(self, *values: Value, **keys: Value) -> Value:
         """Takes a batch into account, and gives this replica's value. In replica context."""
         self.update_state(*values, **keys)
         return self.result()
@@ -105,7 +104,7 @@ class Sum(Metric):
         super().__init__(name)
         self._total = self.add_variable("total")
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: Value, sample_weight: Value = None) -> None:
         """Adds values. In replica context.
 
         Args:
@@ -137,7 +136,7 @@ class Mean(Metric):
         self._total = self.add_variable("total")
         self._count = self.add_variable("count")
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: Value, sample_weight: Value = None) -> None:
         """Takes values into the mean. In replica context.
 
         Args:
@@ -158,7 +157,7 @@ class Mean(Metric):
 
 
 class Accuracy(Mean):
-    """How often predictions equal labels.
+    """The fraction of predictions that equal their labels.
 
     Source: `tf.keras.metrics.Accuracy`.
 
@@ -166,7 +165,7 @@ class Accuracy(Mean):
         name: prefix of its variables' names.
     """
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
+    def update_state(self, y_true: Value, y_pred: Value, sample_weight: Value = None) -> None:  # type: ignore[override]
         """Compares predictions with labels. In replica context.
 
         Args:
@@ -188,14 +187,14 @@ class AUC(Metric):
     between precision-recall and ROC curves", 2006.
 
     Args:
-        num_thresholds: how many thresholds, evenly from 0 to 1.
+        num_thresholds: number of thresholds, evenly from 0 to 1.
         curve: "ROC" or "PR".
         summation_method: "interpolation", "minoring" or "majoring".
         name: prefix of its variables' names.
         thresholds: between 0 and 1, in place of `num_thresholds`; 0 and 1 are added.
 
     Raises:
-        ValueError: an argument is none of these.
+        ValueError: an argument has none of these values.
     """
 
     def __init__(
@@ -226,7 +225,7 @@ class AUC(Metric):
         self._positives = self.add_variable("positives", (len(self.thresholds) + 1,))
         self._negatives = self.add_variable("negatives", (len(self.thresholds) + 1,))
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: Value, y_pred: Value, sample_weight: Value = None) -> None:
         """Counts predictions by threshold. In replica context.
 
         Args:
@@ -251,8 +250,8 @@ class AUC(Metric):
 
     def result(self) -> float:
         """The area, 0.0 before the first label. In the contexts of `totals`."""
-        positives: Any
-        negatives: Any
+        positives: AnyArray
+        negatives: AnyArray
         positives, negatives = self.totals()
         true = np.cumsum(positives[::-1])[::-1][1:]  # predictions above each threshold
         false = np.cumsum(negatives[::-1])[::-1][1:]
@@ -269,7 +268,7 @@ class AUC(Metric):
         return float(((x[:-1] - x[1:]) * height).sum())
 
 
-def _interpolated_pr(true: Any, false: Any, missed: Any) -> float:
+def _interpolated_pr(true: Value, false: Value, missed: Value) -> float:
     above = true + false
     step = _ratio(true[:-1] - true[1:], above[:-1] - above[1:])
     offset = true[1:] - step * above[1:]
@@ -279,13 +278,13 @@ def _interpolated_pr(true: Any, false: Any, missed: Any) -> float:
     return float(parts.sum())
 
 
-def _ratio(a: Any, b: Any) -> Any:
+def _ratio(a: Value, b: Value) -> Value:
     """The quotient; 0 where the divisor is."""
     a, b = np.asarray(a, float), np.asarray(b, float)
     return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape)), where=b != 0)
 
 
-def _weighted(values: Any, sample_weight: Any) -> tuple[AnyArray, AnyArray]:
+def _weighted(values: Value, sample_weight: Value) -> tuple[AnyArray, AnyArray]:
     """The values and a weight for each, as float64 on the device of the values."""
     values = as_array(read(values))
     xp = namespace(device_of(values))
@@ -303,7 +302,7 @@ def _weighted(values: Any, sample_weight: Any) -> tuple[AnyArray, AnyArray]:
             ) from None
 
 
-def _alike(y_true: Any, y_pred: Any) -> tuple[AnyArray, AnyArray]:
+def _alike(y_true: Value, y_pred: Value) -> tuple[AnyArray, AnyArray]:
     labels, predictions = as_array(read(y_true)), as_array(read(y_pred))
     if labels.shape != predictions.shape:
         raise ValueError(f"labels of shape {labels.shape} and predictions of shape {predictions.shape} differ")

@@ -18,11 +18,14 @@ from pswire.model.program import OPS
 
 Axis = int | Sequence[int] | None
 
+Value = Any
+"""An array of NumPy or CuPy, a number, a variable, or the tracer that stands for one in an update function."""
 
-def _unary(name: str) -> Callable[[Any], Any]:
+
+def _unary(name: str) -> Callable[[Value], Value]:
     function = getattr(np, OPS[name].numpy)
 
-    def op(x: Any, /) -> Any:
+    def op(x: Value, /) -> Value:
         return function(x)
 
     op.__name__ = op.__qualname__ = name
@@ -30,10 +33,10 @@ def _unary(name: str) -> Callable[[Any], Any]:
     return op
 
 
-def _binary(name: str) -> Callable[[Any, Any], Any]:
+def _binary(name: str) -> Callable[[Value, Value], Value]:
     function = getattr(np, OPS[name].numpy)
 
-    def op(x1: Any, x2: Any, /) -> Any:
+    def op(x1: Value, x2: Value, /) -> Value:
         return function(x1, x2)
 
     op.__name__ = op.__qualname__ = name
@@ -41,10 +44,10 @@ def _binary(name: str) -> Callable[[Any, Any], Any]:
     return op
 
 
-def _reduction(name: str) -> Callable[..., Any]:
+def _reduction(name: str) -> Callable[..., Value]:
     function = getattr(np, OPS[name].numpy)
 
-    def op(x: Any, /, *, axis: Axis = None, keepdims: bool = False) -> Any:
+    def op(x: Value, /, *, axis: Axis = None, keepdims: bool = False) -> Value:
         return function(x, axis=axis, keepdims=keepdims)
 
     op.__name__ = op.__qualname__ = name
@@ -99,27 +102,27 @@ all = _reduction("all")
 any = _reduction("any")
 
 
-def where(condition: Any, x1: Any, x2: Any, /) -> Any:
+def where(condition: Value, x1: Value, x2: Value, /) -> Value:
     """`x1` where the condition holds, `x2` elsewhere, broadcast; instead of `if` in update functions."""
     return np.where(condition, x1, x2)
 
 
-def astype(x: Any, dtype: npt.DTypeLike, /) -> Any:
+def astype(x: Value, dtype: npt.DTypeLike, /) -> Value:
     """The array in another dtype; "bfloat16" is one."""
     return x.astype(np.dtype(dtype))
 
 
-def broadcast_to(x: Any, /, shape: Sequence[int]) -> Any:
+def broadcast_to(x: Value, /, shape: Sequence[int]) -> Value:
     """The array in another shape, its elements repeated."""
     return np.broadcast_to(x, tuple(shape))
 
 
-def clip(x: Any, /, min: Any = None, max: Any = None) -> Any:
+def clip(x: Value, /, min: Value | None = None, max: Value | None = None) -> Value:
     """The array within bounds; None for no bound."""
     return np.clip(x, min, max)
 
 
-def vector_norm(x: Any, /, *, axis: Axis = None, keepdims: bool = False, ord: float = 2) -> Any:
+def vector_norm(x: Value, /, *, axis: Axis = None, keepdims: bool = False, ord: float = 2) -> Value:
     """The norm of all elements, or over `axis`, for clipping and trust ratios; as `numpy.linalg.vector_norm`."""
     axes: Any = tuple(axis) if isinstance(axis, Sequence) else axis
     return np.linalg.vector_norm(x, axis=axes, keepdims=keepdims, ord=ord)

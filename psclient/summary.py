@@ -37,7 +37,7 @@ class SummaryWriter:
         """Within it `scalar` writes here; what was written is in the file after it. In any context.
 
         Args:
-            step: what `scalar` takes where it is given none.
+            step: the step for calls of `scalar` without one.
         """
         token = _current.set((self, step))
         try:
@@ -58,7 +58,7 @@ class SummaryWriter:
             return True
 
     def flush(self) -> None:
-        """Has what was written in the file."""
+        """Writes held summaries to the file."""
         with self._lock:
             self._flush()
 
@@ -90,15 +90,15 @@ _current: ContextVar[tuple[SummaryWriter, int | None] | None] = ContextVar("summ
 def create_file_writer(
     logdir: str, max_queue: int = 10, flush_millis: int = 120_000, filename_suffix: str = ""
 ) -> SummaryWriter:
-    """A writer of an event file in a directory, which TensorBoard shows. In any context.
+    """Opens an event file in a directory, which TensorBoard shows. In any context.
 
     Source: `tf.summary.create_file_writer`.
 
     Args:
         logdir: the directory, made if it is not there.
-        max_queue: how many summaries are held before they are written.
+        max_queue: number of summaries that are held before they are written.
         flush_millis: milliseconds after which the next summary has those that are held written.
-        filename_suffix: of the file.
+        filename_suffix: last part of the file's name.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
@@ -133,12 +133,12 @@ def scalar(name: str, data: Any, step: int | None = None) -> bool:
     Source: `tf.summary.scalar`.
 
     Args:
-        name: of the curve.
+        name: name of the curve.
         data: a number, a variable, or an array without dimensions.
-        step: where on the curve; by default that of `as_default`.
+        step: the point's place on the curve; by default that of `as_default`.
 
     Returns:
-        Whether it was written: not without a writer.
+        True if it was written: not without a writer.
 
     Raises:
         ValueError: there is no step, or the data have dimensions.
@@ -158,7 +158,7 @@ def scalar(name: str, data: Any, step: int | None = None) -> bool:
 
 
 def flush(writer: SummaryWriter | None = None) -> None:
-    """Has what was written in the file: of a writer, or of the one whose `as_default` this is in.
+    """Writes held summaries to the file: of a writer, or of the one whose `as_default` this is in.
 
     Source: `tf.summary.flush`.
     """

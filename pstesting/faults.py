@@ -60,8 +60,8 @@ class Faults(
     """Random faults, the same for the same seed and sequence of calls. May be used from any thread.
 
     Args:
-        seed: of the choices.
-        rates: how often each fault happens: "drop", "cut", "repeat", "late", "lose".
+        seed: seed of the random choices.
+        rates: probability of each fault: "drop", "cut", "repeat", "late", "lose".
     """
 
     def __init__(self, seed: int, rates: dict[str, float]) -> None:
@@ -134,9 +134,9 @@ class LoseOnce(grpc.UnaryStreamClientInterceptor):
     """Loses the answer to the first call of a verb, after the server has done what it asked.
 
     Args:
-        verb: its name.
+        verb: name of the verb, such as "Push".
         then: called before the caller is told.
-        which: whether this request of the verb is the one.
+        which: returns True for the request whose answer is to be lost.
     """
 
     def __init__(
@@ -179,10 +179,10 @@ class Stall(grpc.StreamStreamClientInterceptor):
 
 
 def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[RemoteServer]]:
-    """Connections as `psclient._src.transport.remote_server.connect` makes them, with interceptors.
+    """Returns a function that connects as `psclient._src.transport.remote_server.connect`, with interceptors.
 
     Args:
-        interceptors: of gRPC.
+        interceptors: interceptors of gRPC, the first outermost.
         only: the server that gets them; None for all.
     """
 
@@ -211,7 +211,7 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[R
 
 
 def use(*interceptors: Any, only: int | None = None) -> None:
-    """Has the strategies of this process connect like that; their chief, too."""
+    """Makes the strategies of this process connect like that; their chief, too."""
     from psclient._src.strategies import parameter_server
 
     setattr(parameter_server, "connect", connect(*interceptors, only=only))  # noqa: B010  # it is a seam of ours

@@ -29,10 +29,10 @@ class InProcessCluster:
     strategies with `resolver`, one for each worker that it wants, each in a thread of its own where there are several.
 
     Args:
-        servers: how many.
-        workers: how many the cluster has; worker 0 is the chief.
+        servers: number of servers.
+        workers: number of workers of the cluster; worker 0 is the chief.
         checkpoint_root: directory or URL of checkpoints.
-        timeouts: of the servers.
+        timeouts: time limits of the servers.
 
     Attributes:
         addresses: `host:port` of each server.

@@ -27,10 +27,10 @@ class Relay:
     """Hands on all that comes, until it swallows it. Used by a test; its threads end with the stack.
 
     Args:
-        stack: ends it.
+        stack: ends the relay.
 
     Attributes:
-        port: where it listens, on this host.
+        port: port on which it listens, on this host.
         count: connections that have come.
     """
 
@@ -87,10 +87,10 @@ def _pump(source: socket.socket, sink: socket.socket, silent: threading.Event) -
 
 
 def through(relay: int, server: int) -> None:
-    """Has the tcp lanes of this process to one server go through a relay.
+    """Makes the tcp lanes of this process to one server go through a relay.
 
     Args:
-        relay: its port.
+        relay: port of the relay.
         server: index of the server.
     """
     from psclient._src.transport import lane

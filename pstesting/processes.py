@@ -29,7 +29,7 @@ from pswire.limits import Timeouts
 from pswire.server_options import ServerOptions
 
 SECONDS = 180.0
-"""How long a test waits for anything: far longer than it takes where twenty processes share two cores."""
+"""Time limit of a test's waits: far longer than they take where twenty processes share two cores."""
 
 LAST_WORDS = 10.0
 """Seconds until what an ended process has printed is here."""
@@ -66,15 +66,15 @@ class ProcessCluster:
     Args:
         program: a function of literals; its source becomes the script of each worker. It may use the names of
             `pstesting.script`, `faults`, `np` and `ps`, and what its test can import.
-        directory: for the script, its gates and its checkpoints.
-        args: the literals.
+        directory: directory for the script, its gates and its checkpoints.
+        args: arguments of the program: literals.
         helpers: other functions that the program calls, by their sources as well.
         gates: names for `gate`.
         keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`, `lane`,
             `timeouts`, ...
 
     Attributes:
-        cluster: the processes.
+        cluster: the cluster's processes.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ class ProcessCluster:
         """Waits until a task says something, and forgets what it said before.
 
         Args:
-            task: who says it.
-            what: what it says.
-            value: with this value; None for any.
-            seconds: how long to wait.
+            task: the task whose output is read.
+            what: the word that the task says.
+            value: the value that it says with it; None for any.
+            seconds: time limit.
 
         Returns:
-            The value.
+            The value that was said.
         """
         return self._await(task, False, lambda line: _said(line, what, value), f"{what!r}", seconds)
 

@@ -25,11 +25,11 @@ class Opened:
     """The answer to `open`.
 
     Attributes:
-        session: this process's life with the servers; unique in the job, given by server 0.
-        incarnation: this server process's life.
+        session: number of the session; unique in the job, given by server 0.
+        incarnation: number of this server's incarnation.
         token: the fencing token of a chief, larger than all before; 0 for others.
-        server: which server answered.
-        device: where the server holds its variables, "cpu" or "gpu:0".
+        server: index of the server that answered.
+        device: the device on which the server holds its variables, "cpu" or "gpu:0".
         term: the greatest term of a chief that this server has seen; a token's high bits.
     """
 
@@ -47,9 +47,9 @@ class CreateReply:
 
     Attributes:
         id: the variable's number in creation order.
-        servers: who holds it.
-        initialized: whether this server has its value; False where it does not hold it.
-        restored: whether its first value was a restored checkpoint's, whatever its creators gave.
+        servers: the servers that hold it.
+        initialized: True if this server has its value; False where it does not hold it.
+        restored: True if its first value was a restored checkpoint's, whatever its creators gave.
     """
 
     id: int
@@ -60,20 +60,20 @@ class CreateReply:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one worker says in one round to one server; its payload comes beside it.
+    """One worker's contribution to one round on one server; its payload comes beside it.
 
     Attributes:
-        session: who pushes.
+        session: number of the sender's session.
         epoch: the newest epoch that the worker has taken in.
-        round: which round; of an asynchronous worker its own count.
+        round: number of the round; of an asynchronous worker its own count.
         plan_id: the plan of the section.
-        weights: for each reduction of the plan, by how much this contribution counts: replicas, or
+        weights: for each reduction of the plan the weight of this contribution: a number of replicas, or of
             elements where an axis is reduced. Where it is 0 the payload has no bytes for it.
-        more: whether this worker has a batch after this one.
+        more: True if this worker has a batch after this one.
         positions: the batch that each dataset gives next.
         want: ids of the variables whose values the worker wants back.
-        observes: takes part without contributing, operands included: this worker computed its section before it
-            was taken in.
+        observes: True if it takes part without contributing, operands included: this worker computed its section
+            before it was taken in.
         start: the first round of this session: a difference in that round is the newcomer's alone; -1 does not say.
     """
 
@@ -91,15 +91,15 @@ class Contribution:
 
 @dataclass(frozen=True)
 class RoundReply:
-    """What a server says when a round is complete; the same to every member, but for `payload`.
+    """A server's answer when a round is complete; the same to every member, but for `payload`.
 
     Attributes:
-        round: which round.
+        round: number of the round.
         epoch: the newest epoch that the server knew when the round completed.
-        more: whether any member has a batch after this one.
+        more: True if any member has a batch after this one.
         left_out: members whose contribution is not in this round.
         payload: the wanted variables, then the plan's returned values of this server.
-        warnings: what the people whose job it is should know of the round, in words; each is told once.
+        warnings: messages about the round for people; each is told once.
     """
 
     round: int
@@ -125,10 +125,10 @@ class PullReply:
 
 @dataclass(frozen=True)
 class RestoreReply:
-    """A checkpoint was read.
+    """The answer to `restore`: a checkpoint was read.
 
     Attributes:
-        path: which one, below the checkpoint root: where a directory of them was asked for, its newest.
+        path: the checkpoint's path, below the checkpoint root: where a directory was asked for, of its newest one.
         positions: the datasets' positions in it.
         manifest: the text of its manifest.
         damaged: names of those beside it that were passed over, since they are damaged, with what is wrong.
@@ -145,18 +145,18 @@ RestoreStage = Literal["look", "open", "prepare"]
 
 @dataclass(frozen=True)
 class RestoreOrder:
-    """Which variables a restore changes, and how.
+    """The extent of a restore: the variables that it changes, and the way.
 
     Attributes:
         stage: how far it goes: "look" tells what there is, without a turn; "open" tells what there was when the first
             process asked in this turn; "prepare" reads the values, and holds them for the round that commits them.
         names: for each tensor of the checkpoint the number of the variable that gets it; None: each variable gets the
             one with its own saved name, and misses none.
-        late: whether variables that are created later get theirs, by their saved names.
-        cast: whether values are cast to the variable's dtype; else another dtype is refused.
+        late: True if variables that are created later get theirs, by their saved names.
+        cast: True to cast values to the variable's dtype; else another dtype is refused.
         damaged: names of checkpoints, in the directory that was asked for, which are known to be damaged, with what is
             wrong: they are passed over, and set aside once another one is restored.
-        checkers: of how many servers each checks its share of what no variable takes; 0: only what is read is checked.
+        checkers: number of servers that each check a share of what no variable takes; 0: only what is read is checked.
     """
 
     stage: RestoreStage = "prepare"
@@ -199,7 +199,7 @@ class Shard:
         file: the file's name in it.
         round: the round whose state it holds.
         positions: the datasets' positions after that round.
-        tensors: what it holds: names, specs and checksums, as in `Manifest`.
+        tensors: names, specs and checksums of its tensors, as in `Manifest`.
         nbytes: the file's size.
     """
 
@@ -231,16 +231,16 @@ class ParameterServer(Protocol):
         job: str = "",
         term: int = 0,
     ) -> Opened:
-        """Begins a session. Key: at server 0 what `session` is there.
+        """Begins a session. Key: at server 0 the number drawn by lot, `session`.
 
         Args:
-            task: who opens it; a session that the task had before ends, if its process is gone.
+            task: the task that opens it; a session that the task had before ends, if its process is gone.
             replicas: local replicas, 0 for a process that runs no script.
             session: at server 0, which gives the number, what this process has drawn by lot for its resends
                 to be known by, or 0; at the others the number.
-            drives: whether this session is a chief's, which gets a new fencing token.
-            mode: how it makes its rounds; of no meaning where it drives.
-            job: the identity of the job that it belongs to.
+            drives: True for a chief's session, which gets a new fencing token.
+            mode: the way in which it makes its rounds; of no meaning where it drives.
+            job: the identity of its job.
             term: the greatest term of a chief that it has heard of, where it drives.
 
         Raises:
@@ -253,9 +253,9 @@ class ParameterServer(Protocol):
         """Renews a lease. Key: the session.
 
         Args:
-            session: whose.
+            session: number of the session.
             round: the round in which the process waits, -1 where it waits in none.
-            plan_id: that round's plan; so that two processes that wait for each other are found out.
+            plan_id: that round's plan; tells the servers of two processes that wait for each other.
 
         Raises:
             Fenced: the session was ended.
@@ -267,11 +267,11 @@ class ParameterServer(Protocol):
         """Ends a session. Key: the session.
 
         Args:
-            session: whose.
-            error: "" at a clean end, else why; a divergence is told to everyone.
+            session: number of the session.
+            error: "" at a clean end, else the reason; a divergence is told to everyone.
 
         Raises:
-            PSError: why a session cannot end cleanly: it has failed, which its process may not know yet.
+            PSError: the reason why a session cannot end cleanly: it has failed, which its process may not know yet.
         """
         ...
 
@@ -290,16 +290,16 @@ class ParameterServer(Protocol):
         with its id, this gives the first value.
 
         Args:
-            session: who creates.
-            ordinal: how many variables this process created before.
+            session: number of the session that creates.
+            ordinal: number of variables that this process created before.
             id: the variable's number, or -1.
             spec: name, dtype, shape.
-            servers: who holds it; empty asks for one that is there, wherever it is.
+            servers: the servers that hold it; empty asks for one that is there, wherever it is.
             value: the first value, or None to ask whether there is one.
 
         Raises:
             VariableMismatch: another process created something else under this name or at this place.
-            MemoryLimit: it does not fit.
+            MemoryLimit: the variable does not fit.
         """
         ...
 
@@ -307,10 +307,10 @@ class ParameterServer(Protocol):
         """Tells server 0 what the chief or a new member needs to know. Key: the content.
 
         Args:
-            session: who proposes.
+            session: number of the session that proposes.
             plan: a plan that needs approval.
-            join_point: where this new member wants to be taken in.
-            start: where the new members of an epoch begin.
+            join_point: place at which this new member wants to be taken in.
+            start: place at which the new members of an epoch begin.
         """
         ...
 
@@ -328,8 +328,8 @@ class ParameterServer(Protocol):
 
         Args:
             token: a chief's fencing token.
-            index: where the first entry belongs; what is there already must be equal.
-            entries: what to append.
+            index: place of the first entry; entries that are there already must be equal.
+            entries: the entries to append.
 
         Returns:
             Up to where the log and the chief's agree: the end of `entries` if all were taken, `index` if
@@ -346,10 +346,10 @@ class ParameterServer(Protocol):
         In async mode the round is the sender's own: it is complete with this contribution alone.
 
         Args:
-            contribution: what is said.
+            contribution: the header: session, round, plan and weights.
             payload: operands of the plan, then contributions; it may still grow.
-            begun: of a large round told of the answer's payload before the answer is there: it grows as variables are
-                updated. Where the round fails, or where it is small, never called.
+            begun: called for a large round with the answer's payload, before the answer is there: it grows as variables
+                are updated. Where the round fails, or where it is small, never called.
         """
         ...
 
@@ -361,17 +361,17 @@ class ParameterServer(Protocol):
         ...
 
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
-        """Waits for a checkpoint's shard, or writes its manifest. Key: (plan, whether it is the manifest).
+        """Waits for a checkpoint's shard, or writes its manifest. Key: the plan, and the step: shard or manifest.
 
         A server begins to write its shard by itself, when the round that ordered it has run.
 
         Args:
-            token: the chief's.
+            token: the chief's fencing token.
             plan_id: the plan that ordered it.
             manifest: the JSON text of the manifest, which comes after all shards, or "" for the shard.
 
         Raises:
-            CheckpointError: it cannot be written; its round failed, or will not come; it is over.
+            CheckpointError: the file cannot be written; its round failed, or will not come; it is over.
         """
         ...
 
@@ -379,17 +379,17 @@ class ParameterServer(Protocol):
         """Makes a checkpoint ready to be restored; variables change in the round that commits it. Key: (turn, stage).
 
         Args:
-            session: who asks; every process does, the first one's request is done, and what came of it, an error
-                too, is told to the others.
+            session: number of the session that asks; every process does. The first request is done, and its outcome, an
+                error too, is told to the others.
             path: a checkpoint directory, below the servers' checkpoint root, or a directory of them.
-            turn: which restore it is.
-            order: how far it goes, which variables it changes, and how.
+            turn: the restore's place among those of the job.
+            order: the stage, the variables that it changes, and the way.
 
         Raises:
-            NoCheckpoint: there is none.
-            DamagedCheckpoint: its files are not what was saved; of a directory, those of all that may be meant.
-            CheckpointError: it cannot be read.
-            VariableMismatch: it has a variable with another shape or dtype.
+            NoCheckpoint: there is no checkpoint.
+            DamagedCheckpoint: its files are not as they were saved; of a directory, those of all that may be meant.
+            CheckpointError: the checkpoint cannot be read.
+            VariableMismatch: the checkpoint has a variable with another shape or dtype.
             Diverged, InvalidRequest: another process has gone on to a later restore; the latter where workers are
                 asynchronous.
         """

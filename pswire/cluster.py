@@ -1,4 +1,4 @@
-"""Who is in the cluster: tasks, their addresses, and TF_CONFIG."""
+"""The cluster: tasks, their addresses, and TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class TaskConfig:
 
 
 class TaskSource(Protocol):
-    """Where a process learns its cluster and its task: TF_CONFIG, or a cluster resolver."""
+    """A source of a process's cluster and task: TF_CONFIG, or a cluster resolver."""
 
     def cluster_spec(self) -> ClusterSpec:
         """The cluster; an empty one where there is none."""
@@ -184,7 +184,7 @@ class TaskSource(Protocol):
 
 
 class TFConfig:
-    """What the value of the environment variable `TF_CONFIG` says; each part is checked when it is asked for.
+    """The value of the environment variable `TF_CONFIG`; each part is checked when it is asked for.
 
     Args:
         text: the JSON text; empty means that there is no cluster.
@@ -268,7 +268,7 @@ def task_config_of(source: TaskSource, where: str) -> TaskConfig | None:
 
     Args:
         source: a source; one that names a job but no index means its task 0.
-        where: what to call the source in errors.
+        where: name of the source in errors.
 
     Returns:
         The cluster and the task, or None where the cluster is empty.

@@ -33,7 +33,7 @@ class PSError(Exception):
     """Base of all errors of this package.
 
     Args:
-        message: what is wrong, where, and what to do, in one line.
+        message: the fault, its place, and the remedy, in one line.
         task: the task that the error is about, as `/job:ps/task:0`, or "" when it is about none.
     """
 
@@ -63,7 +63,7 @@ class ServerLost(PSError, ConnectionError):
 
 
 class ChiefLost(PSError, TimeoutError):
-    """What was asked needs a chief, and none answered before the deadline."""
+    """A request needs a chief, and none answered before the deadline."""
 
 
 class Abandoned(PSError):

@@ -19,11 +19,11 @@ def flag(
     """Gives a command the flag of an option.
 
     Args:
-        name: of its parameter.
-        option: the option.
-        default: what holds where the flag is not given.
-        unsaid: whether the flag is None then, since something else may say it.
-        environ: whether click reads the option's variable; else whoever reads the others does.
+        name: name of the command's parameter.
+        option: the option that the flag sets.
+        default: the value where the flag is not given.
+        unsaid: True if the flag is None then, since something else may say it.
+        environ: True if click reads the option's variable; else the reader of the others does.
     """
     keys: dict[str, Any] = {"envvar": option.variable} if environ and option.variable else {}
     if option.kind == SWITCH:
@@ -42,9 +42,9 @@ def flags(
     """Gives a command a flag for each option of a dataclass, but for lists.
 
     Args:
-        owner: the dataclass.
+        owner: the dataclass of the options.
         unsaid, environ: as in `flag`.
-        without: options that get none.
+        without: names of options that get none.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(owner)}
 

@@ -53,11 +53,11 @@ MAX_TENSOR_BYTES = 1 << 44
 
 
 ROUND_LEASES = 3
-"""How many leases a round may take at least before a member that beats is left out of it."""
+"""The least number of leases that a round may take before a member that beats is left out of it."""
 
 Refused = Literal["lost", "silence"]
-"""What it means that nothing listens at a server's address any more: its process is lost; or nothing is known, since
-something else than its host may have refused."""
+"""The meaning of a refused connection, where nothing listens at a server's address any more: its process is lost; or
+nothing is known, since something else than its host may have refused."""
 
 REFUSALS: tuple[Refused, ...] = ("lost", "silence")
 
@@ -71,21 +71,21 @@ def _seconds(default: float, about: str) -> Any:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long everything may take, in seconds.
+    """Time limits, in seconds.
 
     Attributes:
         lease: a session that does not beat for this long is ended.
         beat: pause between two beats; several must fit into a lease.
         call: an ordinary call, retries included.
-        round: how long a member that beats may hold up a synchronous round, from its first push on; then it is left
+        round: time that a member that beats may hold up a synchronous round, from its first push on; then it is left
             out. At least three leases.
-        server: how long a server may be silent: it is waited for, and then counts as lost.
+        server: time that a server may be silent: it is waited for, and then counts as lost.
         word: pause between two log lines that say whom a waiting call waits for.
-        chief: how long what needs a chief waits for one.
-        alone: how long a chief whose workers are all gone, and a server that ends with its job and without anybody,
+        chief: time that a request that needs a chief waits for one.
+        alone: time that a chief whose workers are all gone, and a server that ends with its job and without anybody,
             wait for one to come back, before they give the job up.
-        first: how long a chief waits for all workers to have come; scripts may do much before they make a strategy.
-        start: how long a process waits at the start for the tasks of its cluster.
+        first: time that a chief waits for all workers to have come; scripts may do much before they make a strategy.
+        start: time that a process waits at the start for the tasks of its cluster.
     """
 
     lease: float = _seconds(10.0, "Time without a beat after which a session ends.")

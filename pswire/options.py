@@ -21,17 +21,17 @@ BYTES, DEVICE, LIST = (
 
 @dataclass(frozen=True)
 class Option:
-    """What may be said for a field.
+    """The description of an option, kept with its field.
 
     Attributes:
         about: its meaning, in one sentence.
-        kind: of its values, one of those above.
-        least: the least number, which seconds may not reach themselves; None for any.
+        kind: kind of its values, one of those above.
+        least: smallest number, which seconds may not reach themselves; None for any.
         most: the greatest number of a flag; None for any.
-        choices: the only words that may be said; () for any.
+        choices: the only words that are allowed; () for any.
         variable: the environment variable that says the same; "" for none.
-        otherwise: what holds where nothing is said, in words; "" for the field's default.
-        hint: more for the help of a flag.
+        otherwise: the default in words; "" for the field's default.
+        hint: additional help of the flag.
     """
 
     about: str

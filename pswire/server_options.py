@@ -1,4 +1,4 @@
-"""What may be said of a server, to `psserver` itself and to whoever starts one."""
+"""Options of a server, for `psserver` itself and for launchers that start one."""
 
 from __future__ import annotations
 

@@ -13,20 +13,20 @@ from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-"""How deep values may lie within each other; what is deeper could be neither compared nor written again."""
+"""Greatest depth of nested values; what is deeper could be neither compared nor written again."""
 
 MAX_INTEGER = (1 << 63) - 1
 
 
 class Malformed(ValueError):
-    """What was read is not what was written: broken, cut short, or never right. The message says why."""
+    """A text or file that is not as it was written: broken, cut short, or never right. The message says why."""
 
 
 def parse(data: str | bytes | bytearray) -> Any:
-    """The value of a JSON text, of UTF-8 where it is bytes.
+    """Parses a JSON text, of UTF-8 where it is bytes.
 
     Raises:
-        Malformed: it is none; it has NaN, a number that is not finite, a key twice, or values that lie too deep.
+        Malformed: the text is no JSON; it has NaN, a number that is not finite, a key twice, or too deep values.
     """
     try:
         text = data if isinstance(data, str) else data.decode()

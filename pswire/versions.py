@@ -1,4 +1,4 @@
-"""Which versions of this package, of Python, and of what matters between processes are installed."""
+"""Installed versions of this package, of Python, and of what matters between processes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import cache
 from types import MappingProxyType
 
 PACKAGES = ("paramserver", "grpcio", "numba", "numpy", "protobuf", "cupy", "cupy-cuda12x", "cupy-cuda13x")
-"""As package indexes name them."""
+"""Names of packages, as package indexes write them."""
 
 
 def version(name: str = PACKAGES[0]) -> str:
-    """That of an installed package; raises `ModuleNotFoundError` if it is not."""
-    from importlib import metadata  # which parses mail headers: no process waits for it at its start
+    """Returns the version of an installed package; raises `ModuleNotFoundError` if it is not installed."""
+    from importlib import metadata  # it parses mail headers: no process waits for it at its start
 
     return metadata.version(name)
 

@@ -1,16 +1,16 @@
-"""What is read as an array: variables, and values that live on the servers."""
+"""Objects that NumPy reads as arrays: variables, and values that live on the servers."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from psclient._src import context, nest
-from psclient._src.devices import AnyArray, Device, to_device
+from psclient._src.devices import AnyArray, Device, Value, to_device
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
 
@@ -33,7 +33,7 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
     def _copy_on(self, device: Device) -> AnyArray:
         return to_device(self._fetch(), device)
 
-    def _on_host(self) -> Any:
+    def _on_host(self) -> Value:
         lift = context.update_lift()
         return self._fetch() if lift is None else lift(self)
 
@@ -56,12 +56,12 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """NumPy's dtype."""
+        """The dtype, as NumPy has it."""
         return DTYPES[self.spec.dtype]
 
     # ---- Its value ----
 
-    def read_value(self) -> Any:
+    def read_value(self) -> Value:
         """Its value: an array on the replica's device; in an update function what stands for it there.
 
         Nobody may change the array: it is shared by all who read.
@@ -73,28 +73,30 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
         """Its value on the host, read-only."""
         return np.asarray(self._on_host())
 
-    def astype(self, dtype: npt.DTypeLike) -> Any:
+    def astype(self, dtype: npt.DTypeLike) -> Value:
         """Its value in another dtype."""
         return self.read_value().astype(dtype)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: Any) -> Value:
         if any(isinstance(out, Readable) for out in kwargs.get("out", ())):
             _refuse_in_place(self, f"np.{ufunc.__name__}")
         return getattr(ufunc, method)(*map(read, inputs), **kwargs)
 
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, func: Callable[..., Value], types: object, args: object, kwargs: object) -> Value:
         return func(*nest.map_structure(read, args), **nest.map_structure(read, kwargs))
 
-    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    def __cupy_override_elementwise_kernel__(
+        self, kernel: Callable[..., Value], *args: object, **kwargs: object
+    ) -> Value:
         return kernel(*map(read, args), **kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Value:
         return self.read_value()[key]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Value]:
         return iter(self.read_value())
 
     def __len__(self) -> int:
@@ -121,7 +123,7 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
         return format(self._on_host(), spec) if spec else str(self)
 
 
-def read(value: Any) -> Any:
+def read(value: object) -> Value:
     """The value of what is read as an array; anything else is itself."""
     return value.read_value() if isinstance(value, Readable) else value
 

@@ -1,4 +1,4 @@
-"""What a client is told: `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*`, `PS_TOKEN`, and Slurm's variables.
+"""Configuration of a client: `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*`, `PS_TOKEN`, and Slurm's variables.
 
 The only module of this package that reads the environment for configuration.
 """
@@ -33,7 +33,7 @@ METRICS_HOST, METRICS_PORT = "PS_METRICS_HOST", "PS_METRICS_PORT"
 """The environment variables that say where metrics are served."""
 
 LOCAL_HOST, PORTS = "127.0.0.1", 65535
-"""Where metrics are served if nobody says another host, and the greatest port."""
+"""The default host of the page of metrics, and the greatest port."""
 
 LANE = "PS_LANE"
 """The environment variable that says which lane to begin with."""
@@ -179,7 +179,7 @@ def job_from(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
-    """What `PS_REFUSED` says: "lost", the default, or "silence" where a proxy refuses for servers that may be alive."""
+    """Reads `PS_REFUSED`: "lost", the default, or "silence" where a proxy refuses for servers that may be alive."""
     said = environ.get(REFUSED) or REFUSALS[0]
     refuse_unknown([said], REFUSALS, REFUSED)
     return REFUSALS[REFUSALS.index(cast(Refused, said))]
@@ -221,7 +221,7 @@ def security_options(environ: Mapping[str, str] = os.environ) -> SecurityOptions
 
 
 def security_from(name: str, environ: Mapping[str, str] = os.environ) -> Security:
-    """What this process shows as a task, `worker-0`, or as `admin`; raises `ConfigError` as `SecurityOptions.read`."""
+    """Reads the identity of a task, as `worker-0`, or of `admin`; raises `ConfigError` as `SecurityOptions.read`."""
     return security_options(environ).read(name)
 
 
@@ -231,12 +231,12 @@ def set_security(options: SecurityOptions, environ: MutableMapping[str, str] = o
 
 
 def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a process that we start; what the user has set stays.
+    """Returns the environment of a process that we start; what the user has set stays.
 
     Args:
-        tasks: how many processes share this machine's cores.
-        timeouts: to be handed on.
-        more: what this process alone gets.
+        tasks: number of processes that share this machine's cores.
+        timeouts: handed on as `PS_TIMEOUT_*`; None hands on none.
+        more: variables that only this process gets.
     """
     threads = str(max(1, len(os.sched_getaffinity(0)) // tasks))
     environ = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}

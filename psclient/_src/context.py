@@ -14,12 +14,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 from psclient._src import nest, values
-from psclient._src.devices import CPU, Device
-from psclient._src.nest import Nest
+from psclient._src.devices import CPU, Device, Value
+from psclient._src.nest import Leaf, Nest
 from psclient._src.options import ReduceOp, ReduceOpName
+
+if TYPE_CHECKING:
+    from pswire.model.plan import VariableSpec
+    from pswire.model.tensor import Array
 
 Kind = Literal["default", "cross-replica", "replica", "update"]
 
@@ -33,10 +37,10 @@ _REMEDY: dict[Kind, str] = {
     "update": "call it outside of the function given to update",
 }
 
-Lift = Callable[[Any], Any]
+Lift = Callable[[Leaf], Value | None]
 """In an update context: the tracer of a variable or another value, None for what has none."""
 
-MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+MergeCall = Callable[[Callable[..., Nest], tuple[Nest, ...], dict[str, Nest]], Nest]
 """Runs `merge_fn(strategy, *args, **kwargs)` once for all local replicas."""
 
 
@@ -52,19 +56,21 @@ class Extended(Protocol):
         """All devices that hold variables, by name."""
 
     @property
-    def colocation(self) -> Any:
-        """The place of the innermost `colocate_vars_with`, None outside of each."""
+    def colocation(self) -> tuple[int, ...]:
+        """The servers of the innermost `colocate_vars_with`, by number; empty outside of each."""
 
-    def create_variable(self, spec: Any, value: Any, place: Any, on_read: bool, how: Any) -> Any:
+    def create_variable(self, spec: VariableSpec, value: Array, place: tuple[int, ...], on_read: bool, how: Any) -> Any:
         """Creates a variable."""
 
-    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def batch_reduce_to(
+        self, reduce_op: ReduceOp | ReduceOpName, value_destination_pairs: Sequence[tuple[Value, object]]
+    ) -> list[Value]:
         """Reduces several values to their destinations."""
 
-    def aggregate(self, aggregation: Any, value: Any, destination: Any) -> Any:
+    def aggregate(self, aggregation: Any, value: Value, destination: Any) -> Value:
         """Reduces a value by a variable's aggregation."""
 
-    def update(self, var: Any, fn: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+    def update(self, var: Any, fn: Callable[..., Nest], args: Sequence[Nest] = ()) -> Nest:
         """Runs an update function beside a variable."""
 
 
@@ -83,29 +89,29 @@ class StrategyFace(Protocol):
     def num_replicas_in_sync(self) -> int:
         """R: the replicas of all processes that are in sync."""
 
-    def scope(self) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[object]:
         """Makes the strategy current."""
 
-    def reduce(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Value, axis: int | None) -> Array:
         """Combines a value across all replicas of all workers."""
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
+    def experimental_make_numpy_dataset(self, numpy_input: object) -> Any:
         """A dataset of arrays."""
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def run(self, fn: Callable[..., Nest], args: Sequence[Nest] = (), kwargs: Mapping[str, Nest] | None = None) -> Nest:
         """Calls a function once on each local replica."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicaContext:
-    """What one replica knows, while its function runs.
+    """The replica whose function the thread runs.
 
     Source: `tf.distribute.ReplicaContext`.
 
     Attributes:
         strategy: the strategy that runs it; in the default context the default one.
         local_replica_id: its number among the replicas of this process, from 0.
-        device: where it computes.
+        device: the device on which it computes.
     """
 
     nest_leaf: ClassVar[bool] = True
@@ -132,8 +138,8 @@ class ReplicaContext:
         return (str(self.device),)
 
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, merge_fn: Callable[..., Nest], args: Sequence[Nest] = (), kwargs: Mapping[str, Nest] | None = None
+    ) -> Nest:
         """Meets the other local replicas and runs a function once, in cross-replica context.
 
         Args:
@@ -183,8 +189,8 @@ class ReplicaContext:
 
 
 def arguments(
-    what: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    what: str, args: Sequence[Nest], kwargs: Mapping[str, Nest] | None
+) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
     """Returns what a function is to be called with; `TypeError` unless `args` is a tuple or a list.
 
     Args:
@@ -202,10 +208,10 @@ class Box:
 
     nest_leaf: ClassVar[bool] = True
 
-    leaves: tuple[Any, ...]
+    leaves: tuple[Leaf, ...]
 
 
-def unbox(boxes: Any) -> list[Any]:
+def unbox(boxes: Nest) -> list[Leaf]:
     """The values in the replicas' boxes, each as a per-replica value; with one local replica as it is.
 
     Raises:
@@ -219,7 +225,7 @@ def unbox(boxes: Any) -> list[Any]:
     return [values.per_replica(column) for column in zip(*rows, strict=True)]
 
 
-def _reduce_boxes(strategy: StrategyFace, reduce_op: Any, boxes: Any) -> list[Any]:
+def _reduce_boxes(strategy: StrategyFace, reduce_op: ReduceOp, boxes: Nest) -> list[Value]:
     return list(strategy.extended.batch_reduce_to(reduce_op, [(column, column) for column in unbox(boxes)]))
 
 
@@ -249,7 +255,7 @@ _INSIDE = nullcontext()
 def install_default(strategy: StrategyFace) -> None:
     """Makes a strategy the one of threads that are in no scope."""
 
-    def merge_alone(merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def merge_alone(merge_fn: Callable[..., Nest], args: tuple[Nest, ...], kwargs: dict[str, Nest]) -> Nest:
         with enter_cross_replica(strategy):
             return merge_fn(strategy, *args, **kwargs)
 
@@ -353,8 +359,7 @@ def within(strategy: StrategyFace) -> AbstractContextManager[object]:
     """A context manager: the strategy's scope, for the calling thread; nothing where that is in it already."""
     if has_strategy() and _current().strategy is strategy:
         return _INSIDE
-    scope: AbstractContextManager[object] = strategy.scope()
-    return scope
+    return strategy.scope()
 
 
 def enter_replica(context: ReplicaContext) -> AbstractContextManager[None]:
@@ -389,7 +394,7 @@ def update_lift() -> Lift | None:
 
 
 def local_replica(strategy: StrategyFace) -> int | None:
-    """Which copy of a strategy's variables the calling thread works on: that of its replica, or of its update.
+    """Returns the local replica whose copies of a strategy's variables the thread uses, in `run` or in an update.
 
     Returns:
         A local replica's number; None in cross-replica context and in those of other strategies.
@@ -410,7 +415,7 @@ def require_cross_replica(strategy: StrategyFace, what: str) -> None:
     """Raises `RuntimeError` unless the thread is in this strategy's cross-replica context.
 
     Args:
-        strategy: whose method was called.
+        strategy: the strategy whose method was called.
         what: the method, for the message.
     """
     current = _current()
@@ -425,8 +430,8 @@ def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaC
     """The current replica context, the default one included; `RuntimeError` if there is none.
 
     Args:
-        what: what was called, for the message.
-        strategy: whose replica it has to be; None for that of any.
+        what: the function that was called, for the message.
+        strategy: the strategy whose replica is required; None accepts any.
     """
     current = _current()
     if strategy is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -24,6 +24,26 @@ from pswire.model.tensor import Array
 
 AnyArray = Any
 """A NumPy or CuPy array."""
+
+Value = Any
+"""An array, a number, a variable, or the tracer that stands for one in an update function: what arithmetic takes."""
+
+
+class _Event(Protocol):
+    """CuPy's event at a point of a stream."""
+
+    done: bool
+
+    def synchronize(self) -> None:
+        """Waits until the stream has come to it."""
+
+
+class _Stream(Protocol):
+    """CuPy's stream, as far as copies use it."""
+
+    def record(self, event: object, /) -> _Event:
+        """Puts an event at its end; returns it."""
+
 
 _DEVICE = re.compile(
     r"(?:/job:[a-z]+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?(?P<kind>cpu|gpu)(?::(?P<index>\d+))?",
@@ -39,7 +59,7 @@ class Device:
 
     Attributes:
         kind: "cpu" or "gpu".
-        index: which of that kind. CPUs are all the same one; their numbers only tell replicas apart.
+        index: number of the GPU. All CPUs are the same one; their numbers only tell replicas apart.
     """
 
     nest_leaf: ClassVar[bool] = True
@@ -94,7 +114,7 @@ def available_gpus() -> int:
 
 @dataclass(frozen=True)
 class GpuReport:
-    """What CuPy says of the GPUs here, for people.
+    """CuPy's report on the GPUs of this machine, for people.
 
     Attributes:
         cupy: its version; "" where it is not installed, or cannot be imported.
@@ -161,16 +181,16 @@ def local_devices(names: Sequence[str] | None) -> tuple[Device, ...]:
     return devices
 
 
-def namespace(device: Device) -> Any:
+def namespace(device: Device) -> ModuleType:
     """The module whose functions make arrays on a device: `numpy`, or `cupy`."""
     return _loaded_cupy() if device.kind == "gpu" else np
 
 
-def device_scope(device: Device) -> contextlib.AbstractContextManager[Any]:
+def device_scope(device: Device) -> contextlib.AbstractContextManager[object]:
     """A context in which new arrays of the calling thread are made on a device."""
     if device.kind == "cpu":
         return contextlib.nullcontext()
-    scope: contextlib.AbstractContextManager[Any] = _loaded_cupy().cuda.Device(device.index)
+    scope: contextlib.AbstractContextManager[object] = _loaded_cupy().cuda.Device(device.index)
     return scope
 
 
@@ -185,11 +205,11 @@ def device_of(array: AnyArray) -> Device:
 
 
 def to_device(array: AnyArray, device: Device) -> AnyArray:
-    """The array on a device: itself if it is there, else a copy, which the host does not wait for.
+    """Returns the array on a device: itself if it is there, else a copy, which the host does not wait for.
 
     Args:
         array: anything that `to_numpy` takes.
-        device: where to.
+        device: the device that shall hold it.
     """
     if device.kind == "cpu":
         return to_numpy(array)
@@ -199,12 +219,12 @@ def to_device(array: AnyArray, device: Device) -> AnyArray:
     return found if device_of(found) == device else _copies(device).take(found)
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Returns whether it is an array of any library, or a NumPy scalar."""
     return isinstance(value, np.generic) or hasattr(value, "__dlpack_device__")
 
 
-def as_array(value: Any) -> AnyArray:
+def as_array(value: object) -> AnyArray:
     """A NumPy or CuPy array where the value lies; not copied if that can be avoided.
 
     Args:
@@ -219,17 +239,17 @@ def as_array(value: Any) -> AnyArray:
 
 
 def to_numpy(array: AnyArray) -> Array:
-    """The array in host memory; not copied if it is there.
+    """Returns the array in host memory, without a copy if it is there.
 
     Args:
-        array: what `as_array` takes.
+        array: anything that `as_array` takes.
     """
     found = as_array(array)
     host: Array = found if isinstance(found, np.ndarray) else _loaded_cupy().asnumpy(found)
     return host
 
 
-def begin_download(array: AnyArray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | Download:
+def begin_download(array: AnyArray, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array | Download:
     """An array on its way to the host, contiguous; what is on the host is there already.
 
     Args:
@@ -256,7 +276,7 @@ class Download:
     """A host array that a copy from a GPU fills, while the program goes on. May be waited for by any thread.
 
     Args:
-        host: the array.
+        host: the array in host memory that the copy fills.
         done: the event at the end of the copy.
         over: called when somebody has seen that end.
 
@@ -265,7 +285,7 @@ class Download:
         here: the array, once `wait` has seen the end of the copy; None before.
     """
 
-    def __init__(self, host: Array, done: Any, over: Callable[[], object]) -> None:
+    def __init__(self, host: Array, done: _Event, over: Callable[[], object]) -> None:
         self._host = host
         self._done = done
         self._over = over
@@ -291,14 +311,14 @@ class _Copies:
     """
 
     def __init__(self, device: Device) -> None:
-        self._cupy: Any = _loaded_cupy()
+        self._cupy: ModuleType = _loaded_cupy()
         self._device = device
         with device_scope(device):
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
         self._lock = threading.Lock()  # guards what is held, which is in the order of the copies
-        self._held: deque[tuple[Any, tuple[AnyArray, ...]]] = deque()
+        self._held: deque[tuple[_Event, tuple[AnyArray, ...]]] = deque()
 
-    def download(self, array: AnyArray, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Download:
+    def download(self, array: AnyArray, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Download:
         """Begins to copy an array of this device to the host, contiguous, in a dtype and a shape."""
         with device_scope(self._device):
             there = self._cupy.ascontiguousarray(array, dtype).reshape(shape)
@@ -341,7 +361,7 @@ class _Copies:
     def _current(self) -> Any:
         return self._cupy.cuda.get_current_stream()
 
-    def _now(self, stream: Any) -> Any:
+    def _now(self, stream: _Stream) -> _Event:
         """The event at the end of what a stream of the current device was given so far."""
         return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))
 
@@ -352,7 +372,7 @@ class _Copies:
         memory = self._cupy.cuda.alloc_pinned_memory(like.nbytes)
         return np.frombuffer(memory, like.dtype, like.size).reshape(like.shape)
 
-    def _copied(self, *arrays: AnyArray) -> Any:
+    def _copied(self, *arrays: AnyArray) -> _Event:
         """The event at the end of a copy, until which its arrays are held: nobody else may get their memory."""
         with self._lock:
             done = self._now(self._stream)

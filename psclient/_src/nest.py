@@ -16,26 +16,35 @@ from typing import Any
 Nest = Any
 """A nest of leaves; written for the reader, since Python's types cannot say it."""
 
+Leaf = Any
+"""What is no container; of the type that the reader knows it to have."""
+
+IsLeaf = Callable[[Nest], bool]
+"""Returns True for a container that counts as a leaf."""
+
 
 @dataclass(frozen=True)
 class _Nest:
     """One container, taken apart.
 
     Attributes:
-        keys: what leads to each child.
-        children: what is in it.
+        keys: the keys or indices of the children.
+        children: the values below it, in the order of `keys`.
         build: makes a container of the same kind from other children.
-        step: how a key is written in a path.
+        step: format of a key in a path.
     """
 
-    keys: tuple[Any, ...]
-    children: tuple[Any, ...]
-    build: Callable[[Sequence[Any]], Any]
+    keys: tuple[object, ...]
+    children: tuple[Nest, ...]
+    build: Callable[[Sequence[Nest]], Nest]
     step: str = "[{!r}]"
 
 
-def _open_dict(value: dict[Any, Any]) -> _Nest:
-    def build(children: Sequence[Any]) -> Any:
+_Opener = Callable[[Nest], _Nest]
+
+
+def _open_dict(value: dict[object, Nest]) -> _Nest:
+    def build(children: Sequence[Nest]) -> Nest:
         filled = copy.copy(value)  # keeps what subclasses carry, such as a default factory
         for key, child in zip(value, children, strict=True):  # `update` means something else to a Counter
             filled[key] = child
@@ -44,28 +53,28 @@ def _open_dict(value: dict[Any, Any]) -> _Nest:
     return _Nest(tuple(value), tuple(value.values()), build)
 
 
-def _open_named(value: Any) -> _Nest:
+def _open_named(value: Nest) -> _Nest:
     return _Nest(value._fields, tuple(value), type(value)._make, ".{}")
 
 
-def _open_sequence(value: Sequence[Any]) -> _Nest:
+def _open_sequence(value: Sequence[Nest]) -> _Nest:
     return _Nest(tuple(range(len(value))), tuple(value), partial(_call, type(value)))
 
 
-def _call(kind: Callable[[Any], Any], children: Sequence[Any]) -> Any:
+def _call(kind: Callable[[Sequence[Nest]], Nest], children: Sequence[Nest]) -> Nest:
     return kind(children)
 
 
-def _open_dataclass(value: Any) -> _Nest:
+def _open_dataclass(value: Nest) -> _Nest:
     names = tuple(field.name for field in dataclasses.fields(value) if field.init)
 
-    def build(children: Sequence[Any]) -> Any:
+    def build(children: Sequence[Nest]) -> Nest:
         return dataclasses.replace(value, **dict(zip(names, children, strict=True)))
 
     return _Nest(names, tuple(getattr(value, name) for name in names), build, ".{}")
 
 
-_KINDS: tuple[tuple[Callable[[type], bool], Callable[[Any], _Nest]], ...] = (
+_KINDS: tuple[tuple[Callable[[type], bool], _Opener], ...] = (
     (lambda kind: issubclass(kind, dict), _open_dict),
     (lambda kind: issubclass(kind, tuple) and hasattr(kind, "_fields"), _open_named),
     (lambda kind: issubclass(kind, tuple | list), _open_sequence),
@@ -76,20 +85,20 @@ _KINDS: tuple[tuple[Callable[[type], bool], Callable[[Any], _Nest]], ...] = (
 )
 
 
-def _find_opener(kind: type) -> Callable[[Any], _Nest] | None:
+def _find_opener(kind: type) -> _Opener | None:
     return next((opened for matches, opened in _KINDS if matches(kind)), None)
 
 
 # Nests of arguments are taken apart for each variable and round.
-_opener: Callable[[Any], Callable[[Any], _Nest] | None] = lru_cache(maxsize=1024)(_find_opener)
+_opener: Callable[[type], _Opener | None] = lru_cache(maxsize=1024)(_find_opener)
 
 
-def _open(value: Any) -> _Nest | None:
+def _open(value: Nest) -> _Nest | None:
     opener = _opener(type(value))
     return opener(value) if opener else None
 
 
-def _find_children(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+def _find_children(kind: type) -> Callable[[Nest], Iterable[Nest]] | None:
     opener = _opener(kind)
     if opener is None:
         return None
@@ -98,16 +107,16 @@ def _find_children(kind: type) -> Callable[[Any], Iterable[Any]] | None:
     return dict.values if opener is _open_dict else lambda value: opener(value).children
 
 
-children_of: Callable[[Any], Callable[[Any], Iterable[Any]] | None] = lru_cache(maxsize=1024)(_find_children)
-"""What gives the children of a container of a type, in order; None for a leaf's type."""
+children_of: Callable[[type], Callable[[Nest], Iterable[Nest]] | None] = lru_cache(maxsize=1024)(_find_children)
+"""Returns a function that gives the children of a container of a type, in order; None for a leaf's type."""
 
 
-def flatten(nest: Nest) -> list[Any]:
+def flatten(nest: Nest) -> list[Leaf]:
     """The leaves of a nest, in order; a leaf gives a list of itself."""
     children = children_of(type(nest))
     if children is None:
         return [nest]
-    leaves: list[Any] = []
+    leaves: list[Leaf] = []
     for child in children(nest):
         if children_of(type(child)) is None:
             leaves.append(child)
@@ -116,7 +125,7 @@ def flatten(nest: Nest) -> list[Any]:
     return leaves
 
 
-def pack_sequence_as(structure: Nest, leaves: Sequence[Any]) -> Nest:
+def pack_sequence_as(structure: Nest, leaves: Sequence[object]) -> Nest:
     """A nest like `structure` with other leaves, given in the order of `flatten`.
 
     Raises:
@@ -129,7 +138,7 @@ def pack_sequence_as(structure: Nest, leaves: Sequence[Any]) -> Nest:
     return map_structure(lambda _: next(rest), structure)
 
 
-def map_structure(fn: Callable[..., Any], *structures: Nest, is_leaf: Callable[[Any], bool] | None = None) -> Nest:
+def map_structure(fn: Callable[..., object], *structures: Nest, is_leaf: IsLeaf | None = None) -> Nest:
     """Calls `fn` on the leaves of nests of the same structure, leaf by leaf.
 
     Args:
@@ -148,7 +157,7 @@ def map_structure(fn: Callable[..., Any], *structures: Nest, is_leaf: Callable[[
     return _map(fn, structures, "", is_leaf)
 
 
-def _map_one(fn: Callable[..., Any], value: Nest, is_leaf: Callable[[Any], bool] | None) -> Nest:
+def _map_one(fn: Callable[..., object], value: Nest, is_leaf: IsLeaf | None) -> Nest:
     """As `_map` of one structure, which differs from none: arguments are taken apart for each replica and round."""
     opener = _opener(type(value))
     if opener is None or (is_leaf is not None and is_leaf(value)):
@@ -162,10 +171,10 @@ def _map_one(fn: Callable[..., Any], value: Nest, is_leaf: Callable[[Any], bool]
 
 
 def _map(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     structures: Sequence[Nest],
     path: str,
-    is_leaf: Callable[[Any], bool] | None = None,
+    is_leaf: IsLeaf | None = None,
 ) -> Nest:
     if is_leaf and is_leaf(structures[0]):
         return fn(*structures)
@@ -177,7 +186,7 @@ def _map(
     return node.build([_map(fn, row, path + node.step.format(key), is_leaf) for key, row in rows])
 
 
-def _matching(node: _Nest | None, first: Nest, other: Nest, path: str) -> Sequence[Any]:
+def _matching(node: _Nest | None, first: Nest, other: Nest, path: str) -> Sequence[Nest]:
     """The children of `other` in the order of `node`, which is `first` taken apart."""
     found = _open(other)
     if node is None and found is None:

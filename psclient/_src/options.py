@@ -1,4 +1,4 @@
-"""What a script says about its input, and what it is told: options, contexts, and the shapes of batches."""
+"""Options and contexts of input functions, and the shapes of batches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pswire.model.plan import ReduceOp as OpName
 
 
 class AutoShardPolicy(IntEnum):
-    """How workers share a dataset; the numbers are those of `tf.data.experimental.AutoShardPolicy`.
+    """The way in which workers share a dataset; the numbers are those of `tf.data.experimental.AutoShardPolicy`.
 
     Attributes:
-        OFF: they do not: every worker sees all of the data, and splits it among its local replicas.
+        OFF: no sharing: every worker sees all of the data, and splits it among its local replicas.
         AUTO: the same as DATA.
         FILE: by files; refused, since a dataset knows none here.
         DATA: each global batch is cut into slices, one for each replica of all workers.
@@ -33,7 +33,7 @@ class AutoShardPolicy(IntEnum):
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How a dataset is distributed.
+    """Options of a distributed dataset.
 
     Attributes:
         experimental_prefetch_to_device: batches are put on the replicas' devices; False leaves them on the host,
@@ -70,11 +70,11 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a function that makes one worker's dataset is told.
+    """The context of a function that makes one worker's dataset.
 
     Attributes:
-        num_input_pipelines: how many workers make one.
-        input_pipeline_id: which of them this is, from 0.
+        num_input_pipelines: number of workers that make one.
+        input_pipeline_id: number of this worker among them, from 0.
         num_replicas_in_sync: R, the replicas of all workers.
     """
 
@@ -99,10 +99,10 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What a function that makes one replica's value is told; see `experimental_distribute_values_from_function`.
+    """The context of a function that makes one replica's value; see `experimental_distribute_values_from_function`.
 
     Attributes:
-        replica_id_in_sync_group: which replica the value is for, from 0.
+        replica_id_in_sync_group: number of the replica that the value is for, from 0.
         num_replicas_in_sync: R, the replicas of all workers.
     """
 

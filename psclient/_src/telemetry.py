@@ -26,11 +26,11 @@ log = logging.getLogger("psclient")
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker's metrics are of.
+    """The parts of a worker that its metrics read.
 
     Attributes:
-        exchange: its rounds.
-        servers: its connections.
+        exchange: the worker's rounds.
+        servers: the worker's connections.
     """
 
     exchange: Exchange
@@ -114,8 +114,8 @@ class Exporter:
     """Serves a process's metrics over HTTP, if `PS_METRICS_PORT` says where.
 
     Args:
-        task: which task this process is.
-        security: what it shows.
+        task: the task that this process is.
+        security: the certificate and token that this process shows.
 
     Raises:
         ConfigError: the port cannot be had.

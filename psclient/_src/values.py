@@ -9,14 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from psclient._src import nest
 from psclient._src.devices import to_numpy
-from psclient._src.nest import Nest
+from psclient._src.nest import Leaf, Nest
 from pswire.model.tensor import Array
 
 
@@ -27,15 +26,15 @@ class DistributedValues:
         values: of each local replica; a variable with copies may override the property instead.
     """
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[object]) -> None:
         self._values = tuple(values)
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[Leaf, ...]:
         """The values, by local replica."""
         return self._values
 
-    def component(self, local_replica_id: int) -> Any:
+    def component(self, local_replica_id: int) -> Leaf:
         """The value of one local replica; raises `ValueError` if there is none."""
         if not 0 <= local_replica_id < len(self.values):
             name, count = type(self).__name__, len(self.values)
@@ -81,7 +80,7 @@ def select(value: Nest, local_replica_id: int) -> Nest:
         ValueError: a distributed value has none for this replica.
     """
 
-    def component(leaf: Any) -> Any:
+    def component(leaf: Leaf) -> Leaf:
         return leaf.component(local_replica_id) if isinstance(leaf, DistributedValues) else leaf
 
     return nest.map_structure(component, value)
@@ -94,7 +93,7 @@ def unwrap(value: Nest, replicas: int) -> list[Nest]:
         ValueError: a distributed value is of another number of replicas.
     """
 
-    def component(leaf: Any, replica: int) -> Any:
+    def component(leaf: Leaf, replica: int) -> Leaf:
         if not isinstance(leaf, DistributedValues):
             return leaf
         if len(leaf.values) != replicas:
@@ -135,17 +134,17 @@ def merge_copies(results: Sequence[Nest]) -> Nest:
     return _merged(partial(_merge, kind=Mirrored), results)
 
 
-def _merged(merge: Callable[..., Any], given: Sequence[Nest]) -> Nest:
+def _merged(merge: Callable[..., object], given: Sequence[Nest]) -> Nest:
     alone = len(given) == 1 and not any(isinstance(leaf, Component) for leaf in nest.flatten(given[0]))
     return given[0] if alone else nest.map_structure(merge, *given)
 
 
-def _merge_result(*leaves: Any) -> Any:
+def _merge_result(*leaves: Leaf) -> Leaf:
     shared = len(leaves) > 1 and isinstance(leaves[0], bool | int | float | complex)
     return PerReplica(leaves) if shared else _merge(*leaves)
 
 
-def _merge(*leaves: Any, kind: type[DistributedValues] = PerReplica) -> Any:
+def _merge(*leaves: Leaf, kind: type[DistributedValues] = PerReplica) -> Leaf:
     first = leaves[0]
     if isinstance(first, Component):
         whole = first.distributed_container
@@ -154,17 +153,17 @@ def _merge(*leaves: Any, kind: type[DistributedValues] = PerReplica) -> Any:
     return first if all(leaf is first for leaf in leaves) else kind(leaves)
 
 
-def container(value: Any) -> Any:
+def container(value: Leaf) -> Leaf:
     """The variable of which a value is a component; anything else itself."""
     return value.distributed_container if isinstance(value, Component) else value
 
 
-def per_replica(values: Sequence[Any]) -> Any:
+def per_replica(values: Sequence[Leaf]) -> Leaf:
     """A `PerReplica` of leaves even if all are one object; with one local replica the bare value."""
     return values[0] if len(values) == 1 else PerReplica(values)
 
 
-def local_results(value: Nest) -> tuple[Any, ...]:
+def local_results(value: Nest) -> tuple[Nest, ...]:
     """The local replicas' values, of a nest one nest for each; `(value,)` of what is not distributed."""
     counts = [len(leaf.values) for leaf in nest.flatten(value) if isinstance(leaf, DistributedValues)]
     if not counts:

@@ -16,8 +16,9 @@ from psclient._src import context, nest, values
 from psclient._src.arraylike import read
 from psclient._src.context import ReplicaContext
 from psclient._src.data.distributed import DistributedDatasetFromFunction, DistributedIterator
-from psclient._src.devices import Device, to_device
+from psclient._src.devices import Device, Value, to_device
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.nest import Nest
 from psclient._src.variables.variable import Variable, VariableAggregation, on_read_scope
 
 _CPU = "/device:CPU:0"
@@ -30,7 +31,7 @@ class DistributionStrategy:
     where there is none.
 
     Args:
-        strategy: whose names these are; by default that of the calling thread's context.
+        strategy: the strategy that has these names; by default that of the calling thread's context.
     """
 
     def __init__(self, strategy: Strategy | None = None) -> None:
@@ -40,7 +41,7 @@ class DistributionStrategy:
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is one tower in all: then `call_for_each_tower` calls its function once."""
+        """True if there is one tower in all: then `call_for_each_tower` calls its function once."""
         return self.num_towers == 1
 
     @property
@@ -63,7 +64,7 @@ class DistributionStrategy:
         """For `call_for_each_tower`: each tower gets its number in `worker_devices`; 0 if there is one."""
         return values.per_replica(range(len(self.worker_devices)))
 
-    def configure(self, session_config: Any = None) -> None:
+    def configure(self, session_config: object = None) -> None:
         """Does nothing: there are no sessions to configure."""
 
     # ---- Contexts ----
@@ -72,7 +73,7 @@ class DistributionStrategy:
         """Makes the strategy current: see `Strategy.scope`."""
         return self.strategy.scope()
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    def colocate_vars_with(self, colocate_with_variable: Variable | Sequence[str]) -> AbstractContextManager[None]:
         """Variables created within live with a variable, or on non-slot devices. In the scope."""
         return self.strategy.extended.colocate_vars_with(colocate_with_variable)
 
@@ -80,16 +81,16 @@ class DistributionStrategy:
         """Variables created within have a value of its own in each tower, and are not trained. In the scope.
 
         Args:
-            reduce_method: "sum" or "mean": how they are combined for `fetch` and checkpoints.
+            reduce_method: "sum" or "mean": the combination for `fetch` and checkpoints.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: `reduce_method` is neither.
         """
         return on_read_scope(VariableAggregation(_checked(reduce_method)))
 
     # ---- Towers ----
 
-    def call_for_each_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_for_each_tower(self, fn: Callable[..., object], *args: object, **kwargs: object) -> Nest:
         """Calls a function once on each local tower, in tower context. In cross-tower context.
 
         Args:
@@ -103,18 +104,18 @@ class DistributionStrategy:
         kwargs.pop("run_concurrently", None)
         return self.strategy.run(fn, args, kwargs)
 
-    def unwrap(self, value: Any) -> list[Any]:
+    def unwrap(self, value: Value) -> list[Value]:
         """The list of the local towers' values; `[value]` of what is not distributed. In any context."""
         return list(self.strategy.experimental_local_results(value))
 
-    def group(self, value: Any, name: str | None = None) -> None:
+    def group(self, value: Value, name: str | None = None) -> None:
         """Waits until what was begun is done: what `unwrap` gives is then computed. In cross-tower context."""
         for leaf in nest.flatten(self.unwrap(value)):
             read(leaf)
 
     # ---- Values ----
 
-    def distribute_dataset(self, dataset_fn: Callable[[], Any]) -> PerDeviceDataset:
+    def distribute_dataset(self, dataset_fn: Callable[[], object]) -> PerDeviceDataset:
         """Each worker makes its own dataset, from which each tower takes a batch in each step. In any context.
 
         Args:
@@ -123,12 +124,12 @@ class DistributionStrategy:
         dataset = self.strategy.experimental_distribute_datasets_from_function(lambda _: dataset_fn())
         return PerDeviceDataset(dataset)
 
-    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+    def broadcast(self, tensor: Value, destinations: object = None) -> Value:
         """Mirrors a value to a variable's locality, or to devices; by default the towers'. In cross-tower context."""
         to = self.worker_devices if destinations is None else destinations
         return self.strategy.extended.broadcast_to(tensor, to)
 
-    def reduce(self, method_string: str, value: Any, destinations: Any = None) -> Any:
+    def reduce(self, method_string: str, value: Value, destinations: object = None) -> Value:
         """Combines a value across all towers of all workers. In cross-tower context.
 
         Args:
@@ -139,23 +140,23 @@ class DistributionStrategy:
         to = value if destinations is None else destinations
         return self.strategy.extended.reduce_to(_checked(method_string), value, to)
 
-    def batch_reduce(self, method_string: str, value_destination_pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def batch_reduce(self, method_string: str, value_destination_pairs: Sequence[tuple[object, object]]) -> list[Value]:
         """Several `reduce` at once, of (value, destinations) pairs. In cross-tower context."""
         pairs = [(value, value if to is None else to) for value, to in value_destination_pairs]
         return self.strategy.extended.batch_reduce_to(_checked(method_string), pairs)
 
-    def fetch(self, val: Any, destination: str = _CPU, fn: Callable[[Any], Any] = lambda x: x) -> Any:
-        """A copy of `fn(val)` on a device of this process; of a tower-local variable its combined value.
+    def fetch(self, val: Value, destination: str = _CPU, fn: Callable[[Value], Value] = lambda x: x) -> Value:
+        """Copies `fn(val)` to a device of this process; of a tower-local variable its combined value.
 
         In cross-tower context.
 
         Args:
             val: an array, a variable, or a mirrored value.
-            destination: the device.
+            destination: name of the device, such as "/cpu:0".
             fn: applied before the value is copied.
 
         Raises:
-            ValueError: a per-device value, which has to be reduced first.
+            ValueError: `val` is a per-device value, which has to be reduced first.
         """
         if isinstance(val, values.PerReplica):
             raise ValueError("fetch takes one value, and not one for each tower; combine them with reduce first")
@@ -169,11 +170,13 @@ class DistributionStrategy:
         """The devices for variables that serve several others. In any context."""
         return self.strategy.extended.non_slot_devices(var_list)
 
-    def update(self, var: Variable, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def update(self, var: Variable, fn: Callable[..., object], *args: object, **kwargs: object) -> Nest:
         """Runs `fn(var, *args, **kwargs)` beside a variable: see `StrategyExtended.update`. In cross-tower context."""
         return self.strategy.extended.update(var, fn, args, kwargs)
 
-    def update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def update_non_slot(
+        self, colocate_with: Variable | Sequence[str], fn: Callable[..., object], *args: object, **kwargs: object
+    ) -> Nest:
         """Runs `fn(*args, **kwargs)` on the non-slot devices. In cross-tower context."""
         return self.strategy.extended.update_non_slot(colocate_with, fn, args, kwargs)
 
@@ -202,10 +205,10 @@ class PerDeviceIterator:
     """One pass over a dataset; each item is a value for each tower.
 
     Args:
-        batches: the items.
+        batches: the pass over the distributed dataset.
 
     Attributes:
-        initializer: None: there is no session that would have to run it.
+        initializer: None, as there is no session that would have to run it.
     """
 
     initializer = None
@@ -213,7 +216,7 @@ class PerDeviceIterator:
     def __init__(self, batches: DistributedIterator) -> None:
         self._batches = batches
 
-    def get_next(self) -> Any:
+    def get_next(self) -> Nest:
         """The next step's batches; raises `StopIteration` at the end of the pass."""
         return next(self._batches)
 
@@ -224,12 +227,12 @@ class PerDeviceIterator:
 
 
 class TowerContext:
-    """What one tower knows, while its function runs.
+    """The tower whose function the thread runs.
 
     Source: `tf.contrib.distribute.DistributionStrategy`.
 
     Args:
-        replica: the same by its newer name.
+        replica: the replica context with these methods by their newer names.
     """
 
     def __init__(self, replica: ReplicaContext) -> None:
@@ -242,7 +245,7 @@ class TowerContext:
 
     @property
     def is_single_tower(self) -> bool:
-        """Whether there is one tower in all."""
+        """True if there is one tower in all."""
         return self.num_towers == 1
 
     @property
@@ -257,16 +260,16 @@ class TowerContext:
 
     @property
     def device(self) -> str:
-        """Where it computes."""
+        """The device on which it computes."""
         return str(self._replica.device)
 
-    def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def merge_call(self, merge_fn: Callable[..., object], *args: object, **kwargs: object) -> Nest:
         """Meets the other local towers and runs `merge_fn(distribution, *args, **kwargs)` once. In tower context."""
 
-        def merge(strategy: Strategy, *given: Any, **named: Any) -> Any:
+        def merge(strategy: Strategy, *given: object, **named: object) -> Nest:
             return merge_fn(DistributionStrategy(strategy), *given, **named)
 
-        merge.__qualname__ = getattr(merge_fn, "__qualname__", merge.__qualname__)  # what messages call it
+        merge.__qualname__ = getattr(merge_fn, "__qualname__", merge.__qualname__)  # its name in messages
         return self._replica.merge_call(merge, args, kwargs)
 
 

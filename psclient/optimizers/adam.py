@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from psclient._src.devices import Value
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.base import Optimizer
 from psclient.optimizers.options import LearningRate, Options
@@ -40,12 +41,12 @@ class Moments(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
 
-    def move(self, gradient: Any, m: Any, s: Any) -> None:
+    def move(self, gradient: Value, m: Value, s: Value) -> None:
         """Moves both moments."""
         m.assign_add((1 - self.beta_1) * (gradient - m))
         s.assign_add((1 - self.beta_2) * (gradient * gradient - s))
 
-    def corrections(self, iterations: Any) -> tuple[Any, Any]:
+    def corrections(self, iterations: Value) -> tuple[Value, Value]:
         """`1 - beta_1 ** t` and `1 - beta_2 ** t`, float64: in half precision 0.999 is 1."""
         t = iterations.astype(np.float64)
         return 1 - self.beta_1**t, 1 - self.beta_2**t
@@ -59,7 +60,7 @@ class Adam(Moments):
 
     Args:
         learning_rate, beta_1, beta_2, epsilon: as in `Moments`.
-        amsgrad: whether to divide by the largest second moment so far; Reddi et al., 2018.
+        amsgrad: True to divide by the largest second moment so far; Reddi et al., 2018.
         options: as in `Optimizer`.
     """
 
@@ -78,7 +79,7 @@ class Adam(Moments):
         self.slots = ("m", "v", "v_hat") if amsgrad else ("m", "v")
         self.amsgrad = bool(amsgrad)
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         m, s, *largest = slots
         first, second = self.corrections(iterations)
         rate = (self.learning_rate * np.sqrt(second) / first).astype(gradient.dtype)
@@ -121,7 +122,7 @@ class Adamax(Moments):
 
     slots = ("m", "u")
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         m, u = slots
         rate = (self.learning_rate / self.corrections(iterations)[0]).astype(gradient.dtype)
         m.assign_add((1 - self.beta_1) * (gradient - m))
@@ -141,7 +142,7 @@ class Nadam(Moments):
         """The product of the momenta so far is one number."""
         return np.ones(()) if slot == "product" else super().initial_slot(slot, v)
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         m, s, product = slots
         t = iterations.astype(np.float64)
         now, next = (self.beta_1 * (1 - 0.5 * 0.96**power) for power in (t, t + 1))
@@ -159,7 +160,7 @@ class Lamb(Moments):
     Source: `keras.optimizers.Lamb`; You et al., "Large Batch Optimization for Deep Learning", 2020.
     """
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         m, s = slots
         first, second = (correction.astype(gradient.dtype) for correction in self.corrections(iterations))
         self.move(gradient, m, s)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
+from psclient._src.devices import Value
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.base import Optimizer
 from psclient.optimizers.options import LearningRate, Options
@@ -20,7 +21,7 @@ class Adagrad(Optimizer):
 
     Args:
         learning_rate: step size.
-        initial_accumulator_value: what the sum begins with.
+        initial_accumulator_value: initial value of the sum.
         epsilon: keeps the division away from zero.
         options: as in `Optimizer`.
 
@@ -45,7 +46,7 @@ class Adagrad(Optimizer):
         """`initial_accumulator_value`, of the variable's shape."""
         return np.full_like(super().initial_slot(slot, v), self.initial_accumulator_value)
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         (total,) = slots
         total.assign_add(gradient * gradient)
         v.assign_sub(self.learning_rate * gradient / np.sqrt(total + self.epsilon))
@@ -75,7 +76,7 @@ class Adadelta(Optimizer):
         super().__init__(learning_rate, **options)
         self.rho, self.epsilon = rho, epsilon
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         gradients, steps = slots
         gradients.assign(self.rho * gradients + (1 - self.rho) * gradient * gradient)
         step = np.sqrt(steps + self.epsilon) / np.sqrt(gradients + self.epsilon) * gradient
@@ -91,9 +92,9 @@ class RMSprop(Optimizer):
     Args:
         learning_rate: step size.
         rho: decay of the mean.
-        momentum: 0 for none.
+        momentum: decay of the momentum; 0 for none.
         epsilon: keeps the division away from zero.
-        centered: whether the variance takes the place of the mean of squares.
+        centered: True to divide by the root of the variance in place of that of the mean of squares.
         options: as in `Optimizer`.
 
     Raises:
@@ -118,7 +119,7 @@ class RMSprop(Optimizer):
         more = {"mean": self.centered, "momentum": self.momentum}
         self.slots = ("squares", *(slot for slot, wanted in more.items() if wanted))
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         kept = dict(zip(self.slots, slots, strict=True))
         squares = kept["squares"]
         squares.assign(self.rho * squares + (1 - self.rho) * gradient * gradient)
@@ -141,8 +142,8 @@ class Ftrl(Optimizer):
 
     Args:
         learning_rate: step size.
-        learning_rate_power: how it falls with the sum of squared gradients; at most 0.
-        initial_accumulator_value: what that sum begins with.
+        learning_rate_power: exponent by which it falls with the sum of squared gradients; at most 0.
+        initial_accumulator_value: initial value of that sum.
         l1_regularization_strength, l2_regularization_strength: penalties on the weights.
         l2_shrinkage_regularization_strength: a penalty on the size of the weights as they are in this step.
         beta: makes the learning rate begin smaller.
@@ -186,7 +187,7 @@ class Ftrl(Optimizer):
         zeros = super().initial_slot(slot, v)
         return np.full_like(zeros, self.initial_accumulator_value) if slot == "accumulator" else zeros
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         total, linear = slots
         l1, l2 = self.l1_regularization_strength, self.l2_regularization_strength
         rate, weights = self.learning_rate, v.astype(gradient.dtype)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 import numpy as np
 
 from psclient._src import context, values
+from psclient._src.devices import Value
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Configured, Settings, is_view
@@ -41,29 +42,29 @@ class Optimizer(Configured):
         learning_rate: step size: a number, a schedule, or a function without arguments that gives a number, the same
             one on all processes.
         name: prefix of the names of slots.
-        weight_decay: by which fraction of them, times the learning rate, variables are made smaller before each step.
-        clipnorm: the most that the norm of each gradient may be; larger ones are made smaller.
-        clipvalue: the most that an element of a gradient may be, in size.
-        global_clipnorm: the most that the norm of all gradients together may be. Where variables live on several
+        weight_decay: fraction of them, times the learning rate, by which variables are made smaller before each step.
+        clipnorm: greatest norm of each gradient; larger ones are made smaller.
+        clipvalue: greatest size of an element of a gradient; larger ones are cut to it.
+        global_clipnorm: greatest norm of all gradients together. Where variables live on several
             servers a step then takes two rounds.
         use_ema: keeps an exponential moving average of each variable; see `average`.
-        ema_momentum: how much of the average stays in each step.
-        ema_overwrite_frequency: after how many steps variables become their averages; None for never.
-        loss_scale_factor: by which the loss was multiplied, so that gradients are divided by it; or a
+        ema_momentum: fraction of the average that stays in each step.
+        ema_overwrite_frequency: number of steps after which variables become their averages; None for never.
+        loss_scale_factor: number by which the loss was multiplied, so that gradients are divided by it; or a
             `DynamicLossScale`. See `scale_loss`.
-        gradient_accumulation_steps: of how many calls the gradients are averaged for one step. A schedule then goes by
+        gradient_accumulation_steps: number of calls whose gradients are averaged for one step. A schedule then goes by
             calls.
 
     Raises:
         ValueError: more than one way of clipping, or a number that is out of its range or not finite.
-        TypeError: the learning rate is none, or another number is no number.
+        TypeError: the learning rate is no number, schedule or function, or another number is no number.
     """
 
     slots: tuple[str, ...] = ()
     _fixed: ClassVar[Set[str]] = frozenset({"name", "gradient_accumulation_steps"})
     _fixed_once_built: ClassVar[Set[str]] = frozenset({"slots", "use_ema"})
     _slot_of: ClassVar[Mapping[str, str]] = {}
-    """Attributes that need a slot if they are true, and which."""
+    """Slots by the attribute that needs them: a slot is there if its attribute is true."""
     _ranges: ClassVar[Mapping[str, Range]] = {}
     """A class's own attributes that are numbers, and which ones: when it is created, and when they are changed."""
 
@@ -92,7 +93,7 @@ class Optimizer(Configured):
         loss_scale_factor: float | DynamicLossScale | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> None:
-        self._learning_rate: Any = check_rate(learning_rate)
+        self._learning_rate: object = check_rate(learning_rate)
         self.name = name or type(self).__name__.lower()
         options = {
             "weight_decay": weight_decay,
@@ -111,7 +112,7 @@ class Optimizer(Configured):
         self._driver = StepDriver(self, self._state, self._check_variables, self._needs, self._decays)
         self._excluded = Exclusions()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # What stands for an optimizer in an update function has no state.
         if "_state" in vars(self):
             if name in self._ranges:
@@ -122,7 +123,7 @@ class Optimizer(Configured):
                 value = check_options(options | {name: value})[name]
         super().__setattr__(name, value)
 
-    def _check_change(self, name: str, value: Any) -> None:
+    def _check_change(self, name: str, value: object) -> None:
         """Raises `AttributeError` where an attribute's new value would need other state than there is."""
         slot = self._slot_of.get(name)
         if slot is not None and value and slot not in self.slots:
@@ -154,7 +155,7 @@ class Optimizer(Configured):
         return float(rate(self._calls if self._state.built else 0)) if callable(rate) else rate
 
     @learning_rate.setter
-    def learning_rate(self, rate: Any) -> None:
+    def learning_rate(self, rate: object) -> None:
         self._learning_rate = check_rate(rate) if "_state" in vars(self) else rate
 
     @property
@@ -164,14 +165,14 @@ class Optimizer(Configured):
 
     # ---- For subclasses ----
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         """Updates one variable; runs on the server.
 
         It is traced once, and not again for another learning rate: what it does must depend on its arguments and on
         attributes of `self` that are numbers, words, functions or tuples of these. It sees no others.
 
         Args:
-            v: the variable.
+            v: the variable, or what stands for it in a trace.
             gradient: the sum over all replicas, of the variable's shape; float32 for a variable of half precision.
             iterations: steps applied, this one included.
             slots: this variable's slots.
@@ -181,11 +182,11 @@ class Optimizer(Configured):
         )
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
-        """Returns what a slot holds at first: zeros of the variable's shape, float32 for a variable of half precision.
+        """Returns the initial value of a slot: zeros of the variable's shape, float32 for a variable of half precision.
 
         Args:
             slot: one of the names in `slots`.
-            v: the variable.
+            v: the variable that the slot belongs to.
         """
         return np.zeros(v.shape, state_dtype(v.dtype))
 
@@ -282,7 +283,7 @@ class Optimizer(Configured):
         """Leaves variables out of weight decay. In any context, by all processes alike.
 
         Args:
-            var_list: variables.
+            var_list: the variables to leave out.
             var_names: regular expressions; a variable whose name has one in it is left out.
         """
         self._excluded.add(map(values.container, var_list or ()), var_names or ())
@@ -290,7 +291,7 @@ class Optimizer(Configured):
     def _decays(self, v: Variable) -> bool:
         return bool(self.weight_decay) and v not in self._excluded
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Value) -> Value:
         """The loss, multiplied by the loss scale; the gradients of that go into `apply_gradients`.
 
         In replica context; without `loss_scale_factor` it is the loss itself.
@@ -303,7 +304,7 @@ class Optimizer(Configured):
             factor = float(self.loss_scale) if self._state.built else factor.initial_scale
         return loss if factor is None else loss * factor
 
-    def _check_variables(self, variables: Sequence[Any]) -> None:
+    def _check_variables(self, variables: Sequence[Variable]) -> None:
         if self._driver.was_of(variables):
             return
         check_variables(variables)
@@ -315,7 +316,7 @@ class Optimizer(Configured):
 
     # ---- Steps ----
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> None:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Value, Variable]]) -> None:
         """Sums gradients over all replicas of all workers, and updates the variables.
 
         In replica context, where all replicas of all workers call it; or in cross-replica context, or outside of

@@ -13,7 +13,7 @@ from psclient._src.variables.variable import Variable
 
 
 def check_variables(variables: Sequence[Any]) -> None:
-    """Whether an optimizer can train these together.
+    """Raises unless an optimizer can train these variables together.
 
     Raises:
         ValueError: there are none, or one is not trainable, or of integers, or given twice, or of another strategy.
@@ -36,18 +36,18 @@ def check_variables(variables: Sequence[Any]) -> None:
         raise ValueError("a variable stands in several pairs; add up its gradients first")
 
 
-def check_gradients(gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
-    """Whether all replicas' gradients can be steps of the variables.
+def check_gradients(gradients: Sequence[object], variables: Sequence[Variable]) -> None:
+    """Raises unless all replicas' gradients can be steps of the variables.
 
     Raises:
-        ValueError: one is None, or of another shape, or complex where the variable is not.
+        ValueError: a gradient is None, or of another shape, or complex where the variable is not.
     """
     for gradient, v in zip(gradients, variables, strict=True):
         if not (type(gradient) is np.ndarray and gradient.shape == v.spec.shape and gradient.dtype.kind in "fiub"):
             _check_gradient(gradient, v)
 
 
-def _check_gradient(gradient: Any, v: Variable) -> None:
+def _check_gradient(gradient: object, v: Variable) -> None:
     for own in values.local_results(gradient):
         if own is None:
             raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")
@@ -71,7 +71,7 @@ class Exclusions:
         """Leaves out more.
 
         Args:
-            variables: these.
+            variables: the variables to leave out.
             names: regular expressions; variables whose name has one in it.
 
         Raises:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 
+from psclient._src.devices import Value
 from psclient.optimizers.base import Optimizer
 from psclient.optimizers.options import LearningRate, Options
 from psclient.optimizers.ranges import FROM_0_TO_1, Range
@@ -18,8 +19,8 @@ class SGD(Optimizer):
 
     Args:
         learning_rate: step size.
-        momentum: 0 for none, then there is no slot.
-        nesterov: whether the step looks ahead: `v += momentum * m - rate * g`.
+        momentum: decay of the momentum; 0 for none, then there is no slot.
+        nesterov: True if the step looks ahead: `v += momentum * m - rate * g`.
         options: as in `Optimizer`.
 
     Raises:
@@ -41,7 +42,7 @@ class SGD(Optimizer):
         self.momentum, self.nesterov = momentum, bool(nesterov)
         self.slots = ("momentum",) if self.momentum else ()
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         step = self.learning_rate * gradient
         for m in slots:
             m.assign(self.momentum * m - step)
@@ -56,7 +57,7 @@ class Lion(Optimizer):
 
     Args:
         learning_rate: step size; about a tenth of Adam's.
-        beta_1: how much of the momentum is in the step.
+        beta_1: fraction of the momentum in the step.
         beta_2: decay of the momentum.
         options: as in `Optimizer`.
 
@@ -77,7 +78,7 @@ class Lion(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2 = beta_1, beta_2
 
-    def update(self, v: Any, gradient: Any, iterations: Any, *slots: Any) -> None:
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         (m,) = slots
         v.assign_sub(self.learning_rate * np.sign(self.beta_1 * m + (1 - self.beta_1) * gradient))
         m.assign(self.beta_2 * m + (1 - self.beta_2) * gradient)

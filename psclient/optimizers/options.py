@@ -1,4 +1,4 @@
-"""What all optimizers are told, and the rules of it: when one is created, and when it is changed later."""
+"""Options of all optimizers, and their rules: when one is created, and when it is changed later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COUNTS = {"ema_overwrite_frequency": 1, "gradient_accumulation_steps": 2}
 
 
 class Options(TypedDict, total=False):
-    """What every optimizer takes beside its own arguments; see `Optimizer`."""
+    """Arguments that every optimizer takes beside its own; see `Optimizer`."""
 
     weight_decay: float | None
     clipnorm: float | None
@@ -49,15 +49,15 @@ class Options(TypedDict, total=False):
 
 
 OPTIONS = frozenset(Options.__annotations__) - {"name"}
-"""Their names."""
+"""Names of the options but `name`."""
 
 
-def check_rate(rate: Any) -> Any:
-    """A learning rate as it is kept.
+def check_rate(rate: object) -> Any:
+    """Checks a learning rate; returns it as it is kept.
 
     Raises:
-        TypeError: it is neither a number, nor a schedule, nor a function.
-        ValueError: it is not finite.
+        TypeError: the rate is neither a number, nor a schedule, nor a function.
+        ValueError: the rate is not finite.
     """
     if isinstance(rate, LearningRateSchedule) or callable(rate):
         return rate
@@ -66,11 +66,11 @@ def check_rate(rate: Any) -> Any:
     return check_number("learning_rate", rate)
 
 
-def rate_now(rate: Any) -> Any:
-    """A learning rate as one step takes it: a number, or the schedule.
+def rate_now(rate: object) -> Any:
+    """Returns a learning rate as one step takes it: a number, or the schedule.
 
     Raises:
-        TypeError: it is a function, which returned no number.
+        TypeError: the rate is a function, which returned no number.
         ValueError: the function returned one that is not finite.
     """
     if isinstance(rate, LearningRateSchedule) or not callable(rate):
@@ -83,7 +83,7 @@ def rate_now(rate: Any) -> Any:
     return float(found)
 
 
-def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(options: Mapping[str, object]) -> dict[str, Any]:
     """All options but the name, as they are kept.
 
     Args:
@@ -101,12 +101,12 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **numbers, "use_ema": bool(options["use_ema"])}
 
 
-def _kept(name: str, value: Any, range: Range) -> Any:
+def _kept(name: str, value: object, range: Range) -> Any:
     absent = value is None and name != "ema_momentum"
     return value if absent or isinstance(value, DynamicLossScale) else check_number(name, value, range)
 
 
-def _check_together(options: Mapping[str, Any]) -> None:
+def _check_together(options: Mapping[str, object]) -> None:
     clips = [name for name in _CLIPS if options[name] is not None]
     if len(clips) > 1:
         raise ValueError(f"gradients are clipped in one way, and {' and '.join(clips)} are given; keep one")

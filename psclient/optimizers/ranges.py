@@ -1,4 +1,4 @@
-"""Which numbers optimizers, schedules and loss scales take."""
+"""Ranges of numbers for optimizers, schedules and loss scales."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 
 class Range(NamedTuple):
-    """Which numbers may be given; none that is not finite.
+    """A range of finite numbers.
 
     Attributes:
-        words: that say so.
-        holds: whether a finite number is one of them.
+        words: the words for it in messages.
+        holds: returns True for a finite number in it.
     """
 
     words: str
@@ -45,16 +45,16 @@ def is_finite(value: Any) -> bool:
 
 
 def check_number(name: str, value: Any, range: Range = FINITE) -> float:
-    """A number as it is kept: one of another type would be another kind of call, and so another program.
+    """Returns a number as it is kept: one of another type would be another kind of call, and so another program.
 
     Args:
-        name: what it is for.
-        value: whatever was given.
-        range: which numbers it may be.
+        name: name of the argument, for messages.
+        value: the given value.
+        range: the numbers that are allowed.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is out of the range.
+        TypeError: the value is no number.
+        ValueError: the value is out of the range.
     """
     if not is_number(value):
         raise TypeError(f"{name} is {value!r}; give a number")
@@ -66,16 +66,16 @@ def check_number(name: str, value: Any, range: Range = FINITE) -> float:
 
 
 def check_count(name: str, count: Any, least: int, otherwise: str = "") -> int:
-    """A whole number as it is kept.
+    """Checks a whole number, and returns it.
 
     Args:
-        name: what it is for.
-        count: whatever was given.
-        least: the least that it may be.
-        otherwise: words for what else could be given.
+        name: name of the argument, for messages.
+        count: the given value.
+        least: the smallest allowed value.
+        otherwise: words for other allowed values.
 
     Raises:
-        ValueError: it is no whole number, or less.
+        ValueError: the value is no whole number, or less than `least`.
     """
     if not (isinstance(count, int) and not isinstance(count, bool) and count >= least):
         raise ValueError(f"{name} is {count!r}, and must be a whole number of at least {least}{otherwise}")

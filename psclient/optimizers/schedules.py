@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from psclient._src.devices import Value
 from psclient._src.tracing.hyperparameters import Configured
 from psclient.optimizers.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, check_number
 
@@ -22,35 +22,35 @@ class LearningRateSchedule(Configured):
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
     """
 
-    def __call__(self, step: Any) -> Any:
-        """The learning rate.
+    def __call__(self, step: Value) -> Value:
+        """Returns the learning rate of a step.
 
         Args:
-            step: how many steps were applied before, a number or what stands for it in an update function: take NumPy
+            step: number of steps applied before, or what stands for it in an update function: take NumPy
                 functions, and `np.where` in place of `if`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what the rate is; write __call__(self, step)")
 
 
 class Constant(LearningRateSchedule):
-    """Always the same rate; for what takes a schedule.
+    """The same rate in every step, as a schedule.
 
     Args:
         learning_rate: the rate.
 
     Raises:
-        ValueError, TypeError: it is not finite, or no number; so do all schedules with all their numbers.
+        ValueError, TypeError: the rate is not finite, or no number; so do all schedules with all their numbers.
     """
 
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = check_number("learning_rate", learning_rate)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         return np.full_like(_float(step), self.learning_rate)
 
 
 class _Decay(LearningRateSchedule):
-    """What decays by the same rule in each `decay_steps` steps."""
+    """Base of schedules that decay by the same rule in each `decay_steps` steps."""
 
     def __init__(
         self, initial_learning_rate: float, decay_steps: float, decay_rate: float, staircase: bool = False
@@ -60,7 +60,7 @@ class _Decay(LearningRateSchedule):
         self.decay_rate = check_number("decay_rate", decay_rate, AT_LEAST_0)
         self.staircase = bool(staircase)
 
-    def _decays(self, step: Any) -> Any:
+    def _decays(self, step: Value) -> Value:
         decays = _float(step) / self.decay_steps
         return np.floor(decays) if self.staircase else decays
 
@@ -71,13 +71,13 @@ class ExponentialDecay(_Decay):
     Source: `keras.optimizers.schedules.ExponentialDecay`.
 
     Args:
-        initial_learning_rate: at step 0.
-        decay_steps: in how many steps the rate decays once.
+        initial_learning_rate: the rate at step 0.
+        decay_steps: number of steps in which the rate decays once.
         decay_rate: factor of one decay.
-        staircase: whether the rate changes only every `decay_steps`.
+        staircase: True if the rate changes only every `decay_steps`.
     """
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         return self.initial_learning_rate * self.decay_rate ** self._decays(step)
 
 
@@ -90,7 +90,7 @@ class InverseTimeDecay(_Decay):
         initial_learning_rate, decay_steps, decay_rate, staircase: as in `ExponentialDecay`.
     """
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         return self.initial_learning_rate / (1 + self.decay_rate * self._decays(step))
 
 
@@ -115,7 +115,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         self.boundaries = tuple(check_number("a boundary", boundary) for boundary in boundaries)
         self.values = tuple(check_number("a value", value) for value in values)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         step = _float(step)
         rate = np.full_like(step, self.values[0])
         for boundary, value in zip(self.boundaries, self.values[1:], strict=True):
@@ -129,11 +129,11 @@ class PolynomialDecay(LearningRateSchedule):
     Source: `keras.optimizers.schedules.PolynomialDecay`.
 
     Args:
-        initial_learning_rate: at step 0.
-        decay_steps: after how many steps the end is reached.
-        end_learning_rate: from then on.
+        initial_learning_rate: the rate at step 0.
+        decay_steps: number of steps after which the end is reached.
+        end_learning_rate: the rate from then on.
         power: 1 for a straight line.
-        cycle: whether the rate rises again after the end, over a longer cycle each time.
+        cycle: True if the rate rises again after the end, over a longer cycle each time.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class PolynomialDecay(LearningRateSchedule):
         self.decay_steps = check_number("decay_steps", decay_steps, MORE_THAN_0)
         self.power, self.cycle = check_number("power", power, AT_LEAST_0), bool(cycle)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         step, whole = _float(step), self.decay_steps
         if self.cycle:
             whole = np.maximum(np.ceil(step / self.decay_steps), 1.0) * self.decay_steps
@@ -163,11 +163,11 @@ class CosineDecay(LearningRateSchedule):
     Source: `keras.optimizers.schedules.CosineDecay`; Loshchilov and Hutter, "SGDR", 2017.
 
     Args:
-        initial_learning_rate: at step 0.
-        decay_steps: how many steps the cosine takes.
+        initial_learning_rate: the rate at step 0.
+        decay_steps: number of steps of the cosine.
         alpha: the rate at its end, as a fraction of that at its beginning.
-        warmup_target: to which the rate rises first; None for no warm-up.
-        warmup_steps: in how many steps; these come before `decay_steps`.
+        warmup_target: the rate at the end of the warm-up; None for no warm-up.
+        warmup_steps: number of steps of the warm-up; these come before `decay_steps`.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class CosineDecay(LearningRateSchedule):
         self.warmup_steps = check_number("warmup_steps", warmup_steps, AT_LEAST_0)
         self.warms = warmup_target is not None and warmup_steps > 0
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         step = _float(step)
         if self.warmup_target is None:
             return self._decayed(step, self.initial_learning_rate)
@@ -195,7 +195,7 @@ class CosineDecay(LearningRateSchedule):
         decayed = self._decayed(step - self.warmup_steps, self.warmup_target)
         return np.where(step < self.warmup_steps, rise + self.initial_learning_rate, decayed)
 
-    def _decayed(self, step: Any, start: float) -> Any:
+    def _decayed(self, step: Value, start: float) -> Value:
         done = np.minimum(step, self.decay_steps) / self.decay_steps
         return start * ((1 - self.alpha) * 0.5 * (1 + np.cos(math.pi * done)) + self.alpha)
 
@@ -206,10 +206,10 @@ class CosineDecayRestarts(LearningRateSchedule):
     Source: `keras.optimizers.schedules.CosineDecayRestarts`; Loshchilov and Hutter, "SGDR", 2017.
 
     Args:
-        initial_learning_rate: at step 0.
-        first_decay_steps: how many steps the first cosine takes.
-        t_mul: by how much each takes longer than the one before.
-        m_mul: by how much it begins lower.
+        initial_learning_rate: the rate at step 0.
+        first_decay_steps: number of steps of the first cosine.
+        t_mul: factor of each cosine's length over that of the one before.
+        m_mul: factor of each cosine's first rate over that of the one before.
         alpha: the rate at the end of each, as a fraction of the initial rate.
     """
 
@@ -227,7 +227,7 @@ class CosineDecayRestarts(LearningRateSchedule):
         self.alpha = check_number("alpha", alpha)
         self.grows = self.t_mul != 1
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         done = _float(step) / self.first_decay_steps
         if self.grows:
             restarts = np.floor(np.log(1 - done * (1 - self.t_mul)) / np.log(np.full_like(done, self.t_mul)))
@@ -244,9 +244,9 @@ class LinearWarmup(LearningRateSchedule):
     """A straight line to another schedule's first rate, and then that schedule from its beginning.
 
     Args:
-        schedule: what follows; a number for a constant rate.
-        warmup_steps: how many steps the line takes.
-        initial_learning_rate: at step 0.
+        schedule: the schedule after the warm-up; a number for a constant rate.
+        warmup_steps: number of steps of the line.
+        initial_learning_rate: the rate at step 0.
     """
 
     def __init__(
@@ -256,13 +256,13 @@ class LinearWarmup(LearningRateSchedule):
         self.warmup_steps = check_number("warmup_steps", warmup_steps, MORE_THAN_0)
         self.initial_learning_rate = check_number("initial_learning_rate", initial_learning_rate)
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: Value) -> Value:
         step = _float(step)
         after = self.schedule(np.maximum(step - self.warmup_steps, 0.0))
         rise = (self.schedule(np.zeros_like(step)) - self.initial_learning_rate) * (step / self.warmup_steps)
         return np.where(step < self.warmup_steps, self.initial_learning_rate + rise, after)
 
 
-def _float(step: Any) -> Any:
+def _float(step: Value) -> Value:
     # In half or single precision a step of many millions is not told from the next.
     return step.astype(np.float64) if hasattr(step, "astype") else np.float64(step)

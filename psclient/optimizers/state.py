@@ -17,12 +17,12 @@ from pswire.model.tensor import Array, spec_of
 
 @dataclass(frozen=True)
 class Needs:
-    """What a variable shall have beside it.
+    """The state that a variable shall have beside it.
 
     Attributes:
-        slots: their first values, by name.
-        average: whether it has a moving average.
-        accumulator: whether the gradients of several calls make a step.
+        slots: initial values of the slots, by name.
+        average: True if it shall have a moving average.
+        accumulator: True if the gradients of several calls make a step.
     """
 
     slots: Mapping[str, Array]
@@ -32,12 +32,12 @@ class Needs:
 
 @dataclass
 class Own:
-    """What one variable has beside it.
+    """The state that one variable has beside it.
 
     Attributes:
-        variable: the variable.
-        slot_names: of the optimizer's slots, in order.
-        slots: the same.
+        variable: the variable whose state it is.
+        slot_names: names of the optimizer's slots, in order.
+        slots: the variables that hold the slots, in the order of their names.
         average: its moving average, if it has one.
         accumulator: has the gradients of the calls before, if several make a step.
         staged: has the gradient of a call between its two rounds, if there ever were two.
@@ -61,11 +61,11 @@ class Own:
         yield from ((name, v) for name, v in rest if v is not None)
 
 
-def first_shared(accumulates: bool, scale: Any) -> dict[str, Array]:
-    """First values of what all steps of an optimizer share, by name.
+def first_shared(accumulates: bool, scale: object) -> dict[str, Array]:
+    """Returns initial values of the state that all steps of an optimizer share, by name.
 
     Args:
-        accumulates: whether several calls make a step.
+        accumulates: True if several calls make a step.
         scale: the loss scale; a `DynamicLossScale` has state of its own.
     """
     first: dict[str, Array] = {"iterations": np.zeros((), np.int64)}
@@ -78,11 +78,11 @@ def first_shared(accumulates: bool, scale: Any) -> dict[str, Array]:
 
 
 class State:
-    """What an optimizer keeps beside each variable, and what its steps share, on every server that needs it.
+    """The state that an optimizer keeps beside each variable, and that of its steps on every server that needs it.
 
     Args:
-        name: prefix of the names of all.
-        shared: first values of what steps share, by name.
+        name: prefix of the names of all these variables.
+        shared: initial values of the state that steps share, by name.
     """
 
     def __init__(self, name: str, shared: Mapping[str, Array]) -> None:
@@ -94,7 +94,7 @@ class State:
 
     @property
     def built(self) -> bool:
-        """Whether there is any."""
+        """True once any state was created."""
         return bool(self._shared)
 
     def __iter__(self) -> Iterator[Variable]:
@@ -105,7 +105,7 @@ class State:
 
     @property
     def everywhere(self) -> list[dict[str, Variable]]:
-        """What steps share, by name: for each group of servers that has it."""
+        """The state that steps share, by name: for each group of servers that has it."""
         return self._shared
 
     def by_path(self, path_of: Callable[[Variable], str]) -> dict[str, Variable]:
@@ -145,12 +145,12 @@ class State:
         return set(v.devices) <= set(shared["iterations"].devices)
 
     def build(self, variables: Sequence[Variable], needs: Callable[[Variable], Needs], staged: bool) -> None:
-        """Creates what is missing. In cross-replica context.
+        """Creates the missing state. In cross-replica context.
 
         Args:
-            variables: whose; of one strategy.
-            needs: what a variable shall have beside it.
-            staged: whether gradients are kept between two rounds.
+            variables: the variables to be trained, of one strategy.
+            needs: returns the state that a variable shall have beside it.
+            staged: True if gradients are kept between two rounds.
         """
         self.strategy = variables[0].strategy
         new = [v for v in variables if id(v) not in self._own]

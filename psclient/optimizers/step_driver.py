@@ -6,11 +6,13 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from psclient._src import context
+from psclient._src.devices import Value
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache
+from psclient._src.nest import Nest
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import check_gradients
@@ -33,13 +35,13 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class StepKey:
-    """All that a step depends on, beside its gradients and what its update functions read by other ways.
+    """The key of a repeatable step: all that it depends on but gradients, and the names that update functions read.
 
     Attributes:
-        variables: in the order of their gradients.
-        decays: of each variable, whether it takes part in weight decay.
-        settings: the optimizer's; their numbers may differ between equal keys.
-        copies: how many copies there are of what steps share.
+        variables: the variables, in the order of their gradients.
+        decays: for each variable True if it takes part in weight decay.
+        settings: the optimizer's attributes; their numbers may differ between equal keys.
+        copies: number of copies of the state that steps share.
     """
 
     variables: tuple[Variable, ...]
@@ -60,18 +62,18 @@ class StepDriver:
     """Makes the steps of one optimizer. Belongs to the thread that runs cross-replica code, but for `was_of`.
 
     Args:
-        rule: the optimizer.
-        state: what it keeps.
-        check: raises where it cannot train some variables together.
-        needs: gives the state that a variable needs beside it.
-        decays: tells whether a variable takes part in weight decay.
+        rule: the optimizer that makes the steps.
+        state: the optimizer's state.
+        check: raises where the optimizer cannot train some variables together.
+        needs: returns the state that a variable needs beside it.
+        decays: returns whether a variable takes part in weight decay.
     """
 
     def __init__(
         self,
         rule: Rule,
         state: State,
-        check: Callable[[Sequence[Any]], None],
+        check: Callable[[Sequence[Variable]], None],
         needs: Callable[[Variable], Needs],
         decays: Callable[[Variable], bool],
     ) -> None:
@@ -89,7 +91,7 @@ class StepDriver:
         """Creates what is not there yet of the state for variables. In cross-replica context."""
         self._state.build(variables, self._needs, self._in_stages(strategy, variables))
 
-    def apply_whole(self, strategy: Strategy, grads: list[Any], variables: list[Variable]) -> None:
+    def apply_whole(self, strategy: Strategy, grads: list[Value], variables: list[Variable]) -> None:
         """Makes a step in a section that may hold more; what fails is given up altogether, as in `merge_call`."""
         if context.in_merge_call():
             self._apply(strategy, grads, variables)
@@ -101,11 +103,11 @@ class StepDriver:
             strategy.backend.drop()
             raise
 
-    def apply_boxes(self, strategy: Strategy, boxes: Any, variables: list[Variable]) -> None:
+    def apply_boxes(self, strategy: Strategy, boxes: Nest, variables: list[Variable]) -> None:
         """Makes a step in a section of its own, which the next step's may replay; run by `merge_call`."""
         self._apply(strategy, context.unbox(boxes), variables, alone=True)
 
-    def _apply(self, strategy: Strategy, grads: list[Any], variables: list[Variable], alone: bool = False) -> None:
+    def _apply(self, strategy: Strategy, grads: list[Value], variables: list[Variable], alone: bool = False) -> None:
         rule, state = self._rule, self._state
         self._check(variables)
         check_gradients(grads, variables)
@@ -119,7 +121,7 @@ class StepDriver:
         local = partial(strategy.extended.contributions, grads)
         strategy.backend.replay(self._cache, key, settings.numbers, local, record)
 
-    def _record(self, strategy: Strategy, settings: Settings, grads: list[Any], variables: list[Variable]) -> None:
+    def _record(self, strategy: Strategy, settings: Settings, grads: list[Value], variables: list[Variable]) -> None:
         extended, state = strategy.extended, self._state
         sums = extended.batch_reduce_to("sum", list(zip(grads, variables, strict=True)))
         if self._in_stages(strategy, variables):
@@ -137,8 +139,8 @@ class StepDriver:
             extended.update(v, apply, (settings, gradient, own.accumulator, now, *rest))
 
     def _measured(
-        self, strategy: Strategy, settings: Settings, variables: Sequence[Variable], sums: Sequence[Any]
-    ) -> dict[str, Any]:
+        self, strategy: Strategy, settings: Settings, variables: Sequence[Variable], sums: Sequence[Value]
+    ) -> dict[str, Value]:
         """The norm of all gradients, and whether they are finite, as far as these are needed."""
         if not self._measures:
             return {}
@@ -148,12 +150,12 @@ class StepDriver:
             for v, own in zip(variables, sums, strict=True)
         ]
         if not self._in_stages(strategy, variables):
-            found: dict[str, Any] = extended.update_non_slot(extended.non_slot_devices(variables), total, (parts,))
+            found: dict[str, Value] = extended.update_non_slot(extended.non_slot_devices(variables), total, (parts,))
             return found
         # A value never crosses servers inside a section: the parts come here, and what they make goes back.
         names = list(parts[0])
         arrays = iter(strategy.backend.bring([part[name] for part in parts for name in names]))
-        return cast(dict[str, Any], total([{name: next(arrays) for name in names} for _ in parts]))
+        return cast(dict[str, Value], total([{name: next(arrays) for name in names} for _ in parts]))
 
     @property
     def _measures(self) -> bool:
@@ -181,5 +183,5 @@ class StepDriver:
         return True
 
 
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))

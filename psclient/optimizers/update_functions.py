@@ -14,20 +14,42 @@ through.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
+from psclient._src.devices import Value
 from psclient._src.tracing.diagnostics import fail, refuse_result, refuse_step
 from psclient._src.tracing.tracer import VariableTracer
 from psclient._src.tracing.update_function import update_function
+from psclient._src.variables.variable import Variable
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.schedules import LearningRateSchedule
 
 SINGLE = np.dtype(np.float32)
 
+Updated = Variable | VariableTracer
+"""A variable with copies here, or the tracer of one on servers."""
 
-def state_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+
+class OptimizerView(Protocol):
+    """The view of an optimizer that an update function gets: numbers and `update`."""
+
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: Value
+    loss_scale_factor: Value
+    gradient_accumulation_steps: Value
+    weight_decay: Value
+    learning_rate: Value
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
+
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> object:
+        """Updates one variable; returns nothing."""
+
+
+def state_dtype(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
     """In which dtype steps of a variable are computed, and its slots are kept: half precision has too few digits."""
     return SINGLE if dtype.name in ("float16", "bfloat16") else dtype
 
@@ -37,18 +59,20 @@ SMALLEST_SCALE = 2.0**-100
 
 
 @update_function
-def become(v: Any, value: Any) -> None:
+def become(v: Updated, value: Value) -> None:
     """Gives a variable the value of something else, in its own dtype."""
     v.assign(value.astype(v.dtype))
 
 
 @update_function
-def measure(v: Any, optimizer: Any, gradient: Any, accumulator: Any, scale: Any) -> dict[str, Any]:
-    """The sum of squares of a gradient, float64, and whether all of it is finite, as far as they are needed.
+def measure(
+    v: Updated, optimizer: OptimizerView, gradient: Value, accumulator: Updated | None, scale: Value
+) -> dict[str, Value]:
+    """Measures a gradient: the sum of its squares, float64, and whether all of it is finite, as far as is needed.
 
     Args:
-        v: the variable.
-        optimizer: as the module says.
+        v: the variable, in a trace.
+        optimizer: the optimizer, as the module says.
         gradient: the sum over all replicas, multiplied by the loss scale.
         accumulator: the variable that has the gradients of the calls before, if several make a step; else None.
         scale: the dynamic loss scale, or None.
@@ -63,7 +87,7 @@ def measure(v: Any, optimizer: Any, gradient: Any, accumulator: Any, scale: Any)
 
 
 @update_function
-def total(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def total(parts: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
     """The norm of all gradients, and whether all are finite.
 
     Args:
@@ -79,20 +103,20 @@ def total(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @update_function
-def begin(optimizer: Any, state: Mapping[str, Any], finite: Any) -> dict[str, Any]:
+def begin(optimizer: OptimizerView, state: Mapping[str, Updated], finite: Value) -> dict[str, Value]:
     """Begins a step.
 
     Args:
-        optimizer: as the module says.
+        optimizer: the optimizer, as the module says.
         state: the variables that all steps share, by name.
-        finite: whether all gradients are; None if it does not matter.
+        finite: true if all gradients are finite; None if it does not matter.
 
     Returns:
         `t`: the step's number, from 1; of a schedule `rate`; with a loss scale `scale`, by which gradients are to be
-        divided, and `finite`; where a call may make no step, `go`: whether it does.
+            divided, and `finite`; where a call may make no step, `go`: true if it does.
     """
     before = state["iterations"].value()
-    found: dict[str, Any] = {"t": before + 1}
+    found: dict[str, Value] = {"t": before + 1}
     calls = before
     if "accumulated" in state:
         kept = state["accumulated"].value()
@@ -111,7 +135,7 @@ def begin(optimizer: Any, state: Mapping[str, Any], finite: Any) -> dict[str, An
     return found
 
 
-def _rate(schedule: Any, calls: Any) -> Any:
+def _rate(schedule: LearningRateSchedule, calls: Value) -> Value:
     """The learning rate of a call; a schedule may also return a plain number."""
     rate = schedule(calls)
     refuse_result(schedule.__call__, rate)
@@ -121,7 +145,7 @@ def _rate(schedule: Any, calls: Any) -> Any:
     return rate if hasattr(rate, "astype") else np.full_like(calls, rate, dtype=np.float64)
 
 
-def _rescale(rule: Any, state: Mapping[str, Any], finite: Any) -> None:
+def _rescale(rule: DynamicLossScale, state: Mapping[str, Updated], finite: Value) -> None:
     scale, good = state["loss_scale"].value(), state["good_steps"].value() + 1
     grown = np.logical_and(good >= rule.dynamic_growth_steps, np.isfinite(scale * 2))
     better = np.where(grown, scale * 2, scale)
@@ -132,25 +156,25 @@ def _rescale(rule: Any, state: Mapping[str, Any], finite: Any) -> None:
 
 @update_function
 def apply(
-    v: Any,
-    optimizer: Any,
-    gradient: Any,
-    accumulator: Any,
-    begun: Mapping[str, Any],
-    norm: Any,
-    average: Any,
+    v: Updated,
+    optimizer: OptimizerView,
+    gradient: Value,
+    accumulator: Updated | None,
+    begun: Mapping[str, Value],
+    norm: Value,
+    average: Updated | None,
     decays: bool,
-    slots: Sequence[Any],
+    slots: Sequence[Updated],
 ) -> None:
     """Makes a step of one variable; nothing of it, where `begun` says so.
 
     Args:
         v, optimizer, gradient, accumulator: as in `measure`.
-        begun: what `begin` returned.
-        norm: of all gradients, where they are clipped by it, else None.
+        begun: the result of `begin`.
+        norm: norm of all gradients, where they are clipped by it, else None.
         average: the variable's moving average, or None.
-        decays: whether the variable takes part in weight decay.
-        slots: the variable's.
+        decays: True if the variable takes part in weight decay.
+        slots: the variable's slots, in order.
     """
     own = _unscaled(v, optimizer, gradient, begun.get("scale"))
     if "go" not in begun:
@@ -167,20 +191,20 @@ def apply(
             _accumulate(accumulator, own, begun)
 
 
-def _accumulate(accumulator: Any, own: Any, begun: Mapping[str, Any]) -> None:
+def _accumulate(accumulator: Updated, own: Value, begun: Mapping[str, Value]) -> None:
     old = accumulator.value()
     more = np.where(begun["finite"], old + own, old) if "finite" in begun else old + own
     accumulator.assign(np.where(begun["go"], np.zeros_like(own), more))
 
 
 def _change(
-    v: Any,
-    optimizer: Any,
-    own: Any,
-    begun: Mapping[str, Any],
-    average: Any,
+    v: Updated,
+    optimizer: OptimizerView,
+    own: Value,
+    begun: Mapping[str, Value],
+    average: Updated | None,
     decays: bool,
-    slots: Sequence[Any],
+    slots: Sequence[Updated],
 ) -> None:
     if "rate" in begun:
         vars(optimizer)["_learning_rate"] = begun["rate"].astype(own.dtype)
@@ -194,25 +218,25 @@ def _change(
         _average(v, optimizer, begun["t"], average)
 
 
-def _assigned_since(before: Any, v: Any) -> bool:
+def _assigned_since(before: Value, v: Updated) -> bool:
     # An array is replaced by each assignment, also by one of the same value.
     return v.assigned > before if isinstance(v, VariableTracer) else v.read_value() is not before
 
 
-def _unscaled(v: Any, optimizer: Any, gradient: Any, scale: Any) -> Any:
+def _unscaled(v: Updated, optimizer: OptimizerView, gradient: Value, scale: Value) -> Value:
     own = gradient.astype(state_dtype(v.dtype))
     if scale is not None:
         return own / scale.astype(own.dtype)
     return own if optimizer.loss_scale_factor is None else own / optimizer.loss_scale_factor
 
 
-def _whole(optimizer: Any, own: Any, accumulator: Any) -> Any:
+def _whole(optimizer: OptimizerView, own: Value, accumulator: Updated | None) -> Value:
     if accumulator is None:
         return own
     return (own + accumulator.value()) / optimizer.gradient_accumulation_steps
 
 
-def _clipped(optimizer: Any, own: Any, norm: Any) -> Any:
+def _clipped(optimizer: OptimizerView, own: Value, norm: Value) -> Value:
     if optimizer.clipvalue is not None:
         return np.clip(own, -optimizer.clipvalue, optimizer.clipvalue)
     if optimizer.clipnorm is not None:
@@ -224,7 +248,7 @@ def _clipped(optimizer: Any, own: Any, norm: Any) -> Any:
     return own
 
 
-def _average(v: Any, optimizer: Any, t: Any, average: Any) -> None:
+def _average(v: Updated, optimizer: OptimizerView, t: Value, average: Updated) -> None:
     new, rest = v.astype(average.dtype), 1 - optimizer.ema_momentum
     average.assign(np.where(t == 1, new, optimizer.ema_momentum * average.value() + rest * new))
     if optimizer.ema_overwrite_frequency:

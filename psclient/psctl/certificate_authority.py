@@ -27,7 +27,7 @@ from pswire.security.identity import PLACEHOLDER, TOKEN_BYTES, SecurityOptions
 from pswire.security.names import certificate_name
 
 CA_DAYS = 3650
-"""How long a CA is good, in days, or as long as what it signs."""
+"""Days that a CA is valid, or as many as what it signs."""
 
 EARLIER = timedelta(minutes=5)
 """By how much a certificate is good before it is made: clocks differ."""
@@ -41,9 +41,9 @@ class Issued:
     """The directory of a task.
 
     Attributes:
-        path: where.
-        made: whether its files were made now; else they were there.
-        until: how long its certificate is good.
+        path: path of the directory.
+        made: True if its files were made now; else they were there.
+        until: end of the certificate's validity.
     """
 
     path: Path
@@ -61,11 +61,11 @@ class Authority:
 
     Args:
         out: the directory of all; `ca` in it is made if it is not there.
-        days: how long certificates are to be good.
+        days: number of days that certificates are to be valid.
 
     Raises:
         ConfigError: half of the CA is there, or it has expired.
-        OSError: it cannot be read or written.
+        OSError: a file cannot be read or written.
     """
 
     def __init__(self, out: Path, days: int) -> None:
@@ -90,11 +90,11 @@ class Authority:
         """Makes the files of a task, if they are not there.
 
         Args:
-            name: of the task, as `task_name` writes it.
-            renew: whether its key and certificate are made anew.
+            name: name of the task, as `task_name` writes it.
+            renew: True to make its key and certificate anew.
 
         Raises:
-            ConfigError: half of them is there, or they are another CA's.
+            ConfigError: half of the files is there, or they are another CA's.
         """
         folder = _directory(self._out / name)
         if not renew:

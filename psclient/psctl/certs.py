@@ -14,7 +14,7 @@ from pswire.errors import ConfigError
 from pswire.security.names import ADMIN, task_name
 
 DAYS = 365
-"""How long certificates are good, if nobody says another number."""
+"""Days that certificates are valid by default."""
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""How two checkpoints differ."""
+"""Differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Difference:
     """One variable in two checkpoints.
 
     Attributes:
-        name: its name.
-        a, b: what it is in each; None where it is not.
+        name: name of the variable.
+        a, b: dtype and shape in each; None where it is not there.
         count: elements that differ; two that are no number are the same. None where shape or dtype differ.
-        largest: absolute difference of an element; infinite where only one is a number. None as above, and of bools.
+        largest: greatest absolute difference; infinite where only one is a number. None as above, and of bools.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether there is none."""
+        """True if all elements are equal."""
         return self.count == 0
 
     def cells(self) -> tuple[str, ...]:

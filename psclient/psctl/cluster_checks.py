@@ -1,4 +1,4 @@
-"""What `psctl doctor` checks of a cluster: TF_CONFIG, names, ports, TLS, servers, clocks, versions."""
+"""Checks that `psctl doctor` makes of a cluster: TF_CONFIG, names, ports, TLS, servers, clocks, versions."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _compared(who: str, status: ServerStatus, theirs: Mapping[str, str], ours: M
 
 
 def _matters(name: str, here: str, there: str) -> bool:
-    """Whether two versions are too different: ours may not differ at all, others in their first number alone."""
+    """Returns whether two versions differ too much: ours may not at all, others in their first number alone."""
     return here != there if name == "paramserver" else here.split(".")[0] != there.split(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""What `psctl doctor` looks at, and what its checks find."""
+"""Subjects of the checks of `psctl doctor`, and the findings of these."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """The finding of a check.
 
     Attributes:
         level: "ok"; "warn": it works, but not as well as it could, or not for long; "fail": it does not work.
-        message: what there is.
-        advice: what to do; "" where there is nothing to do.
+        message: the state that was found.
+        advice: the remedy; "" where there is nothing to do.
     """
 
     level: Level
@@ -37,14 +37,14 @@ class Host:
     Attributes:
         shared: the directory of shared memory.
         shared_free: free bytes there, -1 where there is no such directory.
-        shared_writable: whether we may write there.
-        segments: why there can be no memory that processes share; "" if there can.
-        open_files: how many files and connections this process may have.
+        shared_writable: True if this process may write there.
+        segments: reason why processes can share no memory; "" if they can.
+        open_files: number of files and connections that this process may have.
         memory: bytes that are free for new processes, 0 where that is not known.
         memory_limit: bytes that this container may use, 0 for no limit.
-        gpus: GPUs, and what drives them.
-        nvidia: whether the machine has an NVIDIA GPU, whether it can be used or not.
-        versions: of what is installed here.
+        gpus: the GPUs, and what drives them.
+        nvidia: True if the machine has an NVIDIA GPU, usable or not.
+        versions: versions of what is installed here.
     """
 
     shared: str
@@ -61,16 +61,16 @@ class Host:
 
 @dataclass(frozen=True)
 class Patient:
-    """What there is to look at.
+    """The subjects of all checks.
 
     Attributes:
         tf_config: the text of TF_CONFIG.
         cluster: the servers; None where none are named, or TF_CONFIG is malformed.
-        looked: what the servers have answered, in the order of the cluster.
-        security: where certificates and the token are.
-        name: whose certificate ours should be: "admin", or our task's as `task_name` writes it.
-        host: where we are.
-        seconds: how long a server may take to answer.
+        looked: the answers of the servers, in the order of the cluster.
+        security: paths of certificates and of the token.
+        name: name that our certificate should have: "admin", or our task's as `task_name` writes it.
+        host: the machine on which `psctl` runs.
+        seconds: time that a server may take to answer.
     """
 
     tf_config: str
@@ -93,8 +93,8 @@ class Check:
     """A row of the doctor's table.
 
     Attributes:
-        name: what is looked at.
-        run: looks at it.
+        name: name of the check.
+        run: makes the check.
     """
 
     name: str

@@ -28,15 +28,15 @@ def why_not(address: str, security: Security, seconds: float) -> str:
     A probe knows an address and no task: any certificate that our CA has signed will do.
 
     Args:
-        address: `host:port`.
-        security: what we show.
-        seconds: how long it may take to answer.
+        address: the server's address, `host:port`.
+        security: certificate and token that psctl shows.
+        seconds: time that the server may take to answer.
 
     Raises:
-        ConfigError: that is no address.
+        ConfigError: `address` is no address.
     """
     host, port = check_address(address, "psctl health")
-    name = certificate_name(ADMIN)  # that of no server, until it is known
+    name = certificate_name(ADMIN)  # no server has it; its own is not known yet
     try:
         if security.tls:
             name = _name_on_certificate((host.strip("[]"), port), security, seconds)

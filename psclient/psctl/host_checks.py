@@ -1,4 +1,4 @@
-"""What `psctl doctor` checks of this machine: shared memory, GPUs, open files, memory."""
+"""Checks that `psctl doctor` makes of this machine: shared memory, GPUs, open files, memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pswire.versions import versions
 MEMINFO = Path("/proc/meminfo")
 
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where Linux tells a container how much memory it may use, in its two ways."""
+"""Files in which Linux tells a container how much memory it may use, in its two ways."""
 
 NO_LIMIT = 1 << 60
-"""What some systems write for no limit, or more."""
+"""The least number that some systems write for no limit."""
 
 NVIDIA = Path("/proc/driver/nvidia")
 """There where the driver is."""

@@ -1,4 +1,4 @@
-"""What the servers' answers say together: the job, its servers and tasks, and what is wrong. No network here.
+"""The view of a job that the servers' answers give together: servers, tasks, and problems. No network here.
 
 The fields of these classes are the keys of `psctl status --json`; tasks are written as `/job:ps/task:0`.
 """
@@ -17,7 +17,7 @@ from pswire.model.log import Epoch
 from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState
 
 CHIEF = "the chief"
-"""Whom a plan waits for that nobody has approved."""
+"""The one that a plan waits for that nobody has approved."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Problem:
 
     Attributes:
         kind: one word for machines; `docs/psctl.md` lists them.
-        task: whom it is about, "" for nobody.
-        message: what is wrong and what to do.
+        task: the task that it is about, "" for none.
+        message: the problem and its remedy.
     """
 
     kind: str
@@ -46,12 +46,12 @@ class ServerView:
     """One server. Of one that does not answer all is 0, or empty, that its status would tell.
 
     Attributes:
-        task, address: which one, and where it was asked.
+        task, address: the server, and the address at which it was asked.
         state: "up", "broken" (a round failed halfway), "unreachable", or "refused": it does not answer us.
-        lag: how many rounds its last complete one is behind the newest of any server.
+        lag: number of rounds that its last complete one is behind the newest of any server.
         waits_for: tasks that are missing in any open round.
         lanes: sessions of tasks by the lane that they use to it.
-        version: of this package there.
+        version: version of this package there.
         traffic: payload bytes so far by lane and direction, such as "shm received".
     """
 
@@ -63,7 +63,7 @@ class ServerView:
     started_at: float = _told(0.0, lambda s, p: p.clock - p.uptime)
     epoch: int = _told(0, lambda s, p: s.epoch.number if s.epoch else 0)
     round: int = _told(-1, lambda s, p: s.round)
-    waiting: tuple[Mapping[str, Any], ...] = _told((), lambda s, p: tuple(map(_open_round, s.waiting)))
+    waiting: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_open_round, s.waiting)))
     waits_for: tuple[str, ...] = _told((), lambda s, p: _awaited(s.waiting))
     log: int = _told(0, lambda s, p: s.log)
     variables: int = _told(0, lambda s, p: s.variables)
@@ -73,7 +73,7 @@ class ServerView:
     snapshot_limit: int = _told(0, lambda s, p: s.snapshot_limit)
     resident_bytes: int = _told(0, lambda s, p: p.resident)
     lanes: Mapping[str, int] = _told(dict, lambda s, p: _lanes(s.epoch, p))
-    saving: tuple[Mapping[str, Any], ...] = _told((), lambda s, p: tuple(map(_saving, s.saving)))
+    saving: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_saving, s.saving)))
     device: str = _told("", lambda s, p: s.device)
     version: str = _told("", lambda s, p: p.versions.get("paramserver", ""))
     traffic: Mapping[str, int] = _told(dict, lambda s, p: p.traffic)
@@ -84,18 +84,18 @@ class TaskView:
     """One session of a task that is no server; a task that drives and trains has two.
 
     Attributes:
-        task: which.
-        drives: whether it is the chief's, which makes no rounds.
+        task: name of the task.
+        drives: True if it is the chief's, which makes no rounds.
         state: "open", "left" (cleanly), "failed", "lost" (its lease ended), "hung" (it held a round up), or "missing".
-        session: its number, 0 for a missing one.
-        replicas: how many it has.
+        session: number of the session, 0 for a missing one.
+        replicas: number of its replicas.
         mode: "sync" or "async"; "" where it makes no rounds.
-        silent_seconds: since its last sign of life.
-        takes_part: whether it is in the newest epoch.
+        silent_seconds: seconds since its last sign of life.
+        takes_part: True if it is in the newest epoch.
         round: the last round that it has contributed to; -1 for none. Of an asynchronous task its own count.
-        lag: how many that is behind the newest of any task.
-        waits_for: whom it waits for; nobody while it computes.
-        lanes: what it uses, to any server.
+        lag: number of rounds that it is behind the newest of any task.
+        waits_for: tasks that it waits for; none while it computes.
+        lanes: kinds of lanes that it uses, to any server.
     """
 
     task: str
@@ -114,7 +114,7 @@ class TaskView:
 
 @dataclass(frozen=True)
 class JobView:
-    """All of it.
+    """The state of a job.
 
     Attributes:
         state: "none" (no chief has begun a job), "starting" (nobody takes part yet), "running", "over", "broken", or
@@ -123,8 +123,8 @@ class JobView:
         epoch: number of the newest epoch, 0 for none.
         round: the newest round of any server, complete or not; -1 for none.
         replicas: R, of the newest epoch.
-        servers, tasks: each of them.
-        problems: what is wrong.
+        servers, tasks: the view of each.
+        problems: all problems that were found.
     """
 
     state: str
@@ -336,4 +336,4 @@ GONE = {
     "hung": "it beat, and held a round up for PS_TIMEOUT_ROUND; rounds go on without it; end its process",
     "missing": "it has not come yet; start it with its TF_CONFIG",
 }
-"""What is wrong with a task in a state."""
+"""Messages about a task by the state that is a problem."""

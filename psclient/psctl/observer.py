@@ -27,13 +27,13 @@ LOG_SERVER = 0
 
 @dataclass(frozen=True)
 class Looked:
-    """What a server has answered.
+    """The answer of one server.
 
     Attributes:
-        task: which server; by its place in the list of addresses, where it does not answer.
-        address: where it was asked.
+        task: the server's task; by its place in the list of addresses, where it does not answer.
+        address: the address at which it was asked.
         status: its answer; None where it gave none.
-        error: why.
+        error: the reason why it gave none.
         skew: seconds that its clock is ahead of ours; the network makes it wrong by at most half of `took`.
         took: seconds from the question to the answer.
     """
@@ -50,9 +50,9 @@ class Servers:
     """A connection to each server of a cluster; a context manager that ends them. Used by one thread.
 
     Args:
-        cluster: where they are.
-        seconds: how long each may take to answer.
-        security: what we show to it.
+        cluster: addresses of the servers.
+        seconds: time that each may take to answer.
+        security: certificate and token that psctl shows to them.
     """
 
     def __init__(self, cluster: ObservedCluster, seconds: float, security: Security) -> None:

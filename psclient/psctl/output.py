@@ -1,4 +1,4 @@
-"""How `psctl` answers: tables for people, JSON for machines."""
+"""Output of `psctl`: tables for people, JSON for machines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def show(*shown: RenderableType) -> None:
         console.print(each, soft_wrap=isinstance(each, str | Text))
 
 
-def say(said: Mapping[str, Any]) -> None:
+def say(said: Mapping[str, object]) -> None:
     """Prints JSON, in which keys are sorted."""
     click.echo(json.dumps(said, indent=1, sort_keys=True))
 
@@ -80,7 +80,7 @@ def short(task: str) -> str:
     return task.removeprefix("/job:").replace("/task:", "-")
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A number, or lists of them, as JSON knows them: what it does not know is a text there, such as "nan"."""
     if isinstance(value, list):
         return [plain(each) for each in value]

@@ -20,12 +20,12 @@ from pswire.security.names import ADMIN, task_name
 Command = TypeVar("Command", bound=Callable[..., object])
 
 SECONDS = 5.0
-"""How long a server may take to answer."""
+"""Time that a server may take to answer."""
 
 
 @dataclass(frozen=True)
 class ObservedCluster:
-    """Where servers are, and who else there should be.
+    """The servers of a cluster, and the tasks that should be there.
 
     Attributes:
         servers: the servers and their addresses, in order.
@@ -38,12 +38,12 @@ class ObservedCluster:
 
 @dataclass
 class CommandSettings:
-    """What the command line says for all commands.
+    """Arguments of the command line that all commands have.
 
     Attributes:
-        addresses: of the servers, in order; none for those of TF_CONFIG.
-        json: whether to answer in JSON.
-        seconds: how long a server may take to answer.
+        addresses: addresses of the servers, in order; none for those of TF_CONFIG.
+        json: True to answer in JSON.
+        seconds: time that a server may take to answer.
         tls_cert, tls_key, tls_ca, token_file: paths, as in `SecurityOptions`; "" for what the environment says.
     """
 
@@ -55,7 +55,7 @@ class CommandSettings:
     tls_ca: str = ""
     token_file: str = ""
 
-    def tell(self, said: Mapping[str, Any], *shown: RenderableType, wrong: bool = False) -> int:
+    def tell(self, said: Mapping[str, object], *shown: RenderableType, wrong: bool = False) -> int:
         """Answers in JSON, or with texts and tables for people; returns the exit code, 1 where something is wrong."""
         if self.json:
             say(said)
@@ -78,7 +78,7 @@ class CommandSettings:
         return security_options().under({name: getattr(self, name) for name in FLAGS})
 
     def name(self) -> str:
-        """Whose certificate psctl shows: `admin`'s, or that of the task that this process is, where it has no other."""
+        """The name on psctl's certificate: `admin`, or that of the task that this process is, where it has no other."""
         try:
             self.paths().read(ADMIN)
         except ConfigError:
@@ -101,10 +101,10 @@ def own_task(text: str) -> Task | None:
 
 
 def cluster_of(text: str) -> ObservedCluster:
-    """The cluster that a TF_CONFIG names; which task this process is does not matter to who only looks.
+    """Returns the cluster that a TF_CONFIG names; an observer need not know which task this process is.
 
     Raises:
-        ConfigError: it names none, or is malformed.
+        ConfigError: the text names no servers, or is malformed.
     """
     spec = TFConfig(text).cluster_spec()
     servers = {task: spec.address(task) for task in spec.tasks("ps")}
@@ -124,7 +124,7 @@ def _addresses(text: str) -> tuple[str, ...]:
 
 
 def _option(
-    name: str, *flags: str, read: Callable[[Any], Any] = lambda value: value, **keys: Any
+    name: str, *flags: str, read: Callable[[Any], object] = lambda value: value, **keys: Any
 ) -> Callable[[Command], Command]:
     """An option that is given before the command or after it, and sets an attribute of `CommandSettings`."""
 

@@ -57,12 +57,12 @@ def status(settings: CommandSettings, every: float | None) -> int:
 
 
 def lines(view: JobView, rates: Rates | None = None, width: int | None = None) -> list[RenderableType]:
-    """A job for people.
+    """Returns a job's state as tables for people.
 
     Args:
-        view: the job.
+        view: the job's state.
         rates: more columns for the servers.
-        width: how many characters there are; None for those of `output.terminal`.
+        width: number of columns of the terminal; None for those of `output.terminal`.
     """
     width = width or terminal().width
     shown: list[RenderableType] = [heading(view), server_table(view.servers, rates or {}, width)]
@@ -85,7 +85,7 @@ def problem_line(task: str, message: str) -> Text:
 
 
 Rates = Mapping[str, Mapping[str, str]]
-"""What servers do in a second: by server and column."""
+"""Rates of servers, per second: by server and column."""
 
 Columns = Mapping[str, Callable[[Any], str | Text]]
 """By its heading what a column has of a server or a task."""
@@ -107,7 +107,7 @@ SERVER_COLUMNS: Columns = {
     "saves": lambda s: ", ".join(f"{each['path']} (round {each['round']})" for each in s.saving),
     "old values": lambda s: of(s.snapshot_bytes, s.snapshot_limit) if s.snapshot_bytes or s.snapshot_limit else "",
 }
-"""What there is to tell of a server; a column that is empty for all is left out."""
+"""Columns of the table of servers; a column that is empty for all is left out."""
 
 OF_SILENT = ("server", "address", "state")
 """Columns of a server that does not answer."""
@@ -123,7 +123,7 @@ TASK_COLUMNS: Columns = {
     "lanes": lambda t: ", ".join(t.lanes),
     "waits for": lambda t: ", ".join(map(short, t.waits_for)),
 }
-"""What there is to tell of a task."""
+"""Columns of the table of tasks."""
 
 
 DISPENSABLE = (

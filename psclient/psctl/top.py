@@ -58,8 +58,8 @@ class Watcher:
     """Looks at a job again and again, and says what it has done in between.
 
     Args:
-        servers: the connections.
-        cluster: what they are of.
+        servers: connections to the servers.
+        cluster: the cluster that is observed.
     """
 
     def __init__(self, servers: Servers, cluster: ObservedCluster) -> None:
@@ -77,7 +77,7 @@ class Watcher:
 
 
 def rates(before: ServerView, after: ServerView, seconds: float) -> dict[str, Any]:
-    """What a server has done in some seconds: nothing that can be told where it is not the same process any more."""
+    """Returns a server's rates over some seconds: none where it is not the same process any more."""
     if before.incarnation != after.incarnation or not after.incarnation:
         return {}
     moved = {name: (after.traffic[name] - before.traffic.get(name, 0)) / seconds for name in after.traffic}

@@ -127,7 +127,7 @@ def read(settings: CommandSettings, name: str, stats: bool, npy: Path | None) ->
         known = {variable.spec.name: variable for variable in servers.variables()}
         refuse_unknown([name], known, "variable")
         round, value = servers.read(known[name])
-    said: dict[str, Any] = {"name": name, "dtype": known[name].spec.tensor.dtype, "shape": list(value.shape)}
+    said: dict[str, object] = {"name": name, "dtype": known[name].spec.tensor.dtype, "shape": list(value.shape)}
     said |= {"server": str(Task("ps", known[name].servers[0])), "round": round}
     if npy is not None:
         said["file"] = str(_write(npy, value))

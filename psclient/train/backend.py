@@ -1,4 +1,4 @@
-"""What keeps the checkpoints of a strategy: its servers, or this process."""
+"""Backends that keep the checkpoints of a strategy: its servers, or this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from psclient._src.variables.variable import Variable
 from psclient.train.options import CheckpointOptions
@@ -18,17 +18,17 @@ Choose = Callable[[Manifest], Mapping[str, Variable]]
 
 @dataclass(frozen=True)
 class Content:
-    """What is to be saved.
+    """The content of a checkpoint that is to be saved.
 
     Attributes:
-        variables: by path; the names of their tensors are their own where these differ from each other.
-        state: by path, JSON.
+        variables: the variables by path; the names of their tensors are their own where these differ from each other.
+        state: states of other objects by path, JSON.
         delete: names of checkpoints beside it that are to be deleted once it is complete.
-        latest: whether it is the one to go on from, once it is complete.
+        latest: True if it is the one to go on from, once it is complete.
     """
 
     variables: Mapping[str, Variable]
-    state: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, object] = field(default_factory=dict)
     delete: tuple[str, ...] = ()
     latest: bool = False
 
@@ -39,7 +39,7 @@ class Content:
 
     def order(self) -> str:
         """Returns what a `SnapshotOrder` says of it."""
-        said: dict[str, Any] = {"objects": self.names(), "state": dict(self.state)}
+        said: dict[str, object] = {"objects": self.names(), "state": dict(self.state)}
         said |= {"delete": list(self.delete), "latest": self.latest}
         return json.dumps(said, sort_keys=True)
 
@@ -49,8 +49,8 @@ class OpenedCheckpoint:
     """A checkpoint that was found.
 
     Attributes:
-        path: which one; where a directory of them was asked for, its newest.
-        manifest: what it has.
+        path: path of the checkpoint; where a directory was asked for, of its newest one.
+        manifest: the checkpoint's table of contents.
         damaged: names of those beside it that were passed over, since they are damaged, with what is wrong.
     """
 

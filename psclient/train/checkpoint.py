@@ -41,13 +41,13 @@ class Checkpoint:
 
     Args:
         root: an object whose attributes, keys or indices are tracked as if they were given by name.
-        objects: what is tracked, by the first part of its path; each becomes an attribute.
+        objects: objects that are tracked, by the first part of their paths; each becomes an attribute.
 
     Raises:
         ValueError: an object has nothing to save; variables are of different strategies.
     """
 
-    def __init__(self, root: Any = None, **objects: Any) -> None:
+    def __init__(self, root: object = None, **objects: object) -> None:
         if root is not None:
             check_trackable("root", root)
         for name, thing in objects.items():
@@ -92,7 +92,7 @@ class Checkpoint:
 
     @property
     def save_counter(self) -> Variable:
-        """How many times `save` was called, those before a restore included; int64. In cross-replica context."""
+        """The number of calls of `save`, those before a restore included; int64. In cross-replica context."""
         if self._counter is None:
             extended = self.strategy.extended
             # Its place is said, so that it does not advance the turn of the user's variables.
@@ -102,7 +102,7 @@ class Checkpoint:
 
     @property
     def backend(self) -> CheckpointBackend:
-        """What keeps the checkpoints of this strategy."""
+        """The backend that keeps the checkpoints of this strategy."""
         if self._backend is None:
             self._backend = backend_of(self.strategy)
         return self._backend
@@ -117,7 +117,7 @@ class Checkpoint:
         Args:
             file_prefix: such as "run/ckpt": a path below the servers' checkpoint root, with `/` between its parts;
                 without servers a path of this process.
-            options: how.
+            options: the way to write it; None for the defaults.
 
         Returns:
             The path that `restore` takes, such as "run/ckpt-3"; of an asynchronous process that does not save, its
@@ -139,15 +139,15 @@ class Checkpoint:
         number: int,
         options: CheckpointOptions | None = None,
         delete: tuple[str, ...] = (),
-        note: Mapping[str, Any] | None = None,
+        note: Mapping[str, object] | None = None,
     ) -> str:
-        """As `save`, with a given number.
+        """Does what `save` does, with a given number.
 
         Args:
             file_prefix, options: as `save` takes them.
-            number: what follows the prefix.
+            number: last part of the checkpoint's name.
             delete: names of checkpoints beside it that are to be deleted when this one is complete.
-            note: beside the states of objects; its keys begin with a dot.
+            note: more JSON beside the states of objects; its keys begin with a dot.
         """
         counter, path = self.save_counter, f"{file_prefix}-{number}"
         self.backend.check_path(path)
@@ -163,11 +163,11 @@ class Checkpoint:
         The newest checkpoint of its directory, from which a job goes on, stays what it was, where there is one.
 
         Args:
-            file_prefix: the path.
-            options: how.
+            file_prefix: path of the checkpoint, as in `save`.
+            options: the way to write it; None for the defaults.
 
         Returns:
-            The path.
+            The checkpoint's path.
         """
         self.backend.check_path(file_prefix)
         if not self.backend.take_part():
@@ -192,7 +192,7 @@ class Checkpoint:
         """Waits until what was saved is complete. In any process that saves, in any context but a replica's.
 
         Raises:
-            CheckpointError: it could not be written; raised once.
+            CheckpointError: a checkpoint could not be written; raised once.
         """
         self.backend.sync()
 
@@ -206,8 +206,8 @@ class Checkpoint:
         variables on the servers are newer.
 
         Args:
-            save_path: what `save` returned, or a directory, whose newest checkpoint is meant; None for no checkpoint.
-            options: how.
+            save_path: a result of `save`, or a directory, whose newest checkpoint is meant; None for no checkpoint.
+            options: the way to read it; None for the defaults.
 
         Of a directory a damaged checkpoint is passed over for the one before it, with a warning, and once that is
         restored it is kept aside, under a name such as "ckpt-7.damaged". Where a file cannot be read, nobody knows
@@ -219,13 +219,13 @@ class Checkpoint:
         Where nothing at all fits, that is told at once.
 
         Returns:
-            What has found its place.
+            The status: tells which values have found their places.
 
         Raises:
             NoCheckpoint: there is none; nothing has changed.
-            DamagedCheckpoint: it is not what was saved; of a directory, none that may be meant is.
-            CheckpointError: it cannot be read, or what was saved before could not be written.
-            VariableMismatch: it has a variable with another shape, or, without `cast`, with another dtype.
+            DamagedCheckpoint: the checkpoint is not as it was saved; of a directory, none that may be meant is.
+            CheckpointError: the checkpoint cannot be read, or the one saved before could not be written.
+            VariableMismatch: the checkpoint has a variable with another shape, or, without `cast`, with another dtype.
         """
         if save_path is None:
             return NothingRestored()

@@ -32,14 +32,14 @@ class FileBackend:
     """A `CheckpointBackend` of a strategy without servers. Paths are those of this process; nothing is left for later.
 
     Args:
-        strategy: whose variables.
+        strategy: the strategy that owns the variables.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._backend = cast(LocalBackend, strategy.backend)
 
     def check_path(self, path: str) -> None:
-        """As `CheckpointBackend.check_path`; what is above the last part is this process's own."""
+        """Implements `CheckpointBackend.check_path`; what is above the last part is this process's own."""
         saved_path(path, own=True)
 
     def take_part(self) -> bool:
@@ -57,10 +57,10 @@ class FileBackend:
         return False
 
     def save(self, path: str, content: Content) -> None:
-        """As `CheckpointBackend.save`; what it has is complete when this returns.
+        """Implements `CheckpointBackend.save`; the checkpoint is complete when this returns.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the checkpoint cannot be written.
         """
         above, name = parted(path)
         names = content.names()
@@ -78,21 +78,21 @@ class FileBackend:
             text = manifest_of([shard], frozen.order).text()
             write_manifest(root, frozen, text, spare=later.needed if isinstance(later, Later) else ())
         except CheckpointError:
-            with suppress(CheckpointError):  # what went wrong first is what is told
+            with suppress(CheckpointError):  # the first error is the one to raise
                 remove_shard(root, frozen)
             raise
 
     def look(self, path: str) -> OpenedCheckpoint:
-        """As `CheckpointBackend.look`."""
+        """Implements `CheckpointBackend.look`."""
         return _opened(path, *open_whole(path))
 
     def restore(self, path: str, choose: Choose, cast: bool) -> OpenedCheckpoint:
-        """As `CheckpointBackend.restore`: nothing changes where anything is wrong.
+        """Implements `CheckpointBackend.restore`: nothing changes where anything is wrong.
 
         Raises:
-            DamagedCheckpoint: it is not what was saved; of a directory, none that may be meant is.
-            CheckpointError: it cannot be read.
-            VariableMismatch: it has another shape or dtype.
+            DamagedCheckpoint: the checkpoint is not as it was saved; of a directory, none that may be meant is.
+            CheckpointError: the checkpoint cannot be read.
+            VariableMismatch: a value has another shape or dtype than its variable.
         """
         damaged: dict[str, str] = {}
         while True:
@@ -119,21 +119,21 @@ class FileBackend:
         return _opened(path, found, damaged)
 
     def was_restored(self, variable: Variable) -> bool:
-        """As `CheckpointBackend.was_restored`."""
+        """Implements `CheckpointBackend.was_restored`."""
         return self._backend.was_restored(variable)
 
     def restored_names(self) -> frozenset[str]:
-        """As `CheckpointBackend.restored_names`."""
+        """Implements `CheckpointBackend.restored_names`."""
         return self._backend.restored_names()
 
 
 class Later:
-    """What a restored checkpoint has for variables that are created later; each value is given once.
+    """Values of a restored checkpoint for variables that are created later; each value is given once.
 
     Args:
-        found: the checkpoint.
+        found: the checkpoint that was restored.
         left: the names of the tensors that no variable has got.
-        cast: whether one may be of another dtype.
+        cast: True if a variable may have another dtype than its value.
     """
 
     def __init__(self, found: SavedCheckpoint, left: set[str], cast: bool) -> None:

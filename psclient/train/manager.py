@@ -31,7 +31,7 @@ NOTE = ".manager"
 
 
 def latest_checkpoint(checkpoint_dir: str, strategy: Strategy | None = None) -> str | None:
-    """The newest complete checkpoint in a directory, None where there is none. In any context.
+    """Finds the newest complete checkpoint in a directory, None where there is none. In any context.
 
     Processes of one job may find another one each, where one of them saves meanwhile; a script that all of them run
     gives `restore` the directory itself.
@@ -39,8 +39,8 @@ def latest_checkpoint(checkpoint_dir: str, strategy: Strategy | None = None) -> 
     Source: `tf.train.latest_checkpoint`.
 
     Args:
-        checkpoint_dir: below the servers' checkpoint root; without servers a directory of this process.
-        strategy: whose servers are asked; by default the current one's.
+        checkpoint_dir: a path below the servers' checkpoint root; without servers a directory of this process.
+        strategy: the strategy whose servers are asked; by default the current one.
 
     One whose manifest is damaged is passed over with a warning.
 
@@ -66,9 +66,9 @@ class CheckpointManager:
     Source: `tf.train.CheckpointManager`.
 
     Args:
-        checkpoint: what is saved.
-        directory: where, as in `Checkpoint.save`.
-        max_to_keep: how many are kept; None for all.
+        checkpoint: saves and restores what it tracks.
+        directory: path of the directory, as in `Checkpoint.save`.
+        max_to_keep: number of checkpoints that are kept; None for all.
         keep_checkpoint_every_n_hours: of those that are to be deleted one in so many hours is kept for good.
         checkpoint_name: the first part of their names.
         step_counter: a variable, or what `int` makes a number of, that counts the steps.
@@ -76,7 +76,7 @@ class CheckpointManager:
         init_fn: called by `restore_or_initialize` where there is no checkpoint.
 
     Attributes:
-        checkpoint, directory, checkpoint_interval: as given.
+        checkpoint, directory, checkpoint_interval: the constructor's arguments.
 
     Raises:
         ValueError: `max_to_keep` is not positive, the name has a slash, or there is an interval without a counter.
@@ -124,7 +124,7 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Those that are managed, oldest first; what is kept for good is not among them."""
+        """The managed checkpoints, oldest first; what is kept for good is not among them."""
         self._recover()
         self._forget_failed()
         return [self._path(name) for name in self._kept]
@@ -159,7 +159,7 @@ class CheckpointManager:
         self._forget_damaged()
 
     def _forget_damaged(self) -> None:
-        """What is damaged is no part of the list, and never deleted."""
+        """Removes damaged checkpoints from the list; they are never deleted."""
         self._kept = {name: when for name, when in self._kept.items() if name not in self._damaged}
         self._doomed = tuple(name for name in self._doomed if name not in self._damaged)
 
@@ -174,12 +174,12 @@ class CheckpointManager:
         """Saves a checkpoint, and lets go of the oldest. In cross-replica context, or outside of every scope.
 
         Args:
-            checkpoint_number: what its name ends with; by default that of `checkpoint.save_counter`.
-            check_interval: whether to save only when `checkpoint_interval` steps have passed.
-            options: how.
+            checkpoint_number: last part of its name; by default the value of `checkpoint.save_counter`.
+            check_interval: True to save only when `checkpoint_interval` steps have passed.
+            options: the way to write it; None for the defaults.
 
         Returns:
-            Its path; None where the interval has not passed, or this asynchronous process does not save.
+            The checkpoint's path; None where the interval has not passed, or this asynchronous process does not save.
 
         Raises:
             CheckpointError: as `Checkpoint.save`.
@@ -232,7 +232,7 @@ class CheckpointManager:
             self._forget()
 
     def _forget(self) -> None:
-        """What was saved last is no checkpoint; what it was to replace is to be deleted with the next.
+        """Forgets what was saved last, for it is no checkpoint; what it was to replace is to be deleted with the next.
 
         It is itself, should it be complete all the same: only to say that it is the newest may have failed.
         """
@@ -317,12 +317,12 @@ class CheckpointManager:
 
 @dataclass(frozen=True)
 class _Note:
-    """What a checkpoint says of those that are managed.
+    """A checkpoint's record of the managed ones.
 
     Attributes:
-        kept: by name, oldest first, when they were saved.
-        doomed: those whose deletion was ordered.
-        preserved: when the last one was saved that is kept for good; None where that is not said.
+        kept: by name, oldest first, the times at which they were saved.
+        doomed: names of those whose deletion was ordered.
+        preserved: time at which the last one was saved that is kept for good; None where that is not said.
     """
 
     kept: Mapping[str, float]
@@ -330,7 +330,7 @@ class _Note:
     preserved: float | None
 
     @classmethod
-    def of(cls, state: Any) -> _Note:
+    def of(cls, state: object) -> _Note:
         """Reads it; older versions noted paths. Raises `Malformed` where it is not such."""
         said, kept = strict_json.fields(state), dict[str, float]()
         for pair in strict_json.items(said.get("checkpoints", [])):
@@ -347,7 +347,7 @@ class _Note:
         )
 
 
-def _shared_step(step_counter: Any) -> Variable | None:
+def _shared_step(step_counter: object) -> Variable | None:
     """The step of the last save, -1 before: on the first server, and in no checkpoint.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a checkpoint tracks: the variables that are reached from a few objects, by paths such as "model/layers/0/w"."""
+"""The object graph of a checkpoint: variables reached from a few objects, by paths such as "model/layers/0/w"."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Stateful(Protocol):
 
 @dataclass
 class Tracked:
-    """What was found.
+    """The result of a walk over the objects.
 
     Attributes:
-        variables: by path.
+        variables: the variables that were found, by path.
         stateful: other objects with a state, by path.
     """
 
@@ -59,7 +59,7 @@ class Tracked:
         return {path: _plain_state(path, thing.state_dict()) for path, thing in self.stateful.items()}
 
 
-def explore(root: Mapping[str, Any]) -> Tracked:
+def explore(root: Mapping[str, object]) -> Tracked:
     """Finds what is reached from objects by attributes, keys and indices; each by the shortest path.
 
     Of an optimizer these are its counts, `opt/iterations`, and what it keeps of each variable, `opt/momentum/model/w`,
@@ -69,7 +69,7 @@ def explore(root: Mapping[str, Any]) -> Tracked:
         root: objects by name; they may refer to each other in circles.
     """
     found, optimizers = Tracked(), list[tuple[str, Optimizer]]()
-    seen: dict[int, Any] = {}  # Whatever is in it lives as long, so that no id comes again.
+    seen: dict[int, object] = {}  # Whatever is in it lives as long, so that no id comes again.
     ahead = deque((_escaped(name), thing) for name, thing in root.items())
     while ahead:
         path, thing = ahead.popleft()
@@ -93,7 +93,7 @@ def explore(root: Mapping[str, Any]) -> Tracked:
     return found
 
 
-def check_trackable(name: str, thing: Any) -> None:
+def check_trackable(name: str, thing: object) -> None:
     """Raises `ValueError` where an object has nothing that could be saved."""
     if isinstance(thing, (*_PLAIN, *_CLOSED)):
         raise ValueError(
@@ -108,11 +108,11 @@ def _is_saved(v: Variable) -> bool:
     return not (v.synchronization is VariableSynchronization.ON_READ and alone)
 
 
-def _says_state(thing: Any) -> bool:
+def _says_state(thing: object) -> bool:
     return isinstance(thing, Stateful) and not isinstance(thing, _CLOSED)
 
 
-def children(thing: Any) -> Iterator[tuple[str, Any]]:
+def children(thing: object) -> Iterator[tuple[str, Any]]:
     """Returns what an object leads to, by name, key or index."""
     if isinstance(thing, (*_CLOSED, *_DATASETS)):
         return
@@ -131,7 +131,7 @@ def _escaped(name: str) -> str:
     return str(name).replace("/", ".S")
 
 
-def _plain_state(path: str, state: Any) -> Any:
+def _plain_state(path: str, state: object) -> Any:
     try:
         return strict_json.shallow(json.loads(json.dumps(state, allow_nan=False)))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""How checkpoints are written and read."""
+"""Options for writing and reading checkpoints."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 IfBusy = Literal["wait", "refuse"]
-"""What a save does while the one before is being written."""
+"""The action of a save while the one before is being written."""
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """How a checkpoint is written or read; the same in all processes.
+    """Options for writing or reading a checkpoint; the same in all processes.
 
     Source: `tf.train.CheckpointOptions`.
 
     Attributes:
-        enable_async: whether `save` and `write` return when the values are frozen, while servers go on writing. What
+        enable_async: True if `save` and `write` return when the values are frozen, while servers go on writing. What
             goes wrong then is raised by the next save, or by `Checkpoint.sync`.
         if_busy: while the checkpoint before is being written, "wait" for it, or "refuse", with a `CheckpointError`.
-        cast: whether restored values are cast to the dtypes of the variables; else another dtype is refused.
+        cast: True to cast restored values to the dtypes of the variables; else another dtype is refused.
 
     Raises:
         ValueError: `if_busy` is neither.
@@ -35,4 +35,4 @@ class CheckpointOptions:
 
 
 DEFAULT = CheckpointOptions()
-"""What holds where no options are given."""
+"""The options where none are given."""

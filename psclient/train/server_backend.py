@@ -26,7 +26,7 @@ class ServerBackend:
     """A `CheckpointBackend` of a strategy with parameter servers.
 
     Args:
-        strategy: whose variables.
+        strategy: the strategy that owns the variables.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -73,11 +73,11 @@ class ServerBackend:
         self._checkpoints.save(path, order)
 
     def sync(self) -> None:
-        """As `CheckpointBackend.sync`."""
+        """Implements `CheckpointBackend.sync`."""
         self._checkpoints.saved()
 
     def failed(self, path: str) -> bool:
-        """As `CheckpointBackend.failed`."""
+        """Implements `CheckpointBackend.failed`."""
         return self._checkpoints.failed(path)
 
     def look(self, path: str) -> OpenedCheckpoint:
@@ -97,11 +97,11 @@ class ServerBackend:
         return _opened(self._checkpoints.restore(path, lambda reply: choose(_opened(reply).manifest), cast))
 
     def was_restored(self, variable: Variable) -> bool:
-        """As `CheckpointBackend.was_restored`."""
+        """Implements `CheckpointBackend.was_restored`."""
         return self._checkpoints.was_restored(variable)
 
     def restored_names(self) -> frozenset[str]:
-        """As `CheckpointBackend.restored_names`."""
+        """Implements `CheckpointBackend.restored_names`."""
         return self._checkpoints.restored_names()
 
 

@@ -1,4 +1,4 @@
-"""What became of a restore."""
+"""The outcome of a restore."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ SHOWN = 10
 
 
 class LoadStatus:
-    """What `Checkpoint.restore` gives: says, as of when it is asked, what of a checkpoint has found its place.
+    """The result of `Checkpoint.restore`: tells, as of each call, which values of a checkpoint have found their place.
 
     Source: the load status of `tf.train.Checkpoint.restore`.
 
     Args:
-        path: of the checkpoint.
-        manifest: what it has; None where nothing was restored, and nothing had to be.
-        explore: finds what is tracked now.
+        path: path of the checkpoint.
+        manifest: the checkpoint's table of contents; None where nothing was restored, and nothing had to be.
+        explore: returns what is tracked now.
         given: the variables that got a value when it was restored, with the names of their tensors.
-        backend: knows which variables that were created since began with a restored value.
+        backend: tells which variables that were created since began with a restored value.
         damaged: names of checkpoints beside it that were passed over, with what is wrong.
 
     Attributes:
-        path, damaged: as given.
+        path, damaged: the constructor's arguments.
         restored: False where nothing has changed, since this process has come back to a running job.
     """
 
@@ -62,10 +62,10 @@ class LoadStatus:
         """Checks that each value of the checkpoint is some object's, and each object has got its value.
 
         Returns:
-            Itself.
+            The status itself.
 
         Raises:
-            AssertionError: it is not so; both lists are in it.
+            AssertionError: a value or an object is left over; both lists are in it.
         """
         unused, without = self._unused(), self._without()
         if unused or without:
@@ -96,10 +96,10 @@ class LoadStatus:
         """Checks that anything at all but the count of saves has got its value.
 
         Returns:
-            Itself.
+            The status itself.
 
         Raises:
-            AssertionError: nothing has.
+            AssertionError: no value has found its place.
         """
         tracked = self._explore()
         found = [path for path, v in tracked.variables.items() if path != COUNTER and self._has_value(v)]
@@ -167,10 +167,10 @@ class LoadStatus:
         return found + [path for path in tracked.stateful if path not in self._manifest.state]
 
     def _unused(self, but_later: bool = False) -> list[str]:
-        """Returns what the checkpoint has and nothing that is tracked takes: paths, or names where it has no paths.
+        """Returns what the checkpoint has and nothing tracked takes: paths, or names where it has no paths.
 
         Args:
-            but_later: whether what variables have begun with since, tracked or not, is left out as well.
+            but_later: True to leave out, too, the values that variables have begun with since, tracked or not.
         """
         if self._manifest is None:
             return []
@@ -188,7 +188,7 @@ class LoadStatus:
 
 
 class NothingRestored(LoadStatus):
-    """What `restore(None)` gives: there was no checkpoint yet, and the variables are as they were created."""
+    """The result of `restore(None)`: there was no checkpoint yet, and the variables are as they were created."""
 
     def __init__(self) -> None:
         super().__init__("", None, Tracked, {})

@@ -30,7 +30,7 @@ MAX_LATEST = 4 << 10
 """Bytes of the file `latest`."""
 
 FORMAT = 2
-"""What is written. Format 1 has no checksums, sizes, objects or state; it is read, too."""
+"""The format that is written. Format 1 has no checksums, sizes, objects or state; it is read, too."""
 
 _MAX_DATASET = (1 << 32) - 1
 
@@ -55,12 +55,12 @@ def rank(name: str) -> tuple[int, str]:
 
 
 def shard_name(place: int, count: int, save: str) -> str:
-    """The name of a checkpoint's file.
+    """Returns the name of a checkpoint's file.
 
     Args:
-        place: which one it is.
-        count: of how many.
-        save: eight hexadecimal digits that no other save has: it disturbs nothing that is there.
+        place: index of the file.
+        count: number of files.
+        save: eight hexadecimal digits that no other save has, so that files of other saves stay as they are.
     """
     return f"shard-{place:05d}-of-{count:05d}-{save}.safetensors"
 
@@ -115,17 +115,17 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint has.
+    """The table of contents of a checkpoint.
 
     Attributes:
         round: the round whose state it is.
         positions: the datasets' positions after that round.
-        tensors: by the names that checkpoints have variables by.
-        files: the bytes of each file.
-        objects: for each path in what `Checkpoint(**objects)` tracked the name of its tensor.
-        state: by path what `state_dict` of other objects gave: JSON.
+        tensors: the tensors, by the names that checkpoints have variables by.
+        files: size of each file, in bytes.
+        objects: for each path in the objects of `Checkpoint(**objects)` the name of its tensor.
+        state: by path the results of other objects' `state_dict`: JSON.
         saved_at: seconds since 1970.
-        library: what has written it.
+        library: name and version of the program that has written it.
     """
 
     round: int
@@ -163,12 +163,12 @@ class Manifest:
         """Reads a JSON text.
 
         Args:
-            text: what was in the file.
-            where: the file, for messages.
+            text: content of the file.
+            where: path of the file, for messages.
 
         Raises:
-            DamagedCheckpoint: it is no manifest, or names what is outside of its directory.
-            CheckpointError: it is one of a newer format.
+            DamagedCheckpoint: the text is no manifest, or names files outside of its directory.
+            CheckpointError: the manifest is of a newer format.
         """
         try:
             data = strict_json.fields(strict_json.parse(text))

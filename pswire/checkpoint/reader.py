@@ -36,10 +36,10 @@ class SavedCheckpoint:
     """A checkpoint that was opened: it is complete. Used by one thread.
 
     Attributes:
-        place: where it is.
-        path: below the place.
-        manifest: what it has.
-        text: the same, as it was read.
+        place: the storage that has it.
+        path: its path below the storage's root.
+        manifest: the checkpoint's table of contents.
+        text: text of the manifest.
     """
 
     place: Storage
@@ -63,7 +63,7 @@ class SavedCheckpoint:
 
     @property
     def reply(self) -> RestoreReply:
-        """What a server tells of it."""
+        """Returns a server's answer about it."""
         return RestoreReply(self.path, self.manifest.positions, self.text)
 
     @classmethod
@@ -71,14 +71,14 @@ class SavedCheckpoint:
         """Opens a checkpoint, or the newest in a directory of them.
 
         Args:
-            place: where it is.
-            path: which.
-            limit: bytes that its manifest may have.
+            place: the storage that has it.
+            path: path of a checkpoint, or of a directory of them.
+            limit: greatest size of its manifest, in bytes.
 
         Raises:
-            NoCheckpoint: there is none.
+            NoCheckpoint: there is no checkpoint.
             DamagedCheckpoint: its manifest is broken.
-            CheckpointError: its manifest cannot be read, or is longer; or the path leaves the place.
+            CheckpointError: its manifest cannot be read, or is longer; or the path leaves the storage's root.
         """
         path = below(path)
         return cls._open(place, path if _is_one(place, path) else newest(place, path), limit)
@@ -130,15 +130,15 @@ class SavedCheckpoint:
         """Reads tensors: nothing but these, each file in one go.
 
         Args:
-            wanted: which, and what each has to be.
-            cast: whether one may be of another dtype, and is cast.
+            wanted: names of tensors, with the dtype and shape that each has to have.
+            cast: True if a tensor may be of another dtype, and is cast.
 
         Returns:
-            In the order of `wanted`; each has memory of its own.
+            The arrays, in the order of `wanted`; each has memory of its own.
 
         Raises:
-            CheckpointError: the checkpoint does not have one of them, or its bytes are not those that were saved.
-            VariableMismatch: it has another shape or dtype.
+            CheckpointError: the checkpoint does not have one of them, or its bytes are not as they were saved.
+            VariableMismatch: a tensor has another shape or dtype.
         """
         saved = [self._check(name, spec, cast) for name, spec in wanted]
         found: dict[int, Array] = {}
@@ -200,14 +200,14 @@ class SavedCheckpoint:
             yield from ((file, fault) for fault in self._faults(file))
 
     def check_rest(self, taken: Collection[str], place: int = 0, count: int = 1) -> None:
-        """Checks what nobody has read yet; of every `count` files one, from file `storage_at` on.
+        """Checks what was not read yet; of every `count` files one, from file `place` on.
 
         Args:
             taken: the names of tensors that `read` has checked, here or elsewhere.
-            place, count: which files.
+            place, count: the share of the files, as above.
 
         Raises:
-            DamagedCheckpoint: something is not as it was saved.
+            DamagedCheckpoint: a file is not as it was saved.
             CheckpointError: a file cannot be read.
         """
         for file in self.manifest.shards[place::count]:
@@ -249,11 +249,11 @@ def _is_one(place: Storage, path: str) -> bool:
 
 
 def _text(place: Storage, path: str, most: int, limit: int) -> str:
-    """The text of a small file; no more is read than it may have.
+    """Reads the text of a small file, and no more bytes than it may have.
 
     Raises:
-        Malformed: it has more than `most` bytes, which no version has ever written, or is no text.
-        CheckpointError: it has more than `limit`.
+        Malformed: the file has more than `most` bytes, which no version has ever written, or is no text.
+        CheckpointError: the file has more than `limit` bytes.
     """
     size = place.size(path)
     if size > most:
@@ -288,11 +288,11 @@ class FoundCheckpoint:
     """The checkpoints in a directory, by their names.
 
     Attributes:
-        whole: those that are complete, in the order of `rank`.
+        whole: names of complete ones, in the order of `rank`.
         torn: directories in which no manifest can be seen, in that order.
         aside: damaged ones that were set aside, in that order.
-        latest: the newest of the complete ones: which the file `latest` names, else the last; None without any.
-        named: what the file `latest` names, be it there or not.
+        latest: the newest of the complete ones: the one that the file `latest` names, else the last; None without any.
+        named: the name in the file `latest`, be it there or not.
     """
 
     whole: tuple[str, ...]
@@ -372,9 +372,9 @@ def open_saved(url: str) -> SavedCheckpoint:
 
     Raises:
         ConfigError: the URL is of an unknown kind, or needs a package that is not installed.
-        NoCheckpoint: there is none.
+        NoCheckpoint: there is no checkpoint.
         DamagedCheckpoint: its manifest is broken.
-        CheckpointError: what is there cannot be read.
+        CheckpointError: a file cannot be read.
     """
     return SavedCheckpoint.open(_root(url))
 

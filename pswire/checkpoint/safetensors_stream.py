@@ -99,15 +99,15 @@ def append(file: IO[bytes], array: Array) -> str:
 
 
 def read_header(file: IO[bytes], size: int, limit: int = MAX_HEADER) -> dict[str, TensorEntry]:
-    """Returns what a file has.
+    """Returns the tensors of a file by name, from its header.
 
     Args:
-        file: which.
-        size: its bytes.
-        limit: the most that its header may have: what a manifest says in few bytes takes no many here.
+        file: the open file.
+        size: size of the file, in bytes.
+        limit: greatest size of its header: a manifest of few bytes must not make a reader take many here.
 
     Raises:
-        Malformed: it is no safetensors file, or is cut short; the message says why.
+        Malformed: the file is no safetensors file, or is cut short; the message says why.
     """
     length = int.from_bytes(_exactly(file, min(8, size)), "little")
     if not 2 <= length <= min(limit, MAX_HEADER, size - 8):
@@ -177,16 +177,16 @@ def _fill(file: Any, data: memoryview) -> None:
 
 
 def read_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> Array:
-    """A tensor of a checkpoint, in memory of its own.
+    """Reads a tensor of a checkpoint into memory of its own.
 
     Args:
-        file: which has it.
+        file: the open file.
         entries: the file's header.
-        name: which tensor.
-        saved: what the manifest says of it.
+        name: name of the tensor.
+        saved: the manifest's row of it.
 
     Raises:
-        Malformed: the file does not have it, or not as it was saved.
+        Malformed: the file does not have the tensor, or not as it was saved.
     """
     array, checksum = read(file, _found(entries, name, saved))
     _compare(name, saved, checksum)
@@ -213,13 +213,13 @@ def _compare(name: str, saved: Saved, checksum: str) -> None:
 
 @contextmanager
 def told(where: str, verb: str = "read") -> Iterator[None]:
-    """Has whatever goes wrong told with its place: libraries of object stores have errors of their own.
+    """Raises errors of the block anew, with their place: libraries of object stores have errors of their own.
 
-    What is `Malformed` is a `DamagedCheckpoint`, all else a `CheckpointError`.
+    A `Malformed` becomes a `DamagedCheckpoint`, all else a `CheckpointError`.
 
     Args:
-        where: the file, or its directory.
-        verb: what could not be done with it.
+        where: path of the file, or of its directory.
+        verb: past participle of what was tried, such as "written".
     """
     try:
         yield

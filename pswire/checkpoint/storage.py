@@ -1,4 +1,4 @@
-"""Where checkpoints are: a directory, or what fsspec reaches by a URL. Paths are below the root, and never leave it."""
+"""Storage of checkpoints: a directory, or a URL that fsspec reaches. Paths are below the root, and never leave it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ BLOCK = 16 << 20
 
 
 class Storage(Protocol):
-    """What a checkpoint needs of where it lies. All paths are below the root, as `below` gives them.
+    """The storage of checkpoints. All paths are below the root, as `below` gives them.
 
-    Every method raises `CheckpointError` for a path that leaves the root, and what the file system or the library of
-    the object store raises: only what is known to be missing is not there.
+    Every method raises `CheckpointError` for a path that leaves the root, and else the errors of the file system or of
+    the object store's library: a file counts as missing only where that is known.
     """
 
     def full(self, path: str) -> str:
@@ -45,7 +45,7 @@ class Storage(Protocol):
         """Returns whether there is such a directory; in an object store, whether anything is in it."""
 
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
-        """Has a file filled and makes it lasting; where the place knows renaming it is there whole, or not at all."""
+        """Fills a file and makes it lasting; where the storage knows renaming it is there whole, or not at all."""
 
     def put(self, path: str, data: bytes) -> None:
         """Writes a small file, which is there whole, or not at all."""
@@ -103,34 +103,34 @@ class Directory:
     """A directory of this machine.
 
     Args:
-        root: it need not exist yet.
+        root: path of the directory; it need not exist yet.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()  # A process may change its directory later.
-        self._passed_over = set[str]()  # what was told of once: followers look often
+        self._passed_over = set[str]()  # warned of once: followers look often
 
     def full(self, path: str) -> str:
-        """As `Storage.full`."""
+        """Implements `Storage.full`."""
         resolved = (self._root / below(path)).resolve()
         if not resolved.is_relative_to(self._root.resolve()):
             raise CheckpointError(f"{path!r} leaves {self._root} through a link; write a path that stays below it")
         return str(resolved)
 
     def open(self, path: str) -> IO[bytes]:
-        """As `Storage.open`."""
+        """Implements `Storage.open`."""
         return open(self.full(path), "rb", buffering=0)
 
     def size(self, path: str) -> int:
-        """As `Storage.size`."""
+        """Implements `Storage.size`."""
         return os.stat(self.full(path)).st_size
 
     def exists(self, path: str) -> bool:
-        """As `Storage.exists`."""
+        """Implements `Storage.exists`."""
         return stat.S_ISREG(_mode(self.full(path)))
 
     def is_directory(self, path: str) -> bool:
-        """As `Storage.is_directory`."""
+        """Implements `Storage.is_directory`."""
         return stat.S_ISDIR(_mode(self.full(path)))
 
     def write(self, path: str, fill: Callable[[IO[bytes]], T]) -> T:
@@ -150,11 +150,11 @@ class Directory:
         return result
 
     def put(self, path: str, data: bytes) -> None:
-        """As `Storage.put`."""
+        """Implements `Storage.put`."""
         self.write(path, lambda file: file.write(data))
 
     def remove(self, path: str) -> None:
-        """As `Storage.remove`."""
+        """Implements `Storage.remove`."""
         pure = PurePosixPath(path)
         directory = Path(self.full(str(pure.parent)))
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -165,7 +165,7 @@ class Directory:
                 directory.rmdir()
 
     def listing(self, path: str) -> Mapping[str, frozenset[str]]:
-        """As `Storage.listing`."""
+        """Implements `Storage.listing`."""
         directory = Path(self.full(path))
         if not stat.S_ISDIR(_mode(str(directory))):
             return {}
@@ -234,13 +234,13 @@ def _sync(path: Path) -> None:
 
 
 class Remote:
-    """What fsspec reaches. There is no renaming; a file is there once it is written to its end, or earlier.
+    """Storage that fsspec reaches. There is no renaming; a file is there once it is written to its end, or earlier.
 
     Args:
-        url: the root.
+        url: URL of the root.
 
     Raises:
-        ConfigError: nothing that is installed knows its protocol.
+        ConfigError: no installed package knows its protocol.
     """
 
     def __init__(self, url: str) -> None:
@@ -255,7 +255,7 @@ class Remote:
         self._root = str(root).rstrip("/")
 
     def full(self, path: str) -> str:
-        """As `Storage.full`."""
+        """Implements `Storage.full`."""
         path = below(path)
         return self._url if path == "." else f"{self._url}/{path}"
 
@@ -263,24 +263,24 @@ class Remote:
         return f"{self._root}/{below(path)}".removesuffix("/.")
 
     def open(self, path: str) -> IO[bytes]:
-        """As `Storage.open`."""
+        """Implements `Storage.open`."""
         file: IO[bytes] = self._fs.open(self._key(path), "rb", block_size=BLOCK)
         return file
 
     def size(self, path: str) -> int:
-        """As `Storage.size`."""
+        """Implements `Storage.size`."""
         return int(self._fs.size(self._key(path)))
 
     def exists(self, path: str) -> bool:
-        """As `Storage.exists`."""
+        """Implements `Storage.exists`."""
         return self._kind(path) == "file"
 
     def is_directory(self, path: str) -> bool:
-        """As `Storage.is_directory`."""
+        """Implements `Storage.is_directory`."""
         return self._kind(path) == "directory"
 
     def _kind(self, path: str) -> str:
-        """What fsspec says that there is; "" for nothing. Its own `isfile` says so of a store that does not answer."""
+        """Asks fsspec for the type of a path; "" for nothing. Its `isfile` says so of a store that does not answer."""
         try:
             return str(self._fs.info(self._key(path))["type"])
         except (FileNotFoundError, NotADirectoryError):
@@ -303,16 +303,16 @@ class Remote:
 
         if isinstance(file, AbstractBufferedFile):
             file.closed = True  # else it would be written to its end when it is collected
-        with contextlib.suppress(Exception):  # what went wrong first is what is told
+        with contextlib.suppress(Exception):  # the first error is the one to raise
             file.discard()
             self.remove(path)
 
     def put(self, path: str, data: bytes) -> None:
-        """As `Storage.put`."""
+        """Implements `Storage.put`."""
         self._fs.pipe_file(self._key(path), data)
 
     def remove(self, path: str) -> None:
-        """As `Storage.remove`."""
+        """Implements `Storage.remove`."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._key(path))
 
@@ -327,7 +327,7 @@ class Remote:
             self._fs.rm_file(old + file)
 
     def listing(self, path: str) -> Mapping[str, frozenset[str]]:
-        """As `Storage.listing`."""
+        """Implements `Storage.listing`."""
         found: dict[str, frozenset[str]] = {}
         for entry in self._entries(self._key(path)):
             if entry["type"] == "directory":

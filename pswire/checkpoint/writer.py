@@ -52,11 +52,11 @@ class Frozen:
 
     Attributes:
         order: the plan's order.
-        server: which server.
-        round: the round.
+        server: index of the server.
+        round: number of the round.
         positions: the datasets' positions after it.
         values: arrays on the device, by the name that checkpoints have them by; less those that are written.
-        save: what sets its file apart from those of other saves at the same path. Plans do not: a job that goes on
+        save: tells its file apart from those of other saves at the same path. Plans do not: a job that goes on
             from an older checkpoint makes those that it made before.
     """
 
@@ -69,7 +69,7 @@ class Frozen:
 
     @property
     def directory(self) -> PurePosixPath:
-        """Where the checkpoint is; raises `CheckpointError` where that is not below the root, or the name is taken."""
+        """The checkpoint's directory; raises `CheckpointError` where it is not below the root, or the name is taken."""
         return PurePosixPath(saved_path(self.order.path))
 
     @property
@@ -91,14 +91,14 @@ def saved_path(path: str, own: bool = False) -> str:
     Servers and whoever orders them to save ask this one function, so that nothing is ordered which they refuse.
 
     Args:
-        path: below the servers' root.
-        own: whether it is one of this process's own instead, such as "/data/ckpt-1" or "s3://bucket/ckpt-1".
+        path: path below the servers' root.
+        own: True for one of this process's own instead, such as "/data/ckpt-1" or "s3://bucket/ckpt-1".
 
     Returns:
-        Its plain form; of an own one the last part.
+        The path in its plain form; of an own one the last part.
 
     Raises:
-        CheckpointError: it could lead elsewhere, or is no name for a checkpoint; the message says what to write.
+        CheckpointError: the path could lead elsewhere, or is no name for a checkpoint; the message says what to write.
     """
     plain = PurePosixPath(parted(path)[1] if own else below(path))
     why = ""
@@ -119,12 +119,12 @@ def saved_path(path: str, own: bool = False) -> str:
 
 @dataclass(frozen=True)
 class _Said:
-    """What the state of a `SnapshotOrder` says.
+    """The content of a `SnapshotOrder`'s state.
 
     Attributes:
         objects, state: as a `Manifest` has them.
         delete: names of checkpoints beside it that are to be deleted once it is complete.
-        latest: whether it is the one to go on from then.
+        latest: True if it is the one to go on from then.
     """
 
     objects: Mapping[str, str]
@@ -154,13 +154,13 @@ def write_shard(
     """Writes one server's file.
 
     Args:
-        place: below which no path may lead out.
-        frozen: what to write.
+        place: the storage; no path may lead out of it.
+        frozen: the variables to write.
         get: brings an array to the host.
-        written: told of each variable whose bytes are written, so that it may be let go of.
+        written: called with the name of each variable whose bytes are written, so that it may be let go of.
 
     Raises:
-        CheckpointError: for a path that leaves the place, and for whatever goes wrong there; it names the file.
+        CheckpointError: a path leaves the storage, or writing fails; it names the file.
     """
     path = str(frozen.directory / frozen.file)
     specs = {name: spec_of(value) for name, value in frozen.values.items()}
@@ -220,11 +220,11 @@ def write_manifest(
     Then what the order replaces is deleted, and what crashed saves left removed. What cannot be is told in the log.
 
     Args:
-        place: below which no path may lead out.
-        frozen: whose checkpoint it is.
-        text: JSON.
-        busy: gives the paths of checkpoints that are being written, other saves at this one's path included.
-        spare: full paths of checkpoints that somebody still reads: none of their files is removed.
+        place: the storage; no path may lead out of it.
+        frozen: the variables whose checkpoint it is.
+        text: the manifest, JSON.
+        busy: returns the paths of checkpoints that are being written, other saves at this one's path included.
+        spare: full paths of checkpoints that are still read: none of their files is removed.
 
     Raises:
         CheckpointError: as `write_shard`; also where the text is no manifest, or a file that it names is not there.
@@ -253,9 +253,9 @@ def set_aside(place: Storage, restored: str, damaged: Mapping[str, str]) -> None
     None of their files is changed. What cannot be done is told in the log: they are passed over again then.
 
     Args:
-        place: where they are.
+        place: the storage that has them.
         restored: the path of the one that was restored.
-        damaged: names of those beside it, with what is wrong.
+        damaged: names of those beside it, with the damage of each.
     """
     path = PurePosixPath(below(restored))
     above = str(path.parent)
@@ -327,10 +327,10 @@ def sweep(
 
     Args:
         place, spare: as `write_manifest` takes them.
-        directory: the checkpoint.
-        manifest: what it has.
-        listed: what is beside it.
-        writing: what was being written after that was listed.
+        directory: path of the checkpoint.
+        manifest: the checkpoint's table of contents.
+        listed: names of directories beside it, with their files.
+        writing: paths that were being written after that listing.
     """
     stem, mine = number(directory.name)
     for name, files in listed.items():
@@ -356,12 +356,12 @@ def delete(
 
     Args:
         place, spare: as `write_manifest` takes them.
-        directory: the one that is complete.
-        name: of the other one.
-        listed: what is beside it.
+        directory: path of the complete one.
+        name: name of the other one.
+        listed: names of directories beside it, with their files.
 
     Raises:
-        CheckpointError: the name leads elsewhere.
+        CheckpointError: `name` leads elsewhere.
     """
     old = directory.parent / name
     if old.name != name or name == "..":

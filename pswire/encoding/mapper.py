@@ -69,11 +69,11 @@ class Codec(Generic[V, M]):
 
 
 class Mapper:
-    """The table of all pairs.
+    """The table of all pairs of a class and its message.
 
     Attributes:
-        pairs: those that were given, and those of the values within, by type.
-        enums: the words by their `Literal`.
+        pairs: codecs by type: those that were added, and those of the values within.
+        enums: words by their `Literal`.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Mapper:
         """Adds a `Literal`.
 
         Args:
-            words: the `Literal`.
+            words: the `Literal` with the words.
             enum: the enumeration; the last part of each name is a word, and 0 is none.
             unknown: the message for another number, which stands there as `{}`.
         """
@@ -104,10 +104,10 @@ class Mapper:
         """Adds a class whose fields are those of its message.
 
         Args:
-            value: the class.
-            message: its message's class.
+            value: the class of the values.
+            message: class of its message.
             names: names of fields that the message has by another name.
-            flags: for a `Mapping` that may be None the field that tells whether it is there.
+            flags: for a `Mapping` that may be None the message's field that tells whether it is there.
             constants: fields of the message that are always the same.
             admit: called with a message before it is read.
             check: called with a value that was read.

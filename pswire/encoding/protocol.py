@@ -19,12 +19,12 @@ def check_protocol(number: int, theirs: str, ours: str) -> None:
     """Refuses a peer whose protocol this end does not serve.
 
     Args:
-        number: the peer's.
-        theirs: the peer, for the message.
-        ours: this end, for the message.
+        number: the peer's protocol number.
+        theirs: words for the peer, for the message.
+        ours: words for this end, for the message.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: this end does not serve the number.
     """
     if number not in SERVED:
         served = " and ".join(map(str, SERVED))

@@ -1,4 +1,4 @@
-"""What the two gRPC rims share: the verbs' paths and deadlines, metadata keys, and errors as statuses.
+"""The verbs, as both gRPC rims use them: paths and deadlines, metadata keys, and errors as statuses.
 
 Statuses are strings, the names of gRPC's codes: grpc itself is imported in the rims only.
 """
@@ -48,18 +48,18 @@ Caller = Literal["task", "session", "reader", "chief", "anyone"]
 
 @dataclass(frozen=True)
 class Verb:
-    """How one verb travels, and who may call it.
+    """A row of the table of verbs: its messages, deadline, and callers.
 
     Attributes:
-        name: its name in the service.
+        name: name of the method in the service.
         request: the message that asks for it; where requests are streams, the header of their first frame.
-        caller: who may call it.
-        streams: whether the request and the reply are streams of frames.
+        caller: the kind of caller that is allowed.
+        streams: for the request and for the reply, True if it is a stream of frames.
         deadline: the field of `Timeouts` that bounds the call, retries included; "" leaves that to the
             caller.
         late: the name of the error where the deadline passes.
-        waits: whether the server may answer late on purpose, so that silence says nothing.
-        guarded: whether only the server incarnation that the session was opened with may answer.
+        waits: True if the server may answer late on purpose, so that silence says nothing.
+        guarded: True if only the server incarnation that the session was opened with may answer.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What server 0 decides and keeps: who takes part from which round, and the log of all decisions."""
+"""Decisions that server 0 takes and keeps: the members of rounds, and the log of all decisions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pswire.cluster import Task
 from pswire.model.plan import PlacedVariable, Plan
 
 Mode = Literal["sync", "async"]
-"""How the updates of different workers relate: rounds that all make together, or rounds of each worker alone."""
+"""The relation between updates of different workers: rounds that all make together, or rounds of each worker alone."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a dataset stands.
+    """The place at which a dataset stands.
 
     Attributes:
-        dataset: its number, in the order in which the script distributed its datasets.
+        dataset: the dataset's number, in the order in which the script distributed its datasets.
         epoch: passes over it that were begun, minus one.
         index: the next global batch of that pass.
     """
@@ -29,11 +29,11 @@ class Position:
 
 @dataclass(frozen=True)
 class Start:
-    """Where members that are new to an epoch begin.
+    """The place at which members that are new to an epoch begin.
 
     Attributes:
-        epoch: which epoch.
-        round: their first round.
+        epoch: number of the epoch.
+        round: number of their first round.
         positions: the datasets' positions then.
     """
 
@@ -47,10 +47,10 @@ class Member:
     """One process that takes part in rounds.
 
     Attributes:
-        task: who it is.
-        session: which life of that task.
-        replicas: how many local replicas it has.
-        mode: how it makes its rounds; all members of an epoch have the same.
+        task: the task that the process is.
+        session: number of the process's session.
+        replicas: number of local replicas.
+        mode: the way in which it makes its rounds; all members of an epoch have the same.
     """
 
     task: Task
@@ -61,14 +61,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Epoch:
-    """Who takes part. Approves, by being committed, every plan that was approved before.
+    """The members of rounds from some round on. Approves, by being committed, every plan that was approved before.
 
     Attributes:
-        number: counts from 1.
-        members: in task order.
-        join_point: where the older members take the new ones in: `dataset:<number>` before its next batch,
+        number: the epoch's number; counts from 1.
+        members: the members, in task order.
+        join_point: place at which the older members take the new ones in: `dataset:<number>` before its next batch,
             `plan:<hex>` before a round of that plan, or "" where the epoch has no new members.
-        start: where new members begin, if no older member is there to say it.
+        start: place at which new members begin, if no older member is there to say it.
     """
 
     number: int
@@ -156,11 +156,11 @@ class Done:
 
 @dataclass(frozen=True)
 class Lost:
-    """A server is lost, its variables with it: nobody goes on.
+    """The loss of a server, with its variables: nobody goes on.
 
     Attributes:
-        server: which.
-        reason: how the chief knows, as `ServerLost` says it.
+        server: index of the server.
+        reason: the chief's reason, as `ServerLost` says it.
     """
 
     server: int

@@ -1,4 +1,4 @@
-"""What processes and servers agree on: variables, plans, epochs and the log that holds them.
+"""Values that processes and servers agree on: variables, plans, and orders to save or restore.
 
 All are frozen values; equal values have equal `repr`, from which a plan's id is made.
 """
@@ -29,7 +29,7 @@ class VariableSpec:
     Attributes:
         name: unique in the job, by creation order.
         tensor: dtype and shape.
-        trainable: whether optimizers should touch it; kept for checkpoints and tools.
+        trainable: True if optimizers should train it; kept for checkpoints and tools.
         saved_as: the name that checkpoints have it by: None for its own; "" for scratch, which they leave out; else
             that of another variable, whose value it always has.
     """
@@ -62,7 +62,7 @@ class PlacedVariable:
 
     Attributes:
         id: its number in creation order.
-        spec: what its creators said.
+        spec: the description that its creators gave.
         servers: the servers that hold a copy; more than one only for non-slot variables.
     """
 
@@ -79,7 +79,7 @@ class Ref(NamedTuple):
     """A value within a plan.
 
     Attributes:
-        kind: which of the plan's lists it is in; "result" counts the outputs of all applications, in order.
+        kind: the plan's list that it is in; "result" counts the outputs of all applications, in order.
         index: a variable's id, else the place in that list.
     """
 
@@ -94,8 +94,8 @@ class Reduction:
     Attributes:
         op: "sum"; "mean": the sum over the sum of the weights; "first": of the contributions that are there the first.
         tensor: dtype and shape of a contribution and of the value.
-        servers: where the value is made; every worker sends its contribution to each.
-        target: what it is for, in words, for messages.
+        servers: servers on which the value is made; every worker sends its contribution to each.
+        target: purpose of the value, in words, for messages.
     """
 
     op: ReduceOp
@@ -110,7 +110,7 @@ class Operand:
 
     Attributes:
         tensor: dtype and shape.
-        servers: where it is used.
+        servers: servers that use it.
     """
 
     tensor: TensorSpec
@@ -123,8 +123,8 @@ class Apply:
 
     Attributes:
         program: index into the plan's programs.
-        servers: where it runs; on each of them, all that it reads must be.
-        args: what the program's inputs are.
+        servers: servers on which it runs; on each of them, all that it reads must be.
+        args: the values of the program's inputs, in order.
     """
 
     program: int
@@ -137,7 +137,7 @@ class SnapshotOrder:
     """A checkpoint that the section asks for.
 
     Attributes:
-        path: where, below the servers' checkpoint root.
+        path: path of the checkpoint, below the servers' checkpoint root.
         servers: all servers of the job.
         round: the round of the section, so that no two orders are the same.
         state: JSON text of the process that proposes it, `{"objects": ..., "state": ...}`, for the manifest. No part of
@@ -152,12 +152,12 @@ class SnapshotOrder:
 
 @dataclass(frozen=True, order=True)
 class Turn:
-    """Which restore of a job: the same one for all processes that make the same calls; later ones are greater.
+    """The place of a restore among those of a job: equal for all processes that make the same calls; later is greater.
 
     Attributes:
-        round: of the process that asks, the next one; 0 where workers are asynchronous.
-        epoch: the one that it has taken in; 0 where workers are asynchronous.
-        ordinal: how many restores it began before, in that round and epoch; where workers are asynchronous, at all.
+        round: the next round of the process that asks; 0 where workers are asynchronous.
+        epoch: the epoch that it has taken in; 0 where workers are asynchronous.
+        ordinal: number of restores begun before in that round and epoch; where workers are asynchronous, of all.
     """
 
     round: int = 0
@@ -167,12 +167,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class RestoreCommit:
-    """The variables get what the servers have prepared for a restore.
+    """The commit of a restore: the variables get the values that the servers have prepared.
 
     Attributes:
-        path: what was asked for, a checkpoint or a directory of them.
+        path: the requested path, of a checkpoint or a directory of them.
         servers: all servers of the job.
-        turn: which restore.
+        turn: the restore's place among those of the job.
         choice: a digest of which variable gets which tensor, so that processes that want different things are told.
     """
 
@@ -184,7 +184,7 @@ class RestoreCommit:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one cross-replica section reduces and updates. The same on every process, or they diverged.
+    """The reductions and updates of one cross-replica section. The same on every process, or they diverged.
 
     Attributes:
         reductions, operands, programs, applies: the parts, in the order of the section's calls.
@@ -288,13 +288,13 @@ class Plan:
 
         Args:
             variables: the variables that exist, by id.
-            servers: how many servers the cluster has.
+            servers: number of servers of the cluster.
 
         Returns:
-            Itself.
+            The plan itself.
 
         Raises:
-            ProgramError, LocalityError, InvalidRequest: what is wrong with it.
+            ProgramError, LocalityError, InvalidRequest: the plan is not valid; the message says why.
         """
         for placed in self._placed:
             if not are_some_of(placed.servers, servers):
@@ -357,7 +357,7 @@ class Plan:
 
 
 def are_some_of(servers: tuple[int, ...], count: int) -> bool:
-    """Whether these are numbers of servers, at least one, and none twice; `count` is how many servers there are."""
+    """Returns whether these are indices of servers, at least one and none twice; `count` is the number of servers."""
     return 0 < len(servers) <= count and len(set(servers)) == len(servers) and all(0 <= s < count for s in servers)
 
 

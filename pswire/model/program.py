@@ -63,7 +63,7 @@ class Program:
 
     Attributes:
         inputs: the inputs, numbered from 0.
-        nodes: what is computed, numbered after the inputs.
+        nodes: the computed values, numbered after the inputs.
         assigns: `(input, value)`: the input, a variable, becomes the value when the program ends.
         outputs: values that the program gives back.
     """
@@ -102,7 +102,7 @@ class Program:
 
     @cached_property
     def may_refuse(self) -> bool:
-        """Whether an op may refuse a value that comes to it."""
+        """True if an op may refuse a value that comes to it."""
         return any(
             DTYPES[self.specs[arg].dtype].kind in OPS[node.op].refuses for node in self.nodes for arg in node.args
         )
@@ -128,17 +128,17 @@ class Op:
 
     Attributes:
         name: its name in the Python array API standard.
-        arity: how many arguments it takes.
-        rule: the spec of the result, from those of the arguments and the attributes.
+        arity: number of arguments.
+        rule: returns the spec of the result, from those of the arguments and the attributes.
         numpy: the NumPy function that means the same, for the tracer and as the oracle of tests.
         attrs: the names of the attributes that it takes.
         call: runs it over an array namespace; None calls the namespace's function of the name `numpy`.
         kernel: one element of the result, as an expression that is both Python for Numba and CUDA C, `{0}` being
             the first argument; "" where no kernel can have it, or would round differently from NumPy.
         loop: the dtypes that the arguments have when `kernel` reads them; () where it does not take these.
-        view: whether the result may share its argument's memory.
+        view: True if the result may share its argument's memory.
         refuses: kinds of dtypes of which it may refuse a value.
-        casts: whether arguments that have not the result's dtype are converted as a whole, and not in small pieces.
+        casts: True if arguments of another dtype than the result's are converted as a whole, and not in small pieces.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Op:
 
     @property
     def elementwise(self) -> bool:
-        """Whether each element of the result comes of the elements in its place."""
+        """True if each element of the result depends on the arguments' elements in its place alone."""
         return self.loop is not _no_loop
 
 

@@ -1,4 +1,4 @@
-"""What a server tells of itself, and of who is there."""
+"""Status of a server: its sessions, rounds, variables and process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SessionState:
     Attributes:
         member: task, session and replicas.
         state: "open", "left" (cleanly), "failed", "lost" (its lease ended) or "hung" (it beat, and held a round up).
-        join_point: where a new member waits to be taken in, as `Epoch.join_point`; "" while it is not ready.
+        join_point: place at which a new member waits to be taken in, as `Epoch.join_point`; "" while it is not ready.
         silent: seconds since its last sign of life.
-        drives: whether it is a chief's, which takes part in no round.
+        drives: True for a chief's session, which takes part in no round.
     """
 
     member: Member
@@ -51,10 +51,10 @@ class OpenRound:
     """A round that waits.
 
     Attributes:
-        round: which round.
-        section: what it does, in words.
+        round: number of the round.
+        section: the section's effects, in words.
         missing: members whose contribution is not whole.
-        approved: whether its plan is.
+        approved: True if its plan is approved.
     """
 
     round: int
@@ -65,10 +65,10 @@ class OpenRound:
 
 @dataclass(frozen=True)
 class WorkerProgress:
-    """Where a task stands that makes rounds of its own.
+    """The progress of a task that makes rounds of its own.
 
     Attributes:
-        task: which.
+        task: the task.
         round: its last round that this server has heard of, complete or not.
         positions: the datasets' positions that it told with it.
     """
@@ -83,8 +83,8 @@ class Saving:
     """A checkpoint that a server is writing.
 
     Attributes:
-        path: below the checkpoint root.
-        round: whose values it has.
+        path: path of the checkpoint, below the checkpoint root.
+        round: number of the round after which the values are saved.
         nbytes: bytes of values that are not written yet.
     """
 
@@ -95,15 +95,15 @@ class Saving:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What a server's process tells of itself and of its machine.
+    """The status of a server's process and of its machine.
 
     Attributes:
         clock: its wall clock, in seconds since 1970.
-        resident: bytes of memory that the process has.
-        versions: of this package, of Python, and of what it needs, by name.
+        resident: resident memory of the process, in bytes.
+        versions: versions of this package, of Python, and of its requirements, by name.
         data_port: the port of the tcp lane.
         data_path: the Unix socket of the shm lane; "" where there is none.
-        lanes: for each session with a lane other than grpc which one it is.
+        lanes: kind of lane by session, of sessions with a lane other than grpc.
         traffic: payload bytes so far by lane and direction, "shm received" and its like.
         uptime: seconds since it began.
     """
@@ -123,29 +123,29 @@ class ServerStatus:
     """The answer to `status`.
 
     Attributes:
-        server: which server.
-        incarnation: its life.
+        server: index of the server.
+        incarnation: number of this incarnation.
         log: length of its log.
         epoch: the epoch that it knows, if any.
         round: the last complete round, -1 before the first; where workers are asynchronous how many rounds are
             complete on this server, less one.
         positions: the datasets' positions that that round's members told; of asynchronous workers see `places`.
         waiting: rounds that wait.
-        variables: how many it holds.
-        nbytes: bytes of them.
+        variables: number of variables that it holds.
+        nbytes: size of these variables.
         memory_limit: bytes that it may hold, 0 for no limit.
         chief: seconds since server 0 heard of the chief; infinite where it never did.
-        places: where each asynchronous worker stands, in task order; of those that died, too.
+        places: progress of each asynchronous worker, in task order; of those that died, too.
         program_version: the version of the update programs that it runs.
         held: bytes of old values that it holds for checkpoints which are being written.
         snapshot_limit: bytes of those that it may hold, 0 for no limit.
         saving: checkpoints that it is writing.
-        sessions: those of server 0: of all tasks, chiefs included, in the order in which they were opened.
-        incarnations: the lives of all servers of the job, in order; none before a job.
-        over: whether the job is done.
-        broken: why its variables are of no use any more, "" if they are.
-        device: where it holds its variables, "cpu" or "gpu:0".
-        process: of its process; None where there is no network in between.
+        sessions: sessions at server 0: of all tasks, chiefs included, in the order in which they were opened.
+        incarnations: incarnations of all servers of the job, in their order; none before a job.
+        over: True if the job is done.
+        broken: reason why its variables are of no use any more, "" if they are.
+        device: the device on which it holds its variables, "cpu" or "gpu:0".
+        process: status of its process; None where there is no network in between.
         job: the identity of the job that server 0 holds, "" for the one without a name.
     """
 

@@ -1,1 +1,1 @@
-"""Who is who: tokens, certificates of tasks, and where they come from."""
+"""Identity: tokens, certificates of tasks, and where they come from."""

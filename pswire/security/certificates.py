@@ -28,17 +28,17 @@ class PemFile(NamedTuple):
 
 
 def check(certificate: PemFile, key: PemFile, ca: PemFile, name: str) -> float:
-    """Returns whether a process may show a certificate; see `SecurityOptions.read`. Warns where it soon may not.
+    """Checks that a process may show a certificate; see `SecurityOptions.read`. Warns where it soon may not.
 
     Args:
-        certificate, key, ca: the files.
-        name: of the task, or `ADMIN`.
+        certificate, key, ca: the PEM files.
+        name: the name on the certificate: a task's, or `ADMIN`.
 
     Returns:
-        Until when it may, in Unix seconds.
+        The end of its validity, in Unix seconds.
 
     Raises:
-        ConfigError: it may not.
+        ConfigError: the certificate, its key or the CA does not fit, or is out of its time.
     """
     chain, roots = load(certificate), load(ca)
     dated = [(certificate.path, chain[0]), *((ca.path, root) for root in roots)]

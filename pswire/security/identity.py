@@ -1,4 +1,4 @@
-"""Who a process is to the others, and how it shows it: a certificate that names its task, and the token of its job.
+"""The identity of a process, and its proofs: a certificate that names its task, and the token of its job.
 
 The DNS name on a certificate is the task's, `ps-0.paramserver`, and no host's: where a process runs does not matter.
 """
@@ -33,13 +33,13 @@ HOW = "psctl certs makes one for each task"
 
 @dataclass(frozen=True)
 class Security:
-    """What a process shows, and what it asks others for.
+    """The proofs of identity that a process shows, and those that it asks for.
 
     Attributes:
-        certificate, key, ca: in PEM: its own certificate, with those between it and the CA; the key of that; whose
-            signature others must have. All three, or none for no TLS.
-        expiry: until when the certificates are good, the CA's too, in Unix seconds; 0 without TLS.
-        token: what every call of the job carries; "" for none.
+        certificate, key, ca: in PEM: its own certificate, with those between it and the CA; the certificate's key; the
+            CA that must have signed others' certificates. All three, or none for no TLS.
+        expiry: end of the certificates' validity, the CA's too, in Unix seconds; 0 without TLS.
+        token: the secret that every call of the job carries; "" for none.
     """
 
     certificate: bytes = b""
@@ -50,7 +50,7 @@ class Security:
 
     @property
     def tls(self) -> bool:
-        """Whether connections are encrypted, and both ends show certificates."""
+        """True if connections are encrypted, and both ends show certificates."""
         return bool(self.certificate)
 
     def server_context(self) -> ssl.SSLContext:
@@ -80,12 +80,12 @@ class Security:
 
 @dataclass(frozen=True)
 class SecurityOptions:
-    """Where a process finds what it shows, as flags, the environment or a file say it. "" for what is not said.
+    """Paths of a process's certificate and token, as flags, the environment or a file say them; "" for none.
 
     Attributes:
         tls_cert, tls_key, tls_ca: paths of PEM files, in which `{task}` is the process's own.
-        token_file: path of the file with the token, the same.
-        token: the token itself; no flag and no file says it, for others may read these.
+        token_file: path of the file with the token, in which `{task}` is the process's own.
+        token: the token itself; not in flags or configuration files, for others may read these.
     """
 
     tls_cert: str = option(

@@ -11,10 +11,10 @@ DOMAIN = ".paramserver"
 """With what the names on certificates end."""
 
 ADMIN = "admin"
-"""Who looks at a job and takes no part in it: `psctl`."""
+"""The name of an observer that takes no part in the job: `psctl`."""
 
 SOON_SECONDS = 14 * 86400.0
-"""How long before their end certificates are warned of."""
+"""Seconds before their end from which on certificates are warned of."""
 
 
 def ends_soon(expiry: float) -> bool:

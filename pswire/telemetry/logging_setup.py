@@ -34,23 +34,23 @@ Where = tuple[int, int]
 """The round, -1 for none; and the session, 0 for none."""
 
 SESSION: ContextVar[int] = ContextVar("session", default=0)
-"""Whose call is answered here, or who speaks; 0 where that is the process."""
+"""Session of the call that is answered here, or of the process itself; 0 for none."""
 
 
 class _Process:
-    """Where this process stands, as all of its threads may ask."""
+    """Task, round and session of this process, for all of its threads."""
 
     task = ""
     where: Callable[[], Where] = staticmethod(lambda: (-1, 0))
 
 
 def configure(kind: str, level: str, relayed: bool = False) -> None:
-    """Has the log written to stderr; does nothing where the program that this is a part of has done so already.
+    """Makes the log go to stderr; does nothing where the program that this is a part of has set one up already.
 
     Args:
         kind: one of `FORMATS`.
         level: one of `LEVELS`.
-        relayed: whether somebody reads the lines who heads them with this process's task.
+        relayed: True if a reader of the lines puts this process's task before them.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Json() if kind == "json" else Text(not relayed))
@@ -60,12 +60,12 @@ def configure(kind: str, level: str, relayed: bool = False) -> None:
 
 
 def name(task: str) -> None:
-    """Which task this process is, as its lines say."""
+    """Sets the task of this process, as its lines say it."""
     _Process.task = task
 
 
 def follow(where: Callable[[], Where] | None) -> None:
-    """Who can say where this process stands, without a lock; None where there is nobody any more."""
+    """Sets the function that tells where this process stands, without a lock; None once there is nothing to tell."""
     _Process.where = staticmethod(where or (lambda: (-1, 0)))
 
 
@@ -78,7 +78,7 @@ class Text(logging.Formatter):
     """A time of day, the level's first letter, the task, the logger's name and the message.
 
     Args:
-        named: whether a line says the task.
+        named: True if a line says the task.
     """
 
     def __init__(self, named: bool) -> None:
@@ -114,7 +114,7 @@ class Json(logging.Formatter):
 
 
 def _message(record: logging.LogRecord) -> str:
-    """What a record says, also where its arguments do not fit: else the error would be printed, and not as JSON."""
+    """Formats a record, also where its arguments do not fit: else the error would be printed, and not as JSON."""
     try:
         return record.getMessage()
     except Exception as error:

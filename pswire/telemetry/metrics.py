@@ -1,4 +1,4 @@
-"""What a metric is, for both sides: a name, a sentence, and how to read it. Nothing is counted for it: it is read."""
+"""Metrics for both sides: a name, a sentence, and a function that reads it. Nothing is counted for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Histogram:
 Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 Values = Mapping[Labels, float | Histogram]
-"""What there is now, by the values of the labels."""
+"""Current values of a metric, by the values of its labels."""
 
 Source = TypeVar("Source")
 
@@ -54,14 +54,14 @@ ALL: Labels = ()
 
 @dataclass(frozen=True)
 class Row(Generic[Source]):
-    """One metric.
+    """A row of the table of metrics.
 
     Attributes:
-        name: by Prometheus's conventions, with its unit; of a counter without `_total`.
-        kind: what it is.
-        about: one sentence.
-        read: gives its values.
-        labels: the names of its labels.
+        name: name by Prometheus's conventions, with its unit; of a counter without `_total`.
+        kind: kind of the metric.
+        about: its meaning, in one sentence.
+        read: returns its values.
+        labels: names of its labels.
     """
 
     name: str
@@ -77,11 +77,11 @@ Reading = tuple[Sequence[Row[Any]], Any]
 
 @dataclass(frozen=True)
 class ProcessReadings:
-    """What every process tells of itself.
+    """Readings that every process has.
 
     Attributes:
-        task: which one it is.
-        expiry: until when the certificates are good that it has read, in Unix seconds; 0 without TLS.
+        task: the task that the process is.
+        expiry: end of the validity of the certificates that it has read, in Unix seconds; 0 without TLS.
     """
 
     task: Task

@@ -17,7 +17,7 @@ from pswire.telemetry.metrics import Histogram, Reading, Row
 log = logging.getLogger("pswire")
 
 SILENT_SECONDS = 10.0
-"""How long who has connected may say nothing: it has a thread and a file of ours."""
+"""Seconds that a connection may be silent: it has a thread and a file of ours."""
 
 KINDS: Mapping[str, Any] = {
     "counter": CounterMetricFamily,
@@ -30,10 +30,10 @@ Readings = Callable[[], Iterable[Reading]]
 
 
 class Metrics(Collector):
-    """Reads metrics, in the thread of whoever asks.
+    """Reads metrics, in the thread that asks.
 
     Args:
-        readings: which ones.
+        readings: returns the rows and the sources of the metrics.
     """
 
     def __init__(self, readings: Readings) -> None:
@@ -50,15 +50,15 @@ class Page:
     """Metrics over HTTP, with those of the process and of whatever else it counts with `prometheus_client`.
 
     Args:
-        host: where it listens.
-        port: the same; 0 to pick one.
-        readings: our metrics.
+        host: address to listen on.
+        port: port to listen on; 0 picks one.
+        readings: returns the rows and the sources of our metrics.
 
     Raises:
         ConfigError: the port cannot be had.
 
     Attributes:
-        url: of the page.
+        url: URL of the page.
     """
 
     def __init__(self, host: str, port: int, readings: Readings) -> None:
@@ -76,7 +76,7 @@ class Page:
         self.url = f"http://{join_address(host, self._server.server_port)}/metrics"
 
     def close(self) -> None:
-        """Ends."""
+        """Stops serving."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

@@ -1,4 +1,4 @@
-"""What a loop that waits says from time to time: for whom."""
+"""The line that a waiting loop logs from time to time, and for whom it waits."""
 
 from __future__ import annotations
 

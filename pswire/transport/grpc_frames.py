@@ -57,7 +57,7 @@ class Frame:
 
     Attributes:
         header: an encoded protobuf message, or empty.
-        offset: where the part's data belong in the payload.
+        offset: place of the part's data in the payload, in bytes.
         data: the buffers of the part, in order; None where the frame has no part.
     """
 
@@ -66,7 +66,7 @@ class Frame:
     data: Sequence[memoryview] | None = None
 
     def encode(self) -> bytes:
-        """The bytes of the frame; the data are copied once."""
+        """Returns the bytes of the frame; the data are copied once."""
         head = _HEADER + _varint(len(self.header)) + self.header if self.header else b""
         if self.data is None:
             return head

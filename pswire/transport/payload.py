@@ -20,7 +20,7 @@ from pswire.model.tensor import DTYPES, Array, TensorSpec, align, as_bytes, join
 from pswire.transport.traffic import Traffic
 
 Chunk = tuple[int, memoryview]
-"""Where bytes belong in a payload, and the bytes."""
+"""An offset in a payload, and the bytes that belong there."""
 
 
 class Payload:
@@ -62,7 +62,7 @@ class Payload:
 
     @property
     def whole(self) -> bool:
-        """Whether all bytes are there."""
+        """True if all bytes are there."""
         return self.end == self.size
 
     # ---- Growing ----
@@ -121,11 +121,11 @@ class Payload:
         return self.reader if self._taker is None else self._taker.window
 
     def crowded(self, limit: int, then: Callable[[], object]) -> bool:
-        """Whether more bytes are held than a limit, and somebody reads them as they come, to whom that is enough.
+        """Returns whether more than `limit` bytes are buffered while a streaming reader can still make progress.
 
         Args:
-            limit: in bytes.
-            then: called, once, when fewer are held; only where there were more.
+            limit: number of bytes; a reader that takes more than half of it at once is never crowded.
+            then: called once, when no more than `limit` bytes are buffered; only where more were.
         """
         if self._taker is not None:
             return self._taker.crowded(limit, then)
@@ -187,19 +187,19 @@ EMPTY = Payload()
 """A payload without tensors."""
 
 Part = tuple[int, list[memoryview]]
-"""Where a part begins in its payload, and its buffers, in order."""
+"""The offset of a part in its payload, and its buffers, in order."""
 
 
 class Cutter:
     """Cuts a payload into parts, as it grows. A tensor that fits a part is never cut; padding becomes zeros.
 
     Args:
-        payload: what is cut.
-        part_bytes: what a part has at most, a multiple of `2 * ALIGN`. One that has half of it is not waited with,
+        payload: the payload to cut.
+        part_bytes: greatest size of a part, a multiple of `2 * ALIGN`. One that has half of it is not waited with,
             and what is left at the end is one part if it fits.
 
     Attributes:
-        payload: what is cut.
+        payload: the constructor's payload.
     """
 
     def __init__(self, payload: Payload, part_bytes: int = PART_BYTES) -> None:
@@ -212,7 +212,7 @@ class Cutter:
 
     @property
     def done(self) -> bool:
-        """Whether all is cut."""
+        """True if the whole payload is cut."""
         return self._cut == self.payload.size
 
     def when(self, more: int, then: Callable[[], object]) -> None:
@@ -275,10 +275,10 @@ _ZEROS = memoryview(bytes(ALIGN))
 
 
 MIN_PART_BYTES = 1 << 12
-"""What parts have on the average at least, so that what a peer announced bounds what it costs to hold."""
+"""Least size of parts on the average, so that what a peer announced bounds what it costs to hold."""
 
 SPARE_PARTS = 16
-"""How many parts may be smaller than that."""
+"""Number of parts that may be smaller than that."""
 
 
 class Assembly:

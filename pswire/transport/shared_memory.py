@@ -25,7 +25,7 @@ CLIENT_BYTES = 64 << 20
 """Of a client's segment. Of each segment only what was once in use at a time takes memory."""
 
 MAX_SEGMENT_BYTES = 1 << 40
-"""What may be mapped of another process."""
+"""Greatest segment of another process that is mapped."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 FUTURE_WRITE = 0x10
@@ -39,9 +39,9 @@ class Segment:
     """Memory that processes share.
 
     Args:
-        fd: its file, which stays the caller's.
-        size: in bytes.
-        write: whether this process writes it.
+        fd: file descriptor, which stays the caller's.
+        size: size in bytes.
+        write: True if this process writes it.
     """
 
     def __init__(self, fd: int, size: int, write: bool) -> None:
@@ -93,12 +93,12 @@ class Segment:
 
 @dataclass
 class _Extent:
-    """Data in a ring.
+    """An allocation in an arena.
 
     Attributes:
-        size: in bytes.
-        holders: how many have still to read them.
-        key: what they are.
+        size: size in bytes.
+        holders: number of readers that have still to read it.
+        key: the caller's name for the data.
     """
 
     size: int
@@ -112,7 +112,7 @@ class SharedArena:
     The lowest free place is taken, so that memory that the processor's caches still have is used again.
 
     Args:
-        memory: where to write.
+        memory: memory of the segment.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -126,12 +126,12 @@ class SharedArena:
         """Copies buffers, one after another, for one more who reads them.
 
         Args:
-            buffers: what to write.
-            size: bytes of all.
-            key: what they are; what is there under it is not written again.
+            buffers: the data to write.
+            size: total size of the buffers, in bytes.
+            key: name of the data; data under a known key are not written again. None for no name.
 
         Returns:
-            Their place; None where there is no room.
+            Offset of the data; None where there is no room.
         """
         with self._lock:
             known = self._places.get(key)
@@ -186,11 +186,11 @@ class SharedView:
     """A segment that another process writes. May be used by any thread.
 
     Args:
-        memory: what to read.
-        freed: told a place and its bytes, by any thread, when nobody here looks at it any more.
+        memory: memory of the segment.
+        freed: called with a place and its size, by any thread, when nobody here looks at it any more.
 
     Attributes:
-        size: of the memory, in bytes.
+        size: size of the memory, in bytes.
     """
 
     def __init__(self, memory: memoryview, freed: Callable[[int, int], object]) -> None:
@@ -201,17 +201,17 @@ class SharedView:
         self._held: dict[int, tuple[Hold, weakref.ref[Array]]] = {}
 
     def read(self, place: int, size: int, reader: int = 0) -> memoryview:
-        """Data: where they are, or a copy while half of the memory is in use, so that more can come.
+        """Returns data: where they are, or a copy while half of the memory is in use, so that more can come.
 
-        What is where it is is freed when the view, and all that were made of it, are gone; a copy at once.
+        Data in place are freed when the view, and all that were made of it, are gone; data that were copied at once.
 
         Args:
-            place, size: where they are, in bytes.
-            reader: how many bytes somebody takes at once who lets go of what was read, or 0. If all that fits, nothing
+            place, size: offset and size of the data, in bytes.
+            reader: bytes that a reader takes at once if it lets go of what it has read, or 0. If all that fits, nothing
                 is copied: the other end waits for that reader.
 
         Raises:
-            InvalidRequest: they are not within the segment, or somebody looks at them.
+            InvalidRequest: the data are not within the segment, or are being looked at.
         """
         array, half = self._look(place, size), self.size // 2
         if 0 < reader <= half or sum(list(self._taken.values())) <= half:
@@ -222,11 +222,11 @@ class SharedView:
 
     @property
     def looked_at(self) -> bool:
-        """Whether anybody holds what was read where it is."""
+        """True if anybody holds a view of data in place."""
         return bool(self._taken)
 
     def keep(self) -> list[Hold]:
-        """What is looked at now is not freed before these are gone: a fork has the same memory, and frees nothing."""
+        """Returns guards: data now in view are not freed before them. A fork has the same memory, and frees nothing."""
         return [hold for hold, _ in list(self._held.values())]
 
     def _look(self, place: int, size: int) -> Array:

@@ -80,12 +80,12 @@ PROBES = 127
 
 
 def tune(sock: socket, silence: float, breaks: bool) -> None:
-    """Has a TCP socket send at once, and ask the host of its other end for signs of life.
+    """Makes a TCP socket send at once, and ask the host of its other end for signs of life.
 
     Args:
-        sock: the socket.
+        sock: a connected TCP socket.
         silence: seconds after which that host is silent.
-        breaks: whether the connection breaks then. On a client it does not: its lane breaks only where the server
+        breaks: True if the connection breaks then. On a client it does not: its lane breaks only where the server
             answers beats meanwhile. And a server may read nothing for as long as a round takes, which
             TCP_USER_TIMEOUT would count as silence.
     """
@@ -101,10 +101,10 @@ def tune(sock: socket, silence: float, breaks: bool) -> None:
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     HELLO = 1
-    """The first of a client: who it is."""
+    """The first of a client: its session and proof."""
     WELCOME = 2
     """The first of a server: the hello was right."""
     PUSH = 3
@@ -128,12 +128,12 @@ class Message:
     """One message.
 
     Attributes:
-        kind: what it is.
-        call: to which call it belongs.
+        kind: the message's kind.
+        call: number of the call that it belongs to.
         header: an encoded protobuf message, or empty.
-        offset: where the data belong in their payload.
+        offset: place of the data in their payload, in bytes.
         size: bytes of data.
-        place: where they are in shared memory, or `INLINE`.
+        place: place of the data in shared memory, or `INLINE`.
         data: the data that came in the socket.
     """
 
@@ -168,14 +168,14 @@ class MessageSocket:
         self._out: deque[memoryview] = deque()
         self._lock = threading.Lock()  # guards what is to be sent
         self.max_header, self.max_data = MAX_HELLO_BYTES, 0
-        """What one message may have; more once the other end has said who it is."""
+        """Greatest sizes of a message's parts; larger once the other end has proved its identity."""
         self._scratch = memoryview(bytearray(SCRATCH))
         self._read = self._filled = 0
         self._incoming = self._messages()
 
     @property
     def waiting(self) -> int:
-        """How many buffers the system has not taken yet."""
+        """Number of buffers that the system has not taken yet."""
         return len(self._out)
 
     def trust(self) -> None:
@@ -215,11 +215,11 @@ class MessageSocket:
                 sent -= len(self._out.popleft())
 
     def receive(self) -> Iterator[Message]:
-        """The messages that are there; ends where the next one is not whole yet.
+        """Yields the messages that are there; ends where the next one is not whole yet.
 
         Raises:
             OSError: the connection is broken, or the other end has closed it.
-            InvalidRequest: what came is no message.
+            InvalidRequest: the bytes are no message.
         """
         while (message := next(self._incoming)) is not None:
             yield message
@@ -281,13 +281,13 @@ class _Stream:
     """A payload on its way out.
 
     Attributes:
-        call: to which call it belongs.
-        cutter: cuts it.
+        call: number of the call that it belongs to.
+        cutter: cuts the payload.
         first: kind and header of its first message.
-        part: what was cut, and has no room yet.
-        ends: whether a message comes after its last part.
+        part: a cut part that has found no room yet.
+        ends: True if a message comes after its last part.
         last: kind and header of that message, once it is known.
-        listens: whether it goes on by itself when the payload has grown.
+        listens: True if it goes on by itself when the payload has grown.
     """
 
     call: int
@@ -303,12 +303,12 @@ class PayloadSender:
     """Messages with payloads on a link, in the socket or through shared memory. May be used by any thread.
 
     Args:
-        link: the socket.
+        link: the socket that the messages go through.
         ring: shared memory into which the data of parts are written; None sends them in the socket.
-        waits: whether data wait until there is room in the ring, which the other end then has to make; else what has
+        waits: True if data wait until there is room in the ring, which the other end then has to make; else what has
             no room goes in the socket.
         blocked: called when something is left for `flush`, by any thread.
-        traffic: counts what is sent.
+        traffic: counts payload bytes.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class PayloadSender:
         self._part_bytes = min(MAX_PART_BYTES, ring.size // 8) if ring else MAX_PART_BYTES
         self._lock = threading.RLock()  # guards all below
         self._streams: deque[_Stream] = deque()
-        self._unread = Counter[int]()  # how often each place of the ring was told
+        self._unread = Counter[int]()  # announcements of each place in the ring
         self._closed = False
 
     def tell(self, kind: Kind, call: int = 0, header: bytes = b"") -> None:
@@ -342,11 +342,11 @@ class PayloadSender:
         """Sends a header and a payload, which may still grow.
 
         Args:
-            kind: of the first message; those after it are parts.
-            call: to which call they belong.
-            header: of the first message.
-            payload: what is sent.
-            ends: whether `end` will be called.
+            kind: kind of the first message; those after it are parts.
+            call: number of the call that they belong to.
+            header: header of the first message.
+            payload: the payload, which may still grow.
+            ends: True if `end` will be called.
         """
         with self._lock:
             if self._closed:
@@ -395,7 +395,7 @@ class PayloadSender:
 
     @property
     def sending(self) -> bool:
-        """Whether payloads are on their way."""
+        """True if payloads are on their way."""
         return bool(self._streams)
 
     def unsent(self) -> set[int]:

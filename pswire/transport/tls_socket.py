@@ -27,9 +27,9 @@ class Sealed:
     """A TLS connection as a plain socket. After the handshake it may be written and read by two threads.
 
     Args:
-        sock: connected.
-        context: what this end shows, and asks for.
-        name: that the other end's certificate must have; None for the end that was connected to.
+        sock: a connected socket.
+        context: the certificates that this end shows, and asks for.
+        name: name that the other end's certificate must have; None for the end that was connected to.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, name: str | None = None) -> None:
@@ -38,15 +38,15 @@ class Sealed:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=name is None, server_hostname=name)
         self._lock = threading.Lock()  # guards all of it: OpenSSL allows one thread at a time
         self._scratch = memoryview(bytearray(SCRATCH))
-        self._sealed = memoryview(b"")  # what is encrypted, and the system has not taken yet
+        self._sealed = memoryview(b"")  # encrypted bytes that the system has not taken yet
         self._taken = 0  # of how many bytes it was made
 
     def shake(self) -> None:
         """Goes on with the handshake; where the socket blocks, to its end.
 
         Raises:
-            BlockingIOError: it is not over yet.
-            OSError: it has failed.
+            BlockingIOError: the handshake is not over yet.
+            OSError: the handshake has failed.
         """
         while True:
             try:
@@ -70,15 +70,15 @@ class Sealed:
         return [str(name[1]) for name in names if isinstance(name, tuple) and name[0] == "DNS"]
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Returns the socket's file descriptor, for selectors."""
         return self._sock.fileno()
 
     def setblocking(self, blocking: bool) -> None:
-        """As of a socket."""
+        """Sets whether the socket blocks."""
         self._sock.setblocking(blocking)
 
     def sendall(self, data: bytes) -> None:
-        """As of a socket that blocks."""
+        """Sends all data, as a socket that blocks does."""
         self._tls.write(data)
         self._tell()
 
@@ -97,7 +97,7 @@ class Sealed:
             return self._taken
 
     def recv_into(self, buffer: bytearray | memoryview) -> int:
-        """As of a socket that does not block."""
+        """Receives into a buffer, as a socket that does not block does."""
         view, at = memoryview(buffer), 0
         with self._lock:
             while at < len(view):
@@ -113,7 +113,7 @@ class Sealed:
         return at
 
     def close(self) -> None:
-        """As of a socket."""
+        """Closes the socket."""
         self._sock.close()
 
     def _take(self) -> int:
@@ -128,7 +128,7 @@ class Sealed:
 
 
 Stream = socket.socket | Sealed
-"""What a link sends and receives on."""
+"""The two kinds of connection that a link sends and receives on."""
 
 
 def _records(buffers: Sequence[memoryview]) -> list[bytes | memoryview]:

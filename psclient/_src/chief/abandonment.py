@@ -14,7 +14,7 @@ STEP = 2.0
 
 
 SILENT = {"open": "is silent"}
-"""What is told of a session that has not ended, and whose process nobody hears."""
+"""The word for an open session whose process sends no beats."""
 
 
 def is_here(session: SessionState, lease: float) -> bool:

@@ -30,9 +30,9 @@ class CheckpointCommitter:
     Used by the thread that drives; `commit` runs in one of `threads`.
 
     Args:
-        servers: all of them.
-        session: the chief's.
-        threads: for what waits.
+        servers: connections to all servers, by number.
+        session: the chief's session.
+        threads: run the calls that wait.
         took: seconds from an order until its checkpoint was complete, or had failed.
     """
 
@@ -45,7 +45,7 @@ class CheckpointCommitter:
         self._committing: Future[Snapshotted] | None = None
 
     def order(self, plans: Iterable[Plan]) -> None:
-        """Has the first of these written, unless one is being written."""
+        """Starts to commit the first of these, unless a checkpoint is being committed."""
         plan = next(iter(plans), None)
         if self._committing is None and plan is not None:
             self._ordered_at = time.monotonic()
@@ -91,7 +91,7 @@ class CheckpointCommitter:
         return self._servers[server].snapshot(self._session.token, plan_id, manifest)
 
     def _awaited(self, server: int, plan_id: bytes, future: Future[Shard], manifest: str = "") -> Shard:
-        """What a server writes, however long its round and its disk take; who asks again is told of the same."""
+        """Waits for a server's part of a checkpoint, while its round and disk take their time; repeats the question."""
         said, seconds = "%s still writes its part of a checkpoint, or waits for its round", self._session.timeouts.word
         reminder = Reminder(seconds, lambda: log.info(said, Task("ps", server)))
         while True:

@@ -1,4 +1,4 @@
-"""What a chief counts for its metrics."""
+"""Readings of a chief for its metrics."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pswire.telemetry.metrics import Histogram
 
 @dataclass(frozen=True)
 class Driven:
-    """What a chief knows of its job: what the log says, that of earlier chiefs included.
+    """A chief's view of its job, from the log: that of earlier chiefs is included.
 
     Attributes:
-        epochs: how many were closed.
-        members: of the newest one.
-        plans: how many were approved.
+        epochs: number of closed epochs.
+        members: number of members of the newest epoch.
+        plans: number of approved plans.
         missing: tasks of the cluster without a session, in order.
-        checkpoints: how many there were, by how they ended: "saved" or "failed".
+        checkpoints: number of checkpoints by outcome: "saved" or "failed".
         saving: seconds from a checkpoint's order until it was complete, or had failed; this chief's alone.
     """
 

@@ -17,8 +17,8 @@ class Beginning:
     """An epoch whose new members begin where the servers stand; these have to be asked first.
 
     Attributes:
-        number: the epoch's.
-        members: the epoch's, in task order.
+        number: the epoch's number.
+        members: the epoch's members, in task order.
         task: the asynchronous worker that is new, and goes on where its task was; None where all members begin
             together.
     """
@@ -63,8 +63,8 @@ def decide(
     """Decides what is appended to a job's log, in order; the last entry is `Done` where the job is done.
 
     Args:
-        state: what the log says.
-        watched: what server 0 tells.
+        state: the job's state, as the log tells it.
+        watched: server 0's answer to `watch`.
         expected: the tasks that begin the job together.
         hung: sessions that hold a round up, and are to go.
         saved: checkpoints that are complete, or failed, and of which the log does not tell yet.

@@ -19,11 +19,11 @@ def discard(task: Task, servers: Sequence[ParameterServer], timeouts: Timeouts) 
 
     Args:
         task: the chief task.
-        servers: all of them.
-        timeouts: how long everything may take.
+        servers: connections to all servers, by number.
+        timeouts: time limits of the calls.
 
     Returns:
-        Its identity.
+        The job's identity.
 
     Raises:
         ConfigError: they hold none, or processes of it are there.

@@ -43,12 +43,12 @@ class Chief:
     """Drives a job, in a thread or in the caller's.
 
     Args:
-        task: who drives: the chief task, or worker 0 where the cluster has none.
-        servers: connections of its own.
-        cluster: who begins a job together.
-        timeouts: how long everything may take.
-        runs_script: whether the chief task itself is a replica, so that the first epoch waits for it.
-        failed: told why a chief that drives in a thread cannot go on.
+        task: the task that drives: the chief task, or worker 0 where the cluster has none.
+        servers: connections that only the chief uses.
+        cluster: the tasks that begin a job together.
+        timeouts: time limits of calls, leases and waits.
+        runs_script: True if the chief task itself is a replica, so that the first epoch waits for it.
+        failed: called with the reason why a chief that drives in a thread cannot go on.
         job: the identity of the job.
     """
 
@@ -97,7 +97,7 @@ class Chief:
 
     @property
     def driven(self) -> Driven:
-        """What it knows of its job, for its metrics. May be asked by any thread."""
+        """The readings of this chief for its metrics. May be read by any thread."""
         state = self._log.state
         members = len(state.epoch.members) if state.epoch else 0
         missing = tuple(sorted(self._missing))
@@ -240,7 +240,7 @@ class Chief:
         return None
 
     def _act(self, watched: Watched) -> bool:
-        """Does what there is to do; returns whether the job is over: done, or given up."""
+        """Takes the decisions that are due; returns whether the job is over: done, or given up."""
         self._missing = self._expected - came(watched.sessions)
         saved = self._checkpoints.ended()
         state = self._log.state
@@ -267,7 +267,7 @@ class Chief:
         return [one.closed(statuses) if isinstance(one, Beginning) else one for one in decided]
 
     def _abandoned(self, sessions: Sequence[SessionState]) -> Abandoned | None:
-        """Why the job is given up, if it is: nobody is there, nor came a moment ago, and no checkpoint is written."""
+        """Decides whether to give the job up: nobody is there, nor came a moment ago, and no checkpoint is written."""
         gives_up = self._presence.look(sessions, time.monotonic())
         if gives_up is None:
             return None

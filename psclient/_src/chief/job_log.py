@@ -19,10 +19,10 @@ class JobLog:
 
     Args:
         servers: all of them; server 0 has the log.
-        session: the chief's, opened before anything else is done here.
+        session: the chief's session, opened before anything else is done here.
 
     Attributes:
-        state: what the log says, as far as it was read.
+        state: the job's state, as far as the log was read.
     """
 
     def __init__(self, servers: Sequence[ParameterServer], session: Session) -> None:

@@ -1,4 +1,4 @@
-"""Which round holds a job up, for how long, and whom it waits for: the chief's view of what the servers tell."""
+"""The round that holds a job up, for how long, and the members that it waits for: the chief's view of the servers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Stall:
     """A round that is waited for.
 
     Attributes:
-        round: which: the oldest that is open on any server.
-        seconds: for how long, as far as it counts.
+        round: number of the round: the oldest that is open on any server.
+        seconds: how long it has been waited for, as far as that counts.
         missing: the members that have not pushed, in task order; none where it waits for something else.
     """
 
@@ -45,11 +45,11 @@ class Stalls:
         self._seconds = 0.0
 
     def look(self, statuses: Sequence[ServerStatus], now: float) -> Stall | None:
-        """The round that is waited for; None where none is open.
+        """Returns the round that is waited for; None where none is open.
 
         Args:
-            statuses: what all servers say now.
-            now: monotonic seconds.
+            statuses: the latest answers of all servers.
+            now: the time, in monotonic seconds.
         """
         counted = self._counted(now)
         rounds = [waiting for status in statuses for waiting in status.waiting]

@@ -1,1 +1,1 @@
-"""Where the cluster and this process's task come from: `TF_CONFIG`, arguments, Slurm, or several of them."""
+"""Cluster resolvers: find the cluster and this process's task in `TF_CONFIG`, arguments, Slurm, or several of them."""

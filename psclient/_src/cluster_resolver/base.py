@@ -1,4 +1,4 @@
-"""What every cluster resolver tells, and what one has to write to make another."""
+"""The interface of cluster resolvers, and the base class for one's own."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ClusterResolver(abc.ABC):
         return {"GPU": gpus} if gpus else {}
 
     def _found(self, name: str) -> Any:
-        """What the surroundings say of `task_type`, `task_id` or `rpc_layer`, where the resolver was not told."""
+        """Looks for `task_type`, `task_id` or `rpc_layer` in the surroundings, where the resolver was not told."""
         return None
 
 

@@ -10,15 +10,15 @@ from pswire.cluster import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Tells what it was given. As `tf.distribute.cluster_resolver.SimpleClusterResolver`.
+    """Answers from its arguments. As `tf.distribute.cluster_resolver.SimpleClusterResolver`.
 
     Args:
-        cluster_spec: the cluster.
-        master: what `master()` answers where no task is asked for.
+        cluster_spec: the jobs and the addresses of their tasks.
+        master: the answer of `master()` where no task is asked for.
         task_type: the job of this process.
         task_id: its index in the job.
-        environment: what `environment` is.
-        num_accelerators: what `num_accelerators` answers, for every task; None for `{}`.
+        environment: the value of the property `environment`.
+        num_accelerators: the answer of `num_accelerators` for every task; None for `{}`.
         rpc_layer: the protocol of addresses, such as "grpc".
 
     Raises:
@@ -63,7 +63,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """What was given."""
+        """The constructor's `environment`."""
         return self._environment
 
     def num_accelerators(

@@ -33,7 +33,7 @@ class SlurmClusterResolver(ClusterResolver):
         gpus_per_node: GPUs of each node; None counts those of this node.
         gpus_per_task: GPUs of each task; None divides those of a node evenly.
         tasks_per_node: tasks on each node, or host name to tasks, in Slurm's order of the hosts; None asks Slurm.
-        auto_set_gpu: whether to set `CUDA_VISIBLE_DEVICES` to this task's GPUs, at once: in TensorFlow `cluster_spec`
+        auto_set_gpu: True to set `CUDA_VISIBLE_DEVICES` to this task's GPUs, at once: in TensorFlow `cluster_spec`
             does it, but a process that has used CUDA before is not affected any more.
         rpc_layer: the protocol of addresses.
 
@@ -119,10 +119,10 @@ def _check_counts(rank: int, jobs: Mapping[str, int], nodes: Mapping[str, int]) 
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a Slurm host list, in order: `n[08-10],m` gives n08, n09, n10 and m.
+    """Expands a Slurm host list, in order: `n[08-10],m` gives n08, n09, n10 and m.
 
     Raises:
-        ConfigError: it is no host list.
+        ConfigError: the text is no host list.
     """
     parts = _HOST.findall(text)
     hosts = [host for part in parts for host in _expand_host(part)]
@@ -132,7 +132,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _expand_host(part: str) -> list[str]:
-    pieces = re.split(r"\[(.*?)\]", part)  # what is in brackets stands at the odd places
+    pieces = re.split(r"\[(.*?)\]", part)  # texts in brackets are at odd indices
     choices = [_expand_ranges(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
     return ["".join(choice) for choice in itertools.product(*choices)]
 
@@ -149,10 +149,10 @@ def _expand_ranges(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The tasks of each node from Slurm's form: `3(x2),1` gives 3, 3 and 1.
+    """Returns the tasks of each node from Slurm's form: `3(x2),1` gives 3, 3 and 1.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: the text is not of that form.
     """
     counts: list[int] = []
     for part in text.split(","):

@@ -23,7 +23,7 @@ class TFConfigClusterResolver(ClusterResolver):
         task_type: the job of this process.
         task_id: its index in the job.
         rpc_layer: the protocol of addresses, such as "grpc".
-        environment: what `environment` is.
+        environment: the value of the property `environment`.
 
     Any method may raise `ConfigError`, when the part of `TF_CONFIG` that it reads is malformed.
     """
@@ -61,7 +61,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """What was given to the constructor."""
+        """The constructor's `environment`."""
         return self._environment
 
     def _found(self, name: str) -> Any:

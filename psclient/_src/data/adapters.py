@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from psclient._src import nest
 from psclient._src.data.array_dataset import ArrayDataset
-from psclient._src.devices import as_array, is_array
+from psclient._src.devices import AnyArray, as_array, is_array
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec
 
@@ -24,9 +24,9 @@ class Batch:
     """One batch of a data epoch.
 
     Attributes:
-        size: by how many examples it is shared out: the batch size of an `ArrayDataset`, of other datasets what the
-            data epoch's first batch has, or its own number if that is larger.
-        examples: how many it has.
+        size: number of examples by which it is shared out: the batch size of an `ArrayDataset`; of other datasets the
+            size of the data epoch's first batch, or its own if that is larger.
+        examples: number of examples that it has.
         rows: gives its examples from one number to another; fewer, or none, at its end.
     """
 
@@ -45,7 +45,7 @@ class Source(Protocol):
 
     @property
     def order_is_own(self) -> bool:
-        """Whether each process shuffles for itself, so that no two see the same order."""
+        """True if each process shuffles for itself, so that no two see the same order."""
         ...
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -61,10 +61,10 @@ class Arrays:
     """The batches of an `ArrayDataset`, of which only the rows that are asked for are read.
 
     Args:
-        dataset: batched.
+        dataset: a batched dataset.
 
     Raises:
-        ValueError: it is not batched.
+        ValueError: the dataset is not batched.
     """
 
     order_is_own = False
@@ -118,11 +118,11 @@ class Iterated:
             raise ValueError(f"the {type(self._dataset).__name__} gives no batch, so there is none to describe")
         return self._spec
 
-    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Any]]:
+    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         """The first item, all from `start` on, and whichever come on the way; each with its number."""
         return enumerate(self._dataset)
 
-    def _described(self, item: Any) -> Nest:
+    def _described(self, item: object) -> Nest:
         batch = _checked(item)
         if self._spec is None:
             self._spec = nest.map_structure(_spec_of, batch)
@@ -132,7 +132,7 @@ class Iterated:
 class Indexed(Iterated):
     """The batches of a `MapDataset` of grain, which shuffles anew where the numbers go on beyond its length."""
 
-    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Any]]:
+    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         count = len(self._dataset)
         # The first batch says how large a whole one is, also where a pass begins after it.
         for index in chain(range(min(start, count, 1)), range(start, count)):
@@ -158,7 +158,7 @@ class Loader(Iterated):
         self._seeds = [(generator, generator.initial_seed()) for generator in found if generator is not None]
         self.order_is_own = type(sampler).__name__ in _SHUFFLING and found[0] is None
 
-    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Any]]:
+    def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         for generator, seed in self._seeds:
             generator.manual_seed(seed + epoch)
         return super()._items(epoch, start)
@@ -173,8 +173,8 @@ _KINDS: dict[tuple[str, str], Callable[[Any], Source]] = {
 """Datasets that are more than iterable, by the package and the name of their class."""
 
 
-def source_of(dataset: Any) -> Source:
-    """Whatever gives batches, as a source.
+def source_of(dataset: object) -> Source:
+    """Wraps any dataset as a source of batches.
 
     Args:
         dataset: an `ArrayDataset`, batched; a `MapDataset` or `IterDataset` of grain; a `DataLoader` of PyTorch; a
@@ -182,7 +182,7 @@ def source_of(dataset: Any) -> Source:
             counts the examples. Arrays are not copied.
 
     Raises:
-        TypeError: it holds arrays and no batches, can be gone through only once, or cannot be iterated.
+        TypeError: the dataset holds arrays and no batches, can be gone through only once, or cannot be iterated.
         ValueError: an `ArrayDataset` is not batched.
     """
     if isinstance(dataset, ArrayDataset):
@@ -201,7 +201,7 @@ def source_of(dataset: Any) -> Source:
     return next((_KINDS[name] for name in names if name in _KINDS), Iterated)(dataset)
 
 
-def _checked(item: Any) -> Nest:
+def _checked(item: object) -> Nest:
     """A batch, its leaves NumPy or CuPy arrays; raises `ValueError` if it is none."""
     leaves = nest.flatten(item)
     for leaf in leaves:
@@ -222,5 +222,5 @@ def _rows(batch: Nest, start: int, stop: int) -> Nest:
     return nest.map_structure(lambda array: array[start:stop], batch)
 
 
-def _spec_of(array: Any) -> ArraySpec:
+def _spec_of(array: AnyArray) -> ArraySpec:
     return ArraySpec((None, *array.shape[1:]), array.dtype)

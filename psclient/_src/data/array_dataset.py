@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class ArrayDataset:
         """Copies of examples `start` to `stop` of a batch; fewer, or none, at its end."""
         size = self._batched()
         begin, end = index * size, min((index + 1) * size, self.size)
-        chosen: Any = slice(min(begin + start, end), min(begin + stop, end))
+        chosen: slice | Array = slice(min(begin + start, end), min(begin + stop, end))
         if self.seed is not None:
             chosen = self._permutation(epoch, self.seed)[chosen]
         return nest.map_structure(lambda array: np.array(array[chosen]), self.arrays)
@@ -126,7 +126,7 @@ class ArrayDataset:
             raise ValueError(f"{what} comes before batch, and batch comes once")
 
 
-def _stacked(leaf: Any) -> Array:
+def _stacked(leaf: Nest) -> Array:
     if not isinstance(leaf, list):
         return to_numpy(leaf)
     rows = [to_numpy(item) for item in leaf]

@@ -1,4 +1,4 @@
-"""How the batches of datasets are shared among all replicas of all workers.
+"""Distributed datasets: the batches of datasets are shared among all replicas of all workers.
 
 A global batch is a function of (seed, data epoch, index): every worker works out the same order and
 reads its own slice of it, so that nothing has to be sent. A pass over a dataset is a *data epoch*.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient._src.values import PerReplica
 from pswire.model.log import Position
+from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
 
@@ -63,16 +64,16 @@ class DatasetGroup(Protocol):
         ...
 
     def any_more(self, dataset: int) -> bool | None:
-        """Whether any worker had a further batch, as of the last round since `advance`; None if there was no round."""
+        """Returns whether any worker had a further batch in the last round since `advance`; None without a round."""
         ...
 
 
 @dataclass
 class Passes:
-    """What the datasets of one strategy share.
+    """State that the datasets of one strategy share.
 
     Attributes:
-        from_group: whether this process counts its passes from where the group stands; else it counts
+        from_group: True if this process counts its passes from where the group stands; else it counts
             from 0, and the passes that the group has behind it give nothing.
         make_round: makes a round with the other members, whatever it carries. Called by every member after a step in
             which none was made, where the workers' data may end in different steps: no member can tell otherwise
@@ -87,8 +88,8 @@ class DistributedIterator:
     """One pass over a distributed dataset. Used by one thread at a time.
 
     Args:
-        batches: gives the pass.
-        spec: gives `element_spec`.
+        batches: yields the batches of the pass.
+        spec: returns `element_spec`.
     """
 
     def __init__(self, batches: Iterator[Nest], spec: Callable[[], Nest]) -> None:
@@ -111,7 +112,7 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Nest:
-        """As the dataset's."""
+        """The shapes and dtypes of a batch, as `element_spec` of the dataset."""
         return self._spec()
 
 
@@ -140,7 +141,7 @@ class _Distributed:
 
     @property
     def element_spec(self) -> Nest:
-        """What a batch is like: a nest of `ArraySpec`, with several local replicas of `PerReplicaSpec`.
+        """The shapes and dtypes of a batch: a nest of `ArraySpec`, with several local replicas of `PerReplicaSpec`.
 
         From the first batch, which may have to be read for it; a pass that is under way is not disturbed. May be
         asked for in any context.
@@ -250,7 +251,7 @@ class _Distributed:
         return not alone and self._group.any_more(self._number) is None
 
     def _blank(self) -> Nest:
-        def empty(spec: ArraySpec) -> Any:
+        def empty(spec: ArraySpec) -> Array:
             return np.empty([size or 0 for size in spec.shape], spec.dtype)
 
         return nest.map_structure(empty, self._source.spec())
@@ -279,20 +280,20 @@ class DistributedDataset(_Distributed):
 
     Args:
         dataset: of global batches; see `source_of` for what it may be. It gives the same on every worker.
-        group: the workers.
+        group: the replicas of all workers.
         number: the dataset's number, in the order in which the script distributes its datasets.
         passes: shared by all datasets of a strategy.
-        options: where batches go, and how they are shared.
+        options: the device that batches are put on, and how they are shared.
 
     Raises:
-        TypeError: it is no dataset, or one that can be gone through only once.
+        TypeError: the dataset is of no known kind, or can be gone through only once.
         ValueError: the dataset is not batched; the policy is FILE or HINT. Batches of datasets other than
             `ArrayDataset` are looked at when they are read.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         group: DatasetGroup,
         number: int,
         passes: Passes | None = None,
@@ -356,11 +357,11 @@ class DistributedDatasetFromFunction(_Distributed):
     Args:
         dataset_fn: called once, with `input_context`; gives a dataset, see `source_of` for what it may be. Its
             batches are those of one replica.
-        input_context: what `dataset_fn` is told.
-        group: the workers.
+        input_context: the argument of `dataset_fn`.
+        group: the replicas of all workers.
         number: the dataset's number, in the order in which the script distributes its datasets.
         passes: shared by all datasets of a strategy.
-        options: where batches go; the policy has no meaning here.
+        options: the device that batches are put on; the policy has no meaning here.
 
     Raises:
         TypeError: `dataset_fn` gives no dataset, or one that can be gone through only once.
@@ -369,7 +370,7 @@ class DistributedDatasetFromFunction(_Distributed):
 
     def __init__(
         self,
-        dataset_fn: Callable[[InputContext], Any],
+        dataset_fn: Callable[[InputContext], object],
         input_context: InputContext,
         group: DatasetGroup,
         number: int,

@@ -1,4 +1,4 @@
-"""What this process iterates: which batches are in use, and which come next; which of its replicas have worked."""
+"""Progress of this process through its datasets: the batches in use and the next ones, and the replicas that worked."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class _Pass:
     """A pass over a dataset that is under way.
 
     Attributes:
-        dataset: its number.
-        more: whether this process has a batch after the one in use.
+        dataset: the dataset's number.
+        more: True if this process has a batch after the one in use.
         empty: local replicas whose batch in use has no examples.
         worked: local replicas that had examples in batches before it, and may hold back what they made of them.
-        any_more: whether any process has a further batch, as of the last round since the batch was taken; None if
-            there was none.
-        given: whether there was a round to which replicas could give what they held back.
+        any_more: True if any process had a further batch in the last round since the batch was taken; None if there
+            was no round.
+        given: True once a round took what replicas had held back.
     """
 
     dataset: int
@@ -37,7 +37,7 @@ class Progress:
     """The passes that are under way, the innermost last: one over another dataset may stand inside of one.
 
     Args:
-        replicas: how many local replicas there are.
+        replicas: number of local replicas.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -76,7 +76,7 @@ class Progress:
             del self._passes[numbers.index(dataset) :]
 
     def any_more(self, dataset: int) -> bool | None:
-        """Whether any process had a further batch, as of the last round since `advance`; None if there was no round."""
+        """Returns whether any process had a further batch in the last round since `advance`; None without a round."""
         return next((item.any_more for item in self._passes if item.dataset == dataset), None)
 
     def told(self, more: bool) -> None:
@@ -97,7 +97,7 @@ class Progress:
 
     @property
     def more(self) -> bool:
-        """Whether this process has a batch after the one in use."""
+        """True if this process has a batch after the one in use."""
         return bool(self._passes) and self._passes[-1].more
 
     @property

@@ -1,16 +1,17 @@
-"""What tells strategies apart: where their variables live, and how a reduction travels."""
+"""The difference between strategies: where their variables live, and how a reduction travels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from psclient._src.context import StrategyFace
 from psclient._src.data import distributed
-from psclient._src.devices import Device
+from psclient._src.devices import Device, Value
 from psclient._src.distribute.reduction import LocalValue
+from psclient._src.nest import Nest
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
@@ -18,6 +19,8 @@ from pswire.model.tensor import Array
 if TYPE_CHECKING:
     from psclient._src.distribute.template import HostValue, TemplateCache
     from psclient._src.tracing.symbolic_numbers import Number
+
+T = TypeVar("T")
 
 ServerIds = tuple[int, ...]
 """Parameter devices, by number."""
@@ -29,11 +32,11 @@ LocalContributions = Callable[[Sequence[Reduction]], "Sequence[LocalValue | Host
 
 @dataclass(frozen=True)
 class Beside:
-    """Where a reduced value stays, on servers.
+    """The servers that keep a reduced value.
 
     Attributes:
         place: the parameter devices.
-        label: what it is beside, for messages: a variable's name, or "".
+        label: name of the variable that it is beside, for messages, or "".
     """
 
     place: ServerIds
@@ -55,12 +58,12 @@ class ReplicaGroup(distributed.DatasetGroup, Protocol):
 
     @property
     def alone(self) -> bool:
-        """Whether each process makes rounds of its own: its workers are asynchronous."""
+        """True if each process makes rounds of its own: its workers are asynchronous."""
         ...
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes checkpoints and summaries for all."""
+        """True if this process writes checkpoints and summaries for all."""
         ...
 
     @property
@@ -78,7 +81,7 @@ class Backend(Protocol):
 
     @property
     def group(self) -> ReplicaGroup:
-        """Who trains together."""
+        """The replicas that train together."""
         ...
 
     @property
@@ -115,16 +118,16 @@ class Backend(Protocol):
         """Gets or creates a variable.
 
         Args:
-            strategy: whose.
+            strategy: the strategy that owns it.
             spec: name, dtype, shape.
-            value: this process's first value.
-            place: where; empty lets the backend choose.
-            on_read: whether each replica has a copy of its own.
-            how: its aggregation.
+            value: this process's initial value; the first process's wins.
+            place: the servers that hold it; empty lets the backend choose.
+            on_read: True if each replica has a copy of its own.
+            how: the variable's aggregation.
         """
         ...
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
         """Reduces over all processes.
 
         Args:
@@ -140,10 +143,10 @@ class Backend(Protocol):
         self,
         strategy: StrategyFace,
         place: ServerIds,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> list[Any]:
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> list[Nest]:
         """Runs an update function beside the variables of a place; returns its result for each copy of them."""
         ...
 
@@ -166,15 +169,15 @@ class Backend(Protocol):
         """
         ...
 
-    def bring(self, values: Sequence[Any]) -> list[Array]:
+    def bring(self, values: Sequence[object]) -> list[Array]:
         """Brings reduced values here, in one round; that ends what the calling thread has begun."""
         ...
 
-    def section(self, call: Callable[[], Any]) -> Any:
+    def section(self, call: Callable[[], T]) -> T:
         """Runs what `merge_call` was given, and ends what it began."""
         ...
 
-    def run(self, replicas: Callable[[], Any]) -> Any:
+    def run(self, replicas: Callable[[], T]) -> T:
         """Ends what the calling thread has begun, then runs replicas; again where they have to (`RunAgain`).
 
         Args:

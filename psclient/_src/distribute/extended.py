@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
 
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable, read
 from psclient._src.context import StrategyFace
-from psclient._src.devices import Device, is_array, to_device, to_numpy
+from psclient._src.devices import Device, Value, is_array, to_device, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.local import apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.template import HostValue, travels_as
+from psclient._src.nest import Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
@@ -34,7 +34,7 @@ class StrategyExtended:
     Source: `tf.distribute.StrategyExtended`.
 
     Args:
-        container_strategy: whose methods these are; it has the backend that does what they say.
+        container_strategy: the strategy that has these methods; its backend does what they say.
     """
 
     def __init__(self, container_strategy: StrategyFace) -> None:
@@ -108,7 +108,7 @@ class StrategyExtended:
 
     @property
     def colocation(self) -> ServerIds:
-        """Where `colocate_vars_with` places the variables that the calling thread creates; empty outside of it."""
+        """The servers for variables that the thread creates in `colocate_vars_with`; empty outside of it."""
         return self._colocated.get()
 
     @contextlib.contextmanager
@@ -119,7 +119,7 @@ class StrategyExtended:
             colocate_with_variable: a variable of this strategy, or what `non_slot_devices` returned.
 
         Raises:
-            ValueError: it is a variable of another strategy, or no parameter device.
+            ValueError: the variable is of another strategy, or the names are no parameter devices.
         """
         token = self._colocated.set(self._placed(colocate_with_variable))
         try:
@@ -168,8 +168,8 @@ class StrategyExtended:
     # ---- Reductions ----
 
     def reduce_to(
-        self, reduce_op: ReduceOp | ReduceOpName, value: Any, destinations: Any, experimental_hints: Any = None
-    ) -> Any:
+        self, reduce_op: ReduceOp | ReduceOpName, value: Value, destinations: object, experimental_hints: object = None
+    ) -> Value:
         """Combines a value across all replicas of all workers. In cross-replica context.
 
         Args:
@@ -196,9 +196,9 @@ class StrategyExtended:
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | ReduceOpName,
-        value_destination_pairs: Sequence[tuple[Any, Any]],
-        experimental_hints: Any = None,
-    ) -> list[Any]:
+        value_destination_pairs: Sequence[tuple[Value, object]],
+        experimental_hints: object = None,
+    ) -> list[Value]:
         """Combines several values at once, as several `reduce_to`. In cross-replica context.
 
         Args:
@@ -211,13 +211,13 @@ class StrategyExtended:
         """
         return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
 
-    def aggregate(self, aggregation: VariableAggregation, value: Any, destination: Variable | None) -> Any:
+    def aggregate(self, aggregation: VariableAggregation, value: object, destination: Variable | None) -> Value:
         """As `reduce_to` for variables: by a variable's aggregation, ONLY_FIRST_REPLICA included.
 
         Args:
             aggregation: any but NONE.
             value: a per-replica value, or what all replicas have alike.
-            destination: where it shall be; None gives a host array here.
+            destination: the variable beside which the result stays; None gives a host array here.
         """
         with self._cross_replica("aggregate"):
             if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -228,18 +228,18 @@ class StrategyExtended:
                 return self._here(local)
             return self._reduced([(local, self._destination(destination, None))])[0]
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
+    def reduce(self, op: ReduceOp, value: object, axis: int | None) -> Array:
         """One reduction whose value comes back to every process, at once; see `StrategyFace.reduce`."""
         return self._here(self._local(op, value, axis))
 
-    def contributions(self, values: Sequence[Any], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
-        """Returns what this process contributes to sums like those of before, if it fits; else fewer items.
+    def contributions(self, values: Sequence[Value], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
+        """Returns this process's contributions to sums like earlier ones, if they fit; else fewer items.
 
         In cross-replica context.
 
         Args:
             values: one for each reduction, as `batch_reduce_to` takes them.
-            reductions: those of before.
+            reductions: the earlier reductions.
         """
         whole = len(self.worker_devices) == 1 and not self._backend.group.empty
         found: list[LocalValue | HostValue] = []
@@ -254,7 +254,9 @@ class StrategyExtended:
         (reduced,) = self._backend.reduce([(local, None)])
         return to_numpy(read(reduced))
 
-    def _reduce_to(self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def _reduce_to(
+        self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Sequence[tuple[Value, object]]
+    ) -> list[Value]:
         with self._cross_replica(what):
             op = ReduceOp.parse(reduce_op)
             # A look at a value ends the section: all are looked at before the first reduction is recorded.
@@ -262,7 +264,7 @@ class StrategyExtended:
             local = [self._local(op, value, None) for value, _ in pairs]
             return self._reduced(list(zip(local, places, strict=True)))
 
-    def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Any]:
+    def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Value]:
         beside = [place if isinstance(place, Beside) else None for _, place in pairs]
         reduced = self._backend.reduce([(local, to) for (local, _), to in zip(pairs, beside, strict=True)])
         return [
@@ -270,7 +272,7 @@ class StrategyExtended:
             for value, (_, place) in zip(reduced, pairs, strict=True)
         ]
 
-    def _local(self, op: ReduceOp, value: Any, axis: int | None) -> LocalValue:
+    def _local(self, op: ReduceOp, value: object, axis: int | None) -> LocalValue:
         replicas = len(self.worker_devices)
         if isinstance(value, DistributedValues) and not isinstance(value, MirroredVariable):
             values = tuple(unwrap(value, replicas))
@@ -287,11 +289,11 @@ class StrategyExtended:
         empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
         return combine(op.wire, [_host(v) for v in values], empty, axis)
 
-    def _first(self, value: Any) -> LocalValue:
+    def _first(self, value: object) -> LocalValue:
         """The value of this process's first replica; of all processes' the first that is there counts."""
         return combine("first", [_host(local_results(value)[0])], EVERYONE, None)
 
-    def _destination(self, destinations: Any, value: Any) -> Destination:
+    def _destination(self, destinations: object, value: object) -> Destination:
         """Returns where a reduced value shall be: beside a variable on servers, or on devices of this process."""
         devices = self._backend.group.devices
         if isinstance(destinations, Variable):
@@ -318,7 +320,7 @@ class StrategyExtended:
         return self._backend.group.devices[self.worker_devices.index(full)]
 
     @staticmethod
-    def _bring(value: Any, devices: Sequence[Device]) -> Any:
+    def _bring(value: object, devices: Sequence[Device]) -> Value:
         """A value on worker devices: an array for one, else mirrored."""
         array = read(value)
         copies = [to_device(array, device) for device in devices]
@@ -329,11 +331,11 @@ class StrategyExtended:
     def update(
         self,
         var: Variable,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Nest:
         """Runs `fn(var, *args, **kwargs)` beside a variable, in update context. In cross-replica context.
 
         A variable on servers has one copy: there the function is traced, and runs on the server, see
@@ -341,8 +343,8 @@ class StrategyExtended:
         assign `var` and the other variables that it is given.
 
         Args:
-            var: the variable.
-            fn: takes what stands for it, and the arguments.
+            var: the variable to update.
+            fn: called with the variable, or in a trace with what stands for it, and the arguments.
             args, kwargs: variables and values with the locality of `var`, mirrored values, which it gets
                 unwrapped, arrays and numbers that every process has alike; no per-replica values.
             group: False gives a nest with a list of each copy's result at each leaf.
@@ -374,15 +376,15 @@ class StrategyExtended:
     def update_non_slot(
         self,
         colocate_with: Sequence[str] | Variable,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Nest:
         """Runs `fn(*args, **kwargs)` on the non-slot devices, in update context. In cross-replica context.
 
         Args:
-            colocate_with: what `non_slot_devices` returned.
+            colocate_with: the result of `non_slot_devices`.
             fn: as in `update`; it may use variables of these devices by closure.
             args, kwargs, group: as in `update`.
 
@@ -395,7 +397,7 @@ class StrategyExtended:
             self._check_variables(own, named, False)
             return _merged(self._backend.apply(self._strategy, place, fn, own, named), group)
 
-    def _check_variables(self, args: Sequence[Any], kwargs: Mapping[str, Any], by_replica: bool) -> None:
+    def _check_variables(self, args: Sequence[object], kwargs: Mapping[str, object], by_replica: bool) -> None:
         """The arguments of an update: `by_replica` says whether what is updated may differ by replica."""
         for leaf in nest.flatten((args, kwargs)):
             if isinstance(leaf, Variable):
@@ -411,14 +413,14 @@ class StrategyExtended:
             yield
 
 
-def _merged(results: Sequence[Any], group: bool) -> Any:
+def _merged(results: Sequence[Nest], group: bool) -> Nest:
     """The results of an update, one for each copy of what it updated."""
     if group:
         return merge_copies(results)
     return nest.map_structure(lambda *leaves: list(leaves), *results)
 
 
-def _host(value: Any) -> Any:
+def _host(value: Value) -> Value:
     if isinstance(value, PerReplica):
         raise TypeError("a per-replica value stands inside another one; reduce its leaves one after another")
     return value.numpy() if isinstance(value, Readable) else value

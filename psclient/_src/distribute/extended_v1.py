@@ -8,8 +8,10 @@ from typing import Any
 from psclient._src import context, values
 from psclient._src.context import StrategyFace
 from psclient._src.data.array_dataset import ArrayDataset
+from psclient._src.devices import Value
 from psclient._src.distribute import extended
 from psclient._src.distribute.backend import Beside
+from psclient._src.nest import Leaf, Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import Mirrored
 from psclient._src.variables.variable import Variable
@@ -21,10 +23,10 @@ class StrategyExtended(extended.StrategyExtended):
     Source: `tf.compat.v1.distribute.StrategyExtended`, r2.2 and r2.3.
 
     Args:
-        container_strategy: whose methods these are.
+        container_strategy: the strategy that has these methods.
     """
 
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def broadcast_to(self, tensor: Value, destinations: object) -> Value:
         """Mirrors a value that every process has alike. In cross-replica context.
 
         Args:
@@ -44,17 +46,17 @@ class StrategyExtended(extended.StrategyExtended):
             return self._bring(tensor, self._backend.group.devices[:1] if isinstance(place, Beside) else place)
 
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> Nest:
         """`StrategyFace.run` by its older name. In cross-replica context."""
         return self._strategy.run(fn, args, kwargs)
 
-    def read_var(self, v: Variable) -> Any:
-        """A variable's value; of an ON_READ variable in cross-replica context the aggregate. In any context.
+    def read_var(self, v: Variable) -> Value:
+        """Returns a variable's value; of an ON_READ variable in cross-replica context the aggregate. In any context.
 
         Raises:
-            TypeError: it is no variable.
-            ValueError: it is one of another strategy.
+            TypeError: `v` is no variable.
+            ValueError: the variable is of another strategy.
         """
         whole = values.container(v)
         if not isinstance(whole, Variable):
@@ -62,35 +64,35 @@ class StrategyExtended(extended.StrategyExtended):
         whole.check_strategy(self._strategy)
         return v.read_value()
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: Leaf) -> Leaf:
         """The variable of which a value is one replica's copy; anything else itself. In any context."""
         return values.container(value)
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> ArrayDataset:
+    def experimental_make_numpy_dataset(self, numpy_input: object, session: None = None) -> ArrayDataset:
         """`StrategyFace.experimental_make_numpy_dataset`; there are no sessions here. In any context."""
         dataset: ArrayDataset = self._strategy.experimental_make_numpy_dataset(numpy_input)
         return dataset
 
     def experimental_run_steps_on_iterator(
         self,
-        fn: Callable[[MultiStepContext, Any], Any],
-        iterator: Iterator[Any],
+        fn: Callable[[MultiStepContext, Any], object],
+        iterator: Iterator[object],
         iterations: int = 1,
-        initial_loop_values: Mapping[str, Any] | None = None,
+        initial_loop_values: Mapping[str, object] | None = None,
     ) -> MultiStepContext:
         """Runs a function with the next batches of an iterator. In cross-replica context. Deprecated: use `run`.
 
         Args:
             fn: called as `fn(context, inputs)`, with a `MultiStepContext`; usually it calls `call_for_each_replica`.
             iterator: of a distributed dataset.
-            iterations: how many batches.
-            initial_loop_values: what `last_step_outputs` holds before the first step.
+            iterations: number of batches.
+            initial_loop_values: `last_step_outputs` before the first step.
 
         Returns:
             The context, with what the last step has set.
 
         Raises:
-            StopIteration: the iterator ended before.
+            StopIteration: the iterator ended before `iterations` batches.
         """
         with self._cross_replica("experimental_run_steps_on_iterator"):
             steps = MultiStepContext(initial_loop_values)
@@ -100,7 +102,7 @@ class StrategyExtended(extended.StrategyExtended):
 
 
 class MultiStepContext:
-    """What a function run by `experimental_run_steps_on_iterator` may set.
+    """Outputs of the function that `experimental_run_steps_on_iterator` runs.
 
     Source: `tf.compat.v1.distribute.StrategyExtended`.
 
@@ -113,21 +115,21 @@ class MultiStepContext:
         run_op: None: the steps have run.
     """
 
-    def __init__(self, initial_loop_values: Mapping[str, Any] | None = None) -> None:
-        self.last_step_outputs: dict[str, Any] = dict(initial_loop_values or {})
-        self.non_tensor_outputs: dict[str, Any] = {}
+    def __init__(self, initial_loop_values: Mapping[str, object] | None = None) -> None:
+        self.last_step_outputs: dict[str, Nest] = dict(initial_loop_values or {})
+        self.non_tensor_outputs: dict[str, Nest] = {}
         self.run_op = None
 
-    def set_last_step_output(self, name: str, output: Any, reduce_op: ReduceOp | ReduceOpName | None = None) -> None:
+    def set_last_step_output(self, name: str, output: object, reduce_op: ReduceOp | ReduceOpName | None = None) -> None:
         """Sets an output of this step. In replica context, then with a reduction, or in cross-replica context.
 
         Args:
-            name: what `last_step_outputs` has it under.
+            name: its key in `last_step_outputs`.
             output: an array, or a per-replica value.
-            reduce_op: how it is combined over all replicas; None keeps it as it is.
+            reduce_op: the reduction over all replicas; None keeps it as it is.
 
         Raises:
-            ValueError: in replica context without a reduction.
+            ValueError: `reduce_op` is None in replica context.
         """
         if _across_replicas():
             self._set(context.get_strategy(), name, output, reduce_op)
@@ -137,15 +139,18 @@ class MultiStepContext:
         boxed = context.Box((name, output, reduce_op))
         context.require_replica("set_last_step_output").merge_call(self._set_boxes, (boxed,))
 
-    def _set_boxes(self, strategy: StrategyFace, boxes: Any) -> None:
+    def _set_boxes(self, strategy: StrategyFace, boxes: Nest) -> None:
         name, _, reduce_op = values.local_results(boxes)[0].leaves
         self._set(strategy, name, context.unbox(boxes)[1], reduce_op)
 
-    def _set(self, strategy: StrategyFace, name: str, output: Any, reduce_op: ReduceOp | ReduceOpName | None) -> None:
-        alone = reduce_op is None or context.is_default(strategy)
-        self.last_step_outputs[name] = output if alone else strategy.reduce(reduce_op, output, axis=None)
+    def _set(
+        self, strategy: StrategyFace, name: str, output: object, reduce_op: ReduceOp | ReduceOpName | None
+    ) -> None:
+        if reduce_op is not None and not context.is_default(strategy):
+            output = strategy.reduce(reduce_op, output, axis=None)
+        self.last_step_outputs[name] = output
 
-    def set_non_tensor_output(self, name: str, output: Any) -> None:
+    def set_non_tensor_output(self, name: str, output: object) -> None:
         """Sets an output that is no array; in replica context a tuple with that of each local replica is kept."""
         if _across_replicas():
             self.non_tensor_outputs[name] = output
@@ -153,7 +158,7 @@ class MultiStepContext:
         boxed = context.Box((name, output))
         context.require_replica("set_non_tensor_output").merge_call(self._set_non_tensor, (boxed,))
 
-    def _set_non_tensor(self, strategy: StrategyFace, boxes: Any) -> None:
+    def _set_non_tensor(self, strategy: StrategyFace, boxes: Nest) -> None:
         given = [box.leaves for box in values.local_results(boxes)]
         self.non_tensor_outputs[given[0][0]] = tuple(output for _, output in given)
 

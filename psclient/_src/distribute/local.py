@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from psclient._src import context, nest, values
 from psclient._src.context import StrategyFace
 from psclient._src.data.progress import Progress
-from psclient._src.devices import Device, as_array, device_scope, to_numpy
+from psclient._src.devices import Device, Value, as_array, device_scope, to_numpy
 from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
 from psclient._src.distribute.reduction import LocalValue
+from psclient._src.nest import Nest
 from psclient._src.tracing.diagnostics import refuse_result
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
@@ -21,6 +22,8 @@ from pswire.model.tensor import Array
 if TYPE_CHECKING:
     from psclient._src.distribute.template import TemplateCache
     from psclient._src.tracing.symbolic_numbers import Number
+
+T = TypeVar("T")
 
 LOCALHOST = Task("localhost", 0)
 """The task of a process that is in no cluster."""
@@ -65,10 +68,10 @@ class LocalBackend:
     """Variables in this process, mirrored on the replicas' devices.
 
     Args:
-        devices: the local replicas'.
+        devices: the devices of the local replicas.
 
     Attributes:
-        first_value: what a restored checkpoint has for a variable that is created later, None for nothing.
+        first_value: returns a restored checkpoint's value for a variable that is created later; None for nothing.
     """
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
@@ -128,7 +131,7 @@ class LocalBackend:
         """The names of the variables of which `was_restored` holds."""
         return frozenset(variable.name for variable in self._restored)
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
         """Returns the value of the local replicas, which are all."""
         self._reduced = True
         return [local.alone() for local, _ in contributions]
@@ -137,10 +140,10 @@ class LocalBackend:
         self,
         strategy: StrategyFace,
         place: ServerIds,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> list[Any]:
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> list[Nest]:
         """Calls the function for each copy, with the copies that are there."""
         return apply_to_copies(strategy, [(index, self.group.devices[index]) for index in place], fn, args, kwargs)
 
@@ -155,18 +158,18 @@ class LocalBackend:
         """Runs `record`: nothing travels, so that there is nothing to replay."""
         record()
 
-    def bring(self, values: Sequence[Any]) -> list[Array]:
+    def bring(self, values: Sequence[object]) -> list[Array]:
         """They are here: host arrays of the same values."""
         return [to_numpy(as_array(value)) for value in values]
 
-    def section(self, call: Callable[[], Any]) -> Any:
+    def section(self, call: Callable[[], T]) -> T:
         """Runs it; what it reduced was its round."""
         try:
             return call()
         finally:
             self.flush()
 
-    def run(self, replicas: Callable[[], Any]) -> Any:
+    def run(self, replicas: Callable[[], T]) -> T:
         """Runs them, once."""
         self.flush()
         return replicas()
@@ -178,21 +181,21 @@ class LocalBackend:
             self.group.told(False)
 
     def drop(self) -> None:
-        """As `flush`."""
+        """Does nothing but `flush`: here nothing is held back."""
         self.flush()
 
 
 def apply_to_copies(
     strategy: StrategyFace,
     copies: Sequence[tuple[int, Device]],
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> list[Any]:
+    fn: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> list[Nest]:
     """Calls an update function once for each copy of the variables among its arguments, on its device.
 
     Args:
-        strategy: whose variables.
+        strategy: the strategy that owns the variables.
         copies: local replicas, with their devices.
         fn, args, kwargs: the function and its arguments; it gets of each distributed value the copy that is there.
 

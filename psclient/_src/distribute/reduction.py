@@ -1,4 +1,4 @@
-"""What this process contributes to a reduction: its replicas' values, combined where they lie."""
+"""This process's contribution to a reduction: its replicas' values, combined where they lie."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import SupportsIndex
 
 import numpy as np
 
-from psclient._src.devices import AnyArray, Download, add, as_array, begin_download, device_of, device_scope, namespace
+from psclient._src.devices import (
+    AnyArray,
+    Download,
+    Value,
+    add,
+    as_array,
+    begin_download,
+    device_of,
+    device_scope,
+    namespace,
+)
 from pswire.model.plan import ReduceOp
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
@@ -20,11 +30,11 @@ EVERYONE: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class LocalValue:
-    """What this process contributes to a reduction.
+    """This process's contribution to a reduction.
 
     Attributes:
         op: "sum" or "mean".
-        weight: by how much it counts; 0 if no local replica has examples.
+        weight: number of replicas, or of examples along the axis, that it combines; 0 if no local replica has examples.
         spec: dtype and shape of a contribution and of the reduced value.
         total: the local replicas' sum, on the first one's device; of no meaning where the weight is 0.
     """
@@ -64,7 +74,7 @@ class LocalValue:
         return value
 
 
-def combine(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axis: int | None) -> LocalValue:
+def combine(op: ReduceOp, values: Sequence[object], empty: frozenset[int], axis: int | None) -> LocalValue:
     """Combines the local replicas' values into what this process contributes.
 
     Args:
@@ -82,7 +92,7 @@ def combine(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axis: in
     common = taken[0].dtype if len(taken) == 1 else np.result_type(*(array.dtype for array in taken))
     sum_dtype, dtype = _sum_dtypes(op, common, axis is not None)
     weight = 0.0
-    total: Any = None
+    total: AnyArray = None
     for replica, value in enumerate(taken):
         if axis is not None:
             with device_scope(device_of(value)):
@@ -105,14 +115,14 @@ def combine(op: ReduceOp, values: Sequence[Any], empty: frozenset[int], axis: in
     return LocalValue(op, weight, _spec(dtype, tuple(total.shape)), total)
 
 
-def _checked_axis(axis: Any) -> int:
+def _checked_axis(axis: SupportsIndex) -> int:
     try:
         return operator.index(axis)
     except TypeError:
         raise TypeError(f"axis is {axis!r}; give one number, usually 0 for the batch's axis, or None") from None
 
 
-def _checked_value(value: Any, axis: int | None) -> AnyArray:
+def _checked_value(value: Value, axis: int | None) -> AnyArray:
     array = as_array(value)
     if array.dtype.kind in "OUSMm":
         raise TypeError(
@@ -128,12 +138,14 @@ def _checked_value(value: Any, axis: int | None) -> AnyArray:
 
 
 @lru_cache(maxsize=1024)
-def _spec(dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorSpec:
+def _spec(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> TensorSpec:
     return TensorSpec(dtype.name, shape).check()
 
 
 @lru_cache(maxsize=1024)
-def _sum_dtypes(op: ReduceOp, dtype: np.dtype[Any], over_axis: bool) -> tuple[np.dtype[Any], np.dtype[Any]]:
+def _sum_dtypes(
+    op: ReduceOp, dtype: np.dtype[np.generic], over_axis: bool
+) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
     """In which dtype this process adds up, and in which its sum travels.
 
     Half precision cannot count a batch: there means are float32, and sums over an axis are rounded once.

@@ -11,14 +11,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
 
 from psclient._src import context, values
 from psclient._src.context import ReplicaContext, StrategyFace
 from psclient._src.devices import Device, device_scope
 from psclient._src.nest import Nest
 
-CrossReplica = Callable[[Callable[[], Any]], Any]
+CrossReplica = Callable[[Callable[[], Nest]], Nest]
 """Runs a section: opens it, calls what it is given, flushes, and returns what the call returned; or `RunAgain`."""
 
 
@@ -33,9 +32,9 @@ class RunAgain(BaseException):
 class _MergeRequest:
     """One replica's `merge_call`."""
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    fn: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
     @property
     def name(self) -> str:
@@ -67,7 +66,9 @@ class ReplicaRunner:
         count = len(self.devices)
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="replica") if count > 1 else None
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Nest:
+    def run(
+        self, fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> Nest:
         """Calls `fn` once for each local replica, in replica context; called in cross-replica context.
 
         Args:
@@ -105,17 +106,17 @@ class ReplicaRunner:
         if self._pool:
             self._pool.shutdown()
 
-    def _call(self, replica: int, merge: context.MergeCall, fn: Callable[..., Any], given: Nest) -> Any:
+    def _call(self, replica: int, merge: context.MergeCall, fn: Callable[..., object], given: Nest) -> Nest:
         args, kwargs = given
         device = self.devices[replica]
         here = ReplicaContext(self._strategy, replica, device, merge, self._slice)
         with context.enter_replica(here), device_scope(device):
             return fn(*args, **kwargs)
 
-    def _run_here(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_here(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Nest:
         failures: list[Exception | RunAgain] = []
 
-        def merge(*call: Any) -> Any:
+        def merge(*call: Nest) -> Nest:
             # A failed section ends the run, even if the replica swallows the error: as with more replicas.
             if failures:
                 raise _given_up(failures[0]) from failures[0]
@@ -135,9 +136,9 @@ class ReplicaRunner:
             raise failures[0]
         return result
 
-    def _run_threads(self, fn: Callable[..., Any], given: Sequence[Nest]) -> list[Any]:
+    def _run_threads(self, fn: Callable[..., object], given: Sequence[Nest]) -> list[Nest]:
         meeting = _Meeting(len(given))
-        futures: list[Future[Any]] = []
+        futures: list[Future[object]] = []
         try:
             for replica, own in enumerate(given):
                 futures.append(self._start(meeting, replica, fn, own))
@@ -151,11 +152,11 @@ class ReplicaRunner:
             raise
         return [future.result() for future in futures]
 
-    def _start(self, meeting: _Meeting, replica: int, fn: Callable[..., Any], given: Nest) -> Future[Any]:
-        def merge(*call: Any) -> Any:
+    def _start(self, meeting: _Meeting, replica: int, fn: Callable[..., object], given: Nest) -> Future[Nest]:
+        def merge(*call: Nest) -> Nest:
             return meeting.call(replica, _MergeRequest(*call))
 
-        def body() -> Any:
+        def body() -> Nest:
             try:
                 result = self._call(replica, merge, fn, given)
             except BaseException as error:  # all are raised again in the caller's thread
@@ -173,7 +174,7 @@ class ReplicaRunner:
         first, count = self._slice()
         return f"replica {first + replica} of {count} (local replica {replica}, on {self.devices[replica]})"
 
-    def _merge(self, calls: Sequence[_MergeRequest]) -> list[Any]:
+    def _merge(self, calls: Sequence[_MergeRequest]) -> list[Nest]:
         """Runs the function that the replicas met for; returns what each of them gets."""
         if len({call.name for call in calls}) > 1:
             raise RuntimeError(
@@ -195,7 +196,7 @@ def _given_up(failure: BaseException) -> BaseException:
 
 
 class _Meeting:
-    """Where the replicas of one run meet. A replica runs, waits in a merge_call, or has ended.
+    """The point where the replicas of one run meet. A replica runs, waits in a merge_call, or has ended.
 
     `call`, `end` and `fail` are for the replicas' threads; `gather`, `answer` and `fail` for the
     caller's. Once something has failed nobody waits any longer.
@@ -205,11 +206,11 @@ class _Meeting:
         self._changed = threading.Condition()  # guards all below
         self._running = set(range(count))
         self._calls: dict[int, _MergeRequest] = {}
-        self._answers: dict[int, Any] = {}
+        self._answers: dict[int, object] = {}
         self._ended: set[int] = set()
         self._failure: BaseException | None = None
 
-    def call(self, replica: int, call: _MergeRequest) -> Any:
+    def call(self, replica: int, call: _MergeRequest) -> Nest:
         """Waits for the others, and for the answer; raises once the run has failed, see `_given_up`."""
         with self._changed:
             if self._failure is None:
@@ -243,7 +244,7 @@ class _Meeting:
 
         Raises:
             RuntimeError: some wait for others that have ended.
-            BaseException: what made the run fail.
+            BaseException: the error that made the run fail.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._running or self._failure is not None)
@@ -257,7 +258,7 @@ class _Meeting:
                 )
             return [self._calls[replica] for replica in sorted(self._calls)] or None
 
-    def answer(self, answers: Sequence[Any]) -> None:
+    def answer(self, answers: Sequence[object]) -> None:
         """Lets the replicas go on, each with its own answer."""
         with self._changed:
             self._answers = dict(enumerate(answers))

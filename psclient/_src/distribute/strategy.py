@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import numpy as np
 
@@ -16,9 +16,11 @@ from psclient._src import context, nest, values
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
+from psclient._src.devices import Value
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
 from psclient._src.distribute.replicas import ReplicaRunner
+from psclient._src.nest import Nest
 from psclient._src.options import InputContext, InputOptions, ReduceOp, ReduceOpName, RunOptions, ValueContext
 from psclient._src.processes import shutdown
 from pswire.model.tensor import Array
@@ -34,21 +36,21 @@ class Strategy:
     Source: `tf.distribute.Strategy`.
 
     Args:
-        backend: where variables live, and how a reduction travels.
+        backend: decides where variables live, and how a reduction travels.
 
     Attributes:
         extended: additional methods, for algorithms that need to be distribution-aware.
-        backend: as given.
+        backend: the constructor's backend.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.extended = extended_v1.StrategyExtended(self)
+        self.extended: extended_v1.StrategyExtended = extended_v1.StrategyExtended(self)
         group = backend.group
         self._runner = ReplicaRunner(self, group.devices, group.slice, backend.section)
         self._datasets = 0
         self._passes = Passes(make_round=self._make_round)
-        self._after_step: list[tuple[bool, Callable[[], object]]] = []  # whether the step has begun, and what to call
+        self._after_step: list[tuple[bool, Callable[[], object]]] = []  # (the step has begun, call)
         self._process = os.getpid()
 
     # ---- What it is ----
@@ -65,7 +67,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What tells the cluster and this process's task; None of a strategy without a cluster. In any context."""
+        """The resolver of the cluster and this process's task; None of a strategy without a cluster. In any context."""
         return None
 
     # ---- Running ----
@@ -84,8 +86,8 @@ class Strategy:
     def run(
         self,
         fn: Callable[..., T],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> T:
         """Calls a function once on each local replica, in replica context. In cross-replica context.
@@ -116,7 +118,7 @@ class Strategy:
             return cast(T, self.backend.run(lambda: self._runner.run(fn, args, kwargs)))
 
     def after_step(self, call: Callable[[], object]) -> None:
-        """Has a function called once, when the next step is over. In any context.
+        """Calls a function once, when the next step is over. In any context.
 
         What follows a `run` belongs to its step, such as updates with the gradients that it has returned: the step is
         over when `run` is called again, or the strategy is closed, or the process ends.
@@ -141,7 +143,7 @@ class Strategy:
             for _, call in waiting:
                 call()
 
-    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | None) -> Array:
+    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: object, axis: int | None) -> Array:
         """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.
 
         Args:
@@ -162,17 +164,19 @@ class Strategy:
             self.backend.check_open()
             return self.extended.reduce(ReduceOp.parse(reduce_op), value, axis)
 
-    def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def merge_call(
+        self, merge_fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> Nest:
         """`get_replica_context().merge_call`, for code that has the strategy at hand. In replica context."""
         return context.require_replica("merge_call", self).merge_call(merge_fn, args, kwargs)
 
     # ---- Values ----
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
         """The values of the local replicas: a tuple, `(value,)` of what is not distributed. In any context."""
         return values.local_results(value)
 
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], object]) -> Nest:
         """A value for each local replica. In cross-replica context.
 
         Args:
@@ -195,7 +199,7 @@ class Strategy:
 
     # ---- Data ----
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> ArrayDataset:
+    def experimental_make_numpy_dataset(self, numpy_input: object) -> ArrayDataset:
         """A dataset over a nest of NumPy arrays, an example for each row. In any context.
 
         Args:
@@ -204,32 +208,34 @@ class Strategy:
         """
         return ArrayDataset(numpy_input)
 
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: object, options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Splits each global batch evenly over all replicas of all workers. In any context.
 
         Args:
             dataset: gives global batches, nests of arrays, anew each time it is iterated: an `ArrayDataset`, grain's
                 `MapDataset` or `IterDataset`, a PyTorch `DataLoader`, a list of batches.
-            options: how it is distributed.
+            options: the device that batches are put on, and how they are shared; None for the defaults.
 
         Returns:
             An iterable of per-replica values, on the replicas' devices.
 
         Raises:
             ValueError: the dataset is not batched.
-            TypeError: it is none.
+            TypeError: the dataset is of no known kind.
         """
         return DistributedDataset(dataset, self.backend.group, self._number_dataset(), self._passes, options)
 
     def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+        self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
     ) -> DistributedDatasetFromFunction:
         """Each worker makes its own dataset, whose batches are per replica. In any context.
 
         Args:
             dataset_fn: called once, with an `InputContext`; returns what `experimental_distribute_dataset` takes,
                 with batches of one replica's size.
-            options: how it is distributed.
+            options: the device that batches are put on; None for the defaults.
         """
         group = self.backend.group
         place, count = group.pipeline
@@ -248,7 +254,7 @@ class Strategy:
 
     # ---- Logical devices: each replica of ours has one ----
 
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+    def experimental_assign_to_logical_device(self, tensor: T, logical_device_id: int) -> T:
         """The tensor itself: a replica has one logical device, number 0. In any context, mostly a replica's.
 
         Raises:
@@ -261,11 +267,11 @@ class Strategy:
             )
         return tensor
 
-    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+    def experimental_split_to_logical_devices(self, tensor: Value, partition_dimensions: Sequence[int]) -> Value:
         """The tensor itself: a replica has one logical device. In any context, mostly a replica's.
 
         Args:
-            tensor: an array.
+            tensor: a NumPy or CuPy array.
             partition_dimensions: for each dimension into how many parts it is split; here all 1.
 
         Raises:
@@ -286,7 +292,7 @@ class Strategy:
             )
         return tensor
 
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+    def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
         """The tensor itself: a replica has one logical device. In any context, mostly a replica's."""
         return tensor
 

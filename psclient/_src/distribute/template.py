@@ -73,7 +73,7 @@ class HostValue(NamedTuple):
     array: Array
 
 
-def travels_as(value: Any, spec: TensorSpec) -> bool:
+def travels_as(value: object, spec: TensorSpec) -> bool:
     """Returns whether a value is a NumPy array that travels as it is, as a tensor of this dtype and shape."""
     return (
         type(value) is np.ndarray

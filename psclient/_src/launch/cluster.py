@@ -52,13 +52,13 @@ NAME_ONLY = "127.0.0.1:0"
 """The address of a task that does not listen."""
 
 LEAVE_SECONDS = 10.0
-"""How long servers and the chief may take to end by themselves after the last worker."""
+"""Seconds that servers and the chief may take to end by themselves after the last worker."""
 
 TERM_SECONDS = 5.0
-"""How long a process may take to end after SIGTERM."""
+"""Seconds that a process may take to end after SIGTERM."""
 
 SETTLE_SECONDS = 0.5
-"""How long after a failure others are looked at: the one that failed first may end last."""
+"""Seconds after a failure in which others are looked at: the one that failed first may end last."""
 
 POLL_SECONDS = 0.05
 
@@ -71,7 +71,7 @@ class Cluster:
     Used by one thread, which must live as long as the cluster: the kernel ends what it started with it.
 
     Args:
-        config: what to start.
+        config: the tasks to start, and their options.
         sink: called with each line that a process prints, in another thread; None only keeps them.
         more: environment variables of workers and the chief, beside those of this process.
         keys: attributes of `LaunchConfig` that win over `config`.
@@ -328,7 +328,7 @@ class Cluster:
         return Outcome(1, None, _unfinished(running)) if unfinished else Outcome(0)
 
     def _job_began(self) -> bool:
-        """Whether workers ever took part in a job: a script may do without one, which leaves servers waiting."""
+        """Returns whether workers ever took part in a job: a script may do without one, and its servers wait then."""
         status = self._ask(Task("ps", 0))
         return status is None or status.epoch is not None  # it ends only after a job
 

@@ -23,7 +23,7 @@ from pswire.server_options import ServerOptions
 SIZE = r"^\s*[0-9]+(\.[0-9]+)?\s*([bB]|[kKmMgGtT][iI]?[bB])?\s*$"
 ON = r"^(cpu|gpu(:[0-9]+)?)$"
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, object]] = {
     WHOLE: {"type": "integer"},
     SECONDS: {"type": "number"},
     SWITCH: {"type": "boolean"},
@@ -43,13 +43,13 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 }
 
 _READ: dict[str, Callable[[Any], Any]] = {SECONDS: float, BYTES: str, LIST: lambda items: tuple(map(str, items))}
-"""What becomes of a value, by its kind; others stay as they are."""
+"""Converters of a YAML value by the kind of its option; values of other kinds stay as they are."""
 
 SECTIONS: dict[str, type] = {"server": ServerOptions, "timeouts": Timeouts, "security": SecurityOptions}
 """The options of each key that is a mapping itself; all other keys are those of `LaunchConfig`."""
 
 
-def refuse(option: Option, value: Any, where: str) -> None:
+def refuse(option: Option, value: object, where: str) -> None:
     """Raises `ConfigError`, which begins with `where`, if a value may not be said for an option."""
     if _fits(schema_of(option), value):
         return
@@ -70,7 +70,7 @@ class _Once(yaml.SafeLoader):
     """Refuses a key that comes twice, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As the base class does."""
+        """Reads a mapping as the base class does, and refuses keys that come twice."""
         found = set[Any]()
         for key, _ in node.value:
             name = self.construct_object(key, deep=True)
@@ -112,7 +112,7 @@ def schema() -> dict[str, Any]:
     return heading | top | {"properties": top["properties"] | sections}
 
 
-def _checked(data: Any, path: str) -> dict[str, Any]:
+def _checked(data: object, path: str) -> dict[str, Any]:
     """The arguments of `LaunchConfig`."""
     values = _mapping(data, path)
     refuse_unknown(values, [*options_of(LaunchConfig), *SECTIONS], f"{path}: key")
@@ -125,7 +125,7 @@ def _checked(data: Any, path: str) -> dict[str, Any]:
     return found
 
 
-def _read(values: Mapping[str, Any], owner: type, where: str) -> dict[str, Any]:
+def _read(values: Mapping[str, object], owner: type, where: str) -> dict[str, Any]:
     """The values of options, as their dataclass has them."""
     options = options_of(owner)
     for name, value in values.items():
@@ -133,13 +133,13 @@ def _read(values: Mapping[str, Any], owner: type, where: str) -> dict[str, Any]:
     return {name: _READ.get(options[name].kind, lambda same: same)(value) for name, value in values.items()}
 
 
-def _mapping(data: Any, where: str) -> dict[str, Any]:
+def _mapping(data: object, where: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must be a mapping of keys to values, not {data!r}")
     return {str(key): value for key, value in data.items()}
 
 
-_MAKE: dict[str, Callable[[dict[str, Any]], Any]] = {
+_MAKE: dict[str, Callable[[dict[str, Any]], object]] = {
     "server": lambda section: ServerOptions(**section),
     "timeouts": lambda section: dataclasses.replace(timeouts_from(), **section),
     "security": lambda section: security_options().under(section),

@@ -18,13 +18,13 @@ _LOGGED = re.compile(r"\d\d:\d\d:\d\d [DIWEC] ")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cluster ended.
+    """The end of a cluster: exit code and report.
 
     Attributes:
         code: exit code for the launcher: 0, the failing task's, 128 + signal where one killed it, 1 where the
             job did not end with its workers.
         task: the task that failed, None where none did.
-        report: what failed, with the last traceback or line that it printed; "" where nothing did.
+        report: the failure, with the last traceback or line that the task printed; "" where there is none.
     """
 
     code: int
@@ -37,7 +37,7 @@ class Failure:
     """A task that failed.
 
     Attributes:
-        task: the task.
+        task: the task that failed.
         code: its exit code; the signal's, less than 0, where one killed it.
         said: the last lines that it printed on stderr.
     """

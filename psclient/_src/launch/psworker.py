@@ -49,15 +49,15 @@ OF_A_TASK = ("debug", "lane", "log_level", "log_format", "metrics_port", "metric
 
 @dataclass(frozen=True)
 class Invocation:
-    """What the command line says.
+    """The arguments of a command line.
 
     Attributes:
         script: path of the script, "" for none.
-        args: its arguments.
+        args: arguments of the script.
         launch: a local cluster to start; None for one task.
         parent: process id of the launcher to die with; 0 for none.
         log_level, log_format: of this package's log.
-        debug: whether tracebacks of this package are shown.
+        debug: True to show tracebacks of this package.
     """
 
     script: str
@@ -117,7 +117,7 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
 
 
 def _launch_config(
-    path: Path | None, cluster: dict[str, Any], server: dict[str, Any], given: Mapping[str, Any]
+    path: Path | None, cluster: dict[str, Any], server: dict[str, Any], given: Mapping[str, object]
 ) -> LaunchConfig:
     config = LaunchConfig()
     if path:
@@ -143,8 +143,8 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     """Runs one task; returns the exit code.
 
     Args:
-        invocation: what the command line says.
-        config: what TF_CONFIG says.
+        invocation: the arguments of the command line.
+        config: the cluster and task of TF_CONFIG; None without one.
 
     Raises:
         ConfigError: the task is one that this command cannot be.
@@ -200,7 +200,7 @@ def _report(text: str) -> None:
 
 
 def run(invocation: Invocation) -> int:
-    """Does what the command line says; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     logging_setup.configure(invocation.log_format, invocation.log_level, relayed=bool(invocation.parent))
     config: TaskConfig | None = None
     try:

@@ -15,8 +15,8 @@ class Replacement:
     """A task that is started again.
 
     Attributes:
-        task: the task.
-        counts: whether a restart was spent on it.
+        task: the task to start again.
+        counts: True if a restart was spent on it.
     """
 
     task: Task
@@ -36,10 +36,10 @@ class Restarts:
     if all of them do, it is the client.
 
     Args:
-        left: how many there are.
+        left: number of restarts.
 
     Attributes:
-        left: the same, as of now.
+        left: number of restarts that are left now.
     """
 
     def __init__(self, left: int) -> None:
@@ -67,8 +67,8 @@ class Restarts:
 
         Args:
             failed: as for `unexplained`.
-            found: where that gave a client, the servers that do not answer, or else itself.
-            now: when.
+            found: the servers that do not answer, where `unexplained` gave a client, or else that client.
+            now: the time, in monotonic seconds.
 
         Returns:
             The tasks to start again, those that count first; none where too few restarts are left.

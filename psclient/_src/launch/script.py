@@ -36,10 +36,10 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
     """Runs a script as `__main__`.
 
     Args:
-        script: its path.
-        args: its arguments.
+        script: path of the script.
+        args: the script's arguments.
         task: the task that this process is, for messages; None without a cluster.
-        debug: whether errors of this package are shown with their traceback.
+        debug: True to show errors of this package with their traceback.
 
     Returns:
         The exit code: 0, the script's own, 2 without such a script, that of the error that ended it, or
@@ -113,7 +113,7 @@ def say(task: Task | None, text: str) -> None:
 
 
 def _log_of_thread(failed: threading.ExceptHookArgs) -> None:
-    """As Python prints it, in the log."""
+    """Writes an exception that ended a thread to the log, with its traceback."""
     error = failed.exc_value
     if error is not None and not isinstance(error, SystemExit):
         where = failed.thread.name if failed.thread else "a thread"
@@ -140,7 +140,7 @@ def end_on_sigterm() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends (Linux).
+    """Makes the kernel kill this process when the thread that started it ends (Linux).
 
     Args:
         parent: process id of who started this process; when it is gone already, this process ends.
@@ -152,7 +152,7 @@ def die_with(parent: int) -> None:
 
 
 def _remember(error: BaseException) -> None:
-    """As the interpreter does at the end; what runs at exit can see that the script failed, and why."""
+    """Sets `sys.last_value` and its kin, as the interpreter does: functions at exit see why the script failed."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 

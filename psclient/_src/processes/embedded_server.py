@@ -14,7 +14,7 @@ from pswire.security.identity import TOKEN_BYTES, Security, SecurityOptions
 from pswire.server_options import ServerOptions
 
 END_SECONDS = 5.0
-"""How long the server may take to end, before SIGTERM and again before SIGKILL."""
+"""Seconds that the server may take to end, before SIGTERM and again before SIGKILL."""
 
 
 class EmbeddedServer:
@@ -24,14 +24,14 @@ class EmbeddedServer:
 
     Args:
         options: the server's flags.
-        timeouts: handed to it; None leaves the environment's.
+        timeouts: time limits that it is started with; None leaves the environment's.
 
     Attributes:
-        address: where it listens, as `host:port`.
-        security: what it asks callers for: a token, so that nobody else on this machine is let in.
+        address: the server's address, as `host:port`.
+        security: the token that it requires of callers, so that nobody else on this machine is let in.
 
     Raises:
-        Unreachable: it did not start.
+        Unreachable: the server did not start.
     """
 
     def __init__(self, options: ServerOptions | None = None, timeouts: Timeouts | None = None) -> None:

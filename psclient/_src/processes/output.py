@@ -1,4 +1,4 @@
-"""What the processes of a local cluster print, line by line, on one terminal.
+"""Output of the processes of a local cluster, line by line, on one terminal.
 
 A `Relay` reads all their pipes in one thread, so that no process ever waits for a full pipe, and keeps
 the last lines of each. A `Printer` shows them, each with its task's name in its task's colour.
@@ -30,7 +30,7 @@ BAR_SECONDS = 5.0
 """Pause between two states of one progress bar where there is no terminal to draw it on."""
 
 PREFIX_COLUMNS = 12
-"""What a task's name takes of a terminal's width."""
+"""Columns that a task's name takes of a terminal."""
 
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
@@ -42,10 +42,10 @@ class Line:
     """One line that a task printed.
 
     Attributes:
-        task: who printed it.
-        error: whether it went to stderr.
+        task: the task that printed it.
+        error: True if it went to stderr.
         text: without its end, and without codes that would move the terminal's cursor.
-        bar: whether it ended in a carriage return: a state of a progress bar, to be overwritten.
+        bar: True if it ended in a carriage return: a state of a progress bar, to be overwritten.
     """
 
     task: Task
@@ -162,9 +162,9 @@ class Printer:
     May be called from any thread.
 
     Args:
-        out: where lines of stdout go, and progress bars.
-        err: where lines of stderr go.
-        colour: whether a terminal is shown colours.
+        out: stream for lines of stdout, and for progress bars; None for `sys.stdout`.
+        err: stream for lines of stderr; None for `sys.stderr`.
+        colour: True to use colours on a terminal.
     """
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None, colour: bool = True) -> None:
@@ -186,7 +186,7 @@ class Printer:
                 self._gone = True
 
     def terminal(self) -> dict[str, str]:
-        """What processes whose lines come here are told of the terminal, if it is one: rich draws its bars then."""
+        """Returns environment variables that tell processes of the terminal, if it is one: rich draws its bars then."""
         if not self._terminal:
             return {}
         columns = os.get_terminal_size(self._out.fileno()).columns or 80

@@ -40,20 +40,20 @@ def start_server(
 
     Args:
         task: index of the ps task.
-        port: where to listen, 0 to pick.
-        options: its other flags.
-        until_done: whether it ends with the job.
-        timeouts: handed to it; None leaves the environment's.
+        port: port to listen on; 0 picks one.
+        options: flags that are not arguments here.
+        until_done: True if the server ends with the job.
+        timeouts: time limits that it is started with; None leaves the environment's.
         flags: more flags of `psserver`.
         stderr: as in `subprocess.Popen`.
-        security: handed to it; None leaves the environment's.
+        security: certificate and token that it is started with; None leaves the environment's.
 
     Returns:
         The process, with pipes as stdin and stdout, and its `host:port`.
 
     Raises:
         ConfigError: the server refused its flags.
-        Unreachable: it did not listen in time.
+        Unreachable: the server did not listen in time.
     """
     flags = [*flags, "--until-done"] if until_done else flags
     more = security.variables() if security else None
@@ -96,7 +96,7 @@ def await_listening(process: subprocess.Popen[bytes], task: Task, timeouts: Time
 
     Raises:
         ConfigError: the server ended instead.
-        Unreachable: it did not print the line in time.
+        Unreachable: the server did not print the line in time.
     """
     assert process.stdout is not None  # we asked for the pipe
     poll = select.poll()

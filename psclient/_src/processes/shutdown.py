@@ -1,4 +1,4 @@
-"""What has to be done before this process ends, while it can still start threads.
+"""Functions to run before this process ends, while it can still start threads.
 
 Since Python 3.12 no thread can be started once `atexit` runs its functions, and calls over the network may need one.
 What is registered here runs before: when a script that `psworker` runs has ended, else when the main thread has. In
@@ -27,7 +27,7 @@ _endings: list[Callable[[], None]] = []
 
 
 def register(ending: Callable[[], None]) -> None:
-    """Has a function called before this process ends, the last one first; in a fork of the process, too.
+    """Registers a function to call before this process ends, the last one first; in a fork of the process, too.
 
     The process fails with what it raises, if that is a `PSError`.
     """
@@ -35,7 +35,7 @@ def register(ending: Callable[[], None]) -> None:
 
 
 def unregister(ending: Callable[[], None]) -> None:
-    """Has a function not called any more; does nothing if it is not registered."""
+    """Removes a function; does nothing if it is not registered."""
     if ending in _endings:
         _endings.remove(ending)
 

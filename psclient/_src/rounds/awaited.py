@@ -9,11 +9,11 @@ from pswire.errors import PSError
 
 
 class Awaited:
-    """Names those whom servers wait for. May be used by any thread.
+    """Names the processes that a server waits for. May be used by any thread.
 
     Args:
         session: this process's session.
-        group: where it stands.
+        group: this process's place among the members.
     """
 
     def __init__(self, session: Session, group: Group) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from psclient._src import context, nest
-from psclient._src.devices import AnyArray, Device
+from psclient._src.context import StrategyFace
+from psclient._src.devices import AnyArray, Device, Value
 from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.template import TemplateCache
+from psclient._src.nest import Nest
 from psclient._src.rounds.checkpoints import ServerCheckpoints
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
@@ -30,6 +32,8 @@ from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
 
+T = TypeVar("T")
+
 
 class RemoteBackend:
     """Variables on parameter servers.
@@ -37,11 +41,11 @@ class RemoteBackend:
     One section is open at a time, and one thread records it. All threads may read variables.
 
     Args:
-        exchange: what travels to the servers.
-        placement: where new variables live.
+        exchange: the rounds of this process.
+        placement: chooses the servers of new variables.
 
     Attributes:
-        checkpoints: those that this process saves and restores.
+        checkpoints: the checkpoints that this process saves and restores.
     """
 
     def __init__(self, exchange: Exchange, placement: Placement) -> None:
@@ -61,7 +65,7 @@ class RemoteBackend:
 
     @property
     def group(self) -> Group:
-        """Who trains together."""
+        """The processes that train together."""
         return self._exchange.group
 
     def full_name(self, device: Device) -> str:
@@ -71,7 +75,13 @@ class RemoteBackend:
     # ---- Variables ----
 
     def create(
-        self, strategy: Any, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, how: VariableAggregation
+        self,
+        strategy: StrategyFace,
+        spec: VariableSpec,
+        value: Array,
+        place: ServerIds,
+        on_read: bool,
+        how: VariableAggregation,
     ) -> Variable:
         """Gets or creates it on the servers; an ON_READ variable has there what was saved of it."""
         self.check_open()
@@ -108,7 +118,7 @@ class RemoteBackend:
 
     # ---- Sections ----
 
-    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Any]:
+    def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
         """Records reductions; their values are lazy."""
         section = self.section_here
         comes_here = any(to is None for _, to in contributions)
@@ -124,14 +134,19 @@ class RemoteBackend:
         return reduced
 
     def apply(
-        self, strategy: Any, place: ServerIds, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Any]:
+        self,
+        strategy: StrategyFace,
+        place: ServerIds,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> list[Nest]:
         """Traces the function and records its application."""
         for leaf in nest.flatten((tuple(args), dict(kwargs))):
             self._check_place(leaf, place)
         return [self.section_here.apply(place, fn, args, kwargs)]
 
-    def _check_place(self, value: Any, place: ServerIds) -> None:
+    def _check_place(self, value: object, place: ServerIds) -> None:
         """Says here, where the user's line is, what the server would refuse."""
         if isinstance(value, ServerVariable) and not set(place) <= set(value.place):
             where = ", ".join(self.parameter_devices[server] for server in place)
@@ -140,13 +155,13 @@ class RemoteBackend:
                 "create it there with colocate_vars_with, or read it first and pass its value"
             )
 
-    def bring(self, values: Sequence[Any]) -> list[Array]:
+    def bring(self, values: Sequence[object]) -> list[Array]:
         """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
         for section in {value.section for value in values if isinstance(value, ServerValue)}:
             section.give_back(values)
         return [np.asarray(value) for value in values]
 
-    def section(self, call: Callable[[], Any]) -> Any:
+    def section(self, call: Callable[[], T]) -> T:
         """Runs what `merge_call` was given: a section of its own, sent when it returns."""
         try:
             result = call()
@@ -197,7 +212,7 @@ class RemoteBackend:
         section = self._section
         return section if section is not None and section.mine else None
 
-    def flush(self, returned: Any = None) -> None:
+    def flush(self, returned: object = None) -> None:
         """Ends the calling thread's open section, if there is one: sends what it recorded, and waits for it.
 
         Args:
@@ -208,7 +223,7 @@ class RemoteBackend:
             section.give_back(returned)
             self._send(section)
 
-    def run(self, replicas: Callable[[], Any]) -> Any:
+    def run(self, replicas: Callable[[], T]) -> T:
         """Runs replicas, behind what was begun; asynchronous ones read anew.
 
         Where this process takes part only from a section of this run on, and what they read until then is out of date,

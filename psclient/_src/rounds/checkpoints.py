@@ -33,7 +33,7 @@ class ServerCheckpoints:
         """Ends the open section with a checkpoint; servers are writing it when this returns.
 
         Args:
-            path: where, below the servers' checkpoint root.
+            path: the checkpoint's path, below the servers' checkpoint root.
             state: see `SnapshotOrder`.
         """
         self._saving = (self._order(path, state), path)
@@ -52,8 +52,8 @@ class ServerCheckpoints:
         """Waits until the last checkpoint is complete.
 
         Raises:
-            CheckpointError: it failed; raised once.
-            RoundTimeout: it takes too long; who asks again waits again.
+            CheckpointError: the checkpoint failed; raised once.
+            RoundTimeout: it takes too long; another call waits again.
         """
         if self._saving is None:
             return
@@ -74,12 +74,12 @@ class ServerCheckpoints:
         return self._restoring.look(path)
 
     def restore(self, path: str, choose: Callable[[RestoreReply], Mapping[str, Variable]], cast: bool) -> RestoreReply:
-        """Has the servers read a checkpoint, and takes over what it says: a section of its own.
+        """Makes the servers restore a checkpoint into the chosen variables: a section of its own.
 
         Args:
-            path: which, or a directory of them.
-            choose: told what it has; returns for each of its tensors the variable that gets it.
-            cast: whether values of another dtype are cast.
+            path: a checkpoint, or a directory of them.
+            choose: called with the checkpoint's contents; returns for each of its tensors the variable that gets it.
+            cast: True to cast values of another dtype.
         """
         chosen: dict[str, Variable] = {}
 

@@ -1,4 +1,4 @@
-"""How a process spends its time between and in rounds, counted for its metrics."""
+"""The time that a process spends between and in rounds, counted for its metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RoundCounters:
     """Counters of one process. A round is made within it, as a context; `read` may be called by any thread.
 
     Attributes:
-        rounds: how many there were, by how they ended: "completed" or "failed".
+        rounds: number of rounds by outcome: "completed" or "failed".
         computing: seconds between two rounds, less those of reads.
         waiting: seconds of rounds, from the end of a section until its values were here.
         reading: seconds of reads that had to ask a server.

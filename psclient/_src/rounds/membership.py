@@ -25,7 +25,7 @@ log = logging.getLogger("psclient")
 
 
 class Group(Progress):
-    """Who takes part in rounds. Used by the thread that runs cross-replica code.
+    """The members of rounds, and this process's place among them. Used by the thread that runs cross-replica code.
 
     Args:
         session: this process's session, open.
@@ -38,7 +38,7 @@ class Group(Progress):
         self.session = session
         self.devices = devices
         self.alone = session.consistency == "async"
-        """Whether each worker makes rounds of its own."""
+        """True if each worker makes rounds of its own."""
         self.round = 0
         """The next round of this process."""
         self.start = 0
@@ -46,7 +46,7 @@ class Group(Progress):
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
         self.given: tuple[int, int] | None = None
-        """What `slice` said last; None if nobody has asked."""
+        """The last result of `slice`; None before its first call."""
         self._expected = tuple(expected)
         logging_setup.follow(lambda: (self.round, session.number))
         self._entered = False
@@ -106,7 +106,7 @@ class Group(Progress):
         return sum(member.replicas for member in epoch.members if member.task < self.session.task), epoch.replicas
 
     def any_more(self, dataset: int) -> bool | None:
-        """As in `Progress`; of an asynchronous worker's rounds only its own batches count."""
+        """Returns what `Progress.any_more` does; of an asynchronous worker's rounds only its own batches count."""
         if not self._passes and self._taken_in == f"dataset:{dataset}":
             return True  # a process that is taken in before a batch knows that there is one
         return super().any_more(dataset)
@@ -128,12 +128,12 @@ class Group(Progress):
 
     @property
     def late(self) -> bool:
-        """Whether the job began without this process: its variables are newer than any checkpoint."""
+        """True if the job began without this process: its variables are newer than any checkpoint."""
         return self._first_epoch.session(self.session.number) is None
 
     @property
     def outside(self) -> bool:
-        """Whether the job began without this process, and it has not come to where the others are.
+        """True if the job began without this process, and it has not come to where the others are.
 
         A synchronous process that was taken in makes from then on the same calls as all.
         """
@@ -141,14 +141,14 @@ class Group(Progress):
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the first of the group, in task order; of asynchronous workers always the same."""
+        """True if this process is the first of the group, in task order; of asynchronous workers always the same."""
         if self.alone:
             return self._first_epoch.members[0].task == self.session.task
         self._settle()
         return self.epoch is not None and self.epoch.members[0].session == self.session.number
 
     def saves(self) -> bool:
-        """Whether of those that make rounds together this process says what a checkpoint has beside the variables.
+        """Returns whether this process says, for those that make rounds together, what a checkpoint has but variables.
 
         The first in task order of those that began the job: who came later has not restored what it has. Where none
         of them is left, whoever has been there the longest.

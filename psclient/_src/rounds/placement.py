@@ -1,4 +1,4 @@
-"""Which server holds a new variable that is not created beside another.
+"""The choice of a server for a new variable that is not created beside another.
 
 All processes of a job create the same variables in the same order, so each finds the same places by itself, a process
 that comes back included. Server 0 keeps them, and refuses a process that finds another place.
@@ -58,8 +58,8 @@ class Placement:
         """Counts a variable.
 
         Args:
-            variable: as server 0 named and placed it.
-            chosen: whether its place came from `choose`.
+            variable: the variable, as server 0 named and placed it.
+            chosen: True if its place came from `choose`.
         """
         for server in variable.servers:
             self._nbytes[server] += variable.spec.tensor.nbytes

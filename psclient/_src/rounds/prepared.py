@@ -13,9 +13,9 @@ class ServerShare:
     """One server's share of a plan.
 
     Attributes:
-        operands, reductions: places of those that are sent there.
+        operands, reductions: indices into the plan's operands and reductions of those that are sent there.
         writes: numbers of the variables that are assigned there, as `Plan.writes`.
-        given: what comes back from there, as `Plan.given`.
+        given: the plan's given values that come back from there, as `Plan.given`.
     """
 
     operands: tuple[int, ...]
@@ -32,15 +32,15 @@ class ServerShare:
 
 
 class PlanShares:
-    """All that the rounds of a plan would else find out again.
+    """A plan's parts by server: its rounds need not find them out again.
 
     Args:
-        plan: which.
+        plan: the plan.
 
     Attributes:
-        shares: of each server that takes part.
+        shares: the share of each server that takes part.
         written: numbers of the variables that are assigned on any of them.
-        restores: whether any variable may be another after it.
+        restores: True if it restores variables: any of them may have another value after it.
     """
 
     def __init__(self, plan: Plan) -> None:

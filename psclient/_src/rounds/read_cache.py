@@ -24,8 +24,8 @@ class ReadCache:
 
     Args:
         session: this process's session, open.
-        group: where it stands.
-        awaited: names whom a server waits for.
+        group: this process's place among the members.
+        awaited: names the processes that a server waits for.
         measures: counts the seconds of reads.
     """
 
@@ -44,14 +44,14 @@ class ReadCache:
         self._read: set[int] = set()
 
     def read(self, variable: PlacedVariable, now: bool = False) -> Array:
-        """A variable's value, read-only, as of the last round of this process that touched its server.
+        """Returns a variable's value, read-only, as of the last round of this process that touched its server.
 
         What was read is kept until a round changes it. Where workers are asynchronous it is kept for one step, so
         that a step computes with one value.
 
         Args:
-            variable: which.
-            now: where workers are asynchronous, not what is kept, but what the server has now.
+            variable: the variable to read.
+            now: True to ask the server where workers are asynchronous, whatever is kept.
         """
         if now and self._group.alone:
             return self.pull(variable)
@@ -75,7 +75,7 @@ class ReadCache:
         return value
 
     def begin_step(self) -> None:
-        """What was read before is out of date where workers are asynchronous; what the last round brought is not."""
+        """Begins a step: where workers are asynchronous only what the last round brought is still up to date."""
         if self._group.alone:
             with self._lock:
                 self._values = {id: value for id, value in self._values.items() if id in self._brought}
@@ -120,7 +120,7 @@ class ReadCache:
     # ---- What rounds do to it ----
 
     def wanted(self, written: Iterable[int]) -> list[int]:
-        """Those of the variables that a round assigns which were read since their last assignment."""
+        """Returns the variables that a round assigns and that were read since their last assignment."""
         with self._lock:
             return [id for id in written if id in self._read]
 

@@ -19,7 +19,7 @@ VERDICTS = (CheckpointError, VariableMismatch)
 
 
 class Restoring:
-    """Has the servers restore checkpoints. Used by the thread that runs cross-replica code.
+    """Restores checkpoints on all servers. Used by the thread that runs cross-replica code.
 
     Args:
         exchange: makes the rounds.
@@ -41,21 +41,21 @@ class Restoring:
         return self._answer(0, path, log_server.restore(self._session.number, path, Turn(), RestoreOrder("look")))
 
     def restore(self, path: str, order_for: Callable[[RestoreReply], RestoreOrder]) -> RestoreReply:
-        """Has every server take over its part of a checkpoint: all of them or none, for all processes at once.
+        """Makes every server take over its part of a checkpoint: all of them or none, for all processes at once.
 
         Of a directory a damaged checkpoint is passed over, for the one before it, and set aside by the servers.
 
         Args:
-            path: which, or a directory of them.
-            order_for: which of its values go where, once it is known what it has.
+            path: a checkpoint, or a directory of them.
+            order_for: called with the checkpoint's contents; returns which of its values go where.
 
         Returns:
-            Which one, and which were passed over.
+            The answer of the checkpoint that was taken, with those that were passed over.
 
         Raises:
-            CheckpointError: there is none that is whole, or a server cannot read its part. Nothing has changed.
-            VariableMismatch: it has a variable with another shape or dtype. Nothing has changed.
-            PSError: why the round that commits did not happen; the session is over.
+            CheckpointError: no checkpoint there is whole, or a server cannot read its part. Nothing has changed.
+            VariableMismatch: the checkpoint has a variable with another shape or dtype. Nothing has changed.
+            PSError: the reason why the round that commits did not happen; the session is over.
         """
         damaged: dict[str, str] = {}
         while True:

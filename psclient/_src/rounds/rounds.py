@@ -36,11 +36,11 @@ FAILED_ROUND = (ProgramError, MemoryLimit)
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What a section sends.
+    """The contribution of this process to a round of a section.
 
     Attributes:
         plan: the section's plan.
-        weights: for each reduction, by how much this process's contribution counts.
+        weights: for each reduction the weight of this process's contribution.
         contributions: for each reduction, a host array, or one on its way from a GPU; None where the weight is 0.
         operands: for each operand, a host array.
     """
@@ -61,11 +61,11 @@ class Exchange:
 
     Args:
         session: this process's session, open.
-        group: where it stands.
+        group: this process's place among the members.
 
     Attributes:
-        measures: what is counted of it.
-        reads: what was read between the rounds.
+        measures: counters of rounds and reads.
+        reads: the variables' values as they were read between the rounds.
     """
 
     def __init__(self, session: Session, group: Group) -> None:
@@ -86,12 +86,12 @@ class Exchange:
 
         Args:
             spec: name, dtype and shape.
-            servers: who shall hold it; never empty for a new one.
-            value: this process's first value, of that dtype and shape.
+            servers: the servers that shall hold it; never empty for a new one.
+            value: this process's initial value, of that dtype and shape.
 
         Raises:
-            VariableMismatch: another process created something else.
-            MemoryLimit: it does not fit.
+            VariableMismatch: another process created another variable in its place.
+            MemoryLimit: the variable does not fit.
         """
         self.session.check()
         number, ordinal = self.session.number, len(self._variables)
@@ -143,14 +143,14 @@ class Exchange:
         """Makes one round of a section, whose place was entered, and waits for it.
 
         Args:
-            outgoing: the section.
-            observes: whether nothing of it shall count.
+            outgoing: this process's contribution.
+            observes: True if nothing of it shall count.
 
         Returns:
             The plan's returned values.
 
         Raises:
-            PSError: why the round did not happen; the same on every process.
+            PSError: the reason why the round did not happen; the same on every process.
         """
         with self.measures:
             return self._make_round(outgoing, observes)
@@ -231,7 +231,7 @@ class Exchange:
         return found
 
     def _want(self, writes: Iterable[int], server: int) -> tuple[int, ...]:
-        """What to ask back: of the variables that a round assigns those that were read since their last assignment."""
+        """Returns the variables to ask back: those that a round assigns, and that were read since the last one."""
         return tuple([id for id in self.reads.wanted(writes) if self._variables[id].servers[0] == server])
 
     def _fill(self, outgoing: Outgoing, payloads: Iterable[Payload]) -> None:

@@ -10,15 +10,17 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable
+from psclient._src.context import StrategyFace
 from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.template import HostValue, SectionTemplate
+from psclient._src.nest import Leaf, Nest
 from psclient._src.rounds.rounds import Outgoing
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
@@ -57,7 +59,7 @@ class Section:
     """Records one stretch of cross-replica code. Used by the thread that made it; others may ask for its values.
 
     Args:
-        servers: how many there are.
+        servers: number of servers.
         flush: sends the section and gives the returned values back through `arrived`.
     """
 
@@ -85,12 +87,12 @@ class Section:
 
     @property
     def mine(self) -> bool:
-        """Whether the calling thread made it."""
+        """True in the thread that made it."""
         return self._thread is threading.current_thread()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread that made it runs still; nobody else can end it."""
+        """True if the thread that made it still runs; no other can end it."""
         return self._thread.is_alive()
 
     def check_thread(self) -> None:
@@ -103,7 +105,7 @@ class Section:
 
     @property
     def flushed(self) -> bool:
-        """Whether the section has been sent."""
+        """True if the section has been sent."""
         return self._values is not None
 
     def writes(self, id: int) -> bool:
@@ -117,8 +119,8 @@ class Section:
 
         Args:
             local: this process's contribution.
-            servers: where the value shall be; None where it only has to come back here.
-            target: what it is for, in words.
+            servers: the servers where the value shall be; None where it only has to come back here.
+            target: purpose of the value, in words, for messages.
         """
         self._check_more()
         located = ServerValue(self, Ref("reduction", len(self._reductions)), local.spec)
@@ -132,14 +134,14 @@ class Section:
     def apply(
         self,
         servers: tuple[int, ...],
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+        fn: Callable[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> Nest:
         """Traces an update function and records its application.
 
         Args:
-            servers: where it runs.
+            servers: the servers where it runs.
             fn, args, kwargs: the function and what it takes: variables, located and mirrored values,
                 arrays that every process has alike, Python scalars, anything else that it looks at.
 
@@ -147,7 +149,7 @@ class Section:
             What the function returns, with located values and variables as leaves.
 
         Raises:
-            ProgramError: it cannot be traced.
+            ProgramError: the function cannot be traced.
             ValueError: an argument is a per-replica value, or a variable of another strategy.
             RuntimeError: the function ends the section.
         """
@@ -177,11 +179,11 @@ class Section:
         self._applies.append(Apply(self._program(traced.program), servers, tuple(refs)))
         return self._result(traced, refs, inputs.variables)
 
-    def _result(self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable]) -> Any:
+    def _result(self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable]) -> Nest:
         first, specs = self._results, traced.program.output_specs
         self._results += len(specs)
 
-        def leaf(value: Any) -> Any:
+        def leaf(value: Leaf) -> Leaf:
             if isinstance(value, OutputLeaf):
                 return ServerValue(self, Ref("result", first + value.index), specs[value.index])
             return variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
@@ -198,7 +200,7 @@ class Section:
         return found
 
     def _refs_of_call(self, call: TracedCall, servers: tuple[int, ...]) -> list[Ref]:
-        """Where the inputs of a traced function's call come from; calls with the same numbers share operands."""
+        """Returns the origins of the inputs of a traced call; calls with the same numbers share operands."""
         refs = []
         for place, origin in enumerate(call.inputs):
             if isinstance(origin, Given):
@@ -238,7 +240,7 @@ class Section:
         """Records that a checkpoint of all servers is wanted, of the round that this section will be; see its order."""
         self._snapshot = SnapshotOrder(path, tuple(range(self._servers)), round, state)
 
-    def give_back(self, value: Any) -> None:
+    def give_back(self, value: object) -> None:
         """Notes which of the section's values the program will look at: the leaves of a nest."""
         for leaf in nest.flatten(value):
             if isinstance(leaf, ServerValue) and leaf.section is self:
@@ -274,8 +276,8 @@ class Section:
         """Records, behind the same reductions, all that another section of the same strategy has recorded.
 
         Args:
-            kept: that.
-            numbers: in place of those that it was recorded with.
+            kept: the recorded section.
+            numbers: replace the numbers that it was recorded with.
             local: this process's contributions to the same reductions, where these are not recorded yet.
 
         Returns:
@@ -356,14 +358,14 @@ class Section:
 class _Inputs:
     """The inputs of one program: turns what an update function takes into tracers."""
 
-    def __init__(self, section: Section, servers: tuple[int, ...], strategy: Any) -> None:
+    def __init__(self, section: Section, servers: tuple[int, ...], strategy: StrategyFace) -> None:
         self.section = section
         self.strategy = strategy
         self.servers = servers
         self.variables: dict[int, ServerVariable] = {}
         self.recording = Recording(self.lift)
 
-    def give(self, value: Any) -> Given | None:
+    def give(self, value: Leaf) -> Given | None:
         """Returns what a variable, an array, a located or a mirrored value is as an input; None for all else."""
         if isinstance(value, Variable):
             return self._variable(value)
@@ -381,7 +383,7 @@ class _Inputs:
         return self._array(value) if is_array(value) else None
 
     @staticmethod
-    def _array(value: Any) -> Given:
+    def _array(value: object) -> Given:
         array = to_numpy(value)
         return Given("operand", spec_of(array), array)
 
@@ -394,7 +396,7 @@ class _Inputs:
         self.variables[handle.id] = on_server
         return Given("variable", handle.spec.tensor, Ref("variable", handle.id), value)
 
-    def lift(self, value: Any) -> Tracer | None:
+    def lift(self, value: object) -> Tracer | None:
         """The tracer of a variable or of a located or mirrored value; None for all else."""
         found = self.give(value) if isinstance(value, Readable | DistributedValues) else None
         if found is None:
@@ -407,7 +409,7 @@ class _Inputs:
             else self.recording.operand(found.source)
         )
 
-    def argument(self, value: Any) -> Any:
+    def argument(self, value: object) -> object:
         """An argument as the update function sees it: Python scalars and unknown things as they are."""
         if isinstance(value, Settings):
             return value.view(lambda number: number)

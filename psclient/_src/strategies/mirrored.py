@@ -30,7 +30,7 @@ class MirroredStrategy(Strategy):
 
 
 class DefaultStrategy(Strategy):
-    """What `get_strategy` gives outside of every scope: one replica, in which library code runs unchanged."""
+    """The strategy outside of every scope: one replica, in which library code runs unchanged."""
 
     def __init__(self) -> None:
         super().__init__(LocalBackend((CPU,)))
@@ -40,9 +40,9 @@ class DefaultStrategy(Strategy):
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
         """Calls the function, in replica context; in any thread at any time."""

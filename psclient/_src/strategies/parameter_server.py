@@ -49,7 +49,7 @@ class ParameterServerStrategy(Strategy):
         consistency: `Sync()`, the default, or `Async()`; the same in all processes.
         cluster_resolver: tells the cluster and this process's task; by default `TFConfigClusterResolver()`.
         timeouts: by default what `PS_TIMEOUT_*` say.
-        ps_strategy: which server holds a new variable that is not created beside another; the same in all processes.
+        ps_strategy: choice of the server for a variable that is not created beside another; the same in all processes.
             "greedy" takes the one with the fewest bytes, "round_robin" the next in turn, as TensorFlow does by
             default; both pass over servers whose memory limit leaves no room.
         lane: the fastest way for values to travel that may be used: "shm", "tcp" or "grpc"; where it does not work
@@ -140,7 +140,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What tells the cluster and this process's task; None where one server was started for this process."""
+        """The resolver of the cluster and this process's task; None where one server was started for this process."""
         return self._resolver
 
     @property
@@ -150,7 +150,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def task(self) -> Task:
-        """Which task this process is."""
+        """The task that this process is."""
         return self._config.task
 
     @property
@@ -167,7 +167,7 @@ class ParameterServerStrategy(Strategy):
         A clean end tells the others that this process has done its part. Does nothing in a fork of the process.
 
         Raises:
-            CheckpointError: what was saved last is not there; all else is done.
+            CheckpointError: the last checkpoint could not be written; all else is done.
         """
         if os.getpid() != self._owner:
             return
@@ -209,7 +209,7 @@ class ParameterServerStrategy(Strategy):
         return ""
 
     def _wait_saved(self) -> None:
-        """What was saved last is complete before the job ends; that it failed keeps nobody from leaving."""
+        """Waits until the last checkpoint is complete; keeps its failure for the end of `close`, as all leave then."""
         try:
             self._remote.checkpoints.saved()
         except CheckpointError as error:

@@ -49,13 +49,13 @@ _INSTEAD: dict[str, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Brought:
-    """An array or a number that an update function brought along, and did not get as an argument.
+    """An array or a number that an update function took from elsewhere, and not from its arguments.
 
     Attributes:
-        value: what the function had; whatever NumPy makes an array of.
-        array: its copy.
-        line: of the user's code, where it met what the function got.
-        function: that has this line.
+        value: the object itself; anything that NumPy makes an array of.
+        array: a copy of it, as an array.
+        line: the line of the user's code that combined it with a traced value.
+        function: name of the function that has this line.
     """
 
     value: object
@@ -70,7 +70,7 @@ class Brought:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is a number of Python."""
+        """True if it is a Python number."""
         return isinstance(self.value, int | float | complex)
 
     def same(self, other: Brought) -> bool:
@@ -84,15 +84,15 @@ class Brought:
 
 
 class UnknownAttribute(ProgramError, AttributeError):
-    """What arrays have and tracers do not: code that asks with `hasattr` gets its answer."""
+    """An attribute that arrays have and tracers do not: `hasattr` is False for it."""
 
 
 def instead_of(name: str, functions: Sequence[str]) -> str:
     """Returns what to write in place of an attribute that tracers do not have.
 
     Args:
-        name: the attribute's.
-        functions: the names of NumPy's functions that are known.
+        name: the attribute's name.
+        functions: the names of NumPy's functions that tracers support.
     """
     if name in functions:
         return f"write np.{name}(x)"
@@ -126,15 +126,15 @@ def fail(message: str, kind: type[ProgramError] = ProgramError, at: str = "") ->
     """Raises an error at the user's line.
 
     Args:
-        message: what is wrong, and what to write instead.
-        kind: of the error.
-        at: the line, where it is not the innermost one that runs outside of this package and NumPy.
+        message: the fault, and the remedy.
+        kind: the class of the error.
+        at: the line to name, where it is not the innermost one that runs outside of this package and NumPy.
     """
     where = at or users_line()
     raise kind(f"{where}: {message}" if where else message)
 
 
-def refuse_result(fn: Callable[..., Any], result: Any) -> None:
+def refuse_result(fn: Callable[..., object], result: object) -> None:
     """Raises `ProgramError` if a call of an update function has run nothing of it: a generator or a coroutine."""
     if not isinstance(result, GeneratorType | CoroutineType | AsyncGeneratorType):
         return
@@ -169,14 +169,14 @@ def refuse_slots(optimizer: Any) -> None:
         fail(f"{name} is called with ({', '.join(taken)}): {error}; take these, or change slots", at=line)
 
 
-def refuse_step(optimizer: Any, returned: Any, variables: Sequence[Any], assigned: bool) -> None:
+def refuse_step(optimizer: Any, returned: object, variables: Sequence[object], assigned: bool) -> None:
     """Raises `ProgramError` if an optimizer's `update` returns something, which is lost, or assigns nothing.
 
     Args:
-        optimizer: whose.
-        returned: what it returned; variables, and None, are nothing.
-        variables: what it could assign.
-        assigned: whether it has assigned the variable that it is to update.
+        optimizer: the optimizer with this `update`.
+        returned: the result of `update`; variables, and None, are nothing.
+        variables: the variables that it could assign.
+        assigned: True if it has assigned the variable that it is to update.
     """
     name, line = _named(optimizer.update)
     if not all(any(leaf is known for known in (None, *variables)) for leaf in nest.flatten(returned)):
@@ -202,13 +202,13 @@ def refuse_changing(brought: Sequence[Brought], again: Sequence[Brought]) -> Non
             )
 
 
-def warn_of_large(brought: Iterable[Brought], fn: Callable[..., Any], around: Surroundings | None) -> None:
+def warn_of_large(brought: Iterable[Brought], fn: Callable[..., object], around: Surroundings | None) -> None:
     """Says of large arrays, once for each, that they travel to the servers in each call.
 
     Args:
-        brought: what a function brought along.
-        fn: the function.
-        around: what it reads by name, where that is known.
+        brought: arrays and numbers that a function took from elsewhere.
+        fn: the traced function.
+        around: the names that it reads, where they are known.
     """
     for one in brought:
         if one.array.nbytes >= LARGE and hasattr(one.value, "nbytes"):  # A list may be an argument.
@@ -228,7 +228,7 @@ def _short(name: str) -> str:
     return name.rpartition("<locals>.")[2]
 
 
-def _named(fn: Callable[..., Any]) -> tuple[str, str]:
+def _named(fn: Callable[..., object]) -> tuple[str, str]:
     """A function's name, and the line where it begins."""
     own = inspect.unwrap(getattr(fn, "func", fn))
     code = getattr(own, "__code__", None)

@@ -1,4 +1,4 @@
-"""What functions read by other ways than their arguments, to be told when that becomes something else."""
+"""Guards: detect changes to the globals and closure variables that a traced function reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSTALLED = tuple(
         Path(__file__).parents[2],
     )
 )
-"""Whose functions stay what they are: Python's, those of installed packages, and of this one."""
+"""Folders of functions that do not change: Python's, those of installed packages, and of this one."""
 
 _NOTHING = object()
 
@@ -31,20 +31,20 @@ _LONGEST = 100
 
 
 class Surroundings:
-    """What some functions read by name: globals, variables of enclosing functions, methods of their classes.
+    """Values that some functions read by name: globals, variables of enclosing functions, methods of their classes.
 
-    Also what the functions among these read, and those that they wrap. Each is the same as long as it is the same
-    object: of what is inside of a list, a module or an array nothing is known.
+    Also of the functions among these, and of those that they wrap. Each counts as unchanged as long as it is the same
+    object: changes inside of a list, a module or an array are not seen.
 
     Args:
-        functions: in which names are looked for.
-        kinds: classes, all whose functions belong to them.
+        functions: the functions whose names are followed.
+        kinds: classes, all functions of which are followed too.
     """
 
-    def __init__(self, functions: Iterable[Any], kinds: Iterable[type] = ()) -> None:
-        self._names: list[tuple[Mapping[str, Any], str, Any]] = []
-        self._cells: list[tuple[str, CellType, Any]] = []
-        self._entered: set[Any] = set()
+    def __init__(self, functions: Iterable[object], kinds: Iterable[type] = ()) -> None:
+        self._names: list[tuple[Mapping[str, object], str, object]] = []
+        self._cells: list[tuple[str, CellType, object]] = []
+        self._entered: set[object] = set()
         for function in functions:
             self._enter(function)
         for base in {base for kind in kinds for base in kind.__mro__}:
@@ -57,7 +57,7 @@ class Surroundings:
                 return False
         return all(_content(cell) is value for _, cell, value in self._cells)
 
-    def name_of(self, value: Any) -> str | None:
+    def name_of(self, value: object) -> str | None:
         """By which name the functions find an object; None if they do not."""
         cells = (name for name, cell, content in self._cells if content is value)
         return next((name for _, name, found in self._names if found is value), next(cells, None))
@@ -67,11 +67,11 @@ class Surroundings:
             if self._enter(value):
                 self._names.append((vars(kind), name, value))
 
-    def _enter(self, function: Any) -> bool:
+    def _enter(self, function: object) -> bool:
         """Adds what a function reads, and what those read that it wraps; returns whether one of them may be changed."""
         return True in {self._enter_one(link) for link in itertools.islice(_chain(function), _LONGEST)}
 
-    def _enter_one(self, function: Any) -> bool:
+    def _enter_one(self, function: object) -> bool:
         if not isinstance(function, FunctionType) or function.__code__.co_filename.startswith(_INSTALLED):
             return False
         if function in self._entered:
@@ -87,7 +87,7 @@ class Surroundings:
         return True
 
 
-def _chain(function: Any) -> Iterator[Any]:
+def _chain(function: object) -> Iterator[Any]:
     """A function, and what it wraps: as a property, by `functools.partial`, by a decorator, and so on."""
     while function is not None:
         yield function

@@ -31,7 +31,7 @@ WORDS = (
 
 
 _PLAIN = NUMBERS | {bool, str, type(None)}
-"""What most attributes are: an optimizer's are looked at in each step."""
+"""Types of most attributes. The check is fast, since an optimizer's attributes are compared in each step."""
 
 _VIEW = "_stands_for_another"
 
@@ -52,7 +52,7 @@ class Configured:
     objects. It lacks all else, and nothing can be assigned to it.
     """
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if is_view(self):
             fail(
                 f"{type(self).__name__}.{name} is assigned in an update function, which runs beside the variable; that "
@@ -75,7 +75,7 @@ class Configured:
         """Returns what an update function sees of it, as of now."""
         return self.settings_with()
 
-    def settings_with(self, **replaced: Any) -> Settings:
+    def settings_with(self, **replaced: object) -> Settings:
         """As `settings`, with other values of some attributes."""
         kind: Any = type(self)
         names = tuple(itertools.chain.from_iterable(map(vars, kind.__mro__)))
@@ -97,11 +97,11 @@ class Configured:
 
 @functools.lru_cache(maxsize=1024)
 def _readable(kind: type, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of a class's names that its objects read as attributes; functions become methods, and stay with it.
+    """Returns the names of a class that its objects read as attributes; functions become methods, and stay with it.
 
     Args:
-        kind: the class.
-        names: all that it and its bases have; a class may get more.
+        kind: the class to look at.
+        names: all names of the class and its bases; a class may get more.
     """
     found = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
     return tuple(
@@ -115,17 +115,17 @@ class Settings:
     """The attributes of a configured object, as an argument of update functions.
 
     Args:
-        kind: its class.
-        names: of all that the class and its bases have: a new one, of a method as well, may hide another.
-        attributes: by name.
+        kind: the class of the object.
+        names: all names of the class and its bases: a new one, of a method as well, may hide another.
+        attributes: the attributes by name.
 
     Attributes:
-        kind: the class.
-        key: all but the numbers.
-        numbers: in order.
+        kind: the class of the object.
+        key: all attributes but the numbers.
+        numbers: the numbers among the attributes, in order.
     """
 
-    def __init__(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, Any]) -> None:
+    def __init__(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, object]) -> None:
         self.kind = kind
         self._names = names
         self._attributes = attributes
@@ -133,20 +133,20 @@ class Settings:
         self.view(self.numbers.append)
         self.key = _Key((kind, names, *((name, _key(value)) for name, value in attributes.items())))
 
-    def same(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, Any]) -> bool:
+    def same(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, object]) -> bool:
         """Returns whether they are of this class, with these names, and have these very attributes."""
         mine = self._attributes
         if self.kind is not kind or self._names != names or [*mine] != [*attributes]:
             return False
         return all(map(is_, mine.values(), attributes.values()))
 
-    def view(self, number: Callable[[Number], Any]) -> Any:
-        """An object of the class with these attributes.
+    def view(self, number: Callable[[Number], object]) -> Any:
+        """Makes an object of the class with these attributes.
 
         Args:
-            number: what shall stand for a number.
+            number: called with each number; returns what stands for it in the object.
         """
-        made: Any = object.__new__(self.kind)
+        made: object = object.__new__(self.kind)
         made.__dict__ = {name: _seen(value, number) for name, value in self._attributes.items()}
         vars(made)[_VIEW] = True
         return made
@@ -166,7 +166,7 @@ class Settings:
             elif isinstance(value, types.FunctionType):
                 yield value
 
-    def _leaves(self) -> list[Any]:
+    def _leaves(self) -> list[object]:
         return nest.flatten(tuple(self._attributes.values()))
 
 
@@ -187,7 +187,7 @@ class _Key:
 _LEFT_OUT = object()
 
 
-def _taken(value: Any) -> Any:
+def _taken(value: object) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Configured):
@@ -202,7 +202,7 @@ def _taken(value: Any) -> Any:
     return value if type(value) in NUMBERS or isinstance(value, WORDS) else _LEFT_OUT
 
 
-def _seen(value: Any, number: Callable[[Number], Any]) -> Any:
+def _seen(value: Any, number: Callable[[Number], object]) -> Any:
     if isinstance(value, Settings):
         return value.view(number)
     if isinstance(value, tuple):
@@ -210,7 +210,7 @@ def _seen(value: Any, number: Callable[[Number], Any]) -> Any:
     return number(value) if type(value) in NUMBERS else value
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: object) -> Hashable:
     if isinstance(value, Settings):
         return value.key
     if isinstance(value, tuple):

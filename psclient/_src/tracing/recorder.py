@@ -19,7 +19,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from psclient._src import nest
-from psclient._src.devices import to_numpy
+from psclient._src.devices import Value, to_numpy
 from psclient._src.tracing.diagnostics import Brought, fail, refuse_result, warn_of_large
 from psclient._src.tracing.guards import Surroundings
 from psclient._src.tracing.symbolic_numbers import Scalar, plain_number
@@ -43,12 +43,12 @@ class ScalarOrigin:
     """An operand that is a scalar's value.
 
     Attributes:
-        place: of the scalar on its tape.
-        dtype: the operand's.
+        place: index of the scalar on its tape.
+        dtype: dtype of the operand.
     """
 
     place: int
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class AssignedLeaf:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What a function did.
+    """The recorded call of a function.
 
     Attributes:
-        program: as it travels; what nothing depends on is left out.
+        program: the program as it travels, without nodes that nothing depends on.
         origins: for each of the program's inputs the origin that the caller gave for it; for an operand its
-            array, or of which scalar it is the value.
-        result: what the function returned: a nest of `OutputLeaf`, `AssignedLeaf` and constants.
+            array, or the scalar whose value it is.
+        result: the function's result: a nest of `OutputLeaf`, `AssignedLeaf` and constants.
     """
 
     program: Program
     origins: tuple[Hashable | Array, ...]
-    result: Any
+    result: object
 
 
 class Recording:
@@ -84,7 +84,7 @@ class Recording:
             closure is found.
 
     Attributes:
-        named: whether the function has asked for a variable's name.
+        named: True if the function has asked for a variable's name.
         brought: arrays and numbers that are no arguments, in the order in which they were met.
     """
 
@@ -126,7 +126,7 @@ class Recording:
                 raise
             fail(f"{type(value).__name__} cannot be used in an update function: {error}")
 
-    def _scalar(self, value: Scalar, dtype: np.dtype[Any]) -> Tracer:
+    def _scalar(self, value: Scalar, dtype: np.dtype[np.generic]) -> Tracer:
         return self._known_input("operand", TensorSpec(dtype.name, ()), ScalarOrigin(value.place, dtype))
 
     def _known_input(self, kind: InputKind, spec: TensorSpec, origin: Hashable) -> Tracer:
@@ -144,7 +144,7 @@ class Recording:
         Args:
             op: a key of `OPS`.
             args: tracers, arrays and Python scalars.
-            about: what it is for, to begin a message with.
+            about: purpose of the op, to begin a message with.
             attrs: the op's attributes.
 
         Raises:
@@ -195,7 +195,7 @@ class Recording:
         tracer = self.tracer(value)
         return tracer if tracer.shape == sizes else self.apply("broadcast_to", (tracer,), shape=sizes)
 
-    def fit(self, value: Any, variable: VariableTracer) -> Tracer:
+    def fit(self, value: object, variable: VariableTracer) -> Tracer:
         """The value as it is assigned: cast within its kind and broadcast, as NumPy does in place."""
         about = f"variable {variable.label!r}: "
         if is_weak(value):
@@ -218,7 +218,7 @@ class Recording:
         """Ends the recording; its tracers cannot be used any more.
 
         Args:
-            result: what the function returned, a nest.
+            result: the function's result, a nest.
 
         Raises:
             ProgramError: the program is too long.
@@ -271,7 +271,7 @@ class Recording:
         self._specs.append(spec)
         return len(self._steps) - 1
 
-    def _weak(self, op: str, value: Any, peers: Sequence[object], about: str) -> Tracer:
+    def _weak(self, op: str, value: object, peers: Sequence[object], about: str) -> Tracer:
         """A Python scalar as NumPy would cast it beside these arguments of this op."""
         dtypes: list[Any] = [peer.dtype if isinstance(peer, Tracer) else plain_number(peer) for peer in peers]
         function = getattr(np, OPS[op].numpy)
@@ -285,8 +285,8 @@ class Recording:
         at = next(i for i, peer in enumerate(peers) if peer is value)
         return self._typed(value, resolved[at], about)
 
-    def _compared(self, op: str, pair: Sequence[Any]) -> Tracer | None:
-        """As NumPy compares integers with a whole number that their dtype does not have: all are less, or more."""
+    def _compared(self, op: str, pair: Sequence[Value]) -> Tracer | None:
+        """Compares integers with a whole number out of their dtype's range, as NumPy does: all are less, or more."""
         array, number = pair if isinstance(pair[0], Tracer) else pair[::-1]
         if not is_weak(number) or type(plain_number(number)) is not int or array.dtype.kind not in "iu":
             return None
@@ -297,7 +297,7 @@ class Recording:
         answer = _COMPARISONS[op](*(low if one is array else one for one in pair))
         return self.broadcast_to(self.operand(np.asarray(answer)), array.shape)
 
-    def _typed(self, value: object, dtype: np.dtype[Any], about: str) -> Tracer:
+    def _typed(self, value: object, dtype: np.dtype[np.generic], about: str) -> Tracer:
         try:
             with np.errstate(all="ignore"):
                 array = np.asarray(plain_number(value), dtype)
@@ -320,7 +320,7 @@ def trace(
         fn: the update function.
         args, kwargs: tracers, and anything else that `fn` takes; Python scalars stay what they are
             and become operands where they meet a tracer.
-        around: what it reads by other ways, where that is known.
+        around: the names that it reads, where they are known.
 
     Raises:
         ProgramError: with the user's file and line, for what cannot be traced.
@@ -331,7 +331,7 @@ def trace(
     return recording.finish(result)
 
 
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+_COMPARISONS: dict[str, Callable[[Value, Value], Value]] = {
     "equal": operator.eq,
     "not_equal": operator.ne,
     "less": operator.lt,

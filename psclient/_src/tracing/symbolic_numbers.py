@@ -14,19 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from psclient._src.devices import Value
 from psclient._src.tracing.diagnostics import Brought
 
 Number = bool | int | float | complex
 
+_Operator = Callable[["Scalar", object], object]
+
 
 class Tape:
-    """What a function computed from some numbers. Used by one thread while it is written; afterwards by any.
+    """The computation of a function from some numbers. Used by one thread while it is written; afterwards by any.
 
     Args:
-        numbers: the ones that may change.
+        numbers: the numbers that may change.
 
     Attributes:
-        values: the given numbers, and then what was computed.
+        values: the given numbers, and then the computed ones.
         brought: numbers that are no arguments, in the order in which they were met.
     """
 
@@ -34,22 +37,22 @@ class Tape:
         self.values: list[Any] = list(numbers)
         self.brought: list[Brought] = []
         self._steps: list[tuple[Callable[..., Any], tuple[int, ...]]] = []
-        self._seen: list[tuple[int, Any]] = []
+        self._seen: list[tuple[int, object]] = []
 
     def scalar(self, place: int) -> Scalar:
         """Stands for a number: the given ones come first, and then what was computed."""
         return Scalar(self, place, self.values[place])
 
-    def compute(self, fn: Callable[..., Any], *args: Any) -> Scalar:
+    def compute(self, fn: Callable[..., object], *args: object) -> Scalar:
         """Calls a function with scalars and numbers, and notes it."""
         places = tuple(arg.place if isinstance(arg, Scalar) else self._constant(arg) for arg in args)
         return self.scalar(self._add(fn, places))
 
-    def _constant(self, value: Any) -> int:
+    def _constant(self, value: object) -> int:
         self.brought.append(Brought.here(value, np.asarray(value)))
         return self._add(lambda: value, ())
 
-    def _add(self, fn: Callable[..., Any], places: tuple[int, ...]) -> int:
+    def _add(self, fn: Callable[..., object], places: tuple[int, ...]) -> int:
         self.values.append(fn(*(self.values[place] for place in places)))
         self._steps.append((fn, places))
         return len(self.values) - 1
@@ -61,7 +64,7 @@ class Tape:
 
     def replay(self, numbers: Sequence[Number]) -> list[Any] | None:
         """All values, computed from other numbers of the same types; None where the tape does not hold for them."""
-        values: list[Any] = list(numbers)
+        values: list[object] = list(numbers)
         try:
             for fn, places in self._steps:
                 values.append(fn(*[values[place] for place in places]))
@@ -76,9 +79,9 @@ class Scalar:
     """Stands for a Python number in an update function that is traced once.
 
     Args:
-        tape: notes what is done with it.
-        place: which of the tape's values it is.
-        value: what it is in the call that is traced.
+        tape: records what is done with it.
+        place: index of its value on the tape.
+        value: its value in the call that is traced.
     """
 
     def __init__(self, tape: Tape, place: int, value: Number) -> None:
@@ -115,13 +118,13 @@ class Scalar:
     def __float__(self) -> float:
         return float(self.tape.see(self))
 
-    def __trunc__(self) -> Any:
+    def __trunc__(self) -> Scalar:
         return self.tape.compute(math.trunc, self)
 
-    def __divmod__(self, other: Any) -> Any:
+    def __divmod__(self, other: Value) -> tuple[Value, Value]:
         return self // other, self % other
 
-    def __rdivmod__(self, other: Any) -> Any:
+    def __rdivmod__(self, other: Value) -> tuple[Value, Value]:
         return other // self, other % self
 
     def __complex__(self) -> complex:
@@ -136,7 +139,7 @@ class Scalar:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.array(self.tape.see(self), dtype=dtype)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Value, **kwargs: object) -> Value:
         # What records, such as a tracer, takes a scalar as an operand; NumPy itself has to know the value.
         own = (Scalar, np.ndarray)
         if any(hasattr(type(arg), "__array_ufunc__") and not isinstance(arg, own) for arg in inputs):
@@ -144,12 +147,12 @@ class Scalar:
         return getattr(ufunc, method)(*(plain_number(arg, look=True) for arg in inputs), **kwargs)
 
 
-def plain_number(value: Any, look: bool = False) -> Any:
-    """The number for which a scalar stands; anything else itself.
+def plain_number(value: object, look: bool = False) -> Any:
+    """Returns the number for which a scalar stands; anything else itself.
 
     Args:
         value: perhaps a scalar.
-        look: whether what comes of it depends on the value, and not only on its type.
+        look: True if the result depends on the value, and not only on its type.
     """
     if not isinstance(value, Scalar):
         return value
@@ -159,14 +162,14 @@ def plain_number(value: Any, look: bool = False) -> Any:
 def _operators() -> None:
     """Python's operators: among numbers they are computed and noted, beside all else left to that."""
 
-    def binary(fn: Callable[[Any, Any], Any], looks: bool) -> tuple[Any, Any]:
-        def forward(self: Scalar, other: Any) -> Any:
+    def binary(fn: Callable[[Value, Value], object], looks: bool) -> tuple[_Operator, _Operator]:
+        def forward(self: Scalar, other: object) -> object:
             if not isinstance(other, Scalar | Number) or isinstance(other, np.generic):
                 return NotImplemented
             found = self.tape.compute(fn, self, other)
             return self.tape.see(found) if looks else found
 
-        def backward(self: Scalar, other: Any) -> Any:
+        def backward(self: Scalar, other: object) -> object:
             if not isinstance(other, Number) or isinstance(other, np.generic):
                 return NotImplemented
             return self.tape.compute(fn, other, self)

@@ -13,6 +13,8 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from psclient._src.devices import Value
+from psclient._src.nest import Nest
 from psclient._src.tracing.diagnostics import UnknownAttribute, fail, instead_of
 from psclient._src.tracing.symbolic_numbers import Scalar, plain_number
 from pswire.model.program import OPS, Attr
@@ -28,10 +30,10 @@ _IN_PLACE = "values cannot be changed in place; write x = x + y, or v.assign_add
 
 
 class Recorder(Protocol):
-    """What a tracer tells what is done with it: a `Recording`."""
+    """The recorder of operations on tracers: a `Recording`."""
 
     named: bool
-    """Whether somebody has asked a tracer for its variable's name."""
+    """True once a tracer was asked for its variable's name."""
 
     def spec(self, place: int, /) -> TensorSpec:
         """The spec of a value, by its number."""
@@ -53,7 +55,7 @@ class Recorder(Protocol):
         """The value in another shape."""
         ...
 
-    def fit(self, value: Any, variable: VariableTracer) -> Tracer:
+    def fit(self, value: object, variable: VariableTracer) -> Tracer:
         """The value as it is assigned to a variable."""
         ...
 
@@ -107,27 +109,27 @@ class Tracer(NDArrayOperatorsMixin):
         """The value as it is now; later assignments to a variable do not change it."""
         return Tracer(self.recording, self.number)
 
-    def sum(self, axis: Any = None, dtype: DType = None, out: None = None, keepdims: bool = False) -> Tracer:
+    def sum(self, axis: object = None, dtype: DType = None, out: None = None, keepdims: bool = False) -> Tracer:
         """The sum over axes, as `numpy.ndarray.sum`."""
         return self._reduce("sum", axis, out, keepdims, dtype)
 
-    def mean(self, axis: Any = None, dtype: DType = None, out: None = None, keepdims: bool = False) -> Tracer:
+    def mean(self, axis: object = None, dtype: DType = None, out: None = None, keepdims: bool = False) -> Tracer:
         """The mean over axes, as `numpy.ndarray.mean`."""
         return self._reduce("mean", axis, out, keepdims, dtype)
 
-    def max(self, axis: Any = None, out: None = None, keepdims: bool = False) -> Tracer:
+    def max(self, axis: object = None, out: None = None, keepdims: bool = False) -> Tracer:
         """The maximum over axes, as `numpy.ndarray.max`."""
         return self._reduce("max", axis, out, keepdims)
 
-    def min(self, axis: Any = None, out: None = None, keepdims: bool = False) -> Tracer:
+    def min(self, axis: object = None, out: None = None, keepdims: bool = False) -> Tracer:
         """The minimum over axes, as `numpy.ndarray.min`."""
         return self._reduce("min", axis, out, keepdims)
 
-    def all(self, axis: Any = None, out: None = None, keepdims: bool = False) -> Tracer:
+    def all(self, axis: object = None, out: None = None, keepdims: bool = False) -> Tracer:
         """Returns whether all are true over axes, as `numpy.ndarray.all`."""
         return self._reduce("all", axis, out, keepdims)
 
-    def any(self, axis: Any = None, out: None = None, keepdims: bool = False) -> Tracer:
+    def any(self, axis: object = None, out: None = None, keepdims: bool = False) -> Tracer:
         """Returns whether any is true over axes, as `numpy.ndarray.any`."""
         return self._reduce("any", axis, out, keepdims)
 
@@ -142,7 +144,7 @@ class Tracer(NDArrayOperatorsMixin):
         return self.recording.apply(op, (tracer,), axis=axis, keepdims=bool(keepdims))
 
     def clip(
-        self, a_min: Any = None, a_max: Any = None, out: None = None, *, min: Any = None, max: Any = None
+        self, a_min: object = None, a_max: object = None, out: None = None, *, min: object = None, max: object = None
     ) -> Tracer:
         """The value within bounds, as `numpy.clip`; the bounds have the names of NumPy 1 and those of now."""
         if out is not None:
@@ -153,7 +155,7 @@ class Tracer(NDArrayOperatorsMixin):
         raised = self.copy() if low is None else self.recording.apply("maximum", (self, low))
         return raised if high is None else self.recording.apply("minimum", (raised, high))
 
-    def _is_bound(self, value: Any, beyond: Callable[[Any, Any], Any], end: str) -> bool:
+    def _is_bound(self, value: object, beyond: Callable[[Value, Value], object], end: str) -> bool:
         """Returns whether a whole number is no bound, since the dtype ends before or there; as NumPy does."""
         whole = self.dtype.kind in "iu" and type(plain_number(value)) is int
         return whole and bool(beyond(value, int(getattr(np.iinfo(self.dtype.name), end))))
@@ -180,8 +182,8 @@ class Tracer(NDArrayOperatorsMixin):
         return op
 
     def __array_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+        self, func: Callable[..., object], types: object, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Nest:
         handler, name = _FUNCTIONS.get(func), _name(func)
         if handler is None:
             _unknown(name)
@@ -193,7 +195,7 @@ class Tracer(NDArrayOperatorsMixin):
             fail(f"{name} in an update function: {error}")
         return handler(*bound.args, **bound.kwargs)
 
-    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Any, **kwargs: object) -> Tracer:
+    def __cupy_override_elementwise_kernel__(self, kernel: Any, *args: Value, **kwargs: object) -> Tracer:
         # CuPy names its own ufuncs cupy_*; a kernel that a user wrote may have any name and mean anything.
         own, name = kernel.name.startswith("cupy_"), kernel.name.removeprefix("cupy_")
         if own and name == "clip":
@@ -263,7 +265,7 @@ class VariableTracer(Tracer):
     """A variable in a program. After an assignment it denotes its new value.
 
     Attributes:
-        assigned: how often it was.
+        assigned: number of assignments so far.
     """
 
     def __init__(self, recording: Recorder, number: int, name: str) -> None:
@@ -311,7 +313,7 @@ def is_weak(value: object) -> bool:
     return isinstance(value, bool | int | float | complex | Scalar) and not isinstance(value, np.generic)
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Callable[..., object]) -> str:
     return f"{function.__module__}.{function.__name__}".replace("numpy.", "np.", 1)
 
 
@@ -362,7 +364,7 @@ def _full_like(a: Tracer, fill_value: object, dtype: DType = None) -> Tracer:
     return a.recording.broadcast_to(a.recording.astype(fill_value, dtype or a.dtype), a.shape)
 
 
-def _norm(x: Tracer, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Tracer:
+def _norm(x: Tracer, ord: object = None, axis: object = None, keepdims: bool = False) -> Tracer:
     """NumPy's norm as far as it is one of vectors, or the root of the sum of all squares."""
     one_axis = isinstance(axis, int) or (axis is None and x.ndim == 1)
     if ord is not None and not one_axis and not (isinstance(ord, str) and ord == "fro"):
@@ -370,7 +372,7 @@ def _norm(x: Tracer, ord: Any = None, axis: Any = None, keepdims: bool = False) 
     return _vector_norm(x, axis=axis, keepdims=keepdims, ord=2 if ord in (None, "fro") else ord)
 
 
-def _vector_norm(x: Tracer, *, axis: Any = None, keepdims: bool = False, ord: Any = 2) -> Tracer:
+def _vector_norm(x: Tracer, *, axis: object = None, keepdims: bool = False, ord: object = 2) -> Tracer:
     if ord not in (1, 2, np.inf, -np.inf):
         fail(f"the norm with ord={ord!r} is not known in update functions; known are 1, 2, inf and -inf")
     if x.dtype.kind not in "fc":  # As NumPy does, for which bfloat16 is no floating dtype.
@@ -384,7 +386,7 @@ def _vector_norm(x: Tracer, *, axis: Any = None, keepdims: bool = False, ord: An
     return size.max(axis=axis, keepdims=keepdims) if ord > 0 else size.min(axis=axis, keepdims=keepdims)
 
 
-_FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+_FUNCTIONS: dict[Callable[..., object], Callable[..., object]] = {
     np.sum: Tracer.sum,
     np.mean: Tracer.mean,
     np.max: Tracer.max,

@@ -27,6 +27,8 @@ import numpy as np
 from psclient._src import context, nest
 from psclient._src.arraylike import Readable
 from psclient._src.context import StrategyFace
+from psclient._src.devices import Value
+from psclient._src.nest import Leaf, Nest
 from psclient._src.tracing.diagnostics import fail, refuse_changing, users_function
 from psclient._src.tracing.guards import Surroundings
 from psclient._src.tracing.hyperparameters import NUMBERS, WORDS, Settings
@@ -41,34 +43,38 @@ MAX_TRACES = 1024
 """For how many kinds of arguments a function keeps traces; then it forgets all of them."""
 
 MAX_TRACES_OF_ONE_KIND = 8
-"""How many traces it keeps that differ by what the function saw of numbers."""
+"""Maximum number of kept traces that differ only in the numbers that the function looked at."""
 
 
 class Given(NamedTuple):
     """A leaf of the arguments that becomes an input of the program.
 
     Attributes:
-        kind: of the input.
+        kind: the kind of input.
         spec: its dtype and shape.
-        source: what it is to the caller; the same for two leaves that are one input. Of an operand its array.
-        variable: the variable, if it is one.
+        source: its identity for the caller; equal for two leaves that are one input. Of an operand its array.
+        variable: the variable, if the leaf is one.
     """
 
     kind: InputKind
     spec: TensorSpec
-    source: Any
+    source: object
     variable: Any = None
+
+
+Give = Callable[[Leaf], Given | None]
+"""Returns the input of the program that a leaf of the arguments becomes; None where it becomes none."""
 
 
 class TracedCall(NamedTuple):
     """One call of an update function.
 
     Attributes:
-        traced: what it does.
+        traced: the recorded call.
         inputs: of the program: what was given, and arrays of the function's own and of numbers. Such an array is the
             same object in one call and the next, as long as the numbers are the same.
-        trace: knows the same with other numbers.
-        numbers: among the arguments.
+        trace: recomputes the operands for other numbers.
+        numbers: the numbers among the arguments, in order.
     """
 
     traced: Traced
@@ -78,13 +84,13 @@ class TracedCall(NamedTuple):
 
 
 class Trace:
-    """What one call of an update function did, for other calls of it.
+    """A recorded call of an update function, reusable for other calls of it.
 
     Args:
-        traced: the origins are places among what was given, arrays of the function's own, or scalars.
-        tape: what it computed from numbers.
-        numbers: in that call.
-        around: what the function read by other ways.
+        traced: the recorded call; its origins are indices of given leaves, arrays of the function's own, or scalars.
+        tape: the computation from numbers.
+        numbers: the numbers among that call's arguments.
+        around: the names that the function read.
         names: of the variables in that call, if the function has asked for one; else None.
     """
 
@@ -134,13 +140,13 @@ class Trace:
         inputs = [given[cast(int, place)] if array is None else array for place, array in found]
         return TracedCall(self._traced, inputs, self, numbers)
 
-    def _remember(self, numbers: list[Number], values: Sequence[Any]) -> list[Array | None]:
+    def _remember(self, numbers: list[Number], values: Sequence[object]) -> list[Array | None]:
         arrays = [_array(origin, values) for origin in self._traced.origins]
         self._last = (repr(numbers), arrays)
         return arrays
 
 
-def _array(origin: Any, values: Sequence[Any]) -> Array | None:
+def _array(origin: object, values: Sequence[object]) -> Array | None:
     """The array of an operand; None if it was given."""
     if isinstance(origin, ScalarOrigin):
         with np.errstate(all="ignore"):
@@ -152,17 +158,17 @@ class UpdateFunction:
     """A function for `update` and `update_non_slot` that depends on its arguments alone; see `update_function`.
 
     Args:
-        fn: the function.
+        fn: the function to trace.
     """
 
     __name__: str
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., object]) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._traces: dict[Hashable, tuple[Trace, ...]] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Nest:
         """Calls the function, as a strategy without servers does."""
         own = [arg.view(_itself) if isinstance(arg, Settings) else arg for arg in args]
         return self._fn(*own, **kwargs)
@@ -170,19 +176,19 @@ class UpdateFunction:
     def call(
         self,
         strategy: StrategyFace,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        give: Callable[[Any], Given | None],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        give: Give,
     ) -> TracedCall:
         """Finds the trace of a call, or makes it.
 
         Args:
-            strategy: whose update it is.
-            args, kwargs: its arguments.
-            give: what a leaf of them becomes as an input of the program; None for what does not become one.
+            strategy: the strategy whose variables are updated.
+            args, kwargs: the arguments of the call.
+            give: called with a leaf; returns the input of the program that it becomes, or None where it becomes none.
 
         Raises:
-            ProgramError: it cannot be traced, or there is no telling whether an argument is another one.
+            ProgramError: the function cannot be traced, or two arguments cannot be told apart.
         """
         given, numbers, key = _opened(args, kwargs, give)
         try:
@@ -203,9 +209,9 @@ class UpdateFunction:
     def _trace(
         self,
         strategy: StrategyFace,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        give: Callable[[Any], Given | None],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        give: Give,
         given: Sequence[Given],
         numbers: list[Number],
     ) -> Trace:
@@ -225,9 +231,9 @@ class UpdateFunction:
     def _record(
         self,
         strategy: StrategyFace,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        give: Callable[[Any], Given | None],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        give: Give,
         given: Sequence[Given],
         numbers: list[Number],
         around: Surroundings,
@@ -236,12 +242,12 @@ class UpdateFunction:
         places = itertools.count()
         inputs = [_tracer(recording, given, place) for place in range(len(given))]
 
-        def scalar(_: Number) -> Any:
+        def scalar(_: Number) -> Value:
             return tape.scalar(next(places))
 
         rest = iter(inputs)
 
-        def leaf(value: Any) -> Any:
+        def leaf(value: Leaf) -> Leaf:
             if isinstance(value, Settings):
                 return value.view(scalar)
             if type(value) in NUMBERS:
@@ -253,8 +259,8 @@ class UpdateFunction:
             traced = trace(recording, self._fn, own, named, around)
         return traced, tape, recording
 
-    def _refuse(self, value: Any) -> None:
-        """What a function brings along from elsewhere: arrays are its own, all else belongs among its arguments."""
+    def _refuse(self, value: object) -> None:
+        """Refuses values from elsewhere than the arguments; arrays are the function's own, and are let through."""
         if isinstance(value, Readable | DistributedValues):
             fail(
                 f"{users_function() or self.__name__} uses {value!r}, which is not among its arguments; pass it, or in "
@@ -262,7 +268,7 @@ class UpdateFunction:
             )
 
 
-def update_function(fn: Callable[..., Any]) -> UpdateFunction:
+def update_function(fn: Callable[..., object]) -> UpdateFunction:
     """Promises that an update function depends on its arguments alone: then it is traced once, and not for each call.
 
     A call whose arguments have the same structure, dtypes and shapes, and the same words and functions, does what the
@@ -276,7 +282,7 @@ def update_function(fn: Callable[..., Any]) -> UpdateFunction:
     return UpdateFunction(fn)
 
 
-def _around(fn: Callable[..., Any], args: Any) -> Surroundings:
+def _around(fn: Callable[..., object], args: object) -> Surroundings:
     """Returns what a function may read by other ways than its arguments, as of now."""
     leaves = nest.flatten(args)
     settings = [leaf for leaf in leaves if isinstance(leaf, Settings)]
@@ -302,13 +308,13 @@ def _same(one: Given, other: Given) -> bool:
 
 
 def _opened(
-    args: Sequence[Any], kwargs: Mapping[str, Any], give: Callable[[Any], Given | None]
+    args: Sequence[object], kwargs: Mapping[str, object], give: Give
 ) -> tuple[list[Given], list[Number], Hashable]:
     """The inputs and the numbers among the arguments, and what is the same for all calls that do the same."""
     given: list[Given] = []
     numbers: list[Number] = []
     key: list[Hashable] = []
-    sources: dict[Any, int] = {}
+    sources: dict[object, int] = {}
     for leaf in nest.flatten((args, kwargs)):
         kind = type(leaf)
         if kind is Settings:
@@ -332,7 +338,7 @@ def _opened(
     return given, numbers, (_structure((args, kwargs)), *key)
 
 
-def _structure(value: Any) -> Hashable:
+def _structure(value: Nest) -> Hashable:
     """Returns how a nest is built, without its leaves."""
     kind = type(value)
     how = nest.children_of(kind)

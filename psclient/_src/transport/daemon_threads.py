@@ -14,7 +14,7 @@ from pswire.errors import PSError
 T = TypeVar("T")
 
 SPARE = int(sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)))
-"""How many idle threads there are always: these Pythons can start none once the main thread has ended."""
+"""Number of idle threads to keep: these Pythons can start none once the main thread has ended."""
 
 
 class Threads:

@@ -1,4 +1,4 @@
-"""What forks of this process may look at: it stays as it is until they are gone."""
+"""Values that forks of this process may look at: they stay as they are until the forks are gone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Fork:
     runs another program, whatever files it closes, and the system seals no memory that somebody may write.
 
     Args:
-        held: what they may look at; it is let go of with this object.
+        held: objects that the forks may look at; they are let go of with this object.
 
     Raises:
-        OSError: the system gives no memory.
+        OSError: the system gives no shared memory.
     """
 
     def __init__(self, held: Sequence[object]) -> None:
@@ -35,7 +35,7 @@ class Fork:
 
     @property
     def gone(self) -> bool:
-        """Whether none of them is there any more."""
+        """True if none of the forks is there any more."""
         try:
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
         except OSError:
@@ -44,13 +44,13 @@ class Fork:
 
 
 _BEGUN: dict[int, Fork] = {}
-"""Those that each thread makes now."""
+"""The fork that each thread is making now."""
 
 _THERE: list[Fork] = []
-"""Those that were there when they were last looked for."""
+"""Forks that were alive when they were last checked."""
 
 _FOR_GOOD: list[object] = []
-"""What those may look at of which the system cannot tell whether they are there."""
+"""Objects for forks of which the system cannot tell whether they are alive."""
 
 
 def watch(keep: Callable[[], Sequence[object]], forget: Callable[[], object]) -> None:

@@ -29,16 +29,16 @@ class GrpcCalls:
     """One connection over gRPC. May be used by any thread.
 
     Args:
-        address: the server's, `host:port`.
-        task: the server's, for messages.
-        security: what this process shows and asks for.
-        name: on the server's certificate.
+        address: the server's address, `host:port`.
+        task: the server's task, for messages.
+        security: certificate and token that this process shows, and the CA that it asks for.
+        name: the name that the server's certificate must have.
         lease: as in `open_channel`.
         interceptors: the first is the outermost.
         traffic: counts payload bytes.
 
     Attributes:
-        failed: set once all calls have ended; wakes who pauses between two of them.
+        failed: set once all calls have ended; wakes callers that pause between two of them.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class GrpcCalls:
             parts.end()  # gRPC's thread would wait for them, however the call has ended
 
     def pull(self, data: bytes, seconds: float) -> tuple[pb.PullHeader, Payload]:
-        """`Pull`."""
+        """Sends a `Pull`; returns the answer's header and payload."""
         return self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader)
 
     def _start(self, start: Callable[..., Any], request: bytes | Iterator[bytes], seconds: float) -> Any:

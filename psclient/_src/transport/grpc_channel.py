@@ -1,4 +1,4 @@
-"""How this package uses gRPC's channels: their settings, and calls of raw bytes."""
+"""Channels of gRPC: their settings, and calls of raw bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS = (
     ("grpc.enable_retries", 0),  # retries are ours: they know the keys and the deadlines
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2_000),  # how long one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # time limit of one attempt to connect
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # An answer is read by the thread that waits for it: a push or pull of one message makes no thread of gRPC's.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
@@ -36,7 +36,7 @@ REASONS = {
     "Deadline": "it is silent",
     "timed out": "it is silent",
 }
-"""What gRPC's details mean to people, by a part of them."""
+"""Readings of gRPC's details for people, by a part of them."""
 
 Interceptor = (
     grpc.UnaryUnaryClientInterceptor
@@ -47,12 +47,12 @@ Interceptor = (
 
 
 def open_channel(address: str, security: Security, name: str, lease: float = Timeouts().lease) -> grpc.Channel:
-    """A channel to a server.
+    """Opens a channel to a server.
 
     Args:
-        address: `host:port`.
-        security: what this process shows and asks for.
-        name: on the server's certificate, whatever its address is.
+        address: the server's address, `host:port`.
+        security: certificate and token that this process shows, and the CA that it asks for.
+        name: the name that the server's certificate must have, whatever its address is.
         lease: seconds; a connection whose packets vanish is given up after half of it, so that a beat gets through on
             another one.
     """

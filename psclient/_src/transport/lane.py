@@ -32,10 +32,10 @@ from pswire.transport.tls_socket import Sealed, Stream
 from pswire.transport.traffic import LaneName, Traffic
 
 SHARED = "/dev/shm"
-"""What a server and its clients have in common where the shm lane works."""
+"""Folder of memory that a server and its clients share where the shm lane works."""
 
 CONNECT_SECONDS = 5.0
-"""How long it may take to connect, and to be welcomed."""
+"""Seconds that it may take to connect, and to be welcomed."""
 
 
 class LaneLost(Exception):
@@ -49,16 +49,16 @@ Answered = tuple[Any, Payload]
 
 @dataclass(frozen=True)
 class Offer:
-    """What a server offers to a session.
+    """A server's offer of lanes to a session.
 
     Attributes:
-        session: whose lanes they are.
-        token: what shows it.
-        host, port: of the tcp lane; the port is 0 where there is none.
-        path: of the shm lane's socket; "" where there is none.
+        session: number of the session that the lanes belong to.
+        token: proves that a connection is this session's.
+        host, port: address of the tcp lane; the port is 0 where there is none.
+        path: path of the shm lane's socket; "" where there is none.
         in_flight: bytes of a contribution that the server holds before they are used.
-        name: on the server's certificate.
-        tls: what the tcp lane is encrypted with; None for nothing.
+        name: the name that the server's certificate must have.
+        tls: context that encrypts the tcp lane; None for none.
     """
 
     session: int
@@ -76,10 +76,10 @@ class _LaneCall:
     """A call under way.
 
     Attributes:
-        kind: of the answer's header.
-        future: its answer.
+        kind: class of the answer's header.
+        future: the answer.
         assembly: collects the answer's payload, once its size is known.
-        header: the answer's, once it is there.
+        header: header of the answer, once it is there.
     """
 
     kind: type[pb.RoundHeader] | type[pb.PullHeader]
@@ -92,17 +92,17 @@ class Lane:
     """A connection to a server's lane. May be used by any thread.
 
     Args:
-        name: which one, "tcp" or "shm".
-        offer: the server's.
+        name: kind of the lane, "tcp" or "shm".
+        offer: the server's offer.
         lease: seconds of silence after which it is broken.
-        traffic: counts what travels.
-        replaces: whether it takes the place of all that the server has of this session.
+        traffic: counts payload bytes.
+        replaces: True if it takes the place of all connections that the server has of this session.
 
     Attributes:
-        answered: how many calls were.
+        answered: number of answered calls.
 
     Raises:
-        LaneLost: it cannot be opened; the message says why.
+        LaneLost: the lane cannot be opened; the message says why.
     """
 
     def __init__(self, name: LaneName, offer: Offer, lease: float, traffic: Traffic, replaces: bool = False) -> None:
@@ -168,7 +168,7 @@ class Lane:
         self._leave()
 
     def _leave(self) -> None:
-        """Is gone for the server, once nobody looks at its memory any more: until then it writes nothing else there."""
+        """Leaves the server once nobody looks at its memory any more: until then it writes nothing else there."""
         if not self._over:
             return
         _LINGERING.add(self)  # first: another thread may let go of the last place, and find it there
@@ -308,7 +308,7 @@ class Lane:
             return
         self.answered += 1
         forks.release()
-        self._channel.drop(number)  # where an answer came before all was sent
+        self._channel.drop(number)  # if an answer came before all was sent
         if isinstance(answer, PSError):
             call.future.set_exception(answer)
         else:
@@ -323,10 +323,10 @@ class Lane:
 
 
 _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
-"""Those of this process."""
+"""The lanes of this process."""
 
 _LINGERING: set[Lane] = set()
-"""Those that are closed, while somebody looks at a server's memory."""
+"""Closed lanes, as long as a reader looks at their server's memory."""
 
 
 def _keep() -> list[Hold]:

@@ -20,7 +20,7 @@ log = logging.getLogger("psclient.lanes")
 T = TypeVar("T")
 
 LOSSES = 3
-"""How often a lane may break before the next one is used."""
+"""Number of times that a lane may break before the next one is used."""
 
 FORGIVEN = 100
 """After how many calls that were answered a lane may break as often again."""
@@ -34,11 +34,11 @@ class LaneSelector:
 
     Args:
         server: the server, for messages.
-        offer: which lanes it has.
+        offer: the lanes that it has.
         lease: seconds of silence after which a lane is broken, while the server answers beats.
-        threads: run what may take a while.
-        traffic: counts what travels on each of them.
-        wanted: which lane to begin with; the ones after it are fallen back to.
+        threads: run calls that may take a while.
+        traffic: counts payload bytes of each lane.
+        wanted: the lane to begin with; the ones after it are fallen back to.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LaneSelector:
         self._offer: Offer | None = offer
         self._lock = threading.Lock()  # guards all below, but what counts calls
         self._names = [name for name in LANES[LANES.index(wanted) :] if self._has(name, offer)]
-        self._at = 0  # which of these is used
+        self._at = 0  # index of the one in use
         self._losses = 0
         self._pause = AGAIN
         self._calls, self._again = 0, AGAIN

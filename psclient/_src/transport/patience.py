@@ -1,4 +1,4 @@
-"""How much of the time that passes counts against the deadlines of waits: not that in which a server was silent."""
+"""Time that counts against the deadlines of waits: not that in which a server was silent."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Patience:
 
 
 class Deadline:
-    """When waits are over, however many there are one after the other: silences in any of them move it.
+    """The end of one or several waits in turn: silences in any of them move it.
 
     Args:
-        patience: tells which time does not count.
-        seconds: that count, from now on.
+        patience: tells the time that does not count.
+        seconds: length in seconds that count, from now on.
         clock: monotonic seconds.
     """
 

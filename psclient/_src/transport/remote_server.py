@@ -62,12 +62,12 @@ class RemoteServer:
     Arrays of a payload are read until its call is over; they must not change before that.
 
     Args:
-        address: `host:port`.
+        address: the server's address, `host:port`.
         task: the server's task, for messages.
-        timeouts: of the cluster.
-        interceptors: of gRPC, the first outermost; tests inject faults with them.
+        timeouts: time limits of the cluster; None for the defaults.
+        interceptors: interceptors of gRPC, the first outermost; tests inject faults with them.
         lane: the fastest lane that may be used.
-        security: what this process shows to the server, and asks it for.
+        security: certificate and token that this process shows, and the CA that it asks for; None for none.
         decides: as in `Attempts`.
 
     Attributes:
@@ -145,13 +145,13 @@ class RemoteServer:
         return messages.OPENED.from_pb(m)
 
     def beat(self, session: int, round: int, plan_id: bytes) -> None:
-        """As `ParameterServer.beat`."""
+        """Implements `ParameterServer.beat`."""
         self._ask("Beat", pb.BeatRequest(session=session, round=round, plan_id=plan_id))
         if lanes := self._lanes.get(session):
             lanes.beat_answered()
 
     def leave(self, session: int, error: str) -> None:
-        """As `ParameterServer.leave`."""
+        """Implements `ParameterServer.leave`."""
         self._ask("Leave", pb.LeaveRequest(session=session, error=error))
 
     def create(
@@ -163,7 +163,7 @@ class RemoteServer:
         servers: tuple[int, ...],
         value: Payload | None,
     ) -> CreateReply:
-        """As `ParameterServer.create`."""
+        """Implements `ParameterServer.create`."""
         header = pb.CreateHeader(
             session=session,
             ordinal=ordinal,
@@ -179,7 +179,7 @@ class RemoteServer:
         return messages.CREATED.from_pb(parse(pb.CreateReply, reply))
 
     def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
-        """As `ParameterServer.propose`."""
+        """Implements `ParameterServer.propose`."""
         request = pb.ProposeRequest(
             session=session,
             plan=messages.PLAN.to_pb(plan) if plan else None,
@@ -219,7 +219,7 @@ class RemoteServer:
         )
 
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
-        """As `ParameterServer.pull`."""
+        """Implements `ParameterServer.pull`."""
         data = pb.PullRequest(session=session, variables=variables, after=after).SerializeToString()
 
         def once(seconds: float) -> PullReply:
@@ -246,20 +246,20 @@ class RemoteServer:
         return lanes.ask(ask, decode, over_grpc) if lanes else over_grpc()
 
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
-        """As `ParameterServer.snapshot`."""
+        """Implements `ParameterServer.snapshot`."""
         request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
         ask = partial(self._ask, "Snapshot", request)
         return self._threads.submit(lambda: messages.SHARD.from_pb(parse(pb.SnapshotReply, ask())))
 
     def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
-        """As `ParameterServer.restore`."""
+        """Implements `ParameterServer.restore`."""
         said = messages.ORDER.to_pb(order)
         request = pb.RestoreRequest(session=session, path=path, turn=messages.TURN.to_pb(turn), order=said)
         ask = partial(self._ask, "Restore", request)
         return self._threads.submit(lambda: messages.RESTORED.from_pb(parse(pb.RestoreReply, ask())))
 
     def status(self) -> ServerStatus:
-        """As `ParameterServer.status`."""
+        """Implements `ParameterServer.status`."""
         return messages.STATUS.from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
 
     # ---- The end ----
@@ -303,16 +303,16 @@ def connect(
     drives: bool = False,
     refused: Refused = "lost",
 ) -> list[RemoteServer]:
-    """A connection to each parameter server of a cluster, in order.
+    """Makes a connection to each parameter server of a cluster, in order.
 
     Args:
-        cluster: where they are.
-        timeouts: of the cluster.
+        cluster: the addresses of the servers.
+        timeouts: time limits of the cluster.
         lane: the fastest one that may be used.
-        security: what this process shows.
-        drives: whether it is the chief's: it decides for all which server is lost. What concerns server 0, which would
+        security: the certificate and token that this process shows; None for none.
+        drives: True for the chief: it decides for all which server is lost. What concerns server 0, which would
             have to tell of it, each process decides.
-        refused: what it means that nothing listens at a server's address any more.
+        refused: the meaning of a refused connection: the server is "lost", or this counts as "silence".
     """
     tasks = cluster.tasks("ps")
     return [

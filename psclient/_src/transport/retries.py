@@ -23,7 +23,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
 """Seconds between two attempts: the first pause, and what it doubles up to."""
 
 WAIT_SECONDS = 600.0
-"""How long a call waits at the server before it is sent again."""
+"""Seconds that a call waits at the server before it is sent again."""
 
 T = TypeVar("T")
 
@@ -32,18 +32,18 @@ class Attempts:
     """The calls of one connection. May be used by any thread.
 
     Args:
-        address: the server's, `host:port`.
-        task: the server's, for messages.
-        timeouts: of the cluster.
-        failed: set once no attempt is to be made any more; wakes who pauses.
-        check: raises why.
-        missing: whom the server waits for, in words.
-        mismatch: why both ends cannot speak, in words, "" if that is not known: gRPC does not tell it.
-        decides: whether the server is lost once nothing listens at its address any more; else that is silence, which is
+        address: the server's address, `host:port`.
+        task: the server's task, for messages.
+        timeouts: time limits of the cluster.
+        failed: set once no attempt is to be made any more; wakes callers that pause.
+        check: raises the reason why `failed` is set.
+        missing: returns the processes that the server waits for, in words.
+        mismatch: returns why both ends cannot speak, in words, "" if that is not known: gRPC does not tell it.
+        decides: True if the server is lost once nothing listens at its address any more; else that is silence, which is
             waited for, and somebody else decides.
 
     Attributes:
-        opened: whether there is a session to lose.
+        opened: True if there is a session to lose.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Attempts:
         """Repeats an attempt until it is answered, its deadline has passed, or the server is lost.
 
         Args:
-            verb: which.
+            verb: the verb to call.
             once: makes one attempt that may take so many seconds.
             extra: seconds beside the verb's own deadline.
-            ends: whether the server ends by it: where nobody listens any more, nobody will answer.
+            ends: True if the server ends by it: where nothing listens any more, there will be no answer.
 
         Raises:
-            PSError: the server's answer, or why there is none.
+            PSError: the server's answer, or the reason why there is none.
         """
         limit = getattr(self._timeouts, verb.deadline) + extra if verb.deadline else float("inf")
         started = time.monotonic()
@@ -119,7 +119,7 @@ class Attempts:
             self._silent_since = None
             raise (answer or self._foreign(code, details)) from None
         if code == "DEADLINE_EXCEEDED" and verb.waits:
-            return "it has not answered yet"  # which it may do on purpose
+            return "it has not answered yet"  # perhaps on purpose
         if self._silent_since is None:
             self._silent_since = began if code == "DEADLINE_EXCEEDED" else time.monotonic()
         if code == "UNAVAILABLE" and not self.opened:

@@ -37,13 +37,13 @@ class Session:
     """One process's life with the servers.
 
     Args:
-        task: who this process is.
+        task: the task that this process is.
         servers: all parameter servers, in order; a test may hand cores in place of connections.
-        replicas: how many local replicas it has; 0 for a chief that only drives.
-        drives: whether it is a chief's session, which gets a fencing token.
-        timeouts: how long everything may take.
-        consistency: how this process makes its rounds; of no meaning where it drives.
-        job: the identity of the job that it belongs to.
+        replicas: number of local replicas; 0 for a chief that only drives.
+        drives: True for a chief's session, which gets a fencing token.
+        timeouts: time limits of the cluster.
+        consistency: the mode of this process's rounds; of no meaning where it drives.
+        job: the identity of its job.
         broken: called once with the error that ends the session.
     """
 
@@ -68,7 +68,7 @@ class Session:
         self.token = 0
         self.incarnations: tuple[int, ...] = ()
         self.devices: tuple[str, ...] = ()
-        """Where each server holds its variables, as `/job:ps/task:0/device:CPU:0`."""
+        """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
         self.waits = (-1, b"")
         """The round and the plan that this process waits for, for the beats."""
         self._drives = drives
@@ -94,7 +94,7 @@ class Session:
         """Opens the session on every server and begins to beat.
 
         Args:
-            waits: whether to wait until another process that has the task is gone, if it goes within its lease.
+            waits: True to wait until another process that has the task is gone, if it goes within its lease.
 
         Raises:
             Unreachable: a server does not answer.
@@ -185,10 +185,10 @@ class Session:
         return jobs == [(self.incarnations, self.job)] and not over
 
     def look(self, after: int = -1) -> Watched:
-        """The sessions and proposals as they are now.
+        """Returns the sessions and proposals as they are now.
 
         Args:
-            after: how many entries of the log not to send; by default all that there are.
+            after: number of entries of the log not to send; by default all that there are.
         """
         known = self.log_server.status().log if after < 0 else after
         news = self.log_server.watch(self.number, known, 0)
@@ -274,7 +274,7 @@ class Session:
             self._broken.result()
 
     def deadline(self, seconds: float) -> Deadline:
-        """When waits that begin now are over; the time in which a server is silent does not count."""
+        """Makes the deadline of waits that begin now; the time in which a server is silent does not count."""
         return self._patience.deadline(seconds)
 
     def wait(
@@ -288,11 +288,11 @@ class Session:
         """Waits for an answer, and ends when the session does.
 
         Args:
-            future: the answer.
-            deadline: when the wait is over.
-            late: gives what is raised then.
-            word: what to log every `timeouts.word` seconds.
-            needs_chief: whether the answer cannot come without a chief.
+            future: the answer that is waited for.
+            deadline: the end of the wait.
+            late: returns the error to raise then.
+            word: returns the line to log every `timeouts.word` seconds.
+            needs_chief: returns True if the answer cannot come without a chief.
 
         Raises:
             PSError: the answer's error, `late`, what ended the session, or `ChiefLost`.

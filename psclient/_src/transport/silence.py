@@ -1,4 +1,4 @@
-"""When a lane is broken although nobody has closed it: its packets vanish, while the server answers elsewhere.
+"""Detection of a broken lane that nobody has closed: its packets vanish, while the server answers elsewhere.
 
 A plain state machine, without a clock. Beats travel on another connection: only the time between beats that were
 answered counts. So a server that stands still is waited for, and a network that is cut as a whole breaks no lane.
@@ -32,8 +32,8 @@ class Silence:
         """The server has said what it has received on the lane.
 
         Args:
-            received: in bytes.
-            paused: whether it receives no more for now, because it has enough.
+            received: number of bytes.
+            paused: True if it receives no more for now, because it has enough.
             sent: bytes that the system has taken from us.
             now: monotonic seconds.
         """
@@ -47,11 +47,11 @@ class Silence:
         """The server has answered a beat.
 
         Args:
-            waiting: whether it owes an answer, or a word, on the lane.
+            waiting: True if the server owes an answer, or a word, on the lane.
             now: monotonic seconds.
 
         Returns:
-            Why the lane is broken; "" if it is not.
+            The reason why the lane is broken; "" if it is not.
         """
         if not waiting:
             self._stuck = 0.0

@@ -8,10 +8,10 @@ import ssl
 from pswire.security.identity import Security
 
 SECONDS = 2.0
-"""How long one step of the probe may take."""
+"""Seconds that one step of the probe may take."""
 
 PROTOCOL = "h2"
-"""What gRPC speaks within TLS."""
+"""The protocol that gRPC speaks within TLS."""
 
 NO_TLS = (
     "it speaks without TLS, and this process has a certificate; start the server with --tls-cert, --tls-key and "
@@ -33,10 +33,10 @@ FOUND = {
     "certificate has expired": "the server's certificate has expired; psctl certs OUT --renew makes a new one",
     "certificate is not yet valid": "the server's certificate is not yet valid; set the clock of one of both machines",
 }
-"""What is wrong with a server's certificate, by what OpenSSL says of it."""
+"""Readings of OpenSSL's errors about a server's certificate."""
 
 PLAIN = ("WRONG_VERSION_NUMBER", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE")
-"""What OpenSSL says of who answers, and not in TLS."""
+"""OpenSSL's errors where the other end answers, and not in TLS."""
 
 REFUSED = (
     "the server does not take our certificate: it has expired, or is not signed by the server's CA; give both the "
@@ -48,9 +48,9 @@ def mismatch(address: str, security: Security, name: str) -> str:
     """Returns why two ends cannot speak, in words, and what to do; "" if that is not known.
 
     Args:
-        address: the server's, `host:port`.
-        security: what this process shows, and asks for.
-        name: that the server's certificate must have.
+        address: the server's address, `host:port`.
+        security: certificate and token that this process shows, and the CA that it asks for.
+        name: the name that the server's certificate must have.
     """
     found = _found(address, security, name)
     # A server that ends may look the same, once.

@@ -17,7 +17,7 @@ import numpy as np
 from psclient._src import context
 from psclient._src.arraylike import Readable, read
 from psclient._src.context import StrategyFace
-from psclient._src.devices import AnyArray, Device, as_array, device_scope, namespace, to_device, to_numpy
+from psclient._src.devices import AnyArray, Device, Value, as_array, device_scope, namespace, to_device, to_numpy
 from psclient._src.values import Component, DistributedValues, Mirrored
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.model.plan import PlacedVariable as Handle
@@ -70,12 +70,12 @@ class ServerVariable(Variable):
 
 
 class Cell:
-    """An array on a device that is replaced, never changed: who has read it keeps what was read. For any thread.
+    """An array on a device that is replaced, never changed: readers keep the array that they have read. For any thread.
 
     Args:
-        name: of the variable, for messages.
+        name: name of the variable, for messages.
         spec: dtype and shape.
-        device: where it lives.
+        device: the device that holds it.
         value: the first value, of that dtype and shape.
     """
 
@@ -87,7 +87,7 @@ class Cell:
         self.array: AnyArray = None
         self.write("assign", value)
 
-    def write(self, how: str, value: Any) -> None:
+    def write(self, how: str, value: object) -> None:
         """Gives it a value, adds or subtracts one: "assign", "assign_add" or "assign_sub".
 
         Raises:
@@ -101,7 +101,7 @@ class Cell:
             if self.device.kind == "cpu":
                 self.array.flags.writeable = False
 
-    def _changed(self, how: str, delta: Any) -> AnyArray:
+    def _changed(self, how: str, delta: object) -> AnyArray:
         """The array with something added or subtracted, in NumPy's dtype: what is assigned is rounded once, as by
         update programs."""
         weak = isinstance(delta, bool | int | float | complex) and not isinstance(delta, np.generic)
@@ -117,7 +117,7 @@ class Cell:
             "cannot be assigned to it"
         )
 
-    def fit(self, value: Any) -> AnyArray:
+    def fit(self, value: Value) -> AnyArray:
         """The value cast within its kind and broadcast, as NumPy does in place, and as update programs do.
 
         Raises:
@@ -158,14 +158,14 @@ class LocalVariable(Variable):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Where it lives."""
+        """The devices that hold it."""
         names: tuple[str, ...] = self.strategy.extended.parameter_devices
         return names
 
     def _fetch(self) -> Array:
         return to_numpy(self._cell.array)
 
-    def _assign(self, how: str, value: Any) -> Any:
+    def _assign(self, how: str, value: Value) -> Value:
         lift = context.update_lift()
         if lift is not None:
             lift(self)  # raises: it is no part of what the servers update
@@ -177,11 +177,11 @@ class LocalVariable(Variable):
 
 
 class ReplicaCopy(Component, Readable):
-    """One replica's copy of a variable; what it is called and how it is trained are the variable's.
+    """One replica's copy of a variable; its name and whether it is trained are the variable's.
 
     Attributes:
-        distributed_container: the variable.
-        device: where it is.
+        distributed_container: the variable whose copy this is.
+        device: the device that holds the copy.
     """
 
     def __init__(self, container: CopiedVariable, device: Device, value: Array) -> None:
@@ -200,20 +200,20 @@ class ReplicaCopy(Component, Readable):
     def _copy_on(self, device: Device) -> AnyArray:
         return to_device(self.cell.array, device)
 
-    def value(self) -> Any:
+    def value(self) -> Value:
         """Its value, as `read_value`."""
         return self.read_value()
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Value) -> Value:
         """In an update function, or of an ON_READ variable, assigns this copy; else the variable."""
         return self.distributed_container.assign_copy(self, "assign", value)
 
-    def assign_add(self, delta: Any) -> Any:
-        """As `assign`."""
+    def assign_add(self, delta: Value) -> Value:
+        """Adds to the copy, under the rules of `assign`."""
         return self.distributed_container.assign_copy(self, "assign_add", delta)
 
-    def assign_sub(self, delta: Any) -> Any:
-        """As `assign`."""
+    def assign_sub(self, delta: Value) -> Value:
+        """Subtracts from the copy, under the rules of `assign`."""
         return self.distributed_container.assign_copy(self, "assign_sub", delta)
 
     def __repr__(self) -> str:
@@ -253,7 +253,7 @@ class CopiedVariable(Variable, DistributedValues):
         """Returns the places of its copies, each with its array of now, which nothing changes: it can be put back."""
         return [(copy.cell, copy.cell.array) for copy in self.values]
 
-    def assign_copy(self, copy: ReplicaCopy, how: str, value: Any) -> Any:
+    def assign_copy(self, copy: ReplicaCopy, how: str, value: Value) -> Value:
         """An assignment through one copy."""
         raise NotImplementedError
 
@@ -280,13 +280,13 @@ class MirroredVariable(CopiedVariable):
         mine = self._mine()
         return (self.component(0) if mine is None else mine).cell.array
 
-    def _assign(self, how: str, value: Any) -> Any:
+    def _assign(self, how: str, value: Value) -> Value:
         mine = self._mine()
         if mine is not None and context.in_update():
             return self.assign_copy(mine, how, value)
         return super()._assign(how, value)
 
-    def assign_copy(self, copy: ReplicaCopy, how: str, value: Any) -> Any:
+    def assign_copy(self, copy: ReplicaCopy, how: str, value: Value) -> Value:
         if not context.in_update():
             return self._assign(how, value)
         copy.cell.write(how, value)
@@ -317,11 +317,11 @@ class SyncOnReadVariable(CopiedVariable):
         mine = self._mine()
         return to_device(self._fetch() if mine is None else mine.cell.array, device)
 
-    def assign_copy(self, copy: ReplicaCopy, how: str, value: Any) -> Any:
+    def assign_copy(self, copy: ReplicaCopy, how: str, value: Value) -> Value:
         copy.cell.write(how, value)
         return copy
 
-    def _assign(self, how: str, value: Any) -> Any:
+    def _assign(self, how: str, value: Value) -> Value:
         mine = self._mine()
         if mine is not None:
             return self.assign_copy(mine, how, value)
@@ -343,7 +343,7 @@ class SyncOnReadVariable(CopiedVariable):
             "context, and pass its value"
         )
 
-    def share_out(self, value: Any) -> None:
+    def share_out(self, value: object) -> None:
         """Gives each copy its share of a saved aggregate: of a sum over R replicas an R-th, else the value itself.
 
         What an integer sum leaves over is replica 0's, so that the sum is what was saved.
@@ -352,7 +352,7 @@ class SyncOnReadVariable(CopiedVariable):
         if rest is not None and self.strategy.backend.group.slice()[0] == 0:
             self.component(0).cell.write("assign_add", rest)
 
-    def _spread(self, value: Any) -> Array | None:
+    def _spread(self, value: object) -> Array | None:
         """As `share_out`; what an integer sum leaves over is given back, and nobody has it."""
         rest = None
         if self.aggregation is VariableAggregation.SUM:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from psclient._src import context, values
 from psclient._src.arraylike import Readable
 from psclient._src.context import StrategyFace
-from psclient._src.devices import to_numpy
+from psclient._src.devices import Value, to_numpy
+from psclient._src.nest import Nest
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array, portable, spec_of
 
@@ -23,27 +24,27 @@ InitialValue = npt.ArrayLike | Callable[[], npt.ArrayLike]
 
 
 class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are made equal."""
+    """The time at which the copies of a variable are made equal."""
 
     AUTO = "auto"
     """As the strategy prefers, which is ON_WRITE."""
     NONE = "none"
-    """Never; no variable of ours may be so."""
+    """Never; variables cannot have it."""
     ON_WRITE = "on_write"
     """With each assignment: every replica reads the same value."""
     ON_READ = "on_read"
-    """When it is read in cross-replica context: each replica has a copy of its own that it assigns freely."""
+    """At a read in cross-replica context: each replica has a copy of its own that it assigns freely."""
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values are combined: assigned ones of a variable, or the copies of one that is read."""
+    """The operation that combines replicas' values: assigned ones of a variable, or the copies of one that is read."""
 
     NONE = "none"
-    """Not at all: assigning in replica context is an error."""
+    """No combination: assigning in replica context is an error."""
     SUM = "sum"
-    """Their sum."""
+    """Sum of the replicas' values."""
     MEAN = "mean"
-    """Their mean."""
+    """Mean of the replicas' values."""
     ONLY_FIRST_REPLICA = "only_first_replica"
     """The value of replica 0."""
 
@@ -120,7 +121,7 @@ def _settled(
     return VariableSynchronization.ON_WRITE if found is VariableSynchronization.AUTO else found, aggregation
 
 
-def _create_together(strategy: StrategyFace, requests: Any) -> Any:
+def _create_together(strategy: StrategyFace, requests: Nest) -> Any:
     return _create(strategy, values.local_results(requests)[0])
 
 
@@ -140,7 +141,7 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
 
 
 def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Array:
-    value: Any = initial_value() if callable(initial_value) else initial_value
+    value: object = initial_value() if callable(initial_value) else initial_value
     if dtype is None and not hasattr(value, "dtype") and np.asarray(value).dtype == np.float64:
         dtype = np.float32
     return portable(np.asarray(to_numpy(value) if hasattr(value, "dtype") else value, dtype))
@@ -157,20 +158,20 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
     Args:
         initial_value: array, number, nest of numbers, or a function without arguments that returns one,
             called once. The first process's value wins, and in replica context the first replica's.
-        trainable: whether optimizers should touch it; by default True, but for ON_READ.
+        trainable: True if optimizers should train it; by default True, but for ON_READ.
         name: unique in the strategy; a repeated name gets a number.
         dtype: a key of `pswire.model.tensor.DTYPES`, or what NumPy makes one of; by default that of the value,
             where Python floats are float32.
         synchronization: ON_READ for a copy per replica, combined when it is read in cross-replica context.
-        aggregation: how `assign*` in replica context, or a read of ON_READ copies, combines the replicas' values.
+        aggregation: combines the replicas' values in `assign*` in replica context, or when ON_READ copies are read.
 
     Attributes:
-        strategy: whose variable it is.
+        strategy: the strategy that owns it.
         spec: dtype and shape.
         name: unique in the strategy.
-        trainable: whether optimizers should touch it.
+        trainable: True if optimizers train it.
         synchronization: ON_WRITE or ON_READ.
-        aggregation: as given.
+        aggregation: the constructor's aggregation.
 
     Raises:
         RuntimeError: it is created in an update function.
@@ -204,7 +205,7 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         self.aggregation = aggregation
 
     @classmethod
-    def stored(cls, *args: Any) -> Self:
+    def stored(cls, *args: object) -> Self:
         """Makes a variable of this very kind; for the strategies."""
         made: Self = type.__call__(cls, *args)
         return made
@@ -229,13 +230,13 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
     def __repr__(self) -> str:
         return f"<ps.Variable {self.name!r} {self.spec} on {', '.join(self.devices)}>"
 
-    def value(self) -> Any:
+    def value(self) -> Value:
         """Its value, as `read_value`."""
         return self.read_value()
 
     # ---- Writing ----
 
-    def assign(self, value: Any) -> Any:
+    def assign(self, value: Value) -> Value:
         """Gives it a value.
 
         In an update function this is part of the update. In cross-replica context, which is entered where
@@ -255,19 +256,19 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         """
         return self._assign("assign", value)
 
-    def assign_add(self, delta: Any) -> Any:
+    def assign_add(self, delta: Value) -> Value:
         """Adds to it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
         return self._assign("assign_add", delta)
 
-    def assign_sub(self, delta: Any) -> Any:
+    def assign_sub(self, delta: Value) -> Value:
         """Subtracts from it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
         return self._assign("assign_sub", delta)
 
-    def _assign(self, how: str, value: Any) -> Any:
+    def _assign(self, how: str, value: Value) -> Value:
         lift = context.update_lift()
         if lift is not None:
             return getattr(lift(self), how)(value)
-        elsewhere = context.get_strategy() is not self.strategy  # which is refused there, with a word
+        elsewhere = context.get_strategy() is not self.strategy  # refused there, with a message
         if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
             return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (value,))
         if self.aggregation is VariableAggregation.NONE:
@@ -278,15 +279,15 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
             )
         return context.require_replica(how).merge_call(self._merge_assign, args=(how, value))
 
-    def _merge_assign(self, strategy: StrategyFace, how: str, value: Any) -> Any:
+    def _merge_assign(self, strategy: StrategyFace, how: str, value: Value) -> Value:
         self._check_summed(strategy, how, value)
         return self.assign_aggregate(strategy, how, value)
 
-    def assign_aggregate(self, strategy: StrategyFace, how: str, value: Any) -> Any:
+    def assign_aggregate(self, strategy: StrategyFace, how: str, value: Value) -> Value:
         """Combines the replicas' values as `aggregation` says, and assigns them once. In cross-replica context.
 
         Args:
-            strategy: whose variable it is.
+            strategy: the strategy that owns the variable.
             how: "assign", "assign_add" or "assign_sub".
             value: a per-replica value, or what all replicas have alike.
 
@@ -297,7 +298,7 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         truth = self.spec.dtype == "bool"  # Reductions know none: it comes as an integer.
         return strategy.extended.update(self, lambda v, x: getattr(v, how)(x.astype(bool) if truth else x), (reduced,))
 
-    def _check_summed(self, strategy: StrategyFace, how: str, value: Any) -> None:
+    def _check_summed(self, strategy: StrategyFace, how: str, value: object) -> None:
         copied = isinstance(value, values.DistributedValues) and not _is_mirrored(value)
         replicas = len(strategy.extended.worker_devices)
         if self.aggregation is VariableAggregation.SUM and replicas > 1 and not copied:
@@ -308,5 +309,5 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
             )
 
 
-def _is_mirrored(value: Any) -> bool:
+def _is_mirrored(value: object) -> bool:
     return isinstance(value, Variable) and value.synchronization is VariableSynchronization.ON_WRITE
