@@ -1,0 +1,205 @@
+"""The server as a state machine: what each stimulus wants to be done, compared as values."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from psserver.config import ServerConfig
+from psserver.core.machine import Machine
+from psserver.devices import Device
+from psserver.effects import Await, Fail, Reply, Run, Work
+from psserver.plans.prepared import PreparedPlan
+from psserver.programs.kernels.kernels import Kernels
+from pswire.api import Contribution, PullReply, RoundReply
+from pswire.cluster import Task
+from pswire.errors import Fenced, InvalidRequest, PSError, ServerLost
+from pswire.model.log import Approved, Done, Epoch, EpochClosed, JobStarted, Member, Start
+from pswire.model.plan import Plan, SnapshotOrder, VariableSpec
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
+from tests.support.rig import CHIEF, WORKERS, payload, sum_into
+
+VALUE = TensorSpec("float32", (2,))
+A, B = WORKERS[:2]
+
+
+class Told:
+    """A machine of server 0, a job of two members, a variable, and a plan that adds to it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.kernels = Kernels(Device.parse("cpu"), 1)
+        self.machine = Machine(ServerConfig(Task("ps", 0)), 100, self.kernels, lambda: self.now)
+        self.token = self.tell("open", CHIEF, 0, 1, True, "sync", "", 0, 7)[0].token
+        self.append(JobStarted(self.token, (100,)))
+        self.a, self.b = (self.tell("open", task, 1, 0, False, "sync", "", 0, 0)[0].session for task in (A, B))
+        self.close(Member(A, self.a, 1), Member(B, self.b, 1))
+        (self.variable, job), _ = self.tell("create", self.a, 0, -1, VariableSpec("v", VALUE), (0,))
+        self.tell("initialize", self.variable, job, np.zeros(2, "float32"), False)
+        self.plan = self.approve(sum_into(self.variable, returned=False))
+
+    def tell(self, name, *args):
+        """Lets a stimulus in; returns its answer, and what is to be done."""
+        answer, effects = getattr(self.machine, name)(self.now, *args)
+        return answer, [*effects, *self.machine.progress(self.now)]
+
+    def append(self, *entries):
+        """The chief appends to the log; returns what is to be done."""
+        prepared = {e.plan.id: PreparedPlan(e.plan, 0) for e in entries if isinstance(e, Approved)}
+        return self.tell("approve", self.token, len(self.machine.log.entries), entries, prepared)[1]
+
+    def close(self, *members):
+        """The chief closes an epoch."""
+        number = self.machine.rounds.epoch.number + 1 if self.machine.rounds.epoch else 1
+        return self.append(EpochClosed(Epoch(number, members, start=Start(number, 0))))
+
+    def approve(self, plan):
+        """A plan is approved."""
+        self.append(Approved(plan))
+        return plan
+
+    def push(self, session, plan=None, round=0, came=None, epoch=1, want=()):
+        """A member pushes ones, of which as many bytes have come; returns its future, and what is to be done."""
+        plan, future = plan or self.plan, Future()
+        sent = payload(plan, 0, [np.ones(2)] * len(plan.reductions), (1.0,) * len(plan.reductions), ())
+        if came is not None:
+            sent = Payload((), sent.size)
+        said = Contribution(session, epoch, round, plan.id, (1.0,) * len(plan.reductions), want=want)
+        return future, self.tell("push", said, sent, None, future)[1]
+
+    def made(self, work):
+        """The thread for arrays does its work; returns what is to be done then."""
+        return self.tell("worked", work, work.call(*work.args), None)[1]
+
+
+@pytest.fixture
+def told():
+    found = Told()
+    yield found
+    found.kernels.close()
+
+
+def kinds(effects):
+    return [type(effect) for effect in effects]
+
+
+def test_a_round_waits_for_all_its_members(told):
+    """The first of two changes nothing yet; the second has the round run, and its end answers both, in order."""
+    first, effects = told.push(told.a)
+    assert effects == []
+    second, (step,) = told.push(told.b)
+    assert (step.queue, step.follows, step.future) == ("arrays", False, None)
+    run, *replies, counted = told.made(step)
+    assert (kinds([run, counted]), counted.args) == ([Run, Run], (told.now,))
+    answer = RoundReply(0, told.machine.rounds.epoch, False, (), replies[0].value.payload, ())
+    assert replies == [Reply(first, answer), Reply(second, answer)]
+    assert told.machine.store.value(0).tolist() == [2, 2]
+
+
+def test_a_push_that_is_on_its_way_is_looked_at_again(told):
+    """When all of it is there."""
+    _, (wait,) = told.push(told.a, came=0)
+    assert isinstance(wait, Await)
+    assert wait.offset == wait.payload.size > 0
+
+
+def test_a_push_of_a_stranger_is_answered_with_the_reason(told):
+    """And nothing else is done."""
+    session = told.tell("open", WORKERS[2], 1, 0, False, "sync", "", 0, 0)[0].session
+    future, (fail,) = told.push(session)
+    assert fail == Fail(future, fail.error)
+    assert isinstance(fail.error, Fenced)
+
+
+def test_members_that_differ_are_all_told(told):
+    """The round fails for each that waits in it, and every session ends."""
+    other = told.approve(sum_into(told.variable))
+    first, _ = told.push(told.a)
+    second, effects = told.push(told.b, other)
+    assert [effect.future for effect in effects[:2]] == [first, second]
+    assert {type(effect.error).__name__ for effect in effects[:2]} == {"Diverged"}
+    assert told.tell("beat", told.a, -1, b"")[0] is not None
+
+
+def test_who_reads_what_a_round_assigns_waits_for_its_end(told):
+    """What it reads is then brought to the host by the thread for arrays."""
+    told.push(told.a)
+    _, (step,) = told.push(told.b)
+    future: Future[PullReply] = Future()
+    assert told.tell("pull", told.a, (0,), -1, future)[1] == []
+    (read,) = [effect for effect in told.made(step) if isinstance(effect, Work)]
+    assert (read.queue, read.future, read.then) == ("arrays", future, None)
+    assert read.call(*read.args).round == 0
+
+
+def test_a_checkpoint_is_written_before_its_members_are_told(told):
+    """The order of effects is the order in which they are carried out: the shard's work is queued first."""
+    plan = told.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0,), 1)))
+    told.push(told.a, plan)
+    _, (step,) = told.push(told.b, plan)
+    effects = told.made(step)
+    assert kinds(effects) == [Run, Work, Reply, Reply, Run]
+    assert (effects[1].queue, effects[1].asks is None) == ("files", False)
+
+
+def test_a_new_job_fails_all_that_waits(told):
+    """Pushes, reads and watches of the last one."""
+    pushed, _ = told.push(told.a)
+    read: Future[PullReply] = Future()
+    told.tell("pull", told.b, (0,), 5, read)
+    _, failed = told.tell("approve", told.token, 0, [JobStarted(9, (100,))], {})
+    assert [(effect.future, type(effect.error)) for effect in failed] == [(pushed, ServerLost), (read, ServerLost)]
+
+
+def test_a_lease_that_ends_is_news(told):
+    """Who watches is answered at the tick that ends it."""
+    watch = Future()
+    version = told.machine.members.version
+    assert told.tell("watch", told.a, len(told.machine.log.entries), version, watch)[1] == []
+    effects = []
+    while told.now <= told.machine.members.lease:
+        assert effects == []
+        told.now += 1.0
+        for session in (1, told.a):
+            told.tell("beat", session, -1, b"")
+        effects = told.tell("tick")[1]
+    (news,) = effects
+    assert isinstance(news, Reply)
+    assert news.future is watch
+    assert [state.state for state in news.value.sessions] == ["open", "lost"]
+
+
+def test_the_end_of_a_job_is_told_once_the_chief_has_left(told):
+    """Then the server may end."""
+    assert Reply(told.machine.done, None) not in told.append(Done())
+    for session in (told.a, told.b, 1):
+        *_, last = [[], *told.tell("leave", session, "")[1]]
+    assert last == Reply(told.machine.done, None)
+
+
+def test_work_that_fails_ends_its_round_for_all(told):
+    """With the error that the work had; nothing of it is applied, and later rounds run."""
+    first, _ = told.push(told.a)
+    second, (step,) = told.push(told.b)
+    _, effects = told.tell("worked", step, None, InvalidRequest("no"))
+    fails = [effect for effect in effects if isinstance(effect, Fail)]
+    assert [(fail.future, type(fail.error), fail.error.message) for fail in fails] == [
+        (first, InvalidRequest, "no"),
+        (second, InvalidRequest, "no"),
+    ]
+    assert told.machine.store.value(0).tolist() == [0, 0]
+    told.push(told.a, round=1)
+    assert kinds(told.push(told.b, round=1)[1]) == [Work]
+
+
+def test_what_is_refused_changes_nothing(told):
+    """A stimulus that raises leaves nothing to be done."""
+    before = told.machine.status(told.now)
+    with pytest.raises(PSError):
+        told.tell("create", 99, 1, -1, VariableSpec("w", VALUE), (0,))
+    with pytest.raises(PSError):
+        told.tell("approve", 12345, 0, [], {})
+    assert told.machine.status(told.now) == before
