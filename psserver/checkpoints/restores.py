@@ -265,8 +265,7 @@ def _given_up(path: str, turn: Turn) -> PSError:
 def _tensors(
     order: RestoreOrder, variables: list[PlacedVariable], known: Mapping[int, PlacedVariable]
 ) -> dict[int, str]:
-    """Maps the number of each variable that a restore changes to its tensor's name; `known` are all servers' variables.
-    """
+    """Maps the number of each restored variable to its tensor's name; `known` are all servers' variables."""
     if order.names is None:
         return {v.id: v.spec.saved_name for v in variables if v.spec.saved_name}
     # Variables that are saved as one always have one value; only one of them can be named.

@@ -211,8 +211,7 @@ class Snapshots:
     # ---- While and after files are written; under the lock ----
 
     def _let_go(self, save: _Save, frozen: Frozen, name: str) -> tuple[None, bool]:
-        """Releases the array of a variable whose bytes are written; returns None, and True if a waiting round may run.
-        """
+        """Releases the array of a variable whose bytes are written; answers True if a waiting round may run."""
         if save not in self._saves.values():
             raise CheckpointError("nobody waits for it any more: it was given up, or the job was started anew")
         # Rounds look again only once this may let one run: a look at many small variables takes longer than a write.
