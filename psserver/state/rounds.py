@@ -246,8 +246,7 @@ class Rounds:
                     raise self._fail(pending, diverged(said.round, [(ahead[0], LATER), (member.task, section)]))
 
     def _admit(self, pending: PendingRound, part: MemberShare, prepared: PreparedPlan) -> None:
-        """Fails a contribution that does not fit its plan, for its sender alone; sets the window of one that streams.
-        """
+        """Fails a contribution that does not fit its plan, for its sender alone; sets the window of a streamed one."""
         said, reductions = part.said, prepared.plan.reductions
         layout = prepared.layout(said)
         if len(said.weights) == len(reductions) and part.payload.size == layout.size:
