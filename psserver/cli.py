@@ -1,8 +1,8 @@
 """The command `psserver`: one `ps` task.
 
-It prints one line when it listens, and one that says what it held when it ends. Everything else goes
-to stderr. It ends at SIGTERM or SIGINT, with `--until-done` at the end of the job, or where nobody is
-left who would end it, and with `--lifeline` when whoever started it is gone.
+It prints one line once it listens, and one with a summary when it ends. All other output goes to stderr. It ends at
+SIGTERM or SIGINT. With `--until-done` it also ends with the job, or once no process has been there for too long; with
+`--lifeline`, once the process that started it is gone.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ GRACE = 1.0
 """Seconds that answers under way get when the server ends."""
 
 OLD_ROOT = "checkpoints"
-"""The default root of older versions."""
+"""The default root of checkpoints in older versions."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's mallopt."""
+"""Parameters of glibc's mallopt."""
 
 log = logging.getLogger("psserver")
 
@@ -89,7 +89,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         loop.add_signal_handler(number, stopped.set)
     if lifeline:
         _hold_lifeline(loop, stopped)
-    # Rounds do not wait for a disk: what is written to it has a thread of its own.
+    # Rounds do not wait for a disk: files have a thread of their own.
     async with (
         _thread(config, "arrays", "computes") as pool,
         _thread(config, "files", "writes or reads a file") as files,
@@ -119,7 +119,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
 
 
 def _mention_old_root(config: ServerConfig) -> None:
-    """A script that resumes would begin anew, and nobody would know why."""
+    """Warns of checkpoints in the old default root: a script that resumes would begin anew without a reason shown."""
     by_default = config.checkpoint_root == os.path.abspath(DEFAULT_ROOT)
     if config.task.index == 0 and by_default and _has_checkpoints(OLD_ROOT) and not _has_checkpoints(DEFAULT_ROOT):
         log.warning(
@@ -132,26 +132,26 @@ def _mention_old_root(config: ServerConfig) -> None:
 
 
 def _has_checkpoints(root: str) -> bool:
-    """Returns whether there are any at the root, or in its directories."""
+    """Returns True if there are checkpoints in the root, or in its directories."""
     return any(any(Path(root).glob(f"{above}/{MANIFEST}")) for above in ("*", "*/*"))
 
 
 def summary(status: ServerStatus) -> str:
-    """Returns what a server holds, on one line."""
+    """Returns a summary of a server's variables, last round and device, on one line."""
     last = "no round" if status.round < 0 else f"round {status.round}"
     return f"{status.variables} variables, {human(status.nbytes)} of them here, after {last} on {status.device}"
 
 
 @contextlib.asynccontextmanager
 async def _thread(config: ServerConfig, name: str, does: str) -> AsyncIterator[ThreadPoolExecutor]:
-    """A thread for work, which is waited for in the end: nothing can interrupt it.
+    """Yields a thread for work, and waits for it in the end: nothing can interrupt it.
 
-    A disk that hangs is waited for as long as it takes; this is said, and then a second signal kills the process.
+    A disk that hangs is waited for as long as it takes. A warning says so, and a second signal then kills the process.
 
     Args:
-        config: of the server.
-        name: of the thread.
-        does: what its work does, for the log.
+        config: the server's configuration.
+        name: the thread's name.
+        does: its kind of work in words, for the log.
     """
     pool = ThreadPoolExecutor(1, name)
     try:
@@ -165,7 +165,7 @@ async def _thread(config: ServerConfig, name: str, does: str) -> AsyncIterator[T
 
 
 async def _until_end(core: Core, stopped: asyncio.Event, alone: float) -> None:
-    """Waits for a signal, and for the end of the job, unless `alone` is infinite: then it outlives jobs."""
+    """Waits for a signal, or for the end of the job; only for a signal if `alone` is infinite."""
     if alone < math.inf:
         loop = asyncio.get_running_loop()
         core.done.add_done_callback(lambda _: loop.call_soon_threadsafe(stopped.set))
@@ -178,9 +178,9 @@ async def _until_end(core: Core, stopped: asyncio.Event, alone: float) -> None:
 
 
 async def _tick(core: Core, alone: float) -> None:
-    """Keeps the core's time; ends where a job was begun, and for too long nobody has been there.
+    """Ticks the core's clock; returns once a job has begun and no process has been heard of for `alone` seconds.
 
-    What counts is the time in which this process ran: while it stood still it could hear nobody.
+    Only time in which this process ran counts: while it stood still it could hear nobody.
     """
     signs, silent = 0, 0.0
     while silent < alone:
@@ -196,7 +196,11 @@ async def _tick(core: Core, alone: float) -> None:
 
 
 def _hold_lifeline(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
-    """Stops when the other end of stdin is closed: no process that dies can fail to do that."""
+    """Sets `stopped` when the other end of stdin is closed, as the death of its process always does.
+
+    Raises:
+        ConfigError: stdin is no pipe.
+    """
 
     def readable() -> None:
         if not os.read(0, 4096):
@@ -210,7 +214,7 @@ def _hold_lifeline(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> N
 
 
 def _say(line: str) -> None:
-    """Prints a line; whoever read stdout may be gone, which must not change how the server ends."""
+    """Prints a line. The reader of stdout may be gone, which must not change how the server ends."""
     try:
         print(line, flush=True)  # noqa: T201
     except OSError:
@@ -227,7 +231,7 @@ def _refuse(text: str) -> int:
 
 
 def tune_allocator() -> None:
-    """Has the C library keep the memory of messages, and use it again: fresh pages cost more than copies."""
+    """Configures glibc to keep and reuse the memory of messages: fresh pages cost more than copies."""
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
         mallopt = ctypes.CDLL(None).mallopt
         for name, value in ((M_MMAP_THRESHOLD, 1 << 30), (M_TRIM_THRESHOLD, (1 << 31) - 1)):
@@ -235,7 +239,7 @@ def tune_allocator() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The console script; exits with 0 after a clean end and 2 where it could not start."""
+    """Runs the console script; exits with 0 after a clean end, with 2 where the server could not start."""
     tune_allocator()
     try:
         code = command.main(args, prog_name="psserver", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""What a server is told: `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*`, `PS_TOKEN`, and flags, which win.
+"""A server's configuration, merged from flags, `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*` and `PS_TOKEN`; flags win.
 
 The only module of this package that reads the environment.
 """
@@ -22,32 +22,32 @@ from pswire.security.names import task_name
 from pswire.server_options import ServerOptions
 
 LEAST_IN_FLIGHT = 1 << 20
-"""Bytes: less may not hold a part of a contribution."""
+"""Least number of bytes for `--in-flight`: fewer may not hold one part of a contribution."""
 
 PORTS = 65535
-"""The greatest port."""
+"""The greatest port number."""
 
 LOCAL_HOST = "127.0.0.1"
-"""Where a server listens that no cluster gives an address."""
+"""The address that a server listens on if neither a flag nor a cluster gives one."""
 
 # gRPC would print a line of its own on stderr for each handshake that fails.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 INSECURE = "PS_INSECURE"
-"""The environment variable that says what `--insecure` does."""
+"""The environment variable that is equivalent to `--insecure`."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server, as it is to be started: what `ServerFlags` say, read and merged; sizes are in bytes.
+    """The configuration of one server: `ServerFlags` and the environment, read and merged. Sizes are in bytes.
 
     Attributes:
-        task: which task it is.
-        host, port: where it listens; port 0 to pick one.
-        device: where the variables live, as `Device` writes it: "cpu" or "gpu:N".
-        timeouts: of sessions and calls.
-        security: what it shows to clients, and asks them for.
-        metrics_host, metrics_port: where its metrics are served; port 0 to pick one, None for no metrics.
+        task: the server's task.
+        host, port: the address to listen on; port 0 picks a free one.
+        device: the device of the variables, as `Device` writes it: "cpu" or "gpu:N".
+        timeouts: timeouts of sessions and calls.
+        security: the certificate and token it shows, and those it asks clients for.
+        metrics_host, metrics_port: the address of its metrics; port 0 picks a free one, None serves no metrics.
     """
 
     task: Task
@@ -70,11 +70,11 @@ class ServerConfig:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Bytes that one message may announce: more than the machine has is nothing but an attack."""
+        """Most bytes that one message may announce: the memory limit, else the machine's memory."""
         return self.memory_limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def describe(self) -> str:
-        """In words: `cpu, no memory limit`."""
+        """Returns the device and the memory limit in words: `cpu, no memory limit`."""
         limit = f"at most {human(self.memory_limit)}" if self.memory_limit else "no memory limit"
         return f"{self.device}, {limit}"
 
@@ -106,7 +106,7 @@ class ListenOptions:
 
 @dataclass(frozen=True)
 class ServerFlags(ListenOptions, ServerOptions, SecurityOptions):
-    """Everything that the command line says of a server."""
+    """All flags of the command line that configure a server."""
 
 
 def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> ServerConfig:
@@ -117,7 +117,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         flags: attributes of `ServerFlags`.
 
     Raises:
-        ConfigError: what is asked for is malformed, not there, or not a task of the cluster.
+        ConfigError: a value is malformed, a device or file is not there, or the task is not in the cluster.
     """
     given = ServerFlags(**flags)
     cluster = parse_tf_config(environ.get("TF_CONFIG", ""))
@@ -146,7 +146,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
 
 
 def _root(text: str) -> str:
-    """The root of checkpoints: a URL, or the whole path of a directory, which need not exist yet."""
+    """Returns the root of checkpoints: a URL, or the absolute path of a directory, which need not exist yet."""
     if "://" in text:
         return text
     if os.path.isfile(text):
@@ -155,7 +155,7 @@ def _root(text: str) -> str:
 
 
 def _switch(name: str, environ: Mapping[str, str]) -> bool:
-    """Returns what a variable says that is 1 or 0; another word is no reason to let everybody in."""
+    """Reads an environment variable that is 1 or 0. Any other word is an error: a typo must not let everybody in."""
     value = environ.get(name, "")
     if value not in ("", "0", "1"):
         raise ConfigError(f"{name} must be 1 or 0, not {value!r}")
@@ -163,7 +163,7 @@ def _switch(name: str, environ: Mapping[str, str]) -> bool:
 
 
 def _pages(size: int) -> int:
-    """A size in whole pages, which shared memory has."""
+    """Rounds a size up to whole pages, as shared memory needs."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -1,7 +1,7 @@
-"""Where a server keeps its arrays: NumPy on the CPU, CuPy on a GPU, by the same code.
+"""The device of a server's arrays: NumPy on the CPU, CuPy on a GPU, by the same code.
 
-The only module of the server that imports CuPy, and only for a GPU. CuPy imports without a driver, so
-what is looked for is a device, not the package.
+The only module of the server that imports CuPy, and only for a GPU. CuPy imports without a driver, so availability is
+decided by a device, not by the package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Device:
     """The CPU, or one GPU. May be used from any thread.
 
     Attributes:
-        gpu: which GPU; None for the CPU.
+        gpu: index of the GPU; None for the CPU.
     """
 
     gpu: int | None = None
@@ -42,7 +42,7 @@ class Device:
         """Reads `cpu`, `gpu` or `gpu:1`.
 
         Raises:
-            ConfigError: it is none of these, or that GPU is not there; the message says what to do.
+            ConfigError: the text names no device, or that GPU is not there; the message says what to do.
         """
         match = _NAME.fullmatch(text)
         if not match:
@@ -64,7 +64,7 @@ class Device:
     def xp(self) -> Any:
         """The array API namespace of this device's arrays.
 
-        NumPy is one itself; what `array_api_compat` makes of it takes longer to import than the rest of NumPy.
+        NumPy is one itself; the wrapper in `array_api_compat` takes longer to import than the rest of NumPy.
         """
         if self.gpu is None:
             return np
@@ -74,55 +74,55 @@ class Device:
         return cupy_api
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which new arrays of the calling thread are made on this device."""
+        """Returns a context in which the calling thread makes new arrays on this device."""
         if self.gpu is None:
             return contextlib.nullcontext()
         scope: contextlib.AbstractContextManager[Any] = _cupy().cuda.Device(self.gpu)
         return scope
 
     def put(self, array: Array) -> Any:
-        """A host array on this device, as it is now; on the CPU it is the array itself.
+        """Copies a host array to this device, as it is now; on the CPU returns the array itself.
 
         On a GPU the calling thread does not wait for the copy; its current stream does.
         """
         return array if self.gpu is None else _copies(self).put(np.asarray(array))
 
     def get(self, array: Any) -> Array:
-        """An array of this device in host memory; on the CPU it is the array itself.
+        """Copies an array of this device to host memory; on the CPU returns the array itself.
 
-        Of a GPU's it is in pinned memory, which is used again when the array is gone; the calling thread waits for
-        the copy, and for nothing that its current stream is given later.
+        The copy of a GPU's array is in pinned memory, which is reused once the copy is gone. The calling thread waits
+        for the copy, but not for work that its current stream is given later.
         """
         if self.gpu is None or isinstance(array, np.ndarray | np.generic):
             return np.asarray(array)
         return _copies(self).get(array)
 
     def elementwise(self, inputs: str, outputs: str, operation: str, preamble: str, scalars: Sequence[bool]) -> Any:
-        """A `cupy.ElementwiseKernel`, compiled, for this GPU.
+        """Compiles a `cupy.ElementwiseKernel` for this GPU.
 
         Args:
             inputs, outputs: parameters such as `float32 a0, float32 a1`.
             operation: CUDA statements for one element.
             preamble: CUDA functions that they call.
-            scalars: for each input whether it has one element, for all.
+            scalars: one flag per input; True if it has a single element, shared by all.
         """
         cupy = _cupy()
-        # Without contraction a product is rounded before it is added to something, as the interpreter does.
+        # Without contraction a product is rounded before it is added, as in the interpreter.
         kernel = cupy.ElementwiseKernel(
             inputs, outputs, operation, "update", preamble=preamble, options=("--fmad=false",)
         )
-        # CuPy compiles at a call, and once more for arguments that lie otherwise: these lie as those of rounds.
+        # CuPy compiles at the first call for each memory layout: these arguments have the layout of those in rounds.
         taken = zip(inputs.split(", "), scalars, strict=True)
         kernel(*(cupy.zeros(() if scalar else 2, parameter.split()[0]) for parameter, scalar in taken))
         return kernel
 
 
 class _Copies:
-    """The one stream of a GPU on which arrays come from the host, and go there. May be used by any thread.
+    """The stream of a GPU that carries all copies from and to the host. May be used by any thread.
 
-    A copy begins when the calling thread's current stream has done what it was given so far; so no stream waits for
-    more than it needs. Host memory is pinned, from CuPy's pool, where it goes back to with the last array, or payload,
-    that is made of it.
+    A copy begins once the calling thread's current stream has done the work it was given so far, so no stream waits for
+    more than it needs. Host memory is pinned and comes from CuPy's pool. It returns there with the last array or
+    payload that uses it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -130,7 +130,7 @@ class _Copies:
         self._device = device
         with device.scope():
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
-        self._lock = threading.Lock()  # guards what is held, which is in the order of the copies
+        self._lock = threading.Lock()  # guards `_held`, which is in the order of the copies
         self._held: deque[tuple[Any, Any, Array]] = deque()
 
     def put(self, host: Array) -> Any:
@@ -139,7 +139,7 @@ class _Copies:
             pinned = self._pinned(there)
             pinned[...] = host
             current = self._cupy.cuda.get_current_stream()
-            # The array is the current stream's, which may still be reading what was in this memory before.
+            # The memory is the current stream's, which may still be reading its earlier content.
             self._stream.wait_event(self._now(current))
             there.data.copy_from_host_async(pinned.ctypes.data, pinned.nbytes, self._stream)
             current.wait_event(self._copied(there, pinned))
@@ -157,18 +157,21 @@ class _Copies:
         return host
 
     def _now(self, stream: Any) -> Any:
-        """The event at the end of what a stream was given so far; who waits for it sleeps."""
+        """Records the end of a stream's work so far; returns the event. A thread that waits for it sleeps."""
         return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))
 
     def _pinned(self, like: Any) -> Array:
-        """A host array of the dtype and shape of another."""
+        """Allocates a host array with the dtype and shape of another."""
         if not like.nbytes:
             return np.empty(like.shape, like.dtype)
         memory = self._cupy.cuda.alloc_pinned_memory(like.nbytes)
         return np.frombuffer(memory, like.dtype, like.size).reshape(like.shape)
 
     def _copied(self, there: Any, host: Array) -> Any:
-        """The event at the end of a copy, until which both arrays are held: nobody else may get their memory."""
+        """Records the end of a copy; returns the event.
+
+        Holds both arrays until then, so that nobody else gets their memory.
+        """
         with self._lock:
             done = self._now(self._stream)
             self._held.append((done, there, host))
@@ -206,7 +209,7 @@ def _gpu_count() -> int:
 
 
 def owned(value: Array) -> Array:
-    """The array itself if it owns contiguous memory, else a copy: a view would keep a whole message alive."""
+    """Returns the array itself if it owns contiguous memory, else a copy: a view would keep a whole message alive."""
     if isinstance(value, np.ndarray) and not (value.flags.owndata and value.flags.c_contiguous):
         return np.array(value, order="C", copy=True)
     return value

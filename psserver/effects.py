@@ -1,4 +1,4 @@
-"""Effects: what a state machine wants to be done, as values. The core carries them out once its lock is released."""
+"""Effects: actions that a state machine asks for, as values. The core carries them out once its lock is released."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ log = logging.getLogger("psserver")
 T = TypeVar("T")
 
 Queue = Literal["arrays", "files"]
-"""Threads for work, which make one piece after another: rounds do not wait for a disk."""
+"""Names of the two work threads. Each runs one piece of work after another, so that rounds wait for no disk."""
 
 Submit = Callable[[Callable[[], object]], object]
-"""Puts work into a queue: a thread pool's in a server, done at once in a test."""
+"""Puts work into a queue: a thread pool's in a server; in a test, a function that runs it at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answers a call, unless its caller has gone away: what it asked for has happened all the same."""
+    """Answers a call. A caller that has gone away is skipped: the call has taken effect all the same."""
 
     future: Future[Any]
     value: Any
@@ -34,7 +34,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Answers a call with an error, unless its caller has gone away."""
+    """Answers a call with an error. A caller that has gone away is skipped."""
 
     future: Future[Any]
     error: PSError
@@ -42,7 +42,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Calls a function at once, which is short and waits for nothing."""
+    """Calls a short function that does not block, at once."""
 
     call: Callable[..., object]
     args: tuple[Any, ...] = ()
@@ -50,14 +50,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Looks again once a payload has come up to an offset."""
+    """Enters the `look` stimulus once a payload has arrived up to an offset, in bytes."""
 
     payload: Payload
     offset: int
 
 
 Then = Callable[[Any, PSError | None, float], "list[Effect]"]
-"""Takes in what came of work: its result, or its error; and the time. Called under the lock."""
+"""Takes the result or the error of work, and the time in seconds. Called under the lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ class Work:
     """Calls a function in a queue's thread.
 
     Attributes:
-        queue: which.
+        queue: the queue.
         call: the function.
         args: its arguments.
-        then: takes in what came of it.
-        future: answered with its result, or its error, after `then`.
-        asks: answers the function's questions while it runs, under the lock, with a value, and whether others may go on
-            now. The function gets it as its last argument.
-        follows: continues at once in the thread of the work before it.
+        then: takes the result or the error.
+        future: answered with the result or the error, after `then`.
+        asks: answers the function's questions while it runs. Called under the lock; returns a value, and True if other
+            calls may go on now. The function gets it as its last argument.
+        follows: True to continue at once in the thread of the work before it.
     """
 
     queue: Queue
@@ -85,11 +85,11 @@ class Work:
 
 
 Effect = Reply | Fail | Run | Await | Work
-"""One thing that is to be done outside of the lock."""
+"""One action to carry out without the lock."""
 
 
 def settle(future: Future[Any], value: object, error: BaseException | None = None) -> None:
-    """Answers a future with a value, or with an error if there is one, unless it is answered or cancelled."""
+    """Answers a future with an error if there is one, else with a value; skips an answered or cancelled future."""
     with suppress(InvalidStateError):  # by another thread, now: a server that ends fails what is being answered
         if error is None:
             future.set_result(value)
@@ -98,7 +98,10 @@ def settle(future: Future[Any], value: object, error: BaseException | None = Non
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, PSError | None]:
-    """Calls a function; returns its result, or its error: somebody waits for it."""
+    """Calls a function; returns its result or its error.
+
+    Other exceptions become a `PSError`: somebody waits for the answer.
+    """
     try:
         return call(), None
     except PSError as error:
@@ -110,7 +113,7 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, PSError | None]:
 
 @contextmanager
 def naming(task: Task) -> Iterator[None]:
-    """Has an error about a checkpoint say which server has it."""
+    """Adds the server's task to errors about checkpoints."""
     try:
         yield
     except (CheckpointError, VariableMismatch) as error:

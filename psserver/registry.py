@@ -12,10 +12,12 @@ from pswire.limits import MAX_SESSIONS
 from pswire.model.log import Epoch
 
 REMEMBERED = 64
-"""How many times as many sessions a job may have had as may be open at a time: the chief has to hear of all of them."""
+"""Sessions that one job may have had, as a multiple of the sessions that may be open at the same time: the chief hears
+of all.
+"""
 
 LANE_TOKEN_BYTES = 16
-"""Length of a lane's token, which is drawn by lot."""
+"""Length of a lane's random token, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class Registered:
     """One session.
 
     Attributes:
-        task: the task that has opened it, and that alone may use it.
-        lane_token: what its client shows to open a lane; it was told in the answer to `Open`.
+        task: the task that opened it. No other may use it.
+        lane_token: the token that its client shows to open a lane; the answer to `Open` holds it.
     """
 
     task: Task
@@ -32,30 +34,30 @@ class Registered:
 
 
 class Registry:
-    """All sessions that were opened on one server: those of its job, and the last of the jobs that are over.
+    """The sessions that were opened on one server: those of its job, and the last ones of earlier jobs.
 
-    Written and checked under the core's lock. The rims call `find` from any thread and without the lock: it looks into
-    one dictionary, once, whose entries never change.
+    Written and checked under the core's lock. The rims call `find` from any thread without the lock: it does one lookup
+    in one dictionary, and entries never change.
 
     Args:
-        server: this server, for messages.
-        limit: sessions that may be open at a time.
+        server: this server's task, for messages.
+        limit: maximum number of concurrent sessions.
     """
 
     def __init__(self, server: Task, limit: int = MAX_SESSIONS) -> None:
         self.limit = limit
         self._server = str(server)
         self._sessions: dict[int, Registered] = {}
-        self._past: dict[int, None] = {}  # of jobs that are over: their processes are told so, and are no strangers
-        self._epoch: Epoch | None = None  # of which the next are
+        self._past: dict[int, None] = {}  # of jobs that are over: their processes are told so
+        self._epoch: Epoch | None = None  # that `_stolen` was made for
         self._stolen: dict[int, Task] = {}  # sessions that another task has opened than the epoch says
 
     def enter(self, number: int, task: Task) -> None:
-        """Notes that a task has opened a session.
+        """Registers a session that a task has opened.
 
         Raises:
-            Forbidden: another task has opened it.
-            ConfigError: the job has had too many.
+            Forbidden: the session is another task's.
+            ConfigError: the job has had too many sessions.
         """
         found = self._sessions.get(number)
         if found is not None and found.task != task:
@@ -67,7 +69,7 @@ class Registry:
             self._compare(None)
 
     def check_room(self) -> None:
-        """Raises `ConfigError` if the job can have no more sessions; those that have ended count as well."""
+        """Raises `ConfigError` if the job can have no more sessions. Ended sessions count as well."""
         known = len(self._sessions) - len(self._past)
         if known >= REMEMBERED * self.limit:
             raise ConfigError(
@@ -76,27 +78,28 @@ class Registry:
             )
 
     def find(self, number: int) -> Registered | None:
-        """The session with a number; None for one that was never opened here, or is forgotten. From any thread."""
+        """Returns the session with a number; None if it was never opened here, or is forgotten. From any thread."""
         return self._sessions.get(number)
 
     def task(self, number: int) -> Task:
-        """The task of a session that was opened here."""
+        """Returns the task of a session that was opened here."""
         return self._sessions[number].task
 
     def lane_token(self, number: int) -> bytes:
-        """Returns what the client of a session that was opened here is to show."""
+        """Returns the lane token of a session that was opened here."""
         return self._sessions[number].lane_token
 
     def check(self, number: int, epoch: Epoch | None) -> None:
-        """Raises why a session may do nothing on a server that does not give the numbers.
+        """Checks that a session may act on a server that does not give out session numbers.
 
         Args:
-            number: the session.
-            epoch: the newest; what it says of its members is right, whoever came here before them.
+            number: the session's number.
+            epoch: the newest epoch. Its member list decides which task owns a session, whichever task opened it here
+                first.
 
         Raises:
-            Fenced: it was not opened here, or its job is over.
-            Forbidden: it was opened by a task that is not the session's.
+            Fenced: the session was not opened here, or its job is over.
+            Forbidden: another task than the session's own has opened it.
         """
         found = self._sessions.get(number)
         if found is None or number in self._past:
@@ -108,14 +111,17 @@ class Registry:
             raise Forbidden(f"session {number} is {owner}'s, and {found.task} has opened it", self._server)
 
     def _compare(self, epoch: Epoch | None) -> None:
-        """Looks for what is stolen once for each epoch: checks are many."""
+        """Finds the sessions that another task has opened than the epoch says; once per epoch, as checks are many."""
         self._epoch = epoch
         members = epoch.members if epoch else ()
         found = [(member, self._sessions.get(member.session)) for member in members]
         self._stolen = {m.session: m.task for m, here in found if here is not None and here.task != m.task}
 
     def retire(self, numbers: Iterable[int]) -> None:
-        """The job of these sessions is over: they count no more. As many are remembered as one job may have."""
+        """Marks these sessions as of a job that is over: they count no more.
+
+        As many are remembered as one job may have.
+        """
         self._past |= dict.fromkeys(number for number in numbers if number in self._sessions)
         while len(self._past) > REMEMBERED * self.limit:
             oldest = next(iter(self._past))

@@ -1,4 +1,4 @@
-"""Numbers of bytes, as people write and read them."""
+"""Sizes in bytes, as people write and read them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str, where: str, least: int = 0) -> int:
-    """Reads `4GiB`, `500MB` or plain bytes.
+    """Reads a size such as `4GiB`, `500MB` or plain bytes; returns bytes.
 
     Args:
-        text: what is written.
-        where: what it is written for, such as `--memory-limit`.
-        least: bytes that it has to be.
+        text: the size.
+        where: the option it is given for, such as `--memory-limit`; for messages.
+        least: the smallest size allowed, in bytes.
 
     Raises:
-        ConfigError: it is no size, or too little.
+        ConfigError: the text is no size, or the size is too small.
     """
     match = _SIZE.fullmatch(text)
     if not match or match[2].upper() not in _BYTES:
@@ -43,7 +43,7 @@ def parse_bytes(text: str, where: str, least: int = 0) -> int:
 
 
 def human(nbytes: int) -> str:
-    """A number of bytes for people: `1.5 GiB`."""
+    """Formats a number of bytes for people: `1.5 GiB`."""
     size = float(nbytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:

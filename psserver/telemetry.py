@@ -1,6 +1,6 @@
-"""A server's metrics, for Prometheus: read from what is counted anyway, when somebody asks.
+"""A server's metrics for Prometheus, computed from its counters when they are asked for.
 
-docs/observability.md says what they are good for.
+docs/observability.md explains each metric.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seen:
-    """A server, as somebody finds it who asks for its metrics.
+    """A server's state at the time of a request for its metrics.
 
     Attributes:
         core: the server proper.
-        status: what it tells of itself.
+        status: its status.
         traffic: payload bytes of each lane.
     """
 
@@ -38,7 +38,7 @@ class Seen:
 
     @property
     def tally(self) -> ServerCounters:
-        """What it has counted."""
+        """The server's counters."""
         return self.core.tally
 
 
@@ -195,7 +195,7 @@ ROWS: tuple[Row[Seen], ...] = (
         "Programs, or steps of them, that ran without a kernel.",
         lambda s: {ALL: s.core.kernels.interpretations},
     ),
-    # Who is there; server 0 knows.
+    # Sessions and the chief, which server 0 knows.
     Row(SERVER + "sessions", "gauge", "Sessions of workers, on server 0.", _sessions, ("state",)),
     Row(
         SERVER + "lease_losses",
@@ -213,16 +213,16 @@ ROWS: tuple[Row[Seen], ...] = (
 
 
 def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], config: ServerConfig, port: int) -> Page:
-    """Serves a server's metrics over HTTP from now on, in a thread of its own.
+    """Serves a server's metrics over HTTP in a thread of its own; returns the page, to be closed.
 
     Args:
         core: the server proper.
         traffic: payload bytes of each lane.
-        config: which task it is, and on which host it listens.
-        port: where, 0 to pick one.
+        config: the server's configuration.
+        port: the port; 0 picks a free one.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port is in use or not allowed.
     """
     from pswire.telemetry.prometheus import Page
 

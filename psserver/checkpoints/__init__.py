@@ -1,1 +1,1 @@
-"""A server's part of checkpoints: snapshots of its variables, and restores in two stages."""
+"""The server's side of checkpoints: snapshots of its variables, and restores in two stages."""

@@ -1,4 +1,4 @@
-"""Restores: which checkpoint is being read, what its values wait for, and what those get that are created later."""
+"""Restores: the checkpoint that is being read, the values held for a round, and those left for later variables."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from pswire.model.tensor import Array
 
 @dataclass(frozen=True)
 class _Wish:
-    """A restore that a process has asked for.
+    """A request to restore a checkpoint.
 
     Attributes:
-        session: who asked first.
-        path: the checkpoint.
-        turn: of which restore.
-        order: what is restored of it.
-        future: answered when its values are read.
+        session: the session that asked first.
+        path: the checkpoint's path, as the process gave it.
+        turn: the turn of the restore.
+        order: the stage and the names to restore.
+        future: answered once the values are read.
     """
 
     session: int
@@ -42,12 +42,12 @@ class _Wish:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a round will commit.
+    """The values that a round will commit.
 
     Attributes:
-        wish: what was asked for.
-        saved: the checkpoint.
-        values: for variables that live here, on the device.
+        wish: the request.
+        saved: the checkpoint they were read from.
+        values: arrays on the device, by the number of their variable; only for variables that live here.
     """
 
     wish: _Wish
@@ -57,12 +57,12 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Late:
-    """What variables get that are created after a restore.
+    """The tensors of a committed restore that are left for variables created later.
 
     Attributes:
         saved: the restored checkpoint.
-        names: its tensors that the restore gave to no variable.
-        cast: whether they may be of another dtype.
+        names: names of tensors that the restore gave to no variable.
+        cast: True if a variable may have another dtype than its tensor.
     """
 
     saved: SavedCheckpoint
@@ -71,18 +71,18 @@ class _Late:
 
 
 class Restores:
-    """Guarded by the core's lock, but for `first_value`.
+    """The restores of one server. Guarded by the core's lock, but for `first_value`.
 
-    A restore is prepared on all servers before the round that commits it on all of them: it fails before anything has
-    changed. What came of it is told to every process of the turn.
+    Every server prepares a restore before the round that commits it on all of them, so it fails before anything has
+    changed. Every process of a turn gets the same answer.
 
     Args:
         store: the variables.
-        place: where checkpoints are.
+        place: the storage of checkpoints.
         tally: counts restores.
 
     Attributes:
-        begun: numbers of the variables whose first value here was a restored checkpoint's.
+        begun: numbers of the variables that got their first value here from a restored checkpoint.
     """
 
     def __init__(self, store: Store, place: Storage, tally: ServerCounters) -> None:
@@ -97,7 +97,7 @@ class Restores:
         self.begun: set[int] = set()
 
     def clear(self) -> list[Future[RestoreReply]]:
-        """Forgets all; returns the answers that somebody may still wait for."""
+        """Forgets all restores; returns the futures of their answers."""
         told = [future for _, future in self._told.values()]
         self._told.clear()
         self._preparing = self._prepared = self._committed = self._late = None
@@ -109,21 +109,21 @@ class Restores:
     def ask(
         self, session: int, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
     ) -> tuple[Future[RestoreReply], list[Effect]]:
-        """Begins a stage of a restore; gives the future of its answer, and what is to be done.
+        """Begins a stage of a restore; returns the future of its answer, and the effects.
 
-        The first process of a turn has it done, and whoever comes later is told the same.
+        The first process of a turn starts the work. Later ones get the same future.
         """
         key = (turn, order.stage)
         if order.stage != "look":
             if key in self._told:
                 asked, told = self._told[key]
-                # The round that commits shows it to processes that make it together.
+                # Synchronous processes are told apart by the round that commits: their plans differ.
                 differs = asked != path and not turn.epoch
                 return (future, [Fail(future, _another(path, asked))]) if differs else (told, [])
             newest = max((other for other, _ in self._told), default=turn)
             if turn < newest:
                 return future, [Fail(future, _given_up(path, turn))]
-            # Everybody has been told what was asked for in rounds before.
+            # Restores of earlier rounds are answered to every process.
             self._told = {other: told for other, told in self._told.items() if other[0].round >= turn.round}
             self._told[key] = path, future
         if order.stage != "prepare":
@@ -137,7 +137,7 @@ class Restores:
         return future, [Work("files", self._prepare, (wish, named), then=partial(self._hold, wish))]
 
     def _prepare(self, wish: _Wish, wanted: Mapping[PlacedVariable, str]) -> _Prepared:
-        """Reads the values, and checks them; and checks what is left for variables of later; in a thread for files."""
+        """Reads and checks the values, and checks the tensors left for later variables; in the thread for files."""
         order = wish.order
         with naming(self._store.task):
             saved = SavedCheckpoint.open(self._place, wish.path, PART_BYTES)
@@ -148,7 +148,7 @@ class Restores:
         return _Prepared(wish, saved, {v.id: put(array) for v, array in zip(wanted, arrays, strict=True)})
 
     def _hold(self, wish: _Wish, prepared: _Prepared | None, error: PSError | None, now: float) -> list[Effect]:
-        """Holds what was read until the round that commits it, and answers."""
+        """Keeps the values for the round that commits them, and answers."""
         if error is None and self._preparing is not wish:
             error = _given_up(wish.path, wish.turn)
         if error is not None or prepared is None:
@@ -158,7 +158,7 @@ class Restores:
         return [Reply(wish.future, prepared.saved.reply)]
 
     def _find(self, path: str, order: RestoreOrder) -> RestoreReply:
-        """Says which checkpoint is meant: of a directory the newest that is not known to be damaged."""
+        """Finds the checkpoint at a path: in a directory the newest one that is not known to be damaged."""
         with naming(self._store.task):
             saved, damaged = SavedCheckpoint.open_whole(self._place, path, order.damaged, PART_BYTES)
         return replace(saved.reply, damaged=damaged)
@@ -166,10 +166,10 @@ class Restores:
     # ---- The round that commits ----
 
     def values(self, job: ReadyRound) -> dict[int, Array]:
-        """Returns what a round gives to variables of what was prepared.
+        """Returns the restored values that a round assigns, by the number of their variable.
 
         Raises:
-            InvalidRequest: nothing was prepared for it.
+            InvalidRequest: the round's restore was not prepared here.
         """
         commit = job.plan.restore
         if commit is None:
@@ -177,16 +177,17 @@ class Restores:
         prepared = self._prepared
         if prepared is not None and prepared.wish.turn == commit.turn:
             return dict(prepared.values)
-        # Each asynchronous process makes this round; the others must not undo what was pushed after the first.
+        # Every asynchronous process runs this round, and only the first restores: later ones must not undo pushes.
         if job.strand is not None and self._committed is not None and commit.turn <= self._committed:
             return {}
         raise InvalidRequest(f"nothing was prepared to restore {commit.path!r}", str(self._store.task))
 
     def ran(self, job: ReadyRound) -> list[Effect]:
-        """After a round: what it has committed, or what it shows to have been given up, is not held any more.
+        """Lets go of prepared values after a round that committed them, or that shows that their restore was given up.
 
         Returns:
-            What is to be done: the server that reads the manifests sets aside what the restore has passed over.
+            The effects: the server that reads the manifests sets aside the damaged checkpoints that the restore passed
+                over.
         """
         prepared, commit = self._prepared, job.plan.restore
         if prepared is None:
@@ -214,21 +215,23 @@ class Restores:
 
     @property
     def needed(self) -> frozenset[str]:
-        """The full paths of checkpoints from which variables that are created later would take their values."""
+        """Full paths of the checkpoints from which later variables would take their values."""
         late = self._late
         created = {variable.spec.name for variable in self._store.variables.values()}
         return frozenset([late.saved.full]) if late and late.names - created else frozenset()
 
     def first_value(self, variable: PlacedVariable) -> Array | None:
-        """Returns what the restored checkpoint has for a variable that is created only now; without the lock.
+        """Returns the value that the restored checkpoint has for a new variable. Called without the lock.
 
-        One that is saved as another begins as its creator says: the other may have changed since the restore.
+        A variable that is saved under another's name takes its creator's value: the other may have changed since the
+        restore.
 
         Returns:
-            None if it has nothing.
+            An array on the device; None if the checkpoint has nothing for the variable.
 
         Raises:
-            CheckpointError, VariableMismatch: what it has cannot be read, or does not fit.
+            CheckpointError: the tensor cannot be read.
+            VariableMismatch: the tensor does not fit the variable.
         """
         late, spec = self._late, variable.spec
         if late is None or spec.saved_as is not None or spec.name not in late.names:
@@ -244,7 +247,7 @@ def _makers(job: ReadyRound) -> set[int]:
 
 
 def _another(path: str, asked: str) -> PSError:
-    """For an asynchronous process that restores something else than the others did in its place."""
+    """Returns the error for an asynchronous process that restores another checkpoint than the first process did."""
     return InvalidRequest(
         f"restore {path!r} is not what another process restores first: {asked!r}. Asynchronous processes restore the "
         "same checkpoints, each in the same order"
@@ -252,7 +255,7 @@ def _another(path: str, asked: str) -> PSError:
 
 
 def _given_up(path: str, turn: Turn) -> PSError:
-    """For who comes to a restore that another process has left: those that make rounds together go separate ways."""
+    """Returns the error for a restore that another process has left for a later one; `Diverged` in synchronous mode."""
     why = f"restore {path!r} was given up by a process that has begun a later one"
     if turn.epoch:
         return Diverged(f"the processes do not run the same program: {why}")
@@ -262,7 +265,7 @@ def _given_up(path: str, turn: Turn) -> PSError:
 def _tensors(
     order: RestoreOrder, variables: list[PlacedVariable], known: Mapping[int, PlacedVariable]
 ) -> dict[int, str]:
-    """For each of these variables that a restore changes the name of its tensor; `known` are those of all servers."""
+    """Maps the number of each restored variable to its tensor's name; `known` are all servers' variables."""
     if order.names is None:
         return {v.id: v.spec.saved_name for v in variables if v.spec.saved_name}
     # Variables that are saved as one always have one value; only one of them can be named.

@@ -1,4 +1,4 @@
-"""Checkpoints that are being taken: which round's values are frozen, and who waits until they are written."""
+"""Snapshots: values frozen after a round, and the calls that wait until they are written."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ log = logging.getLogger("psserver")
 
 @dataclass(eq=False)
 class _Save:
-    """A checkpoint that is ordered, until the log says that it is complete, or failed.
+    """A checkpoint from its order until the log settles it as complete or failed.
 
     Attributes:
-        order: by its plan.
-        closed: how many rounds were closed here when its plan was approved: the next one is its own.
-        frozen: this server's values, once its round has run; less those that are written.
-        shard: answered when they are written.
-        manifest: answered when the manifest is; None before it is asked for.
+        order: the plan's order.
+        closed: number of rounds closed here when its plan was approved; the next round is its own.
+        frozen: this server's values, without those already written; None before its round has run.
+        shard: answered when the shard is written.
+        manifest: answered when the manifest is written; None before the chief asks for it.
     """
 
     order: SnapshotOrder
@@ -47,11 +47,11 @@ class _Save:
 
 @dataclass(frozen=True)
 class Needed:
-    """What must not be removed beside a new manifest.
+    """The checkpoints that the writer of a new manifest must not remove.
 
     Attributes:
         busy: paths of other checkpoints that are being written.
-        later: full paths of those from which variables that are created later take their values.
+        later: full paths of checkpoints from which later variables take their values.
     """
 
     busy: Collection[str]
@@ -59,18 +59,18 @@ class Needed:
 
 
 class Snapshots:
-    """Guarded by the core's lock.
+    """The checkpoints that one server is taking. Guarded by the core's lock.
 
-    A server begins to write its shard as soon as the round has run, so that values are held no longer than its disk
-    takes, whatever becomes of the chief, who asks when it is written.
+    A server begins to write its shard as soon as the round has run, and does not wait for the chief to ask. So it holds
+    the old values no longer than its disk takes.
 
     Args:
         store: the variables.
-        rounds: after which they are frozen.
-        restores: what is still to be read.
-        place: where checkpoints are.
-        limit: bytes of old values that are held for checkpoints which are being written; 0 for no limit.
-        tally: counts what is written.
+        rounds: the rounds after which values are frozen.
+        restores: the restores, which need some checkpoints kept.
+        place: the storage of checkpoints.
+        limit: bytes of old values that may be held for checkpoints being written; 0 for no limit.
+        tally: counts shards and bytes.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Snapshots:
         self.limit = limit
         self._tally = tally
         self._saves: dict[bytes, _Save] = {}
-        self._excess = 0  # bytes by which the round that waits would go beyond the limit
+        self._excess = 0  # bytes by which the waiting round would exceed the limit
 
     def __len__(self) -> int:
         return len(self._saves)
 
     def clear(self) -> list[Future[Shard]]:
-        """Forgets all; returns who still waits."""
+        """Forgets all saves; returns the futures of their callers."""
         waiting = [future for save in self._saves.values() for future in (save.shard, save.manifest) if future]
         self._saves.clear()
         return waiting
@@ -103,16 +103,16 @@ class Snapshots:
     # ---- From the order to the end ----
 
     def order(self, plan: Plan) -> None:
-        """A plan is approved: where it orders a checkpoint, its round is waited for."""
+        """Registers the checkpoint that an approved plan orders, if it orders one."""
         if plan.snapshot is not None:
             self._saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
 
     def freeze(self, job: ReadyRound) -> list[Effect]:
-        """After a round: keeps its values if its plan orders a checkpoint. Held arrays never change: this is free."""
+        """Freezes the values after a round whose plan orders a checkpoint. Costs no copy: held arrays never change."""
         save = self._saves.get(job.plan.id)
         if save is None:
-            return []  # it orders none, or that has failed on another server before this one came to it
-        # One without a value has lost its creator, and whoever creates it next gives it one.
+            return []  # no checkpoint ordered, or it has failed on another server already
+        # A variable without a value has lost its creator; the next creator gives it one.
         mine = [v for v in self._saved() if min(v.servers) == self._store.server and self._store.initialized(v.id)]
         values = {v.spec.saved_name: self._store.value(v.id) for v in mine}
         frozen = save.frozen = Frozen(save.order, self._store.server, job.round, job.positions, values)
@@ -121,14 +121,14 @@ class Snapshots:
         return [Work("files", self._write_shard, (frozen,), done, save.shard, ask)]
 
     def _saved(self) -> list[PlacedVariable]:
-        """Returns what all servers save together: of variables that always have one value the first created."""
+        """Returns the variables that all servers save together; of those that share a saved name, the first created."""
         first: dict[str, PlacedVariable] = {}
         for _, variable in sorted(self._store.variables.items()):
             first.setdefault(variable.spec.saved_name, variable)
         return [variable for name, variable in first.items() if name]
 
     def settle(self, entry: Snapshotted) -> list[Effect]:
-        """A checkpoint is complete, or failed: nothing is held for it any more; the file of a failed one is removed."""
+        """Drops a checkpoint that is complete or failed; removes the shard of a failed one."""
         save = self._saves.pop(entry.plan_id, None)
         if save is None or not entry.error:
             return []
@@ -138,7 +138,7 @@ class Snapshots:
         return effects
 
     def hopeless(self) -> list[Effect]:
-        """Tells those who wait for a save whose round will not come."""
+        """Fails the saves whose round will not come."""
         found = ((save.shard, self._why_never(plan_id, save)) for plan_id, save in self._saves.items())
         return [Fail(shard, error) for shard, error in found if error is not None]
 
@@ -146,7 +146,7 @@ class Snapshots:
         return CheckpointError(why, str(self._store.task))
 
     def _why_never(self, plan_id: bytes, save: _Save) -> CheckpointError | None:
-        """Returns why a save that has no values will have none; None if it has some, or may get them."""
+        """Returns why a save will get no values; None if it has some, or may still get them."""
         if save.frozen is not None:
             return None
         refused = self._rounds.refused.get(plan_id)
@@ -168,19 +168,19 @@ class Snapshots:
 
     @property
     def saving(self) -> tuple[Saving, ...]:
-        """The checkpoints that are being written here."""
+        """The checkpoints that are being written here, with their bytes not yet written."""
         return tuple(
             Saving(frozen.order.path, frozen.round, sum(value.nbytes for value in frozen.values.values()))
             for frozen in self._frozen()
         )
 
     def blocks(self, ids: Iterable[int]) -> bool:
-        """Whether a round that replaces these variables has to wait: more old values would be held than may be."""
+        """Returns True if a round that replaces these variables must wait, as too many old values would be held."""
         self._excess = self._held(ids) - self.limit if self.limit and self._saves else 0
         return self._excess > 0
 
     def _held(self, replaced: Iterable[int]) -> int:
-        """Bytes of values that are to be written, and that no variable has once these are replaced."""
+        """Returns the bytes of frozen values that no variable has any more once the `replaced` ones have new values."""
         writes = frozenset(replaced)
         kept = {id(value) for number, value in self._store.values().items() if number not in writes}
         held = {id(value): value.nbytes for frozen in self._frozen() for value in frozen.values.values()}
@@ -192,7 +192,10 @@ class Snapshots:
     # ---- For the chief ----
 
     def ask(self, plan_id: bytes, manifest: str, future: Future[Shard]) -> list[Effect]:
-        """Somebody waits for the shard, or has the manifest written and waits for that. A resend is answered alike."""
+        """Answers the chief once the shard is written, or writes the manifest and then answers.
+
+        A resend gets the same answer.
+        """
         save = self._saves.get(plan_id)
         if save is None or (manifest and save.frozen is None):
             return [Fail(future, self._error("no checkpoint of this plan is being written here"))]
@@ -208,10 +211,10 @@ class Snapshots:
     # ---- While and after files are written; under the lock ----
 
     def _let_go(self, save: _Save, frozen: Frozen, name: str) -> tuple[None, bool]:
-        """A variable's bytes are written: rounds need not spare its array, and one may run that waited for this."""
+        """Releases the array of a variable whose bytes are written; answers True if a waiting round may run."""
         if save not in self._saves.values():
             raise CheckpointError("nobody waits for it any more: it was given up, or the job was started anew")
-        # Not before it can make a difference: to look at many small variables takes longer than to write one.
+        # Rounds look again only once this may let one run: a look at many small variables takes longer than a write.
         waited = self._excess > 0
         self._excess -= frozen.values.pop(name).nbytes
         return None, waited and self._excess <= 0
@@ -242,6 +245,6 @@ class Snapshots:
 
 
 def _follow(future: Future[Shard], other: Future[Shard]) -> None:
-    """Answers a future as another was, unless its caller has gone away."""
+    """Answers a future like another one, unless its caller has gone away."""
     error = other.exception()
     settle(future, None if error else other.result(), error)

@@ -1,7 +1,7 @@
-"""One parameter server, without its network: the `ParameterServer` of a process.
+"""One parameter server without its network: the `ParameterServer` of a process.
 
-The core holds the one lock. It lets stimuli into the state machine, one at a time, and carries out what that returns,
-outside of the lock: answers to futures, and work in the queues for arrays and for files.
+The core holds the one lock. It passes stimuli to the state machine, one at a time, and carries out the returned effects
+without the lock: it answers futures, and puts work into the queues for arrays and for files.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ T = TypeVar("T")
 
 
 class Core:
-    """A server's verbs. May be called from any thread.
+    """The verbs of a server. May be called from any thread.
 
     Args:
-        config: which server it is, where its variables live, and its limits.
-        incarnation: this process's life, 64 bits drawn by lot: no clock can give one twice.
+        config: the server's configuration.
+        incarnation: this process's incarnation, 64 random bits: no clock can give one twice.
         clock: monotonic seconds.
         arrays: runs array work, one piece after another.
-        files: runs work on files, one piece after another, beside the array work; None: as array work.
+        files: runs work on files, one piece after another, beside the array work; None to use `arrays`.
 
     Attributes:
         machine: the state. Guarded by the lock.
-        registry, tally, done: of the machine; they may be used without the lock.
-        stimuli: the last of those that were let in.
+        registry, tally, done: the machine's; may be used without the lock.
+        stimuli: the last stimuli. Guarded by the lock.
         kernels: run update programs.
     """
 
@@ -83,17 +83,17 @@ class Core:
     # ---- Stimuli and effects ----
 
     def _enter(self, stimulus: Callable[..., Outcome[T]], *args: Any) -> T:
-        """Lets one stimulus in, and carries out what follows from it.
+        """Passes one stimulus to the machine, and carries out the effects.
 
         Args:
             stimulus: a method of the machine.
             args: its arguments after the time.
 
         Returns:
-            What it answers.
+            The stimulus's answer.
 
         Raises:
-            PSError: why it was refused; then nothing follows from it.
+            PSError: why the stimulus was refused; then it has no effects.
         """
         return self._let_in(stimulus, *args)[0]
 
@@ -113,7 +113,7 @@ class Core:
         self._enter(self.machine.look)
 
     def _carry_out(self, effects: Sequence[Effect]) -> Work | None:
-        """Does what is to be done, in order; returns work that the calling thread is to go on with."""
+        """Carries out effects in order; returns the work that the calling thread continues with, if any."""
         next = None
         for effect in effects:
             match effect:
@@ -132,7 +132,7 @@ class Core:
         return next
 
     def _work(self, work: Work | None) -> None:
-        """Makes work, and what goes on from it, in a queue's thread."""
+        """Runs work, and the work that follows it, in a queue's thread."""
         while work is not None:
             ask = () if work.asks is None else (partial(self._ask, work),)
             result, error = attempt(partial(work.call, *work.args, *ask))
@@ -146,7 +146,7 @@ class Core:
             work = next
 
     def _ask(self, work: Work, *args: object) -> object:
-        """Answers a question of work that is made."""
+        """Answers a question of running work."""
         with self._lock:
             now = self._clock()
             self.stimuli.note(now, "asked", (work, *args))
@@ -176,11 +176,11 @@ class Core:
         self._enter(self.machine.leave, session, error)
 
     def tick(self) -> None:
-        """Ends the sessions whose lease is over. To be called a few times per lease."""
+        """Ends the sessions whose lease is over. Must be called a few times per lease."""
         self._enter(self.machine.tick)
 
     def well(self) -> bool:
-        """Returns whether it does what it is there for: leases are looked at, and no round has failed halfway."""
+        """Returns True if the server is healthy: leases are checked in time, and no round has failed halfway."""
         return self.machine.well(self._clock())
 
     # ---- Variables ----
@@ -197,7 +197,7 @@ class Core:
         variable, job = self._enter(self.machine.create, session, ordinal, id, spec, servers)
         array = saved = None
         if job is not None:
-            # Outside of the lock: this may read a file, copy, or move to a device.
+            # Without the lock: this may read a file, copy, or move to a device.
             array = saved = self.machine.restores.first_value(variable)
             if array is None and value is not None:
                 array = self.device.put(owned(value.tensors([spec.tensor])[0]))
@@ -215,7 +215,7 @@ class Core:
         _raise(self._enter(self.machine.propose, session, prepared, join_point, start))
 
     def _prepared(self, plan: Plan) -> PreparedPlan:
-        """A plan as this server would run it; made outside of the lock."""
+        """Prepares a plan for this server; without the lock, as it takes long."""
         return PreparedPlan(plan, self.server, self.config.memory_limit > 0)
 
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
@@ -257,7 +257,7 @@ class Core:
             return self.machine.status(self._clock())
 
     def recent(self) -> tuple[Happened, ...]:
-        """Says what it was told last, the oldest first; beats and ticks of the clock are left out."""
+        """Returns the last stimuli in words, the oldest first, without beats and ticks of the clock."""
         with self._lock:
             return self.stimuli.told(self._clock(), self.registry)
 
@@ -268,7 +268,7 @@ class Core:
             return self.machine.rounds.in_flight
 
     def close(self) -> None:
-        """Ends all that waits; nothing is lost that was answered."""
+        """Fails all calls that wait, and closes the kernels. Answered calls lose nothing."""
         self._enter(self.machine.close)
         self.kernels.close()
 

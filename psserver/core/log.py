@@ -1,6 +1,6 @@
-"""The log: what was decided in a job, in one order. Server 0's is the one; the chief copies it to the others.
+"""The log: the decisions of a job, in one order. Server 0's copy is authoritative; the chief copies it to the others.
 
-Server 0 appends creations and starts itself, since clients ask it for them; all else is the chief's.
+Server 0 appends creations and starts itself, since clients ask it for them. The chief appends all other entries.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ log = logging.getLogger("psserver")
 
 
 class Log:
-    """The entries, and what follows from them for variables and plans. Guarded by the core's lock.
+    """The entries of the log, and their consequences for variables and plans. Guarded by the core's lock.
 
     Args:
-        store: where variables are declared.
-        rounds: where plans are approved and epochs closed.
-        snapshots: where checkpoints are ordered.
+        store: declares variables.
+        rounds: approves plans and closes epochs.
+        snapshots: orders checkpoints.
     """
 
     def __init__(self, store: Store, rounds: Rounds, snapshots: Snapshots) -> None:
@@ -55,12 +55,12 @@ class Log:
         self._creators: dict[int, Task] = {}
         self._ordered = 0
         self.over = False
-        """Whether the job is done."""
+        """True once the job is done."""
         self.lost: ServerLost | None = None
-        """Why nobody goes on: a server of the job is lost."""
+        """The error of a job that has lost a server; None while it has lost none."""
 
     def begins_anew(self, entries: Sequence[LogEntry]) -> bool:
-        """Returns whether these entries are of another job than the one that the log is about."""
+        """Returns True if these entries are of another job than the log's."""
         return bool(entries) and isinstance(entries[0], JobStarted) and entries[0] not in self.entries[:1]
 
     def clear(self) -> None:
@@ -71,13 +71,13 @@ class Log:
 
     @property
     def incarnations(self) -> tuple[int, ...]:
-        """The lives of all servers of the job; none while there is no job."""
+        """The incarnations of all servers of the job; empty while there is no job."""
         first = self.entries[0] if self.entries else None
         return first.incarnations if isinstance(first, JobStarted) else ()
 
     @property
     def servers(self) -> int:
-        """How many servers the job has; raises `InvalidRequest` while there is no job."""
+        """The job's number of servers; raises `InvalidRequest` while there is no job."""
         if not self.incarnations:
             raise InvalidRequest("no chief has begun a job on this server yet", str(self._store.task))
         return len(self.incarnations)
@@ -87,25 +87,25 @@ class Log:
     def append(
         self, index: int, entries: Sequence[LogEntry], prepared: Mapping[bytes, PreparedPlan]
     ) -> tuple[int, list[Effect]]:
-        """Takes what is new of the chief's log.
+        """Appends the new entries of the chief's log.
 
         Args:
-            index, entries: the chief's log from a place on.
+            index, entries: the index of the first entry, and the chief's entries from there on.
             prepared: the plans among the entries, by id.
 
         Returns:
-            Up to where the two agree, and what follows.
+            The length up to which the two logs agree, and the effects.
         """
         have, end = len(self.entries), index + len(entries)
         if index > have:
             return have, []
         if list(entries[: have - index]) != self.entries[index:end]:
-            # Server 0's log has grown by itself: the chief has to look again before it decides.
+            # Server 0 has appended entries itself: the chief has to read them before it decides.
             return index, []
         return end, [effect for entry in entries[have - index :] for effect in self._take(entry, prepared)]
 
     def _take(self, entry: LogEntry, prepared: Mapping[bytes, PreparedPlan]) -> list[Effect]:
-        """Appends one entry and does what it says."""
+        """Appends one entry and applies it."""
         effects: list[Effect] = []
         match entry:
             case Created():
@@ -118,17 +118,17 @@ class Log:
             case Snapshotted():
                 effects = self._settle(entry)
             case Done():
-                self.over = True  # whatever somebody who came too late creates
+                self.over = True  # whatever late processes still create
             case Lost():
                 self.lost = ServerLost(entry.reason, str(Task("ps", entry.server)))
         self.entries.append(entry)
         return effects
 
-    # What was decided stays decided: a server that cannot do it tells those who need it, and not the chief.
+    # Decisions stand: a server that cannot carry one out tells the callers that need it, and not the chief.
 
     def _declare(self, variable: PlacedVariable) -> None:
         if self._store.variables.get(variable.id, variable) != variable:
-            self._store.forget(variable.id)  # who declared another one here was not its creator
+            self._store.forget(variable.id)  # declared here by another process than its creator
         try:
             self._store.declare(variable)
         except MemoryLimit as error:
@@ -158,17 +158,18 @@ class Log:
     # ---- By clients, at server 0 ----
 
     def name(self, task: Task, ordinal: int, spec: VariableSpec, servers: tuple[int, ...]) -> PlacedVariable:
-        """Finds a variable, or names a new one.
+        """Finds a variable, or creates a new one.
 
         Args:
-            task: who creates it.
-            ordinal: how many variables that process created before.
-            spec: what it says of it.
-            servers: who holds it; empty asks for one that is there, wherever it is.
+            task: the creating task.
+            ordinal: number of variables that its process created before.
+            spec: the variable's spec.
+            servers: the servers that hold it; empty for an existing variable, wherever it is.
 
         Raises:
-            VariableMismatch, Diverged: another process created something else in its place, or placed it elsewhere.
-            InvalidRequest: there are no such servers.
+            VariableMismatch: another process created something else in its place, or placed it elsewhere.
+            Diverged: the ordinal leaves out a variable.
+            InvalidRequest: there are no such servers, or too many variables.
             MemoryLimit: it does not fit on this server.
         """
         known = self._names.get(spec.name)
@@ -202,11 +203,11 @@ class Log:
         return variable
 
     def start(self, start: Start) -> None:
-        """Notes where the new members of an epoch begin.
+        """Records the round in which the new members of an epoch begin.
 
         Raises:
-            InvalidRequest: there is no such epoch.
-            Diverged: that was said otherwise.
+            InvalidRequest: the epoch is not known.
+            Diverged: another start of the epoch is recorded.
         """
         newest = self._rounds.epoch
         if newest is None or not 0 < start.epoch <= newest.number:
@@ -219,10 +220,10 @@ class Log:
         self.entries.append(Started(start))
 
     def propose(self, prepared: PreparedPlan) -> bool:
-        """Keeps a plan for the chief to approve; returns whether it is new.
+        """Keeps a plan for the chief to approve; returns True if it is new.
 
         Raises:
-            PSError: why it may not run.
+            PSError: why the plan may not run.
         """
         plan = prepared.plan
         if plan.id in self._rounds.plans or plan.id in self.proposed:
@@ -233,7 +234,10 @@ class Log:
         return True
 
     def _check_room(self, plan: Plan) -> None:
-        """Raises `InvalidRequest` if there are too many plans; one that saves is there for one round only."""
+        """Raises `InvalidRequest` if there are too many plans.
+
+        Plans that save are counted apart, as each has one round.
+        """
         saves = sum(one.snapshot is not None for one in self.proposed.values())
         if plan.snapshot is not None:
             if len(self._snapshots) + saves >= MAX_SAVES:
@@ -259,8 +263,8 @@ class Log:
             )
 
     def describe(self, plan_id: bytes) -> str:
-        """A section in words, for messages; one that is known here is a `PlanText`."""
+        """Returns a section in words, for messages; a `PlanText` if the plan is known here."""
         approved = self._rounds.plans.get(plan_id)
         plan = approved.plan if approved else self.proposed.get(plan_id)
-        # Proposals are at server 0; the others know what the chief has approved.
+        # Proposals are kept on server 0 only; the other servers know approved plans.
         return PlanText(plan, self._store.variables) if plan else f"a section not yet approved ({plan_id.hex()[:8]})"

@@ -1,7 +1,7 @@
-"""One parameter server as a state machine: each stimulus is a method that changes it, and returns what is to be done.
+"""One parameter server as a state machine: each stimulus is a method that changes its state and returns effects.
 
-It has no lock, no thread and no clock, and it makes no array work: `Core` lets one stimulus in at a time, says when it
-came, and carries out the effects. Two machines that are given the same stimuli come to the same state.
+It has no lock, no thread and no clock, and does no array work: `Core` passes one stimulus at a time with the time it
+came, and carries out the effects. Two machines that are given the same stimuli reach the same state.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ log = logging.getLogger("psserver")
 T = TypeVar("T")
 
 Outcome = tuple[T, list[Effect]]
-"""What a stimulus answers to its caller, and what is to be done."""
+"""A stimulus's answer to its caller, and its effects."""
 
 NUMBERS = 20
-"""Bits of a session's number that count within one life of server 0; those above are of its incarnation."""
+"""Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
 
 
 class Machine:
-    """All state of a server. Its stimuli take the time, in monotonic seconds, first; `PSError`s refuse them.
+    """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
     Args:
-        config: which server it is, and its limits.
-        incarnation: this process's life, 64 bits drawn by lot: no clock can give one twice.
+        config: the server's configuration.
+        incarnation: this process's incarnation, 64 random bits: no clock can give one twice.
         kernels: run update programs.
-        clock: measures how long rounds take; nothing that happens depends on it.
+        clock: measures how long rounds take; no decision depends on it.
 
     Attributes:
-        began: when it was made.
-        done: answered when the job has ended and everybody has left.
+        began: the time at which it was made, in monotonic seconds.
+        done: answered once the job has ended and everybody has left.
         registry: its sessions, which the rims may look up.
         store, rounds, members, log, waiters, runner, snapshots, restores, tally: its parts.
     """
@@ -85,7 +85,7 @@ class Machine:
         self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id))
         self.tally = ServerCounters(clock)
         self.registry = Registry(self.task, config.max_sessions)
-        # Other servers may remember the numbers of an earlier life.
+        # Other servers may remember the numbers of an earlier incarnation.
         first = incarnation >> NUMBERS << NUMBERS
         self.members = Membership(
             self.registry, timeouts.lease, timeouts.beat, first, lambda: self.rounds.epoch, self._holds_job
@@ -100,7 +100,7 @@ class Machine:
         self.began = self._ticked = clock()
 
     def progress(self, now: float) -> list[Effect]:
-        """After every stimulus: what can be answered or run now."""
+        """Returns the effects that have become possible: answers and rounds. Called after every stimulus."""
         effects: list[Effect] = []
         for session in self.rounds.sessions():
             error = self._ended(session)
@@ -114,22 +114,22 @@ class Machine:
         return effects
 
     def look(self, now: float) -> Outcome[None]:
-        """A payload has come up to where something waits for it."""
+        """Looks again: a payload has arrived up to an awaited offset."""
         return None, []
 
     def worked(self, now: float, work: Work, result: object, error: PSError | None) -> Outcome[None]:
-        """Work is over."""
+        """Takes the result or error of work that is over."""
         return None, [] if work.then is None else work.then(result, error, now)
 
     def asked(self, now: float, work: Work, *args: object) -> Outcome[Any]:
-        """Work asks something while it is made."""
+        """Answers a question of running work."""
         if work.asks is None:
             raise ValueError("this work asks nothing")
         answer, more = work.asks(*args)
         return answer, self.progress(now) if more else []
 
     def _heard(self, effects: list[Effect]) -> list[Effect]:
-        """Ends all sessions if what the rounds say shows that the members run different programs."""
+        """Ends all sessions if one of these effects shows that members run different programs; returns the effects."""
         for effect in effects:
             error = effect.error if isinstance(effect, Fail) else None
             if isinstance(error, Diverged) and not isinstance(error, NewcomerDiverged):
@@ -150,7 +150,10 @@ class Machine:
         term: int,
         drawn: int,
     ) -> Outcome[Opened]:
-        """A task begins a session, on server 0, or makes one known that it has there; `drawn` by lot, `DRAWN` bits."""
+        """Opens a task's session on server 0; on other servers registers one that server 0 opened.
+
+        `drawn` is a random number of `DRAWN` bits, for the token.
+        """
         token = 0
         if self.server == 0:
             session, token = self.members.open(task, replicas, drives, session, now, mode, job, term, drawn)
@@ -161,11 +164,11 @@ class Machine:
         return Opened(session, self.incarnation, token, self.server, str(self.store.device), seen), []
 
     def _holds_job(self) -> bool:
-        """Returns whether there is a job, with variables, that is not over."""
+        """Returns True if there is a job with variables that is not over."""
         return bool(self.log.entries and self.store.variables) and not self.log.over
 
     def beat(self, now: float, session: int, round: int, plan_id: bytes) -> Outcome[PSError | None]:
-        """A process lives, and waits in a round; answers why its session has ended."""
+        """Renews a session's lease and notes the round it waits in; answers with the error that ended the session."""
         error = self._ended(session)
         if error is None and self.server == 0:
             self.members.beat(session, (round, plan_id), now, self.log.describe)
@@ -174,12 +177,12 @@ class Machine:
         return error, []
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
-        """A process ends, cleanly or not."""
+        """Ends a process's session, cleanly or with an error."""
         self.members.leave(session, error)
         return None, []
 
     def tick(self, now: float) -> Outcome[None]:
-        """Time has passed: ends the sessions whose lease is over."""
+        """Ends the sessions whose lease is over."""
         # While this process stood still it could hear nobody: that time counts for no lease.
         gap, self._ticked = now - self._ticked, now
         if gap > self.members.lease / 4:
@@ -190,7 +193,7 @@ class Machine:
         return None, []
 
     def well(self, now: float) -> bool:
-        """Returns whether it does what it is there for: leases are looked at, and no round has failed halfway."""
+        """Returns True if the server is healthy: leases are checked in time, and no round has failed halfway."""
         return now - self._ticked < STILL_SECONDS and self.runner.broken is None
 
     def _check(self, session: int, now: float) -> None:
@@ -201,14 +204,14 @@ class Machine:
         self.members.touch(session, now)
 
     def _check_reader(self, session: int, now: float) -> None:
-        """As `_check`; who only looks has no session, 0."""
+        """Checks a session like `_check`. A reader without a session has number 0."""
         if session:
             self._check(session, now)
         else:
             self._check_unbroken()
 
     def _ended(self, session: int) -> PSError | None:
-        """Returns why a session may do nothing here; None if it may."""
+        """Returns the error that forbids a session to act here; None if it may act."""
         try:
             if self.server == 0:
                 self.members.check(session)
@@ -230,7 +233,10 @@ class Machine:
     def create(
         self, now: float, session: int, ordinal: int, id: int, spec: VariableSpec, servers: tuple[int, ...]
     ) -> Outcome[tuple[PlacedVariable, int | None]]:
-        """A process creates a variable, or finds it; answers for which job it needs a first value here, if it does."""
+        """Creates or finds a variable.
+
+        Answers with it, and with the job if it needs a first value here, else with None.
+        """
         self._check(session, now)
         if id < 0 and self.server == 0:
             variable = self.log.name(self.registry.task(session), ordinal, spec, servers)
@@ -246,7 +252,7 @@ class Machine:
     def initialize(
         self, now: float, variable: PlacedVariable, job: int | None, array: Array | None, saved: bool
     ) -> Outcome[CreateReply]:
-        """A variable may have its first value now, for a job; `saved` if it was a checkpoint's."""
+        """Gives a variable of a job its first value, if there is one; `saved` is True for a checkpoint's value."""
         if job is not None and job != self._job:
             raise ServerLost("the job was started anew; restart the process", str(self.task))
         if array is not None and self.store.initialize(variable.id, array) and saved:
@@ -261,7 +267,7 @@ class Machine:
     def pull(
         self, now: float, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]
     ) -> Outcome[None]:
-        """A process, or somebody who only looks, reads variables after a round."""
+        """Adds a read of variables after a round. Readers without a session may call it as well."""
         self._check_reader(session, now)
         self.waiters.add(Read(session, future, variables, after))
         self.tally.read(session, self.rounds.last)
@@ -272,7 +278,10 @@ class Machine:
     def propose(
         self, now: float, session: int, prepared: PreparedPlan | None, join_point: str, start: Start | None
     ) -> Outcome[PSError | None]:
-        """A process proposes a plan, waits to be taken in, or says where new members begin."""
+        """Takes a session's plan, the join point at which it waits, or the round in which new members begin.
+
+        Answers why the session has ended, None if it has not.
+        """
         self._check(session, now)
         if prepared is not None or start is not None:
             self.members.check_part(session)
@@ -289,25 +298,25 @@ class Machine:
         return self._ended(session), []
 
     def watch(self, now: float, session: int, after: int, version: int, future: Future[Watched]) -> Outcome[None]:
-        """Somebody waits for news."""
+        """Adds a watch of the log and the sessions. Readers without a session may call it as well."""
         self._check_reader(session, now)
         self.waiters.add(Watch(session, future, after, version))
         return None, []
 
     def part(self, now: float, session: int) -> Outcome[None]:
-        """Who waited for news has gone away: maybe its process has ended."""
+        """Notes that a watching connection was cut: maybe its process has ended."""
         self.members.part(session, now)
         return None, []
 
     def holds(self, now: float, token: int) -> Outcome[None]:
-        """A chief shows its token."""
+        """Checks a chief's token."""
         self._check_token(token)
         return None, []
 
     def approve(
         self, now: float, token: int, index: int, entries: Sequence[LogEntry], prepared: Mapping[bytes, PreparedPlan]
     ) -> Outcome[int]:
-        """The chief copies its log; answers up to where the two agree."""
+        """Appends entries of the chief's log; answers with the length up to which the two logs agree."""
         self._check_token(token)
         effects = self._restart() if self.log.begins_anew(entries) else []
         self._check_unbroken()
@@ -321,14 +330,14 @@ class Machine:
         return agreed, effects
 
     def _check_token(self, token: int) -> None:
-        # Server 0 has given it; the others hear of a new one from the new chief.
+        # Server 0 gives the tokens; the other servers learn a new one from the new chief.
         newest = self.members.token if self.server == 0 else max(self._token, token)
         if token != newest or token == 0:
             raise Fenced("there is a newer chief, whose token alone counts; this one has to end")
         self._token = token
 
     def _restart(self) -> list[Effect]:
-        """A new job: drops all that the last one left, and tells those who still wait in it."""
+        """Begins a new job: drops the state of the last one, and fails the calls that still wait in it."""
         error = ServerLost("the job was started anew; restart the process", str(self.task))
         ended = {member.session for member in self.rounds.epoch.members} if self.rounds.epoch else set()
         effects = self._abandon(error, lambda session: session in ended)
@@ -343,7 +352,7 @@ class Machine:
     def push(
         self, now: float, contribution: Contribution, payload: Payload, begun: Begun | None, future: Future[RoundReply]
     ) -> Outcome[None]:
-        """A process contributes to a round, or does so again."""
+        """Takes a contribution to a round, or a resend of one."""
         whole = payload.whole  # else it may become so unseen before somebody waits for it
         self._check(contribution.session, now)
         effects: list[Effect] = []
@@ -367,14 +376,14 @@ class Machine:
     # ---- Checkpoints ----
 
     def snapshot(self, now: float, token: int, plan_id: bytes, manifest: str, future: Future[Shard]) -> Outcome[None]:
-        """The chief waits for this server's part of a checkpoint, or has the manifest written."""
+        """Answers the chief once this server's shard of a checkpoint is written, or, if it sent one, the manifest."""
         self._check_token(token)
         return None, self.snapshots.ask(plan_id, manifest, future)
 
     def restore(
         self, now: float, session: int, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
     ) -> Outcome[Future[RestoreReply]]:
-        """A process restores a checkpoint; answers the future of what comes of it."""
+        """Begins a stage of a restore; answers with the future of its reply."""
         self._check(session, now)
         if self.server == 0 and order.stage != "look":
             self.members.check_part(session)
@@ -383,16 +392,16 @@ class Machine:
     # ---- What is there, and the end ----
 
     def status(self, now: float) -> ServerStatus:
-        """Says what it holds, and who waits for what."""
+        """Returns the server's status: its state, and the open rounds with the members they wait for."""
         return status_of(
             self.incarnation, self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, now
         )
 
     def close(self, now: float) -> Outcome[None]:
-        """Ends all that waits; nothing is lost that was answered."""
+        """Fails all calls that wait. Answered calls lose nothing."""
         return None, self._abandon(ServerLost("the server ends", str(self.task)), lambda session: True)
 
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:
-        """Fails all that waits; of the watchers those for whose session `watches` holds."""
+        """Fails all calls that wait; a watch only if `watches` holds for its session."""
         waiting: list[Future[Any]] = [*self.waiters.drop(watches), *self.snapshots.clear(), *self.restores.clear()]
         return [*self.rounds.abandon(error), *(Fail(future, error) for future in waiting)]

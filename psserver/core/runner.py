@@ -1,7 +1,8 @@
-"""Runs rounds, one after the other, and answers their members.
+"""The runner: runs rounds, one after the other, and answers their members.
 
-A small round runs when all of it is there: all of it or nothing. A large one streams: each variable is updated, and
-its value sent back, as soon as all contributions to it are there, while others are on their way in both directions.
+A small round runs once all contributions are whole, and commits all or nothing. A large round streams: each variable is
+updated, and its value sent back, once all contributions to it are there, while others are still on their way in both
+directions.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ log = logging.getLogger("psserver")
 
 
 class GrowingAnswer:
-    """The payload of an answer, which grows as values come to be. Members that want the same share it.
+    """An answer's payload that grows as values become ready. Members that want the same variables share it.
 
     Args:
-        want: numbers of the variables that come first, in order.
+        want: numbers of the wanted variables, which come first, in order.
         given: returned values that come after them.
-        specs: of all these.
+        specs: the tensors of all these, in order.
     """
 
     def __init__(self, want: Sequence[int], given: Sequence[Ref], specs: Sequence[TensorSpec]) -> None:
@@ -52,7 +53,7 @@ class GrowingAnswer:
         self._early: dict[int | Ref, Array] = {}
 
     def put(self, values: Mapping[int, Array] | Mapping[int | Ref, Array]) -> None:
-        """More values are there, on the host."""
+        """Adds values that are ready, on the host."""
         self._early.update({name: value for name, value in values.items() if name in self._wanted})
         while self._order and self._order[-1][0] in self._early:
             name, offset = self._order.pop()
@@ -62,15 +63,15 @@ class GrowingAnswer:
 
 
 class Runner:
-    """The round that runs. Guarded by the core's lock, but for what it has done in the thread for arrays.
+    """The running round. Guarded by the core's lock, but for the methods that run in the thread for arrays.
 
     Args:
-        store, rounds, snapshots, restores: what a round reads and changes.
+        store, rounds, snapshots, restores: the state that a round reads and changes.
         kernels: run its programs.
         tally: counts rounds.
 
     Attributes:
-        broken: why the variables are of no use any more, until the job begins anew: a round has failed halfway.
+        broken: the error of a round that failed halfway and left variables unusable; None until then, and in a new job.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class Runner:
         self._tally = tally
         self._nonfinite = NonfiniteVariables(store)
         self._execution: Execution | None = None
-        self._awaits: Await | None = None  # what the round that runs waits for
+        self._awaits: Await | None = None  # the payload that the running round waits for
         self._held: ReadyRound | None = None
         self._deliveries: dict[tuple[int, ...], GrowingAnswer] = {}
         self._begun: WeakKeyDictionary[Future[RoundReply], Begun] = WeakKeyDictionary()
         self.broken: PSError | None = None
 
     def clear(self) -> None:
-        """Forgets the round that runs: what comes of it is thrown away."""
+        """Forgets the running round; its results are dropped."""
         self._tally.forget()
         self._nonfinite.clear()
         self.broken = None
@@ -105,7 +106,7 @@ class Runner:
         self._deliveries = {}
 
     def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun) -> list[Effect]:
-        """Registers who is to be told when the answer to a contribution begins to grow."""
+        """Registers a callback for when the answer to a contribution begins to stream."""
         delivery = self._deliveries.get(said.want)
         if delivery is None or self._execution is None or self._execution.job.round != said.round:
             self._begun[future] = begun
@@ -113,7 +114,7 @@ class Runner:
         return [Run(begun, (delivery.payload,))]
 
     def next(self) -> list[Effect]:
-        """Begins the round that can run now, if there is one; goes on with the one that runs, if it waits no more."""
+        """Begins the next round that can run, or continues the running one once its data has arrived."""
         if self._execution is not None:
             self._execution.contributions.drop(self._rounds.fenced)
             if self._awaits is None or self._awaits == self._execution.awaits():
@@ -130,12 +131,12 @@ class Runner:
         return [Work("arrays", self._tell, (begins,), then=partial(self._told, execution))]
 
     def explain(self, waiting: Sequence[OpenRound]) -> tuple[OpenRound, ...]:
-        """Says of the round that waits for a checkpoint, if one does, that it does."""
+        """Adds to the round that waits for a checkpoint, if there is one, that it does."""
         held, why = self._held.round if self._held else None, "waits until more of a checkpoint is written"
         return tuple(replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in waiting)
 
     def _holds(self, job: ReadyRound) -> bool:
-        """Whether a round has to wait: the old values that it would leave to a checkpoint are more than may be."""
+        """Returns True if a round must wait: it would leave too many old values to a checkpoint."""
         held = job if self._snapshots.blocks(job.prepared.writes) else None
         if held and not self._held:
             log.info("round %d waits until more of a checkpoint is written (--snapshot-limit)", job.round)
@@ -143,28 +144,28 @@ class Runner:
         return held is not None
 
     def _go_on(self, execution: Execution, follows: bool = False) -> list[Effect]:
-        """The next step of the round that runs, or what that has to wait for."""
+        """Returns the next step of the running round, or the payload it has to wait for."""
         self._awaits = execution.awaits()
         if self._awaits is not None:
             return [self._awaits]
         if not execution.begun:
-            self._store.lend(execution.job.prepared.writes)  # Nobody reads half a round.
+            self._store.lend(execution.job.prepared.writes)  # nobody reads half a round
         reads = execution.reads()
-        alone = self._store.alone(reads)  # before there is one who holds them
+        alone = self._store.alone(reads)  # before anyone else holds them
         step = execution, self._store.values_of(reads), alone
         return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows)]
 
     # ---- In the thread for arrays, without the lock ----
 
     def _tell(self, begins: Sequence[Run]) -> None:
-        """Tells members of the payloads of their answers, before the first step."""
+        """Hands the payloads of their answers to members, before the first step."""
         for begin in begins:
             begin.call(*begin.args)
 
     def _step(
         self, execution: Execution, values: dict[int, Array | None], alone: frozenset[int]
     ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
-        """Makes one step; lets go of the values, so that the next one may write in place."""
+        """Runs one step. Drops the values afterwards, so that the next step may write in place."""
         began = self._tally.clock()
         try:
             return execution.step(values, alone)
@@ -176,7 +177,7 @@ class Runner:
 
     def _told(self, execution: Execution, _: None, error: PSError | None, now: float) -> list[Effect]:
         if execution is not self._execution:
-            return []  # everyone who waited was told when the job was started anew
+            return []  # all calls failed when the job was started anew
         return self._go_on(execution, follows=True) if error is None else self._break(execution, error, now)
 
     def _commit(
@@ -186,12 +187,12 @@ class Runner:
         error: PSError | None,
         now: float,
     ) -> list[Effect]:
-        """Takes in what a step has made; the last one, and one that failed, end the round."""
+        """Takes the results of a step. The last step ends the round, and so does a failed one."""
         if execution is not self._execution:
             return []
         try:
             return self._take(execution, *(made or ({}, {})), error, now)
-        except Exception as bug:  # of ours: it must reach the members as an error, not as silence
+        except Exception as bug:  # our bug: it must reach the members as an error, not as silence
             log.exception("round %d failed", execution.job.round)
             return self._break(execution, PSError(f"internal error: {bug!r}; see the server's log"), now)
 
@@ -215,14 +216,14 @@ class Runner:
         return [*effects, Run(execution.close), *self._end(execution, ready, error, now)]
 
     def _restored(self, job: ReadyRound, assigned: Mapping[int, Array]) -> tuple[Mapping[int, Array], PSError | None]:
-        """Adds what a round restores to what it assigns; or nothing, and why."""
+        """Adds a round's restored values to those it assigns; returns nothing and the error if that fails."""
         try:
             return {**assigned, **self._restores.values(job)}, None
         except PSError as error:
             return {}, error
 
     def _break(self, execution: Execution, error: PSError, now: float) -> list[Effect]:
-        """A bug has ended a round: nobody knows how far it came."""
+        """Ends a round after a bug: it is unknown how far it came."""
         self._deliveries = {}
         if not self._rounds.runs(execution.job):
             self._execution = None
@@ -233,14 +234,14 @@ class Runner:
     def _end(
         self, execution: Execution, ready: Mapping[int | Ref, Array], error: PSError | None, now: float
     ) -> list[Effect]:
-        """The round is over; `ready` are values that are on the host already."""
+        """Ends the round; `ready` are values that are on the host already."""
         job, effects = execution.job, list[Effect]()
         self._store.end_loan()
         if error is None:
             warnings = self._judge(job, execution.found)
             dropped = sorted(execution.contributions.dropped)
             record, waiters = self._rounds.complete(job, execution.given, dropped, warnings)
-            effects += self._restores.ran(job)  # first: who is answered may look at the files
+            effects += self._restores.ran(job)  # first: members that are answered may look at the files
             effects += self._snapshots.freeze(job)
         else:
             if execution.halfway and self.broken is None:
@@ -252,7 +253,7 @@ class Runner:
         return [*effects, *self.replies(record, waiters, ready, delivered), Run(self._tally.answered, (now,))]
 
     def _judge(self, job: ReadyRound, found: NonfiniteValues) -> tuple[str, ...]:
-        """Counts what is NaN or infinite after a round; returns what its members are told of it."""
+        """Counts NaN and infinite values after a round; returns the warnings for its members."""
         warnings = self._nonfinite.over(job, found)
         self._tally.nonfinite_contributions += len(found.contributions)
         self._tally.nonfinite_variables = len(self._nonfinite.ids)
@@ -261,7 +262,7 @@ class Runner:
     # ---- Answers ----
 
     def _begin(self, execution: Execution, said: Contribution, future: Future[RoundReply]) -> list[Run]:
-        """Tells a member of its payload; one that wants what is not here is told at the end."""
+        """Hands a member the payload of its answer; a member that wants variables not known here gets it at the end."""
         begun, prepared = self._begun.pop(future, None), execution.job.prepared
         known = execution.wanted.issuperset(said.want) and all(map(self._store.initialized, said.want))
         if begun is None or not known:
@@ -275,7 +276,7 @@ class Runner:
         return [Run(begun, (delivery.payload,)), Run(self._put, (delivery, unchanged))]
 
     def _put(self, delivery: GrowingAnswer, values: Mapping[int, Array]) -> None:
-        """Begins an answer with what the round does not change."""
+        """Begins an answer with the values that the round does not change."""
         delivery.put({id: self._store.device.get(value) for id, value in values.items()})
 
     def replies(
@@ -285,13 +286,13 @@ class Runner:
         ready: Mapping[int | Ref, Array] | None = None,
         delivered: Mapping[tuple[int, ...], GrowingAnswer] | None = None,
     ) -> list[Effect]:
-        """The answers to members; their wanted variables are as they are now, which is before the next round.
+        """Returns the answers to members, with the wanted variables as they are now, before the next round.
 
         Args:
-            record: what came of the round.
-            waiters: who is answered.
+            record: the round's record.
+            waiters: the contributions to answer, with their futures.
             ready: values that are on the host already.
-            delivered: payloads that are on their way already, by what they have.
+            delivered: payloads that are already being sent, by the variables they hold.
         """
         fresh: dict[int | Ref, Array] = dict(ready or {})
         payloads = {want: delivery.payload for want, delivery in (delivered or {}).items()}
@@ -314,7 +315,7 @@ class Runner:
         return answers
 
     def _fetch(self, said: Contribution, record: Record, wanted: Sequence[Array]) -> RoundReply:
-        """Brings what a member wants to the host, for its answer; in the thread for arrays."""
+        """Copies a member's wanted values to the host, for its answer; in the thread for arrays."""
         return _reply(said, record, Payload.pack([*map(self._store.device.get, wanted), *record.given]))
 
 

@@ -1,4 +1,4 @@
-"""What a server tells of itself, collected from all that it has."""
+"""A server's status, collected from all parts of its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def status_of(
     runner: Runner,
     now: float,
 ) -> ServerStatus:
-    """A server's status at a time of the core's clock."""
+    """Returns a server's status; `now` is a time of the core's clock, in seconds."""
     return ServerStatus(
         server=store.server,
         incarnation=incarnation,

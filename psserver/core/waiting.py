@@ -1,4 +1,4 @@
-"""Calls that wait: for news of the log, for a round before they read, for an answer that was given before."""
+"""Calls that wait: for news of the log, for a round before a read, for the answer to a resent contribution."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
 MAX_CALLS = 256
-"""Calls of one kind that wait for one session. Those whose clients have gone away are among them: the oldest."""
+"""Maximum number of calls of one kind that wait for one session. The oldest ones beyond it fail: their clients may be
+gone.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Waiter:
-    """One call, which its future answers; the session of a caller without one is 0."""
+    """One waiting call and the future that answers it; session 0 is a caller without a session."""
 
     session: int
     future: Future[Any]
@@ -32,9 +34,9 @@ class Waiter:
 
 @dataclass(frozen=True, eq=False)
 class Watch(Waiter):
-    """Waits until the log is longer than `after`, or there is something for a chief to act on, which changes `version`.
+    """A call that waits until the log is longer than `after`, or until there is news for a chief.
 
-    A version of -1 follows the log alone, `UNTIL_ENDED` nothing.
+    News change the `version`. A version of -1 watches the log alone, `UNTIL_ENDED` neither.
     """
 
     after: int
@@ -43,7 +45,7 @@ class Watch(Waiter):
 
 @dataclass(frozen=True, eq=False)
 class Read(Waiter):
-    """Waits until round `after` is complete, to read variables as of then; without a session reads them as they are."""
+    """A call that reads variables once round `after` is complete; without a session, at once."""
 
     variables: tuple[int, ...]
     after: int
@@ -51,22 +53,22 @@ class Read(Waiter):
 
 @dataclass(frozen=True, eq=False)
 class Resend(Waiter):
-    """Waits until no round writes: a contribution to a round that is over gets its answer, with values as of now."""
+    """A contribution to a round that is over. Its answer waits until no round writes; it holds the values as of now."""
 
     record: Record
     said: Contribution
 
 
 class Waiters:
-    """All calls that wait, a row each. Guarded by the core's lock.
+    """All waiting calls. Guarded by the core's lock.
 
     Args:
-        log, members: what is watched.
-        store, rounds: what is read, and what is waited for.
+        log, members: what watches wait for.
+        store, rounds: what reads wait for, and read.
         reply: makes the answers to a resend.
 
     Attributes:
-        rows: those of each kind, the oldest first.
+        rows: the calls by kind, the oldest first.
     """
 
     def __init__(
@@ -84,10 +86,10 @@ class Waiters:
         self._rounds = rounds
         self._reply = reply
         self._superseded: list[Future[Any]] = []
-        self._looked: tuple[int, int] | None = None  # what all watches were compared with
+        self._looked: tuple[int, int] | None = None  # the version and length that all watches were compared with
 
     def add(self, row: Waiter) -> None:
-        """A call waits from now on; the oldest of too many of its kind and session wait no more.
+        """Adds a waiting call; drops the oldest ones of its kind and session beyond `MAX_CALLS`.
 
         Raises:
             InvalidRequest: it reads a variable that has no value, or one twice.
@@ -108,13 +110,13 @@ class Waiters:
         rows.append(row)
 
     def drop(self, watches: Callable[[int], bool]) -> list[Future[Any]]:
-        """Forgets all rows, of the watches those for whose session `watches` holds; returns their futures."""
+        """Drops all calls, but of the watches only those for whose session `watches` holds; returns their futures."""
         dropped = [row for row in self.rows[Watch] if watches(row.session)] + self.rows[Read] + self.rows[Resend]
         self.rows = {Resend: [], Read: [], Watch: [row for row in self.rows[Watch] if not watches(row.session)]}
         return [row.future for row in dropped]
 
     def answers(self, now: float, ended: Callable[[int], PSError | None]) -> list[Effect]:
-        """Answers those who wait no longer; `ended` gives the reason for those whose session has ended."""
+        """Answers the calls that need not wait any longer; `ended` returns the error of a session that has ended."""
         answers: list[Effect] = []
         if self._superseded:
             error = InvalidRequest(f"{MAX_CALLS} later calls of this session wait as well; make fewer at a time")
@@ -124,7 +126,7 @@ class Waiters:
             answers += self._reply(again)
         answers += map(self._read, self._take(Read, self._can_read, ended, answers))
         look = self._members.version, len(self._log.entries)
-        if look != self._looked:  # else no session has ended, either; each process waits here as long as it lives
+        if look != self._looked:  # else no session has ended either; every process has a watch
             self._looked = look
             answers += self._news(self._take(Watch, self._has_news, ended, answers), now)
         return answers
@@ -136,7 +138,10 @@ class Waiters:
         ended: Callable[[int], PSError | None],
         answers: list[Effect],
     ) -> list[Any]:
-        """Takes out the rows that are ready; those whose session has ended, or whose caller has gone away, as well."""
+        """Removes and returns the calls that are ready.
+
+        Fails those of ended sessions; drops those whose caller has gone away.
+        """
         found: list[Any] = []
         if not (rows := self.rows[kind]):
             return found
@@ -158,12 +163,12 @@ class Waiters:
         return Work("arrays", self._pack, (self._rounds.last, arrays), future=row.future)
 
     def _pack(self, last: int, arrays: Sequence[Array]) -> PullReply:
-        """Brings values to the host; in the thread for arrays."""
+        """Copies values to the host; in the thread for arrays."""
         return PullReply(last, Payload.pack([self._store.device.get(array) for array in arrays]))
 
     def _has_news(self, row: Watch) -> bool:
         if not row.session:
-            return True  # nobody would know that its caller is gone
+            return True  # nothing would tell that its caller is gone
         changed = len(self._log.entries) != row.after or 0 <= row.version != self._members.version
         return changed and row.version != UNTIL_ENDED
 
@@ -173,7 +178,7 @@ class Waiters:
         plans, sessions = tuple(self._log.proposed.values()), self._members.states(now)
         answers: list[Effect] = []
         for row in rows:
-            # A log that is shorter than what the caller knows is another job's.
+            # A log shorter than the caller's is another job's.
             start = row.after if row.after <= len(self._log.entries) else 0
             news = Watched(self._members.version, start, tuple(self._log.entries[start:]), plans, sessions)
             answers.append(Reply(row.future, news))

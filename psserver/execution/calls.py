@@ -1,7 +1,7 @@
-"""One application of a program in a round: its steps, their kernels, and the memory that they write.
+"""Kernel calls of a round: one application's stages, or many applications at once, and the memory that they write.
 
-A kernel writes into a variable's own array where nobody else holds it and nothing of the round that may still fail
-comes after. Everywhere else it writes into new arrays, which are made before the round begins to write.
+A kernel writes into a variable's own array if nobody else holds it and no later part of the round may fail. Otherwise
+it writes into new arrays, which are allocated before the round begins to write.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pswire.model.plan import Ref
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
 Room = dict[tuple[Role, int], Array]
-"""New arrays that a stage writes: of assigned inputs, by input, and of outputs."""
+"""New arrays that a stage writes: for assigned inputs, by input, and for outputs."""
 
 
 class KernelCall:
     """An application of a program in one round.
 
     Args:
-        number: which, among those of the server.
-        application: the same.
+        number: number of the application, among those of the server.
+        application: the application.
         kernels: gives stages and kernels.
-        parts: the contributions to a reduction, by its number; None where a kernel cannot sum them.
+        parts: returns the contributions to a reduction, by its number; None where a kernel cannot sum them.
     """
 
     def __init__(
@@ -51,28 +51,28 @@ class KernelCall:
         )
         self._parts = found
         self.suspects: Set[int] = frozenset()
-        """Reductions whose sums are not finite, as a kernel saw."""
+        """Numbers of the reductions whose sums a kernel found not finite."""
         self.unsure: Set[int] = frozenset()
-        """Variables that it has assigned, and that may not be finite."""
+        """Numbers of the variables that it has assigned and that may not be finite."""
         self._in_place: list[frozenset[int]] = [frozenset()] * len(self.stages)
         self._rooms: list[Room] = [{} for _ in self.stages]
 
     @property
     def width(self) -> int:
-        """How many stages it has."""
+        """Number of its stages."""
         return len(self.stages)
 
     def target(self, stage: Stage, index: int) -> int:
-        """The variable that is an input of a stage."""
+        """Returns the number of the variable that is an input of a stage."""
         return self._args[stage.step.args[index]].index
 
     def reserve(self, safe: int, own: Set[int], fresh: Set[int]) -> None:
-        """Decides where kernels write, and makes the arrays for it; on a GPU kernels make their own.
+        """Decides which arrays kernels write in place, and allocates the others; on a GPU kernels allocate their own.
 
         Args:
             safe: the first stage from which on nothing may fail.
             own: variables whose arrays nobody else holds.
-            fresh: variables whose values are new ones of this round.
+            fresh: variables whose values are new arrays of this round.
         """
         for at, stage in enumerate(self.stages):
             if stage.kernel is not None and self._kernels.device.gpu is None:
@@ -84,7 +84,7 @@ class KernelCall:
 
     @property
     def copies(self) -> bool:
-        """Whether it gives back what must be copied when it is done, which takes memory."""
+        """True if some outputs are copied at the end, which takes memory."""
         outputs = self._application.program.outputs
         made = {number for stage in self.stages for number in stage.step.results}
         return len(set(outputs)) < len(outputs) or not made.issuperset(outputs)
@@ -98,7 +98,7 @@ class KernelCall:
         """Runs all stages.
 
         Args:
-            value: gives a value of the round; of a reduction it is asked once.
+            value: returns a value of the round; called once per reduction.
             xp: the array namespace.
 
         Returns:
@@ -112,7 +112,7 @@ class KernelCall:
             return known[number]
 
         program = self._application.program
-        if self.stages[0].step.program is program:  # Interpreted as a whole: its results are the outputs.
+        if self.stages[0].step.program is program:  # interpreted as a whole: its results are the outputs
             written, outputs = self._run(0, get, xp)
             return {self._args[target].index: array for target, array in written.items()}, outputs
         assigned: dict[int, Any] = {}
@@ -146,7 +146,7 @@ class KernelCall:
             done = _on_gpu(kernel, inputs, xp)
             self._kernels.crew.seconds += time.perf_counter() - began
             return done
-        room, self._rooms[at] = self._rooms[at], {}  # so that they are let go when nobody needs them
+        room, self._rooms[at] = self._rooms[at], {}  # so that they are released once nobody needs them
         arrays = [self._memory(stage, parameter, inputs, room) for parameter in kernel.parameters]
         seen = self._kernels.crew.launch(kernel.function, prod(step.shape or ()), arrays, kernel.singles)
         if seen & SUMS:
@@ -157,7 +157,7 @@ class KernelCall:
         return written, [room["output", index] for index in range(len(step.results))]
 
     def _memory(self, stage: Stage, parameter: Parameter, inputs: Mapping[int, Any], room: Room) -> Pieces | PieceCopy:
-        """Returns what a kernel on the CPU reads or writes for a parameter."""
+        """Returns the memory that a kernel on the CPU reads or writes for a parameter."""
         index = parameter.value
         match parameter.role:
             case "part":
@@ -174,7 +174,7 @@ class KernelCall:
 
 
 def _room(stage: Stage, targets: Set[int]) -> Room:
-    """New arrays for what is not assigned in place, and for outputs."""
+    """Allocates arrays for inputs that are not assigned in place, and for outputs."""
     program = stage.step.program
     room: Room = {("array", target): _empty(program.inputs[target].spec) for target in targets}
     for index, spec in enumerate(program.output_specs):
@@ -183,7 +183,7 @@ def _room(stage: Stage, targets: Set[int]) -> Room:
 
 
 def _on_gpu(kernel: Kernel, inputs: Mapping[int, Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
-    """Runs a kernel of CuPy; what it assigns is new, since its memory pool gives that for nothing."""
+    """Runs a kernel of CuPy. Assigned values are new arrays: CuPy's memory pool makes them cheap."""
     program = kernel.form.program
     given = [inputs[p.value] for p in kernel.parameters if p.role != "output"]
     targets = [target for target, _ in program.assigns]
@@ -198,20 +198,20 @@ def _empty(spec: TensorSpec) -> Array:
 
 
 class Ready:
-    """Applications of a batch that can be made together. Nothing of it can fail.
+    """Applications of a batch that run in one call and cannot fail.
 
-    All contributions to them are there, each in one piece, and nobody holds their variables, which are written in
-    place. Else the applications are made as `KernelCall`s.
+    All contributions to them are there, each in one piece, and nobody else holds their variables, which are written in
+    place. Otherwise the applications run as `KernelCall`s.
 
     Args:
-        batch: of which.
-        rows: which.
-        contributions: where they are, for each parameter of the kernel that is one.
+        batch: the batch.
+        rows: the applications, as a slice of the batch.
+        contributions: addresses of contributions, for each parameter of the kernel that is one.
 
     Attributes:
-        numbers: of the applications, among those of the server.
+        numbers: numbers of the applications, among those of the server.
         assigned: numbers of the variables that they assign.
-        width: as of a `KernelCall`.
+        width: number of stages, as of a `KernelCall`.
     """
 
     width = 1
@@ -225,12 +225,12 @@ class Ready:
 
     @classmethod
     def of(cls, batch: KernelBatch, at: int, stop: int, senders: Sequence[Sender], alone: Set[int]) -> Ready | None:
-        """Some of a batch's applications, if they can be made together.
+        """Returns some of a batch's applications as one call; None if they cannot run together.
 
         Args:
-            batch: which.
-            at, stop: their numbers, among those of the server.
-            senders: who contributes.
+            batch: the batch.
+            at, stop: the range of their numbers, among those of the server.
+            senders: the contributors.
             alone: variables whose arrays nobody else holds.
         """
         rows = slice(at - batch.first, stop - batch.first)
@@ -249,11 +249,11 @@ class Ready:
 
         Args:
             crew: the threads for it.
-            totals: gives the sum of the weights of a reduction.
-            value: gives the array of a variable, an operand or a result.
+            totals: returns the sum of the weights of a reduction.
+            value: returns the array of a variable, an operand or a result.
 
         Returns:
-            Numbers of the applications in which the kernel saw NaN or infinity, and what it returned; one may be there
+            Numbers of the applications in which the kernel saw NaN or infinity, with its flags. A number may come
             several times.
         """
         held: list[Array] = []  # while the kernel runs

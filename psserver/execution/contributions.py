@@ -1,6 +1,6 @@
-"""What the members of a round have sent: where it is, what is there, and what it makes together.
+"""The contributions of a round's members: their tensors in the payloads, which of them have arrived, and their sums.
 
-Sums and means are made over received parts, where they lie.
+Sums and means are computed from received parts without a copy.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pswire.model.plan import ReduceOp, Ref
 from pswire.model.tensor import DTYPES, Array, TensorSpec, align, join
 
 Weighed: TypeAlias = tuple[float, list[Array]]
-"""Weight and pieces of one contribution; no pieces where the weight is 0."""
+"""Weight and pieces of one contribution; no pieces if the weight is 0."""
 
 
 @dataclass(frozen=True)
 class ContributionParts:
-    """The contributions to a reduction that nothing but one kernel reads.
+    """Contributions to a reduction that only one kernel reads.
 
     Attributes:
-        combined: how they become one value.
-        pieces: of each contribution.
+        combined: the op that combines them, and their count.
+        pieces: the pieces of each contribution.
         total: the sum of the weights.
     """
 
@@ -45,14 +45,14 @@ class ContributionParts:
 
 
 class Sender:
-    """What one member contributes: its tensors, by what they are for. Used by one thread at a time.
+    """One member's contribution, by tensors. Used by one thread at a time.
 
     Args:
-        part: its share of the round.
-        plan: what the round does.
+        part: the member's share of the round.
+        plan: the round's plan.
 
     Attributes:
-        gone: whether it is lost; what it has not sent whole counts for nothing.
+        gone: True if the member is lost; tensors that it has not sent whole do not count.
     """
 
     def __init__(self, part: MemberShare, plan: PreparedPlan) -> None:
@@ -63,49 +63,49 @@ class Sender:
 
     @cached_property
     def _left(self) -> deque[tuple[int, int]]:
-        """The reductions whose contributions are not let go of, each with its end."""
+        """The reductions whose contributions are not released, each with its end."""
         return deque((ref.index, end) for ref, (_, end) in self.places.of.items() if ref.kind == "reduction")
 
     @property
     def has_operands(self) -> bool:
-        """Whether its operands are there."""
+        """True if its operands have arrived."""
         return self.part.payload.end >= self.places.operands
 
     def end(self, reduction: int) -> int:
-        """Up to where the payload must be there for a contribution; 0 where there is none."""
+        """Returns the offset up to which a contribution needs the payload, in bytes; 0 where there is none."""
         return self.places.of.get(Ref("reduction", reduction), (0, 0))[1]
 
     def take(self, ref: Ref, spec: TensorSpec) -> list[Array]:
-        """The pieces of a tensor."""
+        """Returns the pieces of a tensor."""
         return self.part.payload.pieces(self.places.of[ref][0], spec)
 
     def let_go(self, readers: Mapping[int, int]) -> None:
-        """Frees the memory of the contributions before the first that somebody has still to read."""
+        """Releases the memory before the first contribution still to be read; `readers` counts readers by reduction."""
         while self._left and not readers[self._left[0][0]]:
             self.part.payload.release(align(self._left.popleft()[1]))
 
     def contribution(self, index: int, spec: TensorSpec) -> Weighed:
-        """Weight and pieces; nothing of who is gone and has not sent it whole."""
+        """Returns weight and pieces of a contribution; weight 0 if a lost member has not sent it whole."""
         weight = self.part.said.weights[index]
         if not weight or (self.gone and self.part.payload.end < self.end(index)):
             return 0.0, []
         return weight, self.take(Ref("reduction", index), spec)
 
     def reached(self, reductions: Numbers) -> int:
-        """Returns how many of these contributions, from the first on, are there, or are waited for no more."""
+        """Returns how many of these contributions, from the first on, have arrived, or are not waited for any more."""
         if self.gone:
             return len(reductions)
         missing = np.flatnonzero(self.places.ends[reductions] > self.part.payload.end)
         return int(missing[0]) if len(missing) else len(reductions)
 
     def addresses(self, reductions: Numbers) -> Numbers | None:
-        """Returns where contributions begin in memory, for as long as nobody lets go of them.
+        """Returns the addresses of contributions, valid until their memory is released.
 
         Args:
-            reductions: to which.
+            reductions: numbers of the reductions, int64.
 
         Returns:
-            Addresses; None unless all are there, each in one piece.
+            Addresses, int64; None unless all have arrived, each in one piece.
         """
         chunks = self.part.payload.chunks[:]
         starts, ends = self.places.starts[reductions], self.places.ends[reductions]
@@ -128,7 +128,7 @@ class Contributions:
         job: the round.
 
     Attributes:
-        senders: who contributes, in task order.
+        senders: the contributors, in task order.
         dropped: members that were lost before their contributions were whole.
     """
 
@@ -139,7 +139,7 @@ class Contributions:
         self._known: dict[int, list[Weighed]] = {}
 
     def drop(self, sessions: Set[int]) -> bool:
-        """Waits no more for what lost members have not sent whole; says whether there are new ones."""
+        """Stops waiting for incomplete contributions of lost members; returns True if there are new ones."""
         known = len(self.dropped)
         for sender in self.senders:
             if sender.part.member.session in sessions and not sender.part.payload.whole:
@@ -149,15 +149,18 @@ class Contributions:
 
     @property
     def abandoned(self) -> bool:
-        """Whether all are lost who contribute."""
+        """True if all contributors are lost, and one or more before its contribution was whole."""
         return bool(self.dropped) and all(sender.gone for sender in self.senders)
 
     def settle(self) -> None:
-        """Forgets who was lost before its operands were here. From now on it is settled who contributes."""
+        """Removes contributors that were lost before their operands had arrived.
+
+        The contributors are fixed from now on.
+        """
         self.senders = [sender for sender in self.senders if not sender.gone or sender.has_operands]
 
     def operands(self) -> Iterator[tuple[Ref, Array]]:
-        """The operands of this server; raises `Diverged` if not all have sent the same."""
+        """Yields the operands of this server; raises `Diverged` if contributors have sent different ones."""
         for index, operand in enumerate(self._prepared.plan.operands):
             if self._prepared.server in operand.servers:
                 sent_by = [sender.take(Ref("operand", index), operand.tensor) for sender in self.senders]
@@ -175,11 +178,11 @@ class Contributions:
                 )
 
     def reached(self, reductions: Numbers) -> int:
-        """For how many rows of reductions, from the first on, all contributions are there, or waited for no more."""
+        """Returns how many rows of reductions, from the first on, have all contributions, or wait for no more."""
         return min(sender.reached(column) for sender in self.senders for column in reductions.T)
 
     def of(self, index: int) -> list[Weighed]:
-        """Weight and pieces of each sender's contribution to a reduction; the same however often it is asked."""
+        """Returns weight and pieces of each sender's contribution to a reduction; the same at every call."""
         found = self._known.get(index)
         if found is None:
             spec = self._prepared.plan.reductions[index].tensor
@@ -187,7 +190,7 @@ class Contributions:
         return found
 
     def counted(self, index: int) -> Iterator[tuple[Task, list[Array]]]:
-        """The contributions that are in a reduction's value: who sent them, and their pieces."""
+        """Yields the sender and the pieces of each contribution in a reduction's value."""
         present = (
             (sender.task, pieces)
             for sender, (weight, pieces) in zip(self.senders, self.of(index), strict=True)
@@ -196,11 +199,11 @@ class Contributions:
         return islice(present, 1 if self._prepared.plan.reductions[index].op == "first" else None)
 
     def total(self, index: int) -> float:
-        """The sum of the weights of a reduction."""
+        """Returns the sum of the weights of a reduction."""
         return sum(sender.part.said.weights[index] for sender in self.senders)
 
     def parts(self, index: int) -> ContributionParts | None:
-        """The contributions to a reduction, if a kernel may sum them."""
+        """Returns the contributions to a reduction, if a kernel may sum them."""
         present = [weighed for weighed in self.of(index) if weighed[0]]
         if not 0 < len(present) <= MAX_PARTS:
             return None
@@ -208,17 +211,17 @@ class Contributions:
         return ContributionParts(combined, [pieces for _, pieces in present], sum(weight for weight, _ in present))
 
     def value(self, index: int) -> Array:
-        """Returns what they make together."""
+        """Returns the value of a reduction."""
         reduction = self._prepared.plan.reductions[index]
         return reduce(reduction.op, reduction.tensor, self.of(index))
 
     @cached_property
     def _readers(self) -> Counter[int]:
-        """How many steps have still to read each reduction."""
+        """Number of steps that still have to read each reduction."""
         return self._prepared.outline.uses.copy()
 
     def let_go(self, needs: Iterable[Sequence[int]]) -> None:
-        """Frees the memory of what no step needs any more; each of those that were made needed some reductions."""
+        """Releases contributions that no step needs any more; `needs` holds the reductions of each finished step."""
         for index in chain.from_iterable(needs):
             self._readers[index] -= 1
             if not self._readers[index]:
@@ -239,21 +242,21 @@ def reduce(op: ReduceOp, spec: TensorSpec, contributions: Sequence[tuple[float, 
     """Combines contributions in the order given, which is task order, so that sums are reproducible.
 
     Args:
-        op: "sum"; "mean": the sum over the sum of the weights; "first": the first that is there.
+        op: "sum"; "mean": the sum over the sum of the weights; "first": the first one with a weight.
         spec: dtype and shape of each contribution and of the value.
-        contributions: weight and pieces of each; the pieces of a weight of 0 are not looked at.
+        contributions: weight and pieces of each; the pieces of a weight of 0 are not read.
 
     Returns:
-        The value, of `spec`; zeros where nothing contributes to a sum, NaN where nothing to a mean. It
-        may be a view of a received part.
+        The value, of `spec`; zeros for a sum of nothing, NaN for a mean of nothing. It may be a view of a received
+        part.
     """
     present = [pieces for weight, pieces in contributions if weight][: 1 if op == "first" else None]
     with np.errstate(all="ignore"):
         value = _sum(spec, present)
         if op == "mean":
-            # One contribution is its sender's memory, which is only read; a sum is ours.
+            # A single contribution is received memory, which is only read; a sum is a new array.
             out = value if len(present) > 1 else np.empty_like(value)
-            # Half precision has no room for many elements' weights.
+            # Half precision cannot represent large sums of weights.
             total = np.asarray(sum(weight for weight, _ in contributions), np.result_type(value.dtype, np.float32))
             np.divide(value, total, out=out, casting="same_kind")
             value = out
@@ -269,7 +272,7 @@ def _sum(spec: TensorSpec, contributions: Sequence[Sequence[Array]]) -> Array:
     whole = np.empty(spec.shape, DTYPES[spec.dtype])
     total = whole.reshape(-1)
     if all([len(p) for p in first] == [len(p) for p in other] for other in others):
-        # Everybody cut the payload alike, so one pass adds the first two and nothing is copied.
+        # All payloads are cut alike, so one pass adds the first two and nothing is copied.
         at = 0
         for pieces in zip(first, *others, strict=True):
             segment = total[at : at + len(pieces[0])]

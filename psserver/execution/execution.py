@@ -1,8 +1,8 @@
-"""Runs one round of one server: takes what came, applies the programs, says what changed.
+"""The execution of a round on one server: takes contributions, applies the programs, returns changed values.
 
-A round runs in steps. One that commits all at the end has one step, in which nothing is written in place before the
-last thing that may fail. One that commits bit by bit has a step for what is there: each variable is updated, and may be
-sent back, while contributions to others still come.
+A round runs in steps. An atomic round has one step, in which nothing is written in place before the last part that may
+fail. A streamed round has a step for each group of contributions that has arrived: each variable is updated, and may be
+sent back, while contributions to others still arrive.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 log = logging.getLogger("psserver")
 
 STEP_BYTES = PART_BYTES
-"""Of contributions that one member makes to what is done at once: values go back while later ones are computed."""
+"""Most bytes of one member's contributions in a step of a batch: values go back while later ones are computed."""
 
 
 class Execution:
-    """One round as it runs. Used by one thread at a time.
+    """A running round. Used by one thread at a time.
 
     Args:
-        job: the plan and the contributions, which need not be whole where the round commits bit by bit.
-        kernels: of the device where the variables live and the programs run.
+        job: the plan and the contributions, which need not be whole in a streamed round.
+        kernels: the kernels of the device where the variables live and the programs run.
 
     Attributes:
-        begun: whether its operands were taken, so that it is settled who contributes.
-        ran: seconds for which its steps were made.
-        contributions: what its members sent.
-        wanted: numbers of the variables that a member wants back.
+        begun: True once its operands are taken, which fixes the contributors.
+        ran: seconds for which its steps ran.
+        contributions: the members' contributions.
+        wanted: numbers of the variables that some member wants back.
         given: the plan's returned values of this server, on the host.
-        found: values that are NaN or infinite, of the steps that were made.
+        found: NaN and infinite values found in the steps so far.
     """
 
     def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
@@ -65,40 +65,40 @@ class Execution:
         self.found = NonfiniteValues(kernels.device, self.contributions)
         self._batches: Mapping[int, KernelBatch] = {}
         self._written = False
-        self._at = self._stop = 0  # the next step is of these of the outline's
+        self._at = self._stop = 0  # the range of the outline's steps that the next step runs
         self._values: Mapping[int, Any] = {}
         self._assigned: dict[int, Array] = {}
-        # Operands, and results that somebody has still to read; reductions that somebody has still to read.
+        # Operands and results, and below reductions, that are still to be read.
         self._known: dict[Ref, Any] = {}
         self._reduced: dict[int, Any] = {}
         self._uses, self._readers = dict(outline.uses), dict(outline.readers)
 
     @property
     def done(self) -> bool:
-        """Whether all of it has run."""
+        """True once all steps have run."""
         return self.begun and self._at == len(self._outline.needs)
 
     @property
     def halfway(self) -> bool:
-        """Whether, should it fail now, some variables would have its update and others not."""
+        """True if a failure now would leave some variables with its update and others without."""
         return self._written and not self.contributions.abandoned
 
     def close(self) -> None:
-        """It is over: nobody reads what is left of contributions, or still comes."""
+        """Discards contributions that are left, or still arrive."""
         for part in self.job.parts if self._progressive else ():
             part.payload.discard()
 
     # ---- What the next step is ----
 
     def awaits(self) -> Await | None:
-        """Returns what the next step has to wait for; None if it can be made."""
+        """Returns the payload and offset that the next step waits for; None if it can run."""
         for sender, end in self._ends() if self._progressive else ():
             if sender.part.payload.end < end and not sender.gone:
                 return Await(sender.part.payload, end)
         return None
 
     def _ends(self) -> Iterator[tuple[Sender, int]]:
-        """Up to where each sender's payload must be there for the next step."""
+        """Yields, for each sender, the offset that its payload must reach for the next step."""
         for sender in self.contributions.senders:
             if not self.begun:
                 yield sender, sender.places.operands
@@ -106,9 +106,9 @@ class Execution:
                 yield sender, max(map(sender.end, self._outline.needs[self._at]), default=0)
 
     def reads(self) -> Collection[int]:
-        """Decides what the next step is; returns the numbers of the variables that it reads; for the first one all.
+        """Decides the next step; returns the numbers of the variables that it reads, before the first step all.
 
-        Waits for nothing: it is called under the core's lock.
+        Does not block: it is called under the core's lock.
         """
         if not self.begun:
             self._stop = 0 if self._progressive else len(self._outline.needs)
@@ -117,7 +117,7 @@ class Execution:
         return {id for application in self._applications(self._at, self._stop) for id, *_ in application.variables}
 
     def _count(self) -> int:
-        """Of how many of the outline's steps the next one is: those of a batch that are there, up to `STEP_BYTES`."""
+        """Returns how many of the outline's steps run next: those of a batch that have arrived, up to `STEP_BYTES`."""
         batch = self._batches.get(self._at)
         if batch is None:
             return 1
@@ -131,21 +131,21 @@ class Execution:
     # ---- One step ----
 
     def step(self, values: Mapping[int, Any], alone: Set[int]) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
-        """Makes the next step, as `reads` has decided.
+        """Runs the next step, as `reads` has decided.
 
         Args:
             values: the variables that it reads, by number.
             alone: variables whose arrays nobody else holds.
 
         Returns:
-            What it assigned, on the device; and the values that nothing changes any more, wanted variables by number
-            and returned values, on the host.
+            Assigned values, on the device; and final values on the host: wanted variables by number, and returned
+            values.
 
         Raises:
             PSError: why the round cannot run; it has changed nothing, unless it is `halfway`.
         """
         if not self.contributions.senders:
-            # All were started again while the last round of those before them was still to be completed.
+            # All members were restarted while the last round of the earlier ones was still open.
             self.given = [np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in self.job.prepared.given]
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
@@ -154,7 +154,7 @@ class Execution:
             if not self.begun:
                 self._begin()
             ready = self._make(self._at, self._stop, alone)
-            self.found.settle()  # before the contributions are gone
+            self.found.settle()  # before contributions are released
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
             assigned, self._assigned, self._values, self._at = self._assigned, {}, {}, self._stop
@@ -162,7 +162,7 @@ class Execution:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Makes a `PSError` of whatever goes wrong: everyone in the round waits for an answer, and gets the same."""
+        """Turns every exception into a `PSError`: all members of the round wait for an answer, and get the same."""
         task = str(Task("ps", self.job.prepared.server))
         try:
             yield
@@ -194,12 +194,12 @@ class Execution:
         self.begun = True
 
     def _check_contributed(self, contributed: bool) -> None:
-        """What nobody has sent whole changes no variable."""
+        """Raises `ProgramError` if all contributors are lost and some data is missing: no variable may change."""
         if self.contributions.abandoned and not contributed:
             raise ProgramError("all who contribute were lost before their contributions were whole")
 
     def _make(self, at: int, stop: int, alone: Set[int]) -> dict[int | Ref, Array]:
-        """Makes some of the outline's steps; returns what nothing changes any more."""
+        """Runs some of the outline's steps; returns values that are final."""
         if self.contributions.abandoned:
             needs = (index for each in self._outline.needs[at:stop] for index in each)
             self._check_contributed(all(any(weight for weight, _ in self.contributions.of(index)) for index in needs))
@@ -223,7 +223,7 @@ class Execution:
     # ---- Calls of kernels ----
 
     def _calls(self, at: int, stop: int, alone: Set[int]) -> list[KernelCall | Ready]:
-        """Some applications, in batches where that is possible; it is decided where each of them writes."""
+        """Returns the calls for some applications, in batches where possible, and decides where each of them writes."""
         calls = list(self._cut(at, stop, alone))
         if not self._reserve(calls, alone):
             calls = list(self._cut(at, stop, frozenset()))
@@ -239,10 +239,10 @@ class Execution:
             at = call.numbers.stop
 
     def _reserve(self, calls: Sequence[KernelCall | Ready], alone: Set[int]) -> bool:
-        """Has all kernels decide where they write: in place after the last thing that may fail.
+        """Makes all kernels decide where they write: in place only after the last part that may fail.
 
         Returns:
-            Whether they can: a batch writes in place or not at all.
+            False if a batch, which can only write in place, comes too early for that.
         """
         risky = at = 0
         for call in () if self._progressive else calls:
@@ -261,7 +261,7 @@ class Execution:
         return True
 
     def _run(self, call: KernelCall | Ready) -> None:
-        """Runs a call; takes in what it assigned."""
+        """Runs a call and takes the values that it assigned."""
         applications = self._applications(call.numbers.start, call.numbers.stop)
         suspects: Set[int]
         unsure: Set[int]
@@ -286,7 +286,7 @@ class Execution:
             self._readers[ref] -= 1
         for ref in {ref for application in applications for ref in (*application.made, *application.read)}:
             if not self._readers.get(ref):
-                del self._known[ref]  # Nobody reads it any more.
+                del self._known[ref]  # no reader is left
 
     # ---- Values ----
 
@@ -302,7 +302,7 @@ class Execution:
         return owned(self._device.get(self._value(ref)))
 
     def _reduction(self, index: int) -> Any:
-        """A reduction's value, made at its first use and let go at its last.
+        """Returns a reduction's value, computed at its first use and dropped at its last.
 
         So it is still in the processor's cache when it is read, and its memory serves the next one.
         """

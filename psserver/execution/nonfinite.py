@@ -1,7 +1,7 @@
-"""Values that are NaN or infinite: whether an array has any, what a round found, and what people are told of it.
+"""NaN and infinite values: tests of arrays, the findings of a round, and the warnings for people.
 
-A kernel tells for nothing whether a sum, or what it assigned, has any; only then somebody looks at each contribution.
-The values are applied all the same.
+A kernel reports at no cost whether a sum or an assigned value has any; only then is each contribution tested. The
+values are applied all the same.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from pswire.model.tensor import DTYPES, Array
 log = logging.getLogger("psserver")
 
 CHUNK = 1 << 17
-"""Elements that are looked at together: the first that is not finite ends the search."""
+"""Elements that are tested together: the first chunk with such a value ends the search."""
 
 SMALL = 1 << 13
-"""Elements of which a product with itself is the fastest test; of more it would begin threads."""
+"""Most elements for which a dot product with itself is the fastest test; for more it would start threads."""
 
 MAX_LINES = 10
-"""Warnings of one round; of the other variables only the number is told."""
+"""Most warnings of one round; further variables are only counted."""
 
 MAX_NAMES = 4
-"""Variables, or tasks, that one warning names."""
+"""Most variables, or tasks, that one warning names."""
 
 _EXPONENTS = {DTYPES["float16"]: 0x7C00, DTYPES["bfloat16"]: 0x7F80}
-"""Of half precision the bits that all are set where a value is not finite; NumPy computes with it slowly."""
+"""The exponent bits of half-precision dtypes, all set in a non-finite value; NumPy's own test of them is slow."""
 
 _NO_SIGN = 0x7FFF
 
 
 def may_be_nonfinite(dtype: np.dtype[Any]) -> bool:
-    """Returns whether a dtype has NaN and infinities."""
+    """Returns True if a dtype has NaN and infinities."""
     return dtype.kind in "fc" or dtype in _EXPONENTS
 
 
 def is_finite(array: Array) -> bool:
-    """Returns whether an array on the host, of any dtype and shape, contiguous, has neither NaN nor infinities."""
+    """Returns True if a contiguous array on the host, of any dtype and shape, has neither NaN nor infinities."""
     if not may_be_nonfinite(array.dtype):
         return True
     flat: Any = array.reshape(-1)
     exponent = _EXPONENTS.get(flat.dtype)
     if exponent is None and flat.dtype.kind == "f" and flat.size <= SMALL and math.isfinite(np.vdot(flat, flat)):
-        return True  # Of large numbers the product is infinite: then it says nothing.
+        return True  # for large numbers the product is infinite and tells nothing
     if exponent is not None:
         flat = flat.view(np.uint16)
     for at in range(0, flat.size, CHUNK):
@@ -65,11 +65,11 @@ def is_finite(array: Array) -> bool:
 
 
 def finite_flag(array: Any, xp: Any) -> Any:
-    """The same of an array of a device, as an array of one truth value there: nobody waits for it.
+    """Returns a device array with one bool, True if an array there is finite; does not wait for the device.
 
     Args:
-        array: of floating numbers.
-        xp: its namespace.
+        array: an array of floating-point numbers.
+        xp: its array namespace.
     """
     exponent = _EXPONENTS.get(array.dtype)
     if exponent is None:
@@ -78,16 +78,16 @@ def finite_flag(array: Any, xp: Any) -> Any:
 
 
 class NonfiniteValues:
-    """What one round finds of such values. Used by one thread at a time.
+    """The NaN and infinite values of one round. Used by one thread at a time.
 
     Args:
-        device: where the values are.
-        sent: what they are made of.
+        device: the device of the values.
+        sent: the contributions that they are computed from.
 
     Attributes:
-        contributions: those that have such values: the number of the reduction, and who contributed it.
-        variables: the numbers of those variables that have such values after it, and of each whether it was known to
-            have some before. On a GPU both are known once that is settled.
+        contributions: non-finite contributions: the number of the reduction, and the contributor's task.
+        variables: numbers of the variables that are not finite after the round, each with True if it was known not to
+            be finite before. On a GPU both are complete after `settle`.
     """
 
     def __init__(self, device: Device, sent: Contributions) -> None:
@@ -98,23 +98,23 @@ class NonfiniteValues:
         self.variables: dict[int, bool] = {}
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Variables have other values now."""
+        """Forgets variables that have new values."""
         if self.variables:
             for id in ids:
                 self.variables.pop(id, None)
 
     def look(self, ref: Ref, value: Any, old: Any = None) -> None:
-        """Looks at a reduction's value, or at a variable's new one; where that is in a new array, `old` is the last."""
+        """Tests a reduction's value, or a variable's new one; `old` is the variable's last array, if it is another."""
         if not may_be_nonfinite(value.dtype):
             return
         if self._device.gpu is None:
             self._take_in(ref, value, old, is_finite(value))
         else:
-            held = value if ref.kind == "variable" else None  # A reduction's memory serves the next one.
+            held = value if ref.kind == "variable" else None  # a reduction's memory serves the next one
             self._flags.append((ref, held, old, finite_flag(value, self._device.xp)))
 
     def settle(self) -> None:
-        """Takes in what a GPU knows by now of the values that it has made; waits for it."""
+        """Takes the results of all tests on a GPU; waits for it."""
         if not self._flags:
             return
         flags, self._flags = self._flags, []
@@ -126,7 +126,7 @@ class NonfiniteValues:
         if ref.kind == "variable":
             self.variables.pop(ref.index, None)
             if not finite:
-                # Whether it was so before is not known where it was written in place.
+                # After a write in place the old state is not known.
                 self.variables[ref.index] = old is not None and old is not value and not self._finite(old)
         elif not finite:
             self.accuse(ref.index)
@@ -136,20 +136,20 @@ class NonfiniteValues:
         return is_finite(value) if on_host else bool(self._device.get(finite_flag(value, self._device.xp)))
 
     def accuse(self, index: int) -> None:
-        """Finds whose contributions to a reduction are not finite; they are still here."""
+        """Finds the contributors of non-finite values to a reduction; the contributions must not be released yet."""
         for task, pieces in self._sent.counted(index):
             if not all(map(is_finite, pieces)):
                 self.contributions.append((index, task))
 
 
 class NonfiniteVariables:
-    """Which variables of a server have such values, and what was told of them. Guarded by the core's lock.
+    """The variables of a server that have NaN or infinite values and were reported. Guarded by the core's lock.
 
     Args:
         store: the variables.
 
     Attributes:
-        ids: numbers of variables that have become so, until a round makes them finite or a checkpoint is restored.
+        ids: numbers of reported variables, until a round makes them finite or a checkpoint is restored.
     """
 
     def __init__(self, store: Store) -> None:
@@ -157,23 +157,23 @@ class NonfiniteVariables:
         self.ids: set[int] = set()
 
     def clear(self) -> None:
-        """Forgets all, as at the start of a job."""
+        """Forgets all variables, as at the start of a job."""
         self.ids.clear()
 
     def restore(self, ids: Iterable[int]) -> None:
-        """Variables have a checkpoint's values: what is wrong with these is told anew."""
+        """Forgets variables that have a checkpoint's values: they are reported anew."""
         self.ids.difference_update(ids)
 
     def over(self, job: ReadyRound, found: NonfiniteValues) -> tuple[str, ...]:
-        """A round has changed its variables.
+        """Takes the findings of a round.
 
         Returns:
-            What is to be told of those that nobody was told of yet, in words; it is in the server's log by now.
+            Warnings for variables that were not reported yet. They are written to the server's log as well.
         """
         if self.ids:
             self.ids.difference_update(set(job.prepared.writes) - found.variables.keys())
         if not found.variables:
-            return ()  # Also of contributions that the update kept out, as one with a loss scale does.
+            return ()  # nor for contributions that the update kept out, as with a loss scale
         tasks: dict[int, set[Task]] = {}
         for reduction, task in found.contributions:
             tasks.setdefault(reduction, set()).add(task)
@@ -190,7 +190,7 @@ class NonfiniteVariables:
         return tuple(lines)
 
     def _line(self, application: Application, senders: Sequence[Task], found: NonfiniteValues) -> str:
-        """Returns what an application has done, if that is news."""
+        """Returns the warning for an application; empty if it is no news."""
         fresh = [id for id in application.assigned if found.variables.get(id) is False and id not in self.ids]
         if not fresh:
             return ""
@@ -209,6 +209,6 @@ class NonfiniteVariables:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first of some names, and how many there are beside."""
+    """Returns the first names in words, with the number of the others."""
     more = len(names) - MAX_NAMES
     return ", ".join([*names[:MAX_NAMES], *([f"and {more} more"] if more > 0 else [])])

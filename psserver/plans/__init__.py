@@ -1,10 +1,10 @@
-"""What is known of a plan before its first round.
+"""Facts about a plan that are computed before its first round.
 
-prepared    the plan as this server runs it, and where all of the below is kept
-outline     what a round does, step by step
-batches     applications that one kernel makes one after another
-layout      where the tensors of a contribution lie
+prepared    the plan as this server runs it, with all parts below
+outline     the steps of a round
+batches     successive applications of one kernel
+layout      offsets of a contribution's tensors
 memory      bounds of the memory that a round takes
-round       a round that can run: a prepared plan, and what its members sent
-divergence  how two plans differ, in words
+round       a round that can run: a prepared plan, and its members' contributions
+divergence  the differences of two plans, in words
 """

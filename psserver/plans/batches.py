@@ -1,7 +1,7 @@
-"""Applications that one kernel makes one after another, each to variables of its own.
+"""Batches: successive applications of one kernel, each to variables of its own.
 
-Where a plan updates many variables alike, what a round does for each of them is a call of a kernel with other
-addresses. `psserver/execution/calls.py` finds the addresses, for all of them at once.
+Where a plan updates many variables alike, an application in a round is a kernel call with other addresses.
+`psserver/execution/calls.py` finds the addresses of all of them at once.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from psserver.programs.kernels.kernels import Kernels, Stage
 from pswire.model.plan import Plan
 
 MAX_PARTS = 8
-"""Contributions that a kernel sums; of more, one value is made first."""
+"""Most contributions that one kernel sums; more are summed before it runs."""
 
 
 class KernelBatch:
     """Successive applications of one kernel.
 
     Args:
-        first: the number of the first one, among those of the server.
-        applications: these.
-        stages: the only stage of each.
+        first: the number of the first application, among those of the server.
+        applications: the applications, in order.
+        stages: the only stage of each application.
 
     Attributes:
-        stop: the number behind the last one.
-        kernel: what makes them.
-        sizes: for each of them the elements that it computes.
-        refs: for each parameter of the kernel what it is, of each of them.
-        assigned: for each of them the variables that it assigns.
-        reductions: for each of them the reductions that it needs.
-        nbytes: for each of them the bytes that one member contributes to it.
+        stop: the number after the last application's.
+        kernel: the kernel.
+        sizes: for each application, the number of elements that it computes.
+        refs: for each parameter of the kernel, the value it takes in each application.
+        assigned: for each application, the variables that it assigns.
+        reductions: for each application, the reductions that it needs; shape `[applications, reductions]`, int64.
+        nbytes: for each application, the bytes that one member contributes to it, int64.
     """
 
     def __init__(self, first: int, applications: Sequence[Application], stages: Sequence[Stage]) -> None:
@@ -60,13 +60,13 @@ def batches(
     """Finds the batches of a plan.
 
     Args:
-        plan, applications: what a round does.
-        kernels: run it.
-        count: how many contribute, to each reduction.
+        plan, applications: the plan, and a server's applications of it.
+        kernels: the kernels that run them.
+        count: number of contributors to each reduction.
 
     Returns:
-        The batches, each under the numbers of all its applications; and whether later rounds have the same, since all
-        kernels are there.
+        The batches, each under the numbers of all its applications; and True if they are final, since all kernels are
+        compiled.
     """
     sums = [{number: SumTerm(plan.reductions[index].op, count) for number, index in a.alone} for a in applications]
     found = list(_batches(applications, sums, kernels))
@@ -89,7 +89,7 @@ def _batches(
 
 
 def _stage(application: Application, kernels: Kernels, sums: Mapping[int, SumTerm]) -> Stage | None:
-    """The stage of an application that is one call of a kernel which writes variables in place, and nothing else."""
+    """Returns the stage of an application that is one kernel call writing variables in place; else None."""
     if not application.distinct or not application.reduced or application.program.outputs:
         return None
     first, *others = kernels.stages(application.program, application.reduced, sums)
@@ -98,7 +98,7 @@ def _stage(application: Application, kernels: Kernels, sums: Mapping[int, SumTer
 
 
 class _Successive:
-    """Applications that follow one another, and might be a batch."""
+    """Successive applications that may become a batch."""
 
     def __init__(self) -> None:
         self.applications: list[Application] = []
@@ -107,7 +107,7 @@ class _Successive:
         self.read: set[int] = set()
 
     def takes(self, application: Application, stage: Stage) -> bool:
-        """Returns whether one more may follow: the same kernel, and their order does not matter."""
+        """Returns True if one more may follow: it has the same kernel, and the order does not matter."""
         if not self.stages:
             return True
         known, new = self.stages[0].kernel, stage.kernel
@@ -116,13 +116,13 @@ class _Successive:
         return same and self.written.isdisjoint(read) and self.read.isdisjoint(application.assigned)
 
     def add(self, application: Application, stage: Stage) -> None:
-        """Takes one more."""
+        """Adds one more."""
         self.applications.append(application)
         self.stages.append(stage)
         self.written.update(application.assigned)
         self.read.update(id for id, *_ in application.variables)
 
     def batches(self, stop: int) -> list[KernelBatch]:
-        """The batch that they are, if there are several; `stop` is the number of the one that is not among them."""
+        """Returns the batch, if there are several applications; `stop` is the number of the next application."""
         count = len(self.applications)
         return [KernelBatch(stop - count, self.applications, self.stages)] if count > 1 else []

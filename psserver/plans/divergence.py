@@ -1,4 +1,4 @@
-"""Sections in words, for messages: what they do, and where two of them differ."""
+"""Sections in words, for messages: their content, and the first difference of two of them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, describe_r
 from pswire.model.program import Node, Program
 
 LONG = 400
-"""Characters of a section in a message."""
+"""Most characters of a section in a message."""
 
 
 class PlanText(str):
-    """A section in words. Long ones are cut; `parts` has all that a plan says.
+    """A section in words. Long ones are cut; `parts` has the whole plan.
 
     Args:
-        plan: the section.
-        variables: those that exist, by id.
+        plan: the section's plan.
+        variables: the existing variables, by number.
     """
 
     _plan: Plan
@@ -30,7 +30,7 @@ class PlanText(str):
         return made
 
     def parts(self) -> Iterator[list[list[str]]]:
-        """What the section does: reductions, updates, operands, what comes back, a checkpoint; of each its lines.
+        """Yields reductions, updates, operands, returned values and checkpoints, each as a list of lines.
 
         Different sections have different lines.
         """
@@ -58,7 +58,7 @@ def _reduction(index: int, reduction: Reduction) -> str:
 
 
 def _update(index: int, apply: Apply, program: Program, variables: Mapping[int, PlacedVariable]) -> Iterator[str]:
-    """One application: what it takes, each op, what it assigns and gives back."""
+    """Yields the lines of one application: inputs, ops, assigned variables and outputs."""
     written = [describe_ref(apply.args[target], variables) for target, _ in program.assigns]
     name = f"update {index}" + (f" of {' and '.join(written)}" if written else "") + _places(apply.servers)
     specs = program.specs
@@ -78,7 +78,7 @@ def _computed(node: Node, program: Program) -> str:
 
 
 def compared(sections: Sequence[str]) -> list[str]:
-    """The words of some sections; if all are known, each with what it does where they first differ."""
+    """Returns sections in words; if all are `PlanText`s, each with its line where they first differ."""
     known = [section for section in sections if isinstance(section, PlanText)]
     if len(known) < len(sections) or len(known) < 2:
         return list(sections)
@@ -89,7 +89,7 @@ def compared(sections: Sequence[str]) -> list[str]:
 
 
 def _differences(sections: Sequence[PlanText]) -> Iterator[tuple[str, ...]]:
-    """The lines in which sections differ: each reduction, update and so on is compared with that of its number."""
+    """Yields the lines in which sections differ. Reductions, updates and so on are compared by number."""
     for parts in zip(*(section.parts() for section in sections), strict=True):
         for ones in zip_longest(*parts, fillvalue=()):
             for lines in zip_longest(*ones, fillvalue="nothing more"):

@@ -1,4 +1,4 @@
-"""Where the tensors of a contribution lie in its payload."""
+"""The layout of a contribution: offsets of its tensors in the payload."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ContributionLayout:
-    """Where the tensors of a contribution lie in its payload.
+    """The layout of a contribution's payload. Offsets and sizes are in bytes.
 
     Attributes:
-        of: offset and end of each operand and of each contribution that counts, in bytes.
+        of: offset and end of each operand, and of each contribution with a weight.
         operands: the end of the last operand.
-        size: of the payload.
-        starts, ends: of each contribution in bytes, by the reduction's number; 0 for what is not there.
-        window: how much of it has to be held at once where it is used bit by bit.
+        size: the size of the payload.
+        starts, ends: offset and end of each contribution, by the reduction's number, int64; 0 for an absent one.
+        window: most bytes that must be held at a time in a streamed round.
     """
 
     of: Mapping[Ref, tuple[int, int]]
@@ -37,12 +37,12 @@ class ContributionLayout:
 
 
 def lay_out(plan: Plan, server: int, needs: Sequence[Sequence[int]], said: Contribution) -> ContributionLayout:
-    """Finds what a payload to a server holds: operands, then contributions that count; nothing of who observes.
+    """Computes the layout of a payload to a server: operands, then contributions with a weight; empty for an observer.
 
     Args:
-        plan, server: what is contributed to.
-        needs: for each step of a round there the reductions that it needs.
-        said: what the contribution says of itself.
+        plan, server: the plan, and the number of the server.
+        needs: for each step of a round there, the reductions that it needs.
+        said: the contribution, without its payload.
     """
     operands = [] if said.observes else list(enumerate(plan.operands))
     reductions = [] if said.observes else list(zip(range(len(said.weights)), plan.reductions, strict=False))
@@ -64,7 +64,7 @@ def lay_out(plan: Plan, server: int, needs: Sequence[Sequence[int]], said: Contr
 
 
 def _window(needs: Sequence[Sequence[int]], of: Mapping[Ref, tuple[int, int]]) -> int:
-    """The most bytes between the first that somebody has still to read and the last that a step needs."""
+    """Returns the most bytes between the first one still to be read and the last one that a step needs."""
     wanted = [[ref for index in step if (ref := Ref("reduction", index)) in of] for step in needs]
     readers = Counter(ref for refs in wanted for ref in refs)
     left = deque(sorted((place, ref) for ref, place in of.items() if ref.kind == "reduction"))

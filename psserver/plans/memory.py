@@ -1,4 +1,4 @@
-"""How much memory a round takes on a server: what its plan keeps alive while it runs."""
+"""The memory of a round: bounds of the values that its plan keeps alive on a server."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pswire.model.plan import Apply, Plan, Ref
 from pswire.model.program import Program
 
 Span = tuple[int, int, int]
-"""Bytes that are held while the applications of these numbers run: from the first to before the last."""
+"""Bytes held, the first application that they are held for, and the number after the last."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that one application of a program takes.
+    """The memory of one application of a program, in bytes.
 
     Attributes:
-        before: what its kernels write beside variables, which is reserved when the round begins.
-        running: all that it takes while it runs.
+        before: outputs of its kernels beside variables, reserved when the round begins.
+        running: all memory that it takes while it runs.
     """
 
     before: int
@@ -29,17 +29,21 @@ class Need:
 
     @classmethod
     def of(cls, program: Program) -> Need:
-        """Finds what a program takes; of a large one this takes a while."""
+        """Computes the need of a program; slow for a large one."""
         kernels = [step.program for step in split(program) if step.shape is not None]
         before = sum(spec.nbytes for kernel in kernels for spec in kernel.output_specs)
         return cls(before, peak_bytes(program))
 
 
 def plan_bytes(plan: Plan, server: int, needs: Sequence[Need]) -> int:
-    """Memory that a round of a verified plan takes at most on a server, in bytes; `needs` are those of its programs.
+    """Returns the most memory that a round of a verified plan takes on a server, in bytes.
 
-    It is beside what the members sent, and beside the values of variables, of which each may be there twice: as it
-    was and as it will be.
+    It comes on top of the contributions, and of the variables, each of which may be there twice: its old and its new
+    value.
+
+    Args:
+        plan, server: the plan, and the number of the server.
+        needs: the needs of the plan's programs.
     """
     here = [apply for apply in plan.applies if server in apply.servers]
     changes = [0] * (len(here) + 2)
@@ -53,7 +57,7 @@ def plan_bytes(plan: Plan, server: int, needs: Sequence[Need]) -> int:
 
 
 def _spans(plan: Plan, server: int, here: list[Apply]) -> Iterator[Span]:
-    """Returns what applications read: operands, and reductions from their first use to their last."""
+    """Yields the spans of values that applications read: operands, and reductions from first to last use."""
     uses, end = _uses(here), len(here) + 1
     given = {ref for ref, _ in plan.given(server)}
     for operand in plan.operands:
@@ -69,7 +73,7 @@ def _spans(plan: Plan, server: int, here: list[Apply]) -> Iterator[Span]:
 
 
 def _written(plan: Plan, server: int, here: list[Apply], needs: Sequence[Need]) -> Iterator[Span]:
-    """Returns what applications write, before and after they run; of variables what is written after the first time."""
+    """Yields the spans of values that applications write; of a variable those after its first assignment."""
     uses, end = _uses(here), len(here) + 1
     given = {ref for ref, _ in plan.given(server)}
     at = number = 0
@@ -91,7 +95,7 @@ def _written(plan: Plan, server: int, here: list[Apply], needs: Sequence[Need]) 
 
 
 def _uses(here: list[Apply]) -> dict[Ref, tuple[int, int]]:
-    """The first and the last application that take a value, by number."""
+    """Maps each value to the numbers of the first and the last application that take it."""
     uses: dict[Ref, tuple[int, int]] = {}
     for at, apply in enumerate(here):
         for ref in apply.args:

@@ -1,4 +1,4 @@
-"""What a round of a plan does on a server, step by step."""
+"""The outline of a plan: the steps of a round on one server."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pswire.model.tensor import DTYPES
 
 @dataclass(frozen=True, eq=False)
 class Application:
-    """One application of a program, as a server makes it in each round.
+    """One application of a program, as a server runs it in each round.
 
     Attributes:
-        apply: which.
-        program: what it applies.
-        distinct: whether no two of its inputs are one value.
-        variables: the variables among its inputs: number, dtype and shape.
-        reduced: its inputs that are reductions.
+        apply: the plan's entry.
+        program: the applied program.
+        distinct: True if no two of its inputs are the same value.
+        variables: number, dtype and shape of each variable among its inputs.
+        reduced: indices of its inputs that are reductions.
         needs: the numbers of these reductions.
         assigned: the numbers of the variables that it assigns.
-        alone: those of these inputs that nobody else in the plan needs, each with the reduction's number.
-        read: its inputs that are results of others.
+        alone: inputs that are reductions with no other reader in the plan, each with the reduction's number.
+        read: inputs that are results of other applications.
         made: its results.
     """
 
@@ -46,17 +46,17 @@ class Application:
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """What a round of a plan does on a server.
+    """The steps of a round of a plan on one server.
 
     Attributes:
-        applications: in order.
-        given: returned values, which come after all applications.
+        applications: the applications, in order.
+        given: returned values, after all applications.
         needs: for each step, an application or a returned value, the numbers of the reductions that it needs.
         reads: numbers of the variables that applications read or assign.
-        uses: how often each reduction is needed.
-        readers: how often each result is.
-        last: of each variable that is assigned the number of the application that assigns it last.
-        watched: reductions that reach a variable.
+        uses: number of readers of each reduction.
+        readers: number of readers of each result.
+        last: for each assigned variable, the number of the last application that assigns it.
+        watched: numbers of the reductions that reach a variable.
     """
 
     applications: tuple[Application, ...]
@@ -70,7 +70,7 @@ class Outline:
 
 
 def outline(plan: Plan, server: int) -> Outline:
-    """Finds what a round of a verified plan does on a server."""
+    """Computes the outline of a verified plan on a server."""
     given = tuple(ref for ref, _ in plan.given(server))
     # The number of each application's first result.
     firsts = accumulate((len(plan.programs[apply.program].outputs) for apply in plan.applies), initial=0)

@@ -1,4 +1,4 @@
-"""A plan as a server runs it: what its rounds would else find out again and again."""
+"""Prepared plans: a plan with everything about its rounds that is computed once."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pswire.model.plan import Plan, Ref
 from pswire.model.tensor import TensorSpec
 
 MAX_LAYOUTS = 64
-"""For how many kinds of contributions a plan knows where their tensors lie; then it forgets all of them."""
+"""Most layouts that a plan keeps, one per kind of contribution; beyond it, it forgets all of them."""
 
 
 class PreparedPlan:
-    """A plan of which a server makes rounds. Each of its parts is found once, when it is first asked for.
+    """A plan as a server runs it. Each part is computed when it is first used.
 
-    To make one verifies the programs by themselves, which takes a while where they are large: the core's lock is not
-    held for that. Nothing else is asked before the plan is verified as a whole.
+    The constructor verifies the programs by themselves, which is slow for large ones, so it must run without the core's
+    lock. The parts may be used once the plan is verified as a whole.
 
     Args:
-        plan: as the members know it.
+        plan: the plan.
         server: the number of this server.
-        limited: whether memory is: then what each program takes is found now.
+        limited: True if the server's memory is limited: then the needs of the programs are computed now.
 
     Raises:
         ProgramError: a program cannot be run.
@@ -43,31 +43,31 @@ class PreparedPlan:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that a round takes at most, beside contributions and variables; 0 where memory is not limited."""
+        """Most bytes that a round takes beside contributions and variables; 0 where memory is not limited."""
         return 0 if self._needs is None else plan_bytes(self.plan, self.server, self._needs)
 
     @cached_property
     def streams(self) -> bool:
-        """Whether its rounds may begin before contributions are whole."""
+        """True if its rounds may begin before contributions are whole."""
         return self.server in self.plan.streams
 
     @cached_property
     def writes(self) -> tuple[int, ...]:
-        """Numbers of the variables that are assigned, in the order in which their last values are there."""
+        """Numbers of the assigned variables, in the order in which their last values are ready."""
         return self.plan.writes(self.server)
 
     @cached_property
     def given(self) -> list[tuple[Ref, TensorSpec]]:
-        """The values that this server returns to every member."""
+        """The values that this server returns to every member, with their specs."""
         return self.plan.given(self.server)
 
     @cached_property
     def outline(self) -> Outline:
-        """What a round does, step by step."""
+        """The steps of a round."""
         return outline(self.plan, self.server)
 
     def layout(self, said: Contribution) -> ContributionLayout:
-        """Returns where the tensors of a contribution lie; in nearly every round it is the same for all."""
+        """Returns the layout of a contribution. In nearly every round all contributions have the same."""
         key = said.observes, tuple(map(bool, said.weights))
         found = self._layouts.get(key)
         if found is None:
@@ -77,11 +77,13 @@ class PreparedPlan:
         return found
 
     def batches(self, kernels: Kernels, count: int) -> Mapping[int, KernelBatch]:
-        """Its batches, each under the numbers of all its applications; known once all kernels are there.
+        """Returns the batches, each under the numbers of all its applications.
+
+        Keeps them once all kernels are compiled.
 
         Args:
-            kernels: run them.
-            count: how many contribute, to each reduction.
+            kernels: the kernels that run them.
+            count: number of contributors to each reduction.
         """
         if kernels.device.gpu is not None or not 0 < count <= MAX_PARTS:
             return {}

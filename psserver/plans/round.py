@@ -1,4 +1,4 @@
-"""A round that can run: its plan, and what its members sent."""
+"""A round that can run: its plan, and its members' contributions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pswire.model.plan import Plan
 from pswire.transport.payload import Payload
 
 Key = Task | None
-"""Which strand: a task's own, or None for the one that all make together."""
+"""The key of a strand: the task of an asynchronous worker, or None for the strand of all synchronous members."""
 
 
 class Commit(Enum):
-    """When what a round assigns becomes the variables' values, and so when it may begin.
+    """The time at which assigned values become the variables' values, and so the time at which a round may begin.
 
     Attributes:
-        ATOMIC: all at the end, or nothing. All contributions are there when the round begins.
-        PROGRESSIVE: step by step, while contributions come. Nothing of such a round can be refused halfway.
+        ATOMIC: all at the end, or none. All contributions are there when the round begins.
+        PROGRESSIVE: step by step, while contributions arrive. Nothing can refuse such a round halfway.
     """
 
     ATOMIC = "atomic"
@@ -34,8 +34,8 @@ class MemberShare:
     """One member's share of a round.
 
     Attributes:
-        member: whose.
-        said: what it said.
+        member: the member.
+        said: its contribution, without the payload.
         payload: operands, then contributions; it may still grow.
     """
 
@@ -49,14 +49,14 @@ class ReadyRound:
     """A round that can run.
 
     Attributes:
-        round: which.
-        prepared: what it does.
-        parts: what it does it with, in task order.
+        round: the number of the round.
+        prepared: the plan.
+        parts: the members' contributions, in task order.
         left_out: members without a whole contribution.
-        section: gives the plan in words.
-        strand: whose round it is.
-        commit: when what it assigns can be read; how it runs.
-        since: when its first contribution came, in monotonic seconds.
+        section: returns the plan in words.
+        strand: the key of its strand.
+        commit: the time at which assigned values become readable.
+        since: the time of its first contribution, in monotonic seconds.
     """
 
     round: int
@@ -70,15 +70,15 @@ class ReadyRound:
 
     @property
     def plan(self) -> Plan:
-        """What it does, as the members know it."""
+        """The plan, as the members know it."""
         return self.prepared.plan
 
     @property
     def contributors(self) -> list[MemberShare]:
-        """Those of its parts that do not only observe."""
+        """The contributions, without those of observers."""
         return [part for part in self.parts if not part.said.observes]
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """Where its members' datasets stand after it."""
+        """Positions of its members' datasets after the round."""
         return next((part.said.positions for part in self.parts if part.said.positions), ())

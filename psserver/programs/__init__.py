@@ -1,1 +1,1 @@
-"""Update programs: an interpreter, and compiled kernels for those that can be fused."""
+"""Update programs: an interpreter, and compiled kernels for programs that can be fused."""

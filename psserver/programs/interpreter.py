@@ -1,6 +1,6 @@
-"""Runs update programs op by op over NumPy or CuPy. No state, no locks: callable from any thread.
+"""The interpreter: runs update programs op by op over NumPy or CuPy. No state, no locks: callable from any thread.
 
-The reference for the fused kernels, and what runs where there is none.
+It is the reference for the fused kernels, and runs programs that have none.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pswire.model.program import OPS, Attr, Node, Op, Program
 from pswire.model.tensor import DTYPES, TensorSpec
 
 Copied = tuple[int, bool]
-"""The number of a value, and whether it is copied to be a result: what it is may be somebody else's."""
+"""The number of a value, and True if a result copies it, as its memory may be an input's or another result's."""
 
 
 class Script:
-    """A program, ready to run.
+    """A program ready to run.
 
     Args:
         program: a verified program, or one that is verified here.
 
     Raises:
-        ProgramError: it is not what it should be.
+        ProgramError: the program is not valid.
     """
 
     def __init__(self, program: Program) -> None:
@@ -49,7 +49,7 @@ class Script:
         return value, not mine
 
     def run(self, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
-        """Runs it; as `run`."""
+        """Runs the program; arguments, results and errors as of the function `run`."""
         self._check(inputs)
         values: list[Any] = list(inputs)
         with np.errstate(all="ignore"):
@@ -86,20 +86,20 @@ def run(program: Program, inputs: Sequence[Any], xp: Any) -> tuple[dict[int, Any
         xp: the array namespace, `numpy` or `array_api_compat.cupy`.
 
     Returns:
-        The new value of each assigned input, by the input's index, and the outputs. All are arrays in C
-        order, of the shapes and dtypes of `program.specs`; none shares memory with another or an input.
+        The new value of each assigned input, by the input's index, and the outputs. All are arrays in C order, of the
+        shapes and dtypes of `program.specs`; none shares memory with another or an input.
 
     Raises:
-        ProgramError: the program or an input is not what it should be, or an op refuses these values, such
-            as a negative power of an integer. Nothing has changed then.
+        ProgramError: the program or an input is not valid, or an op refuses these values, such as a negative power of
+            an integer. Nothing has changed then.
     """
     return Script(program).run(inputs, xp)
 
 
 def peak_bytes(program: Program) -> int:
-    """Memory that `run` needs at most beside its inputs, in bytes; to be checked before it runs.
+    """Returns the most memory that `run` needs beside its inputs, in bytes; to be checked before a run.
 
-    What `broadcast_to` gives counts whole, although it is only a view: what reads it takes that long.
+    The result of `broadcast_to` counts whole, although it is only a view: its readers take that long.
     """
     sizes = [spec.nbytes for spec in program.specs]
     dead = _dead_after(program)
@@ -114,9 +114,9 @@ def peak_bytes(program: Program) -> int:
 
 
 def _cast_bytes(node: Node, specs: Sequence[TensorSpec], number: int) -> int:
-    """Memory for arguments in the result's dtype, or for a result in another one."""
+    """Returns the bytes of arguments cast to the result's dtype, or of a result cast to another one."""
     if node.op == "mean" and specs[number].dtype == "float16":
-        return 4 * specs[number].size  # NumPy sums these in float32.
+        return 4 * specs[number].size  # NumPy sums float16 in float32
     if not OPS[node.op].casts:
         return 0
     dtype = specs[number].dtype
@@ -124,7 +124,7 @@ def _cast_bytes(node: Node, specs: Sequence[TensorSpec], number: int) -> int:
 
 
 def _dead_after(program: Program) -> list[list[int]]:
-    """For each value, the values that nothing reads once it is there."""
+    """Returns, for each value, the values that have no reader left once it is computed."""
     count = len(program.inputs) + len(program.nodes)
     last = list(range(count))
     for number, node in enumerate(program.nodes, len(program.inputs)):
@@ -144,5 +144,5 @@ def _step(op: Op, args: Sequence[Any], attrs: Mapping[str, Attr], dtype: np.dtyp
     except (TypeError, ValueError) as error:
         raise ProgramError(f"{op.name} of {', '.join(str(a.dtype) for a in args)}: {error}") from None
     if isinstance(value, np.generic):
-        value = np.asarray(value)  # NumPy makes scalars of arrays without dimensions.
+        value = np.asarray(value)  # NumPy returns scalars for arrays without dimensions
     return value if value.dtype == dtype else value.astype(dtype)

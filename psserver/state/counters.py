@@ -1,4 +1,4 @@
-"""What a server has done and heard since it was started: for its metrics, and to know whether anybody is there."""
+"""Counters of a server since its start: for its metrics, and to decide whether any process is there."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from pswire.api import Shard
 from pswire.telemetry.metrics import Histogram
 
 ROUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-"""Upper bounds for how many rounds others make in the meantime."""
+"""Upper bounds of the staleness histogram: rounds of others in the meantime."""
 
 
 class ServerCounters:
-    """Counters of one server. Guarded by the core's lock, but for what one thread alone counts: that of arrays what is
-    `answering`, that of files what is written.
+    """Counters of one server. Guarded by the core's lock, but for those of one thread alone.
 
-    They may be read without it: what is read may be one behind.
+    The thread for arrays counts `answering`, the thread for files shards. Reads need no lock: a value may be one
+    behind.
 
     Args:
         clock: monotonic seconds.
 
     Attributes:
-        round: the one that was begun last, -1 before the first.
-        rounds: how many there were, by how they ended: "completed" or "failed".
+        round: the round begun last, -1 before the first.
+        rounds: number of rounds by outcome: "completed" or "failed".
         left_out: contributions that rounds were completed without.
-        nonfinite_contributions: those with NaN or infinity, each counted for each variable it was for.
-        nonfinite_variables: how many variables have such values now.
+        nonfinite_contributions: contributions with NaN or infinity, each counted once per reduction.
+        nonfinite_variables: number of variables that have such values now.
         lost: sessions whose lease has ended.
-        signs: of life that were given here: sessions opened, and beats of those that have not ended.
-        waiting: seconds of rounds from their first contribution on, until they were run, and while those that stream
-            waited for parts.
-        applying: seconds for which they ran.
-        answering: seconds from their end until their answers were handed to the lanes.
-        staleness: of asynchronous rounds, how many others were made after its worker had read.
-        shards: parts of checkpoints, by how their writing ended: "saved" or "failed".
-        shard_bytes: of those that were saved.
-        writing: seconds from the end of their round until they were written.
-        restores: by how they ended: "restored" or "failed".
+        signs: signs of life: opened sessions, and beats of sessions that have not ended.
+        waiting: seconds of a round from its first contribution to its end, less those for which it ran.
+        applying: seconds for which rounds ran.
+        answering: seconds from a round's end until its answers were handed to the lanes.
+        staleness: of an asynchronous round, the number of others' rounds since its worker's read.
+        shards: this server's shards of checkpoints by outcome: "saved" or "failed".
+        shard_bytes: bytes of saved shards.
+        writing: seconds from the end of a shard's round until it was written.
+        restores: number of restores by outcome: "restored" or "failed".
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -55,21 +54,21 @@ class ServerCounters:
         self.shard_bytes = 0
         self.writing = Histogram()
         self.restores = Counter[str](restored=0, failed=0)
-        self._seen: dict[int, int] = {}  # the last round that each session's oldest value had seen
+        self._seen: dict[int, int] = {}  # the last round in the oldest values of each session
 
     def read(self, session: int, last: int) -> None:
-        """A session reads values that have seen this round, unless it has older ones."""
+        """Notes that a session reads values as of this round, unless it holds older ones."""
         self._seen.setdefault(session, last)
 
     def over(self, job: ReadyRound, record: Record, last: int, ran: float, now: float) -> None:
-        """A round is over.
+        """Counts a round that is over.
 
         Args:
             job: the round.
-            record: what came of it.
-            last: the last complete one, this one included.
-            ran: for how many seconds it ran.
-            now: when that was.
+            record: its record.
+            last: the last complete round, this one included.
+            ran: seconds for which it ran.
+            now: the time of its end.
         """
         self.rounds["failed" if record.error else "completed"] += 1
         self.left_out += len(record.left_out)
@@ -81,11 +80,11 @@ class ServerCounters:
                 self._seen[part.member.session] = last
 
     def answered(self, over: float) -> None:
-        """The members of a round that was over at `over` have their answers."""
+        """Counts the answers of a round that ended at time `over`."""
         self.answering.observe(self.clock() - over)
 
     def written(self, began: float, shard: Future[Shard]) -> None:
-        """A part of a checkpoint is written, or was not; its round was over at `began`."""
+        """Counts a shard that was written, or has failed; `began` is the end of its round."""
         self.writing.observe(self.clock() - began)
         if shard.exception():
             self.shards["failed"] += 1
@@ -94,7 +93,7 @@ class ServerCounters:
             self.shard_bytes += shard.result().nbytes
 
     def forget(self) -> None:
-        """A new job begins: its sessions have read nothing."""
+        """Clears the state of the last job: no session of the new one has read anything."""
         self.round = -1
         self.nonfinite_variables = 0
         self._seen.clear()

@@ -1,7 +1,7 @@
-"""Rounds: who has contributed to which, when one is complete, and what was answered.
+"""Rounds: gathers contributions, finds the rounds that can run, and keeps their answers.
 
-A plain state machine without clock, network or array work. It says which round can run; the core runs
-it and says how it went. Each method returns what is to be done as effects.
+A plain state machine without clock, network or array work. It says which round can run; the core runs it and reports
+the result. Methods return effects.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
 LATER = "a later section; it made none here"
-"""What a member is at that has left a round out."""
+"""The section, in words, of a member that has left out a round."""
 
 RECORDS = 2
-"""Rounds whose answers are kept for resends: a worker has one round under way, never two."""
+"""Rounds of a strand whose answers are kept for resends: a worker has one round under way, never two."""
 
 
 class Rounds:
     """All rounds of one server. Guarded by the core's lock.
 
     Args:
-        describe: a plan in words, approved or not, for messages.
+        describe: returns a plan in words, approved or not, for messages.
 
     Attributes:
-        last: the last complete round, -1 before the first; in async mode the number of complete ones, less one.
-        closed: how many rounds are over that a checkpoint may be ordered in: all; in async mode, where one task alone
-            saves, those in which one was.
-        strands: all rounds; the strand whose turn it is comes first.
+        last: the last complete round, -1 before the first; in asynchronous mode the number of complete rounds, less
+            one.
+        closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
+        strands: all strands, with their rounds; the next to run comes first.
     """
 
     def __init__(self, describe: Callable[[bytes], str]) -> None:
@@ -59,28 +59,28 @@ class Rounds:
         self.refused: dict[bytes, PSError] = {}
         self._epochs: dict[int, Epoch] = {}
         self._parked = Parked()
-        self._effects: list[Effect] = []  # of the method that is called, which returns them
+        self._effects: list[Effect] = []  # of the running method, which returns them
         self._running = False
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """Where the datasets stand of those who make rounds together."""
+        """Positions of the synchronous members' datasets."""
         return self.strands[None].positions
 
     @property
     def places(self) -> tuple[WorkerProgress, ...]:
-        """Where each task stands that makes rounds of its own, in task order."""
+        """Last round and dataset positions of each asynchronous task, in task order."""
         own = sorted((key, strand) for key, strand in self.strands.items() if key)
         return tuple(WorkerProgress(task, strand.newest, strand.positions) for task, strand in own)
 
     @property
     def in_flight(self) -> int:
-        """Bytes of contributions that are here and were not let go of."""
+        """Bytes of contributions that are held and not released."""
         payloads = [part.payload for _, pending in self._open() for part in pending.parts.values()]
         return sum(payload.end - payload.begin for payload in payloads)
 
     def approve(self, plan: PreparedPlan) -> list[Effect]:
-        """A plan may run from now on."""
+        """Approves a plan: its rounds may run from now on."""
         plan_id = plan.plan.id
         self.plans[plan_id] = plan
         for _, pending in self._open():
@@ -90,7 +90,7 @@ class Rounds:
         return self._take_effects()
 
     def refuse(self, plan_id: bytes, error: PSError) -> list[Effect]:
-        """A plan was approved that cannot run here: whoever pushes for it is told why."""
+        """Refuses an approved plan that cannot run here: every contribution to it fails with this error."""
         self.refused[plan_id] = error
         return [effect for _, pending in self._open() if pending.plan_id == plan_id for effect in pending.fail(error)]
 
@@ -99,7 +99,7 @@ class Rounds:
         return effects
 
     def close_epoch(self, epoch: Epoch) -> list[Effect]:
-        """A new epoch holds: members of the one before that are not in it are fenced."""
+        """Enters a new epoch. Members of the previous one that are not in it are fenced."""
         if self.epoch is not None:
             self.fenced |= {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
         self.epoch = self._epochs[epoch.number] = epoch
@@ -108,12 +108,12 @@ class Rounds:
         return self._take_effects()
 
     def check(self, session: int) -> None:
-        """Raises `Fenced` for a session that an epoch ended."""
+        """Raises `Fenced` for a session that an epoch has left out."""
         if session in self.fenced:
             raise Fenced("this session was ended by a new epoch; restart the process to take part again")
 
     def push(self, said: Contribution, payload: Payload, future: Future[RoundReply], now: float) -> list[Effect]:
-        """Takes a contribution, now; its future is answered when the round is over, or with the reason now."""
+        """Takes a contribution at time `now`. Its future is answered when the round is over, or fails at once."""
         self._try(Push(said, payload, now, future))
         return self._take_effects()
 
@@ -124,7 +124,11 @@ class Rounds:
             self._effects.append(Fail(push.future, error))
 
     def _push(self, push: Push) -> None:
-        """Takes a contribution; raises why it cannot be taken."""
+        """Takes a contribution.
+
+        Raises:
+            PSError: why it cannot be taken.
+        """
         said = push.said
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
@@ -163,7 +167,7 @@ class Rounds:
             raise InvalidRequest(f"round {said.round} of this session is sent again with another payload")
         pending.waiters.append((said, push.future))
         if found is not None:
-            # A resend does not replace what is there: its arrays may already be in use. It brings what is not.
+            # A resend does not replace arrived arrays, which may be in use. It brings the missing ones.
             if found.payload is not payload:
                 self._effects.append(Run(found.payload.follow, (payload,)))
         else:
@@ -173,9 +177,9 @@ class Rounds:
                 self._admit(pending, part, plan)
 
     def _check_plan(self, pending: PendingRound, said: Contribution, member: Member) -> None:
-        """All who make a round have one plan for it; one that is alone in it does not disagree with others.
+        """Checks that all members of a round have one plan for it; an error of a lone member concerns that member only.
 
-        Of a newcomer in its first round, and those who were there before, the newcomer is wrong, whoever came first.
+        Where newcomers in their first round and older members differ, the newcomers are wrong, whichever came first.
         """
         if not pending.differs(said):
             return
@@ -190,12 +194,12 @@ class Rounds:
         raise self._fail(pending, self._diverged(said.round, pending, member, self._describe(said.plan_id)))
 
     def _joins(self, said: Contribution) -> bool:
-        """Whether it is the first round of a process that came to others, and did not begin together with all."""
+        """Returns True for the first round of a process that joined others, rather than began together with all."""
         start = self._epochs[said.epoch].start
         return said.start == said.round and (start is None or start.round != said.round)
 
     def _only_newcomers(self, pending: PendingRound) -> bool:
-        """Returns whether none has pushed yet who was there before."""
+        """Returns True if no older member has pushed yet."""
         return bool(pending.parts) and all(self._joins(part.said) for part in pending.parts.values())
 
     def _refusal(self, round: int, member: Member, plan_id: bytes, other: Member, others: bytes) -> PSError:
@@ -203,7 +207,7 @@ class Rounds:
         return newcomer_diverged(member.task, round, positions)
 
     def _evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
-        """Newcomers came first, with another plan than a member who was there before them."""
+        """Fails newcomers that came first, with another plan than an older member's."""
         for one, future in pending.waiters:
             newcomer = pending.parts[one.session].member
             refusal = self._refusal(said.round, newcomer, pending.plan_id, member, said.plan_id)
@@ -213,13 +217,13 @@ class Rounds:
         pending.plan_id, pending.epoch = said.plan_id, said.epoch
 
     def _settle(self, pending: PendingRound) -> None:
-        """A member who was there before has pushed: newcomers who differed from each other are right, or wrong."""
+        """Takes the doubtful pushes of newcomers again once an older member has pushed, which decides them."""
         doubtful, pending.doubtful = pending.doubtful, []
         for push in doubtful:
             self._try(push)
 
     def members(self, number: int) -> tuple[Member, ...]:
-        """The members of an epoch that is known here."""
+        """Returns the members of an epoch that is known here."""
         return self._epochs[number].members
 
     def _diverged(self, round: int, pending: PendingRound, member: Member, section: str) -> Diverged:
@@ -228,7 +232,7 @@ class Rounds:
         return diverged(round, [*positions, (member.task, section)])
 
     def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
-        """A worker makes one round after the other: it neither begins a second one nor leaves one out."""
+        """Checks that a worker runs one round after the other: it neither begins a second one nor leaves one out."""
         for number, pending in strand.open.items():
             if number != said.round and said.session in pending.parts:
                 raise InvalidRequest(f"round {number} of this session is under way; it cannot begin {said.round}")
@@ -242,7 +246,7 @@ class Rounds:
                     raise self._fail(pending, diverged(said.round, [(ahead[0], LATER), (member.task, section)]))
 
     def _admit(self, pending: PendingRound, part: MemberShare, prepared: PreparedPlan) -> None:
-        """Refuses a contribution that does not fit its plan; its sender alone is told."""
+        """Fails a contribution that does not fit its plan, for its sender alone; sets the window of a streamed one."""
         said, reductions = part.said, prepared.plan.reductions
         layout = prepared.layout(said)
         if len(said.weights) == len(reductions) and part.payload.size == layout.size:
@@ -260,7 +264,12 @@ class Rounds:
             self._effects.append(Fail(one[1], error))
 
     def recorded(self, said: Contribution) -> Record | None:
-        """The answer to a round that is over; None while it is not."""
+        """Returns the record of a round that is over; None while it is not.
+
+        Raises:
+            InvalidRequest: the round had another plan.
+            Fenced: the round was completed without this session.
+        """
         epoch = self._epochs.get(said.epoch)
         member = epoch.session(said.session) if epoch else None
         strand = self.strands.get(_key(member)) if epoch else None
@@ -274,24 +283,24 @@ class Rounds:
         return record
 
     def next_job(self) -> ReadyRound | None:
-        """The round that can run now, if any; it counts as running until `complete` or `fail`."""
+        """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
         if self._running:
             return None
         found = (self._first(key, strand) for key, strand in list(self.strands.items()))
         return next((job for job in found if job), None)
 
     def _first(self, key: Key, strand: Strand) -> ReadyRound | None:
-        """The first round of a strand, if it can run."""
+        """Returns the first round of a strand, if it can run."""
         while strand.open:
             number = min(strand.open)
             pending = strand.open[number]
             if pending.error is not None:
-                # Its members were told already, and nothing of it may be applied.
+                # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
             elif pending.awaits(plan := self.plans.get(pending.plan_id), self.fenced) or plan is None:
                 return None
             elif not pending.usable(self.fenced):
-                # All who could have been in it are gone, and left nothing; it must not stop those after it.
+                # All its members are gone without a contribution; it must not block later rounds.
                 del strand.open[number]
             else:
                 self._running = True
@@ -302,20 +311,20 @@ class Rounds:
     def complete(
         self, job: ReadyRound, given: Sequence[Array], dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
     ) -> tuple[Record, list[Waiter]]:
-        """A round has run; returns its answer, which is kept, and who waits for it.
+        """Ends a round that has run; returns its record, which is kept, and its waiters.
 
         Args:
             job: the round.
             given: the plan's returned values of this server.
             dropped: members that were lost while it ran, before their contributions were whole.
-            warnings: what people are told of it.
+            warnings: warnings for people.
         """
         record = Record.of(job, self.epoch, given, dropped, warnings)
         return record, self._close(job.strand, job.round, record)
 
     def fail(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
-        """A round could not run: everyone is told the same, and nothing of it was applied."""
-        # A new one: the traceback of the old one holds all that the round had.
+        """Ends a round that could not run and applied nothing; returns its record and its waiters."""
+        # A new error: the traceback of the old one holds the round's arrays.
         record = Record(job.plan.id, error=type(error)(error.message, error.task))
         return record, self._close(job.strand, job.round, record)
 
@@ -324,25 +333,25 @@ class Rounds:
         self.last = self.last + 1 if key else number
         plan = self.plans.get(record.plan_id)
         self.closed += key is None or (plan is not None and plan.plan.snapshot is not None)
-        # To the end of the line: who pushes fast must not keep the others from their turn.
+        # To the end of the line: a fast worker must not keep the others from their turn.
         strand = self.strands[key] = self.strands.pop(key)
         return strand.close(number, record, RECORDS)
 
     def abandon(self, error: PSError) -> list[Effect]:
-        """Ends all that waits with one error."""
+        """Fails all calls that wait."""
         return [effect for session in self.sessions() for effect in self.fail_session(session, error)]
 
     def fail_session(self, session: int, error: PSError) -> list[Effect]:
-        """Ends what a session waits for."""
+        """Fails the calls of a session that wait."""
         effects = [effect for _, pending in self._open() for effect in pending.fail_session(session, error)]
         return effects + self._parked.fail_session(session, error)
 
     def sessions(self) -> set[int]:
-        """Returns who waits."""
+        """Returns the sessions whose calls wait."""
         return self._parked.sessions.union(*(pending.sessions for _, pending in self._open()))
 
     def waiting(self) -> tuple[OpenRound, ...]:
-        """The open rounds, for people and for the chief."""
+        """Returns the open rounds, for people and for the chief."""
         return (
             tuple(
                 OpenRound(
@@ -357,15 +366,15 @@ class Rounds:
         )
 
     def _open(self) -> Iterator[tuple[int, PendingRound]]:
-        """All rounds that wait."""
+        """Returns all open rounds, with their numbers."""
         return (item for strand in self.strands.values() for item in strand.open.items())
 
     def runs(self, job: ReadyRound) -> bool:
-        """Returns whether a round that was begun is not over yet."""
+        """Returns True if a round that has begun is not over yet."""
         return self._running and job.round in self.strands[job.strand].open
 
     def waiters(self, job: ReadyRound) -> list[Waiter]:
-        """Returns who waits for a round that runs."""
+        """Returns the waiters of a running round."""
         return list(self.strands[job.strand].open[job.round].waiters)
 
     def _fail(self, pending: PendingRound, error: PSError) -> PSError:

@@ -1,7 +1,7 @@
-"""Who is there: the sessions of a job, their leases, and the chief's fencing token. Server 0 keeps it.
+"""Sessions: the processes of a job, their leases, and the chief's fencing token. Server 0 keeps them.
 
-A plain state machine: it has no clock (time is an argument) and no network. It decides nothing about
-epochs: it says what happened, and the chief closes an epoch.
+A plain state machine without clock (time is an argument) and network. It decides nothing about epochs: it reports
+states, and the chief closes epochs.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from pswire.model.log import Epoch, Member, Mode
 from pswire.model.status import SessionState
 
 STILL_SECONDS = 5.0
-"""How long nobody may have looked at leases and deadlines: it is done a few times a second."""
+"""Seconds without a look at leases after which a server is not healthy: normally it looks a few times a second."""
 
 DRAWN = 30
-"""Bits of a token that are drawn by lot, so that nobody can guess it; those above are the chief's term."""
+"""Random bits of a token, so that nobody can guess it; the bits above are the chief's term."""
 
 MAX_TERM = 1 << 32
-"""Terms beyond this were made up."""
+"""The greatest term of a chief; a greater one was made up."""
 
 PARTED_BEATS = 2
-"""A process whose connection ends within so many beats after its last sign of life has ended; one whose connection
-ends later may be cut off."""
+"""Beats: a connection that ends within so many of the last sign of life means that its process has ended.
+
+One that ends later may be cut off.
+"""
 
 JOIN_POINT = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
-"""Where new members wait; everybody is told."""
+"""Form of a join point, which every process is told."""
 
 ENDED = {
     "left": "it left",
@@ -59,20 +61,20 @@ class _SessionRecord:
     parted: float | None = None  # when its connection ended, if nothing was heard since
 
     def vanished(self, beat: float) -> bool:
-        """Returns whether its connection ended as it does where a process ends, and not because a network was cut."""
+        """Returns True if its connection ended as it does with a process, and not as with a network that is cut."""
         return self.parted is not None and self.parted - self.seen <= PARTED_BEATS * beat
 
 
 class Membership:
-    """Leases of all sessions of the job. Guarded by the core's lock.
+    """The sessions of the job, and their leases. Guarded by the core's lock.
 
     Args:
-        registry: whose sessions they are.
+        registry: the registry of sessions.
         lease: seconds after which a silent session is lost.
         beat: seconds between two signs of life.
-        first: below all numbers of sessions that are given; what an earlier server 0 gave is far from them, by chance.
-        epoch: gives the newest, whose members alone decide for all; None while there is none, and all do.
-        held: whether there is a job, with variables, that is not over.
+        first: a number below all session numbers given here; those of an earlier server 0 are far from them, by chance.
+        epoch: returns the newest epoch, whose members alone decide for all; None while there is none, and all decide.
+        held: returns True if there is a job with variables that is not over.
     """
 
     def __init__(
@@ -86,9 +88,9 @@ class Membership:
     ) -> None:
         self.lease = lease
         self.token = 0
-        """The newest; its holder alone is chief."""
+        """The newest token; its holder alone is chief."""
         self.job = ""
-        """The identity of the job that sessions are of."""
+        """The identity of the sessions' job."""
         self.version = 0
         self._beat = beat
         self._held = held
@@ -110,17 +112,14 @@ class Membership:
         term: int = 0,
         drawn: int = 0,
     ) -> tuple[int, int]:
-        """Begins a session and ends the one that the task had; one with the same key is the same session.
-
-        A chief's token has bits that were drawn by lot.
+        """Opens a session, and ends the task's earlier one; a call with the same key returns the same session.
 
         Returns:
-            Its number and its fencing token, 0 for those that do not drive.
+            Its number and its fencing token, 0 for a session that does not drive.
 
         Raises:
             TaskTaken: another process is this task, or chief, and is alive.
-            ConfigError: there is another job; it takes part in rounds, and others make them in another mode; there are
-                too many.
+            ConfigError: there is another job, or the other sessions have another mode, or there are too many.
             Forbidden: another task's session has the same key.
         """
         for number, session in self._sessions.items():
@@ -150,18 +149,18 @@ class Membership:
 
     @property
     def term(self) -> int:
-        """How many chiefs there were, as far as is known."""
+        """The term of the newest chief known here."""
         return self.token >> DRAWN
 
     def _next_token(self, term: int, drawn: int) -> int:
-        """A new token, above all that this server has given, and that the caller has heard of."""
+        """Makes a new token, above all that this server has given, and above the term that the caller knows."""
         if term > MAX_TERM:
             raise InvalidRequest(f"there was no chief's term {term}")
         self.token = max(self.term, term) + 1 << DRAWN | drawn
         return self.token
 
     def _check_job(self, task: Task, job: str) -> None:
-        """Raises `ConfigError` for another job than the one that is here, while that is not over."""
+        """Raises `ConfigError` for another job than the current one, while that is not over."""
         here = ", ".join(str(session.member.task) for session in self._open_or_driving())
         if job == self.job or not (self._held() or here):
             return
@@ -187,14 +186,15 @@ class Membership:
         )
 
     def part(self, number: int, now: float) -> None:
-        """The connection of a session's process has ended; unless it is heard of again, so has the process."""
+        """Notes that the connection of a session has ended. Unless the process is heard of again, it has ended too."""
         if number in self._sessions:
             self._sessions[number].parted = now
 
     def _hear(self, now: float) -> None:
-        """A process that takes part in rounds has given a sign of life.
+        """Notes a sign of life of a process that takes part in rounds.
 
-        Where none did for long, this server was cut off: then all of them get a whole lease to be heard of again.
+        After a long silence of all of them this server was cut off: then every process gets a whole lease to be heard
+        of again.
         """
         if now - self._heard > self.lease / 2:
             for session in self._open():
@@ -220,7 +220,7 @@ class Membership:
                 )
 
     def check(self, number: int) -> None:
-        """Raises the reason if a session has ended, `Fenced` if there never was one."""
+        """Raises the error of a session that has ended; `Fenced` if it is unknown."""
         session = self._sessions.get(number)
         if session is None:
             raise Fenced("this session is unknown here: its job is over, or was started anew; restart the process")
@@ -235,14 +235,14 @@ class Membership:
         return epoch is None or epoch.session(number) is not None
 
     def check_part(self, number: int) -> None:
-        """Raises `InvalidRequest` for a session that is no member: it decides nothing for those who are."""
+        """Raises `InvalidRequest` for a session that is no member of the epoch: it decides nothing for members."""
         if not self._takes_part(number):
             raise InvalidRequest(f"session {number} takes part in no epoch yet; wait until the chief has taken it in")
 
     def beat(self, number: int, waits: tuple[int, bytes], now: float, describe: Callable[[bytes], str]) -> None:
         """Renews an open session's lease; ends all sessions if two wait in one round for different plans.
 
-        Where one of the two makes its first round in a group that was there, it differs from that, and ends alone.
+        If one of the two is a newcomer in its first round, it ends alone.
         """
         self.touch(number, now)
         session = self._sessions[number]
@@ -257,33 +257,33 @@ class Membership:
     def _tell_apart(
         self, one: _SessionRecord, other: _SessionRecord, round: int, describe: Callable[[bytes], str]
     ) -> None:
-        """Two sessions make different sections in one round."""
+        """Ends the sessions that are wrong after two ran different sections in one round."""
         newcomers = [session for session in (one, other) if session.joined == round]
         positions = [(session.member.task, describe(session.waits[1])) for session in (one, other)]
         if not newcomers:
             self.fail_all(diverged(round, positions))
-        elif len(newcomers) == 1:  # of two newcomers that differ an older member will tell which is wrong
+        elif len(newcomers) == 1:  # which of two newcomers is wrong is decided by an older member
             newcomers[0].error = newcomer_diverged(newcomers[0].member.task, round, positions)
             self._end(newcomers[0], "failed")
 
     def take_part(self, members: Iterable[Member], round: int) -> None:
-        """Notes of those who did not take part before from which round they do; -1 where all begin together."""
+        """Sets the first round of members that took no part before; -1 where all begin together."""
         for member in members:
             session = self._sessions.get(member.session)
             if session is not None and session.joined is None:
                 session.joined = round
 
     def exclude(self, numbers: Iterable[int]) -> None:
-        """The chief has closed an epoch without these: those of them that still beat have held the others up."""
+        """Ends the sessions that an epoch has left out: those that still beat have held the others up."""
         for number in numbers:
             if number in self._sessions:
                 self._end(self._sessions[number], "hung")
 
     def leave(self, number: int, error: str) -> None:
-        """Ends a session, cleanly or not; a divergence ends all.
+        """Ends a session, cleanly or with an error; a divergence ends all.
 
         Raises:
-            PSError: why a session cannot end cleanly: it has failed, or its task was started again.
+            PSError: why the session cannot end cleanly: it has failed, or its task was started again.
         """
         session = self._sessions.get(number)
         if session is None or session.state == "left":
@@ -292,7 +292,7 @@ class Membership:
             if not error:
                 self.check(number)
             return
-        # Who was thought dead and says goodbye has done its part all the same; nobody else would say it.
+        # A lost process that leaves cleanly has done its part: the goodbye holds.
         session.state = "open"
         self._end(session, "failed" if error else "left")
         if error.startswith(Diverged.__name__) and self._takes_part(number):
@@ -301,8 +301,8 @@ class Membership:
     def expire(self, now: float) -> list[Task]:
         """Ends the sessions whose lease is over; returns their tasks.
 
-        While none of the processes that take part in rounds is heard of, it is more likely that this server is cut off
-        than that all have died at once: then only those are lost whose connections ended as their processes did.
+        If no process that takes part in rounds is heard of, this server is probably cut off: that all have died at once
+        is less likely. Then only sessions whose connections ended as with their process are lost.
         """
         cut = now - self._heard > self.lease / 2
         late = [s for s in self._open_or_driving() if now - s.seen > self.lease]
@@ -318,7 +318,7 @@ class Membership:
             self._end(session, "failed")
 
     def begin_anew(self, numbers: Iterable[int]) -> None:
-        """Ends the sessions of a job that is over, and forgets all that have ended: a new job waits for everyone."""
+        """Ends the sessions of a job that is over, and forgets ended ones: a new job waits for all tasks."""
         for number in numbers:
             if number in self._sessions:
                 self._end(self._sessions[number], "replaced")
@@ -326,14 +326,14 @@ class Membership:
         self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
 
     def forgive(self, seconds: float) -> None:
-        """Prolongs all leases."""
+        """Extends all leases by some seconds."""
         self._heard += seconds
         for session in self._open_or_driving():
             session.seen += seconds
             session.parted = None if session.parted is None else session.parted + seconds
 
     def enter(self, number: int, join_point: str) -> None:
-        """Notes where a new member waits to be taken in; raises `InvalidRequest` for what is no such place."""
+        """Sets the join point at which a new member waits; raises `InvalidRequest` for a malformed one."""
         if not JOIN_POINT.fullmatch(join_point):
             raise InvalidRequest("new members wait at dataset:N, plan:HEX or save, and nowhere else")
         if self._sessions[number].join_point != join_point:
@@ -341,7 +341,7 @@ class Membership:
             self.version += 1
 
     def touch(self, number: int, now: float) -> None:
-        """Any call is a sign of life."""
+        """Renews a session's lease: any call is a sign of life."""
         session = self._sessions.get(number)
         if session is None:
             return
@@ -350,16 +350,16 @@ class Membership:
             self._hear(now)
 
     def chief_silent(self, now: float) -> float:
-        """Seconds since any chief was heard of; infinite where there never was one."""
+        """Returns the seconds since a chief was heard of; infinite if there was none."""
         return min((now - s.seen for s in self._sessions.values() if s.drives), default=float("inf"))
 
     def chief_left(self) -> bool:
-        """Returns whether the chief's session was ended by the chief itself."""
+        """Returns True if the chief itself has ended its session."""
         drivers = [s for s in self._sessions.values() if s.drives]
         return bool(drivers) and drivers[-1].state == "left"
 
     def states(self, now: float, drivers: bool = False) -> tuple[SessionState, ...]:
-        """All sessions that take part in rounds; with `drivers` those of chiefs as well."""
+        """Returns the states of all sessions that take part in rounds; with `drivers` those of chiefs as well."""
         return tuple(
             SessionState(s.member, "failed" if s.state == "replaced" else s.state, s.join_point, now - s.seen, s.drives)
             for s in self._sessions.values()
@@ -380,13 +380,13 @@ class Membership:
 
 
 def _told(positions: Iterable[tuple[Task, str]]) -> str:
-    """Returns who does what, in words."""
+    """Returns the tasks with their sections, in words."""
     tasks, sections = zip(*positions, strict=True)
     return "; ".join(f"{task} is at: {section}" for task, section in zip(tasks, compared(sections), strict=True))
 
 
 def diverged(round: int, positions: Iterable[tuple[Task, str]]) -> Diverged:
-    """The error for processes that do different things in one round."""
+    """Returns the error for processes that run different sections in one round."""
     return Diverged(
         f"the processes do not run the same program: in round {round} {_told(positions)}. "
         "Every process must make the same sequence of sections"
@@ -394,7 +394,7 @@ def diverged(round: int, positions: Iterable[tuple[Task, str]]) -> Diverged:
 
 
 def newcomer_diverged(task: Task, round: int, positions: Iterable[tuple[Task, str]]) -> NewcomerDiverged:
-    """The error for a process that joins a running job, and does something else than its members."""
+    """Returns the error for a process that joins a running job with another program than its members'."""
     return NewcomerDiverged(
         f"it joined a running job, and does not run the job's program: in its first round, {round}, "
         f"{_told(positions)}. Start it with the script and the arguments of the others, which go on without it",

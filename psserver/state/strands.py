@@ -1,7 +1,6 @@
-"""Strands of rounds: the rounds that gather contributions, the last complete one, and the answers that are kept.
+"""Strands: open rounds that gather contributions, the last complete round, and the answers that are kept.
 
-In sync mode there is one strand, which all members make together; in async mode one for each task, whose rounds are of
-that task alone.
+In synchronous mode all members share one strand. In asynchronous mode each task has its own.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
 RESENDS = 8
-"""Attempts at one contribution that are kept while its epoch is not known here."""
+"""Most attempts at one contribution that are kept while its epoch is not known here."""
 
 Waiter = tuple[Contribution, Future[RoundReply]]
 
@@ -32,10 +31,10 @@ class Push:
     """One arrival of a contribution.
 
     Attributes:
-        said: what its sender says.
+        said: the contribution, without the payload.
         payload: operands, then contributions; it may still grow.
-        since: when it came, in monotonic seconds.
-        future: the answer that its sender waits for.
+        since: the time of arrival, in monotonic seconds.
+        future: its answer.
     """
 
     said: Contribution
@@ -46,14 +45,14 @@ class Push:
 
 @dataclass(frozen=True)
 class Record:
-    """What was answered to a round.
+    """The answer to a round.
 
     Attributes:
         plan_id, epoch, more, left_out, positions: as in `RoundReply`.
         given: the plan's returned values of this server.
         warnings: as in `RoundReply`.
-        sessions: whose contributions are in it; nobody else is answered.
-        error: what everyone was told instead.
+        sessions: sessions whose contributions are in it; no other gets the answer.
+        error: the error of a failed round; None otherwise.
     """
 
     plan_id: bytes
@@ -74,7 +73,7 @@ class Record:
         dropped: Sequence[Task],
         warnings: Sequence[str],
     ) -> Record:
-        """The answer to a round that has run: the arguments are those of `Rounds.complete`, and the newest epoch."""
+        """Makes the record of a round that has run; arguments as of `Rounds.complete`, and the newest epoch."""
         return cls(
             job.plan.id,
             frozenset(part.member.session for part in job.parts),
@@ -87,13 +86,13 @@ class Record:
 
 
 class Parked:
-    """Pushes labelled with an epoch that was not copied here yet: they are no rounds of this server so far."""
+    """Pushes for an epoch that is not known here yet. They belong to no round of this server so far."""
 
     def __init__(self) -> None:
         self._pushes: dict[int, list[Push]] = {}
 
     def put(self, push: Push) -> list[Effect]:
-        """Keeps a push; of too many attempts the oldest is given up.
+        """Keeps a push; fails the oldest of too many attempts.
 
         Raises:
             InvalidRequest: its session waits in another round already.
@@ -103,29 +102,29 @@ class Parked:
             raise InvalidRequest(f"round {parked[0].said.round} of this session waits; it cannot begin {round}")
         effects: list[Effect] = []
         if len(parked) >= RESENDS:
-            # Its sender, who sends again and again over a network that loses answers, listens to it no more.
+            # Its sender, on a network that loses answers, has sent it again and waits for later attempts.
             oldest, *parked = parked
             effects.append(Fail(oldest.future, InvalidRequest(f"round {round} was sent {RESENDS} times since")))
         self._pushes[push.said.session] = [*parked, push]
         return effects
 
     def take(self) -> list[Push]:
-        """Gives all of them back, the attempts of a session in order."""
+        """Removes and returns all pushes, the attempts of a session in order."""
         pushes, self._pushes = self._pushes, {}
         return [push for each in pushes.values() for push in each]
 
     def fail_session(self, session: int, error: PSError) -> list[Effect]:
-        """Tells one member that it waits in vain."""
+        """Fails the pushes of one session."""
         return [Fail(push.future, error) for push in self._pushes.pop(session, [])]
 
     @property
     def sessions(self) -> set[int]:
-        """Who waits."""
+        """The sessions that wait."""
         return set(self._pushes)
 
     @property
     def waiting(self) -> tuple[OpenRound, ...]:
-        """The rounds that they are for, for people."""
+        """The rounds of the pushes, for people."""
         rounds = [push.said.round for push, *_ in self._pushes.values()]
         return tuple(
             OpenRound(round, "a section of an epoch that is not known here yet", (), False) for round in rounds
@@ -137,13 +136,13 @@ class PendingRound:
     """A round that gathers its contributions.
 
     Attributes:
-        plan_id: what it does.
-        epoch: the number of the epoch that its members have said.
-        members: who makes it.
-        since: when its first contribution came, in monotonic seconds.
+        plan_id: the id of its plan.
+        epoch: the number of the epoch that its members named.
+        members: the members that make it.
+        since: the time of its first contribution, in monotonic seconds.
         parts: the contributions, by session.
         waiters: the answers that members wait for.
-        error: why it has failed.
+        error: the error of a failed round; None otherwise.
         doubtful: pushes of newcomers that differ from it, before an older member has pushed.
     """
 
@@ -158,34 +157,34 @@ class PendingRound:
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """Where the datasets stand of who makes it."""
+        """Positions of its members' datasets."""
         return next((part.said.positions for part in self.parts.values() if part.said.positions), ())
 
     @property
     def sessions(self) -> set[int]:
-        """Who waits for it."""
+        """The sessions that wait for it."""
         return {said.session for said, _ in self.waiters} | {push.said.session for push in self.doubtful}
 
     def differs(self, said: Contribution) -> bool:
-        """Returns whether a push is for something else than this round, which has not failed yet."""
+        """Returns True if a contribution has another plan or epoch than this round, which has not failed."""
         return self.error is None and (self.plan_id, self.epoch) != (said.plan_id, said.epoch)
 
     def missing(self, fenced: Set[int]) -> list[Member]:
-        """Returns the members whose contribution is not there whole, but for those that are lost."""
+        """Returns the members, without fenced ones, whose contributions are not whole."""
         whole = {session for session, part in self.parts.items() if part.payload.whole}
         return [m for m in self.members if m.session not in whole | fenced]
 
     def usable(self, fenced: Set[int]) -> list[MemberShare]:
-        """The contributions that count, in task order: what a member that is gone did not send whole does not."""
+        """Returns the contributions that count, in task order; an incomplete one of a fenced member does not."""
         parts = sorted(self.parts.values(), key=lambda part: part.member.task)
         return [part for part in parts if part.payload.whole or part.member.session not in fenced]
 
     def streams(self, plan: PreparedPlan) -> bool:
-        """Returns whether it may begin before its contributions are whole: not if it is small, or may fail."""
+        """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
         return all(member.mode == "sync" for member in self.members) and plan.streams
 
     def awaits(self, plan: PreparedPlan | None, fenced: Set[int]) -> bool:
-        """Returns whether it waits for its plan, or a member: until it is there whole, or has begun if it streams."""
+        """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin."""
         streams = plan is not None and self.streams(plan)
         for member in self.members:
             part = self.parts.get(member.session)
@@ -196,7 +195,7 @@ class PendingRound:
     def ready(
         self, number: int, plan: PreparedPlan, fenced: Set[int], section: Callable[[], str], key: Key
     ) -> ReadyRound:
-        """This round, as it runs: its number, its plan and that in words, and its strand."""
+        """Returns this round ready to run, given its number, its plan and that in words, and its strand."""
         parts = self.usable(fenced)
         there = {part.member.session for part in parts}
         streams = self.streams(plan) and not all(part.said.observes for part in parts)
@@ -205,7 +204,7 @@ class PendingRound:
         return ReadyRound(number, plan, tuple(parts), left_out, section, key, commit, self.since)
 
     def fail(self, error: PSError) -> list[Effect]:
-        """Tells all who wait that it has failed."""
+        """Fails the round for all its waiters."""
         self.error = error
         failed = [*(future for _, future in self.waiters), *(push.future for push in self.doubtful)]
         self.waiters.clear()
@@ -213,7 +212,7 @@ class PendingRound:
         return [Fail(future, error) for future in failed]
 
     def fail_session(self, session: int, error: PSError) -> list[Effect]:
-        """Tells one member that it waits in vain."""
+        """Fails the calls of one session."""
         failed = [push.future for push in self.doubtful if push.said.session == session]
         failed += [future for said, future in self.waiters if said.session == session]
         self.doubtful = [push for push in self.doubtful if push.said.session != session]
@@ -223,13 +222,13 @@ class PendingRound:
 
 @dataclass
 class Strand:
-    """Rounds that are made one after the other.
+    """A sequence of rounds, one after the other.
 
     Attributes:
-        last: the last complete one, -1 before the first.
-        settled: where the datasets stood of who made the last complete one.
-        records: answers of the last rounds, for resends.
-        open: rounds that wait.
+        last: the last complete round, -1 before the first.
+        settled: positions of the members' datasets after the last complete round.
+        records: answers of the last rounds, by number, for resends.
+        open: open rounds, by number.
     """
 
     last: int = -1
@@ -239,25 +238,22 @@ class Strand:
 
     @property
     def newest(self) -> int:
-        """The last round that somebody has contributed to, complete or not."""
+        """The last round with a contribution, complete or not."""
         return max([self.last, *self.open])
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """Where the datasets stand of who makes it, as the newest round says."""
+        """Positions of its members' datasets, from the newest round that has some."""
         found = (self.open[number].positions for number in sorted(self.open, reverse=True))
         return next(filter(None, found), self.settled)
 
     def close(self, number: int, record: Record, kept: int) -> list[Waiter]:
-        """A round is over.
+        """Ends a round; returns its waiters.
 
         Args:
-            number: which.
+            number: the number of the round.
             record: its answer.
-            kept: how many answers are kept.
-
-        Returns:
-            Who waits for it.
+            kept: number of answers to keep.
         """
         self.last = number
         self.records[number] = record

@@ -1,8 +1,8 @@
 """The variables of one server.
 
-An array that somebody holds never changes: a reader that still sends it, and a snapshot that is still being written,
-need no copy and no lock. A round replaces such an array. Into an array that nobody but the store holds the round may
-write. Whoever wants to read what a round assigns waits for its end.
+An array with another holder than the store never changes. So a reader that still sends it and a snapshot that is still
+being written need neither copy nor lock. A round replaces such an array, and writes in place into an array that only
+the store holds. A read of a variable that the running round assigns waits for the round's end.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Store:
 
     Args:
         server: the number of this server.
-        device: where the values live.
+        device: the device of the values.
         memory_limit: bytes that the values may take, 0 for no limit.
 
     Attributes:
-        task: this server.
-        lent: variables that the round which runs assigns.
+        task: this server's task.
+        lent: numbers of the variables that the running round assigns.
     """
 
     def __init__(self, server: int, device: Device, memory_limit: int) -> None:
@@ -44,17 +44,17 @@ class Store:
         self.lent: frozenset[int] = frozenset()
 
     def clear(self) -> None:
-        """Drops everything."""
+        """Drops all variables."""
         self.variables.clear()
         self._values.clear()
         self.nbytes = 0
         self.lent = frozenset()
 
     def declare(self, variable: PlacedVariable) -> None:
-        """Makes a variable known; reserves its memory if it lives here. Declaring it again changes nothing.
+        """Declares a variable; reserves its memory if it lives here. A second declaration changes nothing.
 
         Raises:
-            InvalidRequest: there can be no such variable.
+            InvalidRequest: the spec is not valid.
             MemoryLimit: it does not fit.
             VariableMismatch: its number is another variable's.
         """
@@ -83,11 +83,11 @@ class Store:
         self._values.pop(id, None)
 
     def initialized(self, id: int) -> bool:
-        """Returns whether the variable has a value here."""
+        """Returns True if the variable has a value here."""
         return id in self._values
 
     def initialize(self, id: int, value: Array) -> bool:
-        """Gives a variable its first value, which must be its own; says whether it did: a later one is ignored."""
+        """Gives a variable its first value, an array with no other holder; returns False if it has a value already."""
         if self.server not in self.variables[id].servers:
             raise InvalidRequest(f"variable {self.variables[id].spec.name!r} does not live on this server")
         return self._values.setdefault(id, value) is value
@@ -97,7 +97,7 @@ class Store:
         self._values.update(values)
 
     def value(self, id: int) -> Array:
-        """A variable's array, on the device; raises `InvalidRequest` where there is none."""
+        """Returns a variable's array, on the device; raises `InvalidRequest` if it has none here."""
         value = self._values.get(id)
         if value is None:
             name = repr(self.variables[id].spec.name) if id in self.variables else str(id)
@@ -105,27 +105,27 @@ class Store:
         return value
 
     def values(self) -> dict[int, Array]:
-        """All values, by number."""
+        """Returns all values, by number."""
         return dict(self._values)
 
     def values_of(self, ids: Collection[int]) -> dict[int, Array | None]:
-        """The values of some variables, by number; None where there is none."""
+        """Returns the values of some variables, by number; None for a variable without a value."""
         return dict(zip(ids, map(self._values.get, ids), strict=True))
 
     def lend(self, ids: Iterable[int]) -> None:
-        """A round that is going to assign these variables begins; nobody reads them before its end."""
+        """Blocks reads of the variables that a round is about to assign, until its end."""
         self.lent = frozenset(ids)
 
     def alone(self, ids: Iterable[int]) -> frozenset[int]:
-        """Those of these variables whose arrays nobody else holds: a round may write into them."""
+        """Returns the variables whose arrays only the store holds: a round may write into them."""
         return frozenset(id for id in ids if self._alone(id))
 
     def end_loan(self) -> None:
-        """The round has ended: all values may be read again."""
+        """Ends a round's loan: all values may be read again."""
         self.lent = frozenset()
 
     def _alone(self, id: int) -> bool:
-        """Whether nobody but this store holds a variable's array, or a view of it, which would hold the array."""
+        """Returns True if only this store holds a variable's array; a view of it counts as a holder."""
         if self.device.gpu is not None or id not in self._values or _holders(self._values, id) > _ALONE:
             return False
         flags = self._values[id].flags
@@ -133,9 +133,9 @@ class Store:
 
 
 def _holders(values: Mapping[int, Array], id: int) -> int:
-    """References to an array, those of the counting included."""
+    """Counts the references to an array, including those of the count itself."""
     return sys.getrefcount(values[id])
 
 
 _ALONE = _holders({0: np.empty(0)}, 0)
-"""What `_holders` counts for an array that only the mapping holds."""
+"""The result of `_holders` for an array that only the mapping holds."""

@@ -1,4 +1,7 @@
-"""Who may call what. Both rims ask here before they ask the core: it knows certificates and tokens, and no network."""
+"""Access control: which caller may call which verb. Both rims check here before they call the core.
+
+It knows certificates and tokens, and no network.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,18 @@ from pswire.security.identity import Security
 from pswire.security.names import certificate_name, named, task_name
 
 DNS_NAMES = "peer_dns"
-"""As gRPC calls the DNS names of a certificate: a URI or an address of mail may read like one, and is nobody."""
+"""gRPC's key for the DNS names of a certificate. Its URIs and mail addresses may look like one, and do not count."""
 
 Names = frozenset[str] | None
-"""The tasks that a caller's certificate names, maybe none of them; None where certificates are not asked for."""
+"""The tasks that a caller's certificate names, maybe none; None where certificates are not asked for."""
 
 
 class Access:
-    """Checks callers: the token of the job, and for each verb what its row in `VERBS` says. May be used by any thread.
+    """The checks of callers: the token of the job, and for each verb its row in `VERBS`. May be used from any thread.
 
     Args:
-        server: which task this is, for messages.
-        security: what callers are asked for.
+        server: this server's task, for messages.
+        security: the certificates and the token that callers need.
         registry: the task and the lane token of each session.
     """
 
@@ -47,11 +50,11 @@ class Access:
     def admit(
         self, metadata: Iterable[tuple[str, str | bytes]], shown: Callable[[], Mapping[str, Iterable[bytes]]]
     ) -> Names:
-        """The names of a caller over gRPC.
+        """Checks the token of a caller over gRPC; returns the names in its certificate.
 
         Args:
-            metadata: of the call.
-            shown: gives what gRPC knows of the caller's certificate.
+            metadata: the call's metadata.
+            shown: returns gRPC's facts about the caller's certificate.
 
         Raises:
             Unauthenticated: the caller lacks the token.
@@ -63,7 +66,7 @@ class Access:
         return named(name.decode(errors="replace") for name in shown().get(DNS_NAMES, ()))
 
     def admit_lane(self, hello: pb.LaneHello, names: Names) -> None:
-        """Lets a client open a lane, on which it may push.
+        """Checks that a client may open a lane and push on it.
 
         Raises:
             InvalidRequest: the client lacks the token of its session.
@@ -78,9 +81,9 @@ class Access:
         """Raises `Forbidden` if the holder of a certificate may not make a request.
 
         Args:
-            verb: what is called.
-            request: the message; it has the fields that `verb.caller` is about.
-            names: those of the certificate.
+            verb: the verb.
+            request: the message; it has the fields that `verb.caller` needs.
+            names: the names in the certificate.
         """
         if names is not None:
             self._checks[verb.caller](names, request)

@@ -1,4 +1,4 @@
-"""The memory that a client shares with its server: what is read of it, and what the client is told is free again."""
+"""Memory that a client shares with its server: reads of it, and notices of places that are free again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pswire.transport.shared_memory import SharedView
 
 ENOUGH = 8
-"""A client is told at once of memory that is free again when it is this part of its segment."""
+"""Divisor of a segment's size: once that part of it is free again, the client is told at once."""
 
 TELL_SECONDS = 0.05
-"""After how long a client is told of memory that is free again, though it is little."""
+"""Seconds after which a client is told of free memory, even if it is little."""
 
 
 class ClientMemory:
-    """A client's segment, as its server reads it. Belongs to the event loop, but for those who let go of what was read.
+    """A client's segment as its server reads it. Belongs to the event loop, but for the release of data.
 
     Args:
         memory: the segment.
@@ -33,20 +33,21 @@ class ClientMemory:
         self._telling = self._watching = False
 
     def read(self, place: int, size: int, reader: int) -> memoryview:
-        """Reads data; see `SharedView.read`."""
+        """Returns data; arguments as of `SharedView.read`."""
         if self._view is None:
             raise ValueError("the connection is closed")
         self._watch()
         return self._view.read(place, size, reader)
 
     def close(self) -> None:
-        """Nothing is read or told any more."""
+        """Ends all reads and notices."""
         self._view = None  # else only a collection of garbage would give its memory back
 
     def _let_go(self, place: int, size: int) -> None:
-        """Data are needed no more; told by any thread, at any time.
+        """Notes that data are not needed any more. Called from any thread, at any time.
 
-        To wake the loop costs who computes: it is woken when there is much to tell, or nothing else to come.
+        To wake the loop slows down computing threads. So it is woken once there is much to tell, or nothing else will
+        come.
         """
         self._freed.append(place)
         self._untold += size
@@ -64,7 +65,7 @@ class ClientMemory:
             self._tell(places)
 
     def _watch(self) -> None:
-        """Tells the rest after a while: it may be little, and yet all the room that its client can have."""
+        """Schedules a notice of the rest, which may be little and yet all the room that its client can have."""
         if not self._watching:
             self._watching = True
             self._loop.call_later(TELL_SECONDS, self._tell_rest)

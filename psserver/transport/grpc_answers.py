@@ -1,4 +1,4 @@
-"""Answers on their way out over gRPC: woken from other threads, sent while they are made, encoded once for all."""
+"""Answers over gRPC: woken from other threads, sent while they grow, encoded once for all clients."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from pswire.transport.payload import Cutter, Part, Payload
 from pswire.transport.traffic import Traffic
 
 KEPT = 4
-"""Frames of one payload that are kept for others who are sent it: all are at about the same place."""
+"""Frames of one payload kept for its other receivers: all are at about the same offset."""
 
 
 class Bell:
-    """Wakes a coroutine of the running loop, from any thread."""
+    """A signal for a coroutine of the running loop, from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._rung = asyncio.Event()
 
     def ring(self) -> None:
-        """Wakes who waits now, or next."""
+        """Wakes the coroutine that waits now, or else the next one."""
         try:
             self._loop.call_soon_threadsafe(self._rung.set)
         except RuntimeError:  # the loop is closed: the server has ended, and nobody waits
             pass
 
     async def heard(self) -> None:
-        """Waits for it."""
+        """Waits for a ring."""
         await self._rung.wait()
         self._rung.clear()
 
 
 class GrpcAnswer:
-    """An answer to a push on its way over gRPC, which may be sent while it grows.
+    """An answer to a push over gRPC, which may be sent while it grows.
 
     Attributes:
         bell: rings when there is more of it.
-        cutter: cuts it; None where it is not sent before it is whole.
-        payload: what is sent, once it begins to grow.
+        cutter: cuts it into parts; None if it is not sent before it is whole.
+        payload: the payload, once it begins to grow.
     """
 
     def __init__(self) -> None:
@@ -54,12 +54,12 @@ class GrpcAnswer:
         self._error: Exception | None = None
 
     def begin(self, payload: Payload) -> None:
-        """It begins to grow; called from any thread."""
+        """Begins to send a payload that grows. Called from any thread."""
         self._untold, self.payload = payload.size, payload
         self.bell.ring()
 
     async def receive(self, rest: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Waits for the rest of the request, while the answer is sent."""
+        """Waits for the rest of the request while the answer is sent."""
         try:
             await rest()
         except Exception as error:
@@ -69,16 +69,20 @@ class GrpcAnswer:
 
     @property
     def sent(self) -> bool:
-        """Whether all of it is."""
+        """True once all of it is sent."""
         return self.cutter is not None and self.cutter.done
 
     def header(self) -> bytes:
-        """The next frame's header: the first one has the size, those after it nothing."""
+        """Returns the next frame's header: the first one has the size, later ones are empty."""
         size, self._untold = self._untold, 0
         return pb.RoundHeader(size=size).SerializeToString()
 
     def next(self) -> Part | None:
-        """The next part; the bell rings when there may be another. Raises what is wrong with the request."""
+        """Returns the next part, or None; then the bell rings when there may be another.
+
+        Raises:
+            Exception: the error of the request.
+        """
         if self._error:
             raise self._error
         if self.cutter is None and self.payload is not None and self.payload.size:
@@ -90,10 +94,10 @@ class GrpcAnswer:
 
 
 class Frames:
-    """Encodes the parts of payloads, and those that several clients are sent once. Belongs to the event loop.
+    """The encoder of payloads' parts. Encodes a part that several clients get only once. Belongs to the event loop.
 
     Args:
-        traffic: counts what is sent.
+        traffic: counts sent bytes.
     """
 
     def __init__(self, traffic: Traffic) -> None:
@@ -101,12 +105,12 @@ class Frames:
         self._kept: WeakKeyDictionary[Payload, OrderedDict[tuple[bytes, int, int], bytes]] = WeakKeyDictionary()
 
     def encoded(self, header: bytes, payload: Payload, part: Part) -> bytes:
-        """A part's frame.
+        """Returns a part's frame, encoded.
 
         Args:
-            header: of the frame.
-            payload: whose part it is.
-            part: where it begins, and its buffers.
+            header: the frame's header.
+            payload: the payload of the part.
+            part: its offset, and its buffers.
         """
         kept = self._kept.setdefault(payload, OrderedDict())
         size = sum(map(len, part[1]))

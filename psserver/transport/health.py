@@ -1,4 +1,4 @@
-"""What others may ask a server by gRPC's own means: whether it serves (`grpc.health.v1`), and what (reflection)."""
+"""gRPC's own services: health (`grpc.health.v1`) and reflection."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import grpc
 
 LOOK_SECONDS = 0.5
-"""How often it is looked whether the server is alive."""
+"""Seconds between two checks of the server's health."""
 
 
 class Health:
-    """Tells whether a server serves. All methods belong to one event loop.
+    """The health service. All methods belong to one event loop.
 
     Args:
-        well: whether the server does what it is there for.
+        well: returns True if the server is healthy.
     """
 
     def __init__(self, well: Callable[[], bool]) -> None:
@@ -31,18 +31,18 @@ class Health:
         self._looking: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Answers on a server that is not started yet: for all of it, which is "", and for our service."""
+        """Registers the services on a server that is not started yet: health of all of it, "", and of our service."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
 
     async def start(self) -> None:
-        """Looks at the server from now on."""
+        """Starts to check the server's health."""
         await self._tell()
         self._looking = asyncio.ensure_future(self._look())
 
     async def stop(self) -> None:
-        """The server ends: it does not serve any more, whatever comes."""
+        """Reports that the server does not serve any more, for good."""
         if self._looking:
             self._looking.cancel()
         await self._servicer.enter_graceful_shutdown()

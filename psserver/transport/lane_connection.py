@@ -1,4 +1,4 @@
-"""One client's lane, as the server has it: messages in, calls of the core, answers out."""
+"""One client's lane on the server: messages in, calls of the core, answers out."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ log = logging.getLogger("psserver.lanes")
 T = TypeVar("T")
 
 PUSH, PULL = VERBS["Push"], VERBS["Pull"]
-"""The verbs that lanes speak."""
+"""The verbs of lanes."""
 
 HELLO_SECONDS = 10.0
-"""How long a connection may take to say who it is."""
+"""Seconds within which a connection must send its hello."""
 
 TURN = 32
-"""Messages of one client that are taken at once: then it is the turn of others."""
+"""Messages of one client that are handled at once, before other clients get their turn."""
 
 BACKLOG = 1024
-"""Buffers that a client has not taken, beyond which it is not listened to."""
+"""Buffers that a client has not taken, beyond which nothing more is read from it."""
 
 MAX_CALLS = 256
-"""Calls of one client that may wait for their answers at a time."""
+"""Most calls of one client that wait for their answers at the same time."""
 
 WORDS = 4
-"""How often a client is told in its lease that the server is there."""
+"""Signs of life that a waiting client gets per lease."""
 
 LEAST_WORD_SECONDS = 0.05
-"""How often at most, whatever lease a client says that it has."""
+"""Least seconds between two signs of life, whatever lease a client names."""
 
 
 class Hub(Protocol):
-    """Who accepts the connections, and has what they share. All of it belongs to the event loop."""
+    """The acceptor of connections, and the state they share. All of it belongs to the event loop."""
 
     core: ParameterServer
     access: Access
@@ -66,32 +66,32 @@ class Hub(Protocol):
     leaving: set[Connection]
 
     def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:
-        """Refuses a client that does not show whose it is."""
+        """Admits a client, or refuses one whose hello does not show its session."""
 
     def replace(self, connection: Connection) -> None:
-        """Ends all others of its session."""
+        """Closes all other connections of its session."""
 
     def outbox(self) -> tuple[SharedArena, int]:
-        """The memory for answers to clients that share memory, and its file."""
+        """Returns the memory for answers to clients that share memory, and its file."""
 
     def assembly(self, size: int, lane: LaneName) -> Assembly:
-        """A new message's payload."""
+        """Returns the assembly for a new message's payload."""
 
 
 class Connection:
-    """One client's lane. Belongs to the event loop, but for what answers.
+    """One client's lane. Belongs to the event loop, but for the methods that answer.
 
     Args:
-        lanes: who has accepted it.
+        lanes: the acceptor.
         sock: the connection.
-        shared: whether data are in memory that the client will hand over.
-        names: of the client's certificate; None where the lane asks for none. A client that shares memory shows its
-            token alone, which came over a channel that has asked.
+        shared: True if data are in memory that the client will hand over.
+        names: the names in the client's certificate; None where the lane asks for none. A client that shares memory
+            shows only its token, which came over a channel that has asked.
     """
 
     def __init__(self, lanes: Hub, sock: Stream, shared: bool, names: Names = None) -> None:
         self.session: int | None = None
-        """Whose it is, once it has said so."""
+        """The client's session; None before its hello."""
         self.lane: LaneName = "shm" if shared else "tcp"
         self.names = names
         self._lanes = lanes
@@ -104,8 +104,8 @@ class Connection:
         self._memory: ClientMemory | None = None
         self._assemblies: dict[int, Assembly] = {}
         self._under_way: dict[Future[Any], int] = {}
-        self._word_seconds = 0.0  # pause between two words to a client that waits; 0: it wants none
-        self._word: asyncio.TimerHandle | None = None  # the next
+        self._word_seconds = 0.0  # seconds between two signs of life; 0 if the client wants none
+        self._word: asyncio.TimerHandle | None = None  # the next sign of life
         self._closed = self._armed = self._paused = False
         self._late = self._loop.call_later(HELLO_SECONDS, self._check_hello)
         self._loop.add_reader(sock, self._readable)
@@ -114,15 +114,15 @@ class Connection:
 
     @property
     def _plain(self) -> socket.socket:
-        """The connection of a client that shares memory: it stays on this host, and is not encrypted."""
+        """The socket of a client that shares memory: it stays on this host, and is not encrypted."""
         return cast(socket.socket, self.sock)
 
     def close(self, why: str, gone: bool = False) -> None:
-        """Ends the connection; what its client has not sent whole, it sends again on another.
+        """Closes the connection. Messages that its client has not sent whole, it sends again on another one.
 
         Args:
-            why: for the log.
-            gone: whether the client is, and looks at none of our memory any more.
+            why: the reason, for the log.
+            gone: True if the client is gone, and reads no memory of this server any more.
         """
         if self._closed:
             return
@@ -140,7 +140,7 @@ class Connection:
         self._lanes.connections.remove(self)
         log.debug("a lane of session %s is closed: %s", self.session, why)
         if self._shared and self.session is not None and not gone:
-            # Its client may look at answers in our memory, and ends its side when it does no more.
+            # Its client may still read answers in our memory; it closes its side afterwards.
             with contextlib.suppress(OSError):
                 self._plain.shutdown(socket.SHUT_WR)
             self._lanes.leaving.add(self)
@@ -149,7 +149,7 @@ class Connection:
             self.drop()
 
     def _await_end(self) -> None:
-        """Throws away what comes, until the client ends its side."""
+        """Discards data until the client closes its side."""
         try:
             if self._plain.recv(1 << 16):
                 return
@@ -162,7 +162,7 @@ class Connection:
         self.drop()
 
     def drop(self) -> None:
-        """The client is gone, or the server ends: its places are free."""
+        """Closes the socket and releases the memory of its answers: the client is gone, or the server ends."""
         self.sock.close()
         self._channel.close()
 
@@ -179,7 +179,7 @@ class Connection:
             if self._shared and self._memory is None:
                 self._take_segment()
             if self._take_turn() == TURN:
-                self._loop.call_soon(self._readable)  # there may be more that was read already
+                self._loop.call_soon(self._readable)  # more messages may have been read already
         except BlockingIOError:
             pass
         except ConnectionResetError as error:
@@ -208,7 +208,7 @@ class Connection:
         return count
 
     def _take_segment(self) -> None:
-        """The first byte of a client that shares memory brings its segment."""
+        """Takes the segment that comes with the first byte of a client that shares memory."""
         byte, files, _, _ = socket.recv_fds(self._plain, 1, 1)
         try:
             if not byte:
@@ -222,7 +222,7 @@ class Connection:
         self._memory = ClientMemory(segment.memory, lambda places: self._channel.let_go(places))
 
     def _hand_over(self) -> None:
-        """Our first byte brings the memory in which answers are: nobody gets it who has not shown whose it is."""
+        """Hands over the memory of answers, with this side's first byte, to a client that has shown its session."""
         ring, file = self._lanes.outbox()
         socket.send_fds(self._plain, [b"\0"], [file])
         self._channel = PayloadSender(self._link, ring, False, self._blocked, self._traffic)
@@ -248,7 +248,7 @@ class Connection:
             self._go_on()
 
     def _pause(self) -> None:
-        """Reads nothing more for now."""
+        """Stops reading for now."""
         if not self._paused:
             self._paused = True
             self._loop.remove_reader(self.sock)
@@ -260,7 +260,7 @@ class Connection:
             self._loop.call_soon(self._readable)
 
     def _go_on_soon(self) -> None:
-        """Reads on; told by any thread."""
+        """Resumes reading. Called from any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._go_on)
 
@@ -300,14 +300,14 @@ class Connection:
         self._channel.tell(Kind.WELCOME)
 
     def _call(self, message: Message, call: Callable[[Message], None]) -> None:
-        """Whatever goes wrong with a call is told to the client."""
+        """Handles a call. Its errors are sent to the client."""
         try:
             call(message)
         except PSError as error:
             self._refuse(message.call, error)
 
     def _push(self, message: Message) -> None:
-        data = self._data(message, 0)  # first: those of a push that is refused are needed no more
+        data = self._data(message, 0)  # first: a refused push needs its data no more
         header = parse(pb.PushHeader, message.header)
         self._check(PUSH, header)
         assembly = self._lanes.assembly(header.size, self.lane)
@@ -340,7 +340,11 @@ class Connection:
             self._refuse(call, error)
 
     def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest) -> None:
-        """Raises why a call is not taken."""
+        """Checks a call.
+
+        Raises:
+            PSError: why the call is refused.
+        """
         if header.session != self.session:
             raise Fenced(f"this lane is of session {self.session}, not of {header.session}")
         self._lanes.access.check(verb, header, self.names)
@@ -353,7 +357,7 @@ class Connection:
             )
 
     def _wait(self, future: Future[T], call: int, answer: Callable[[Future[T]], object]) -> None:
-        """Answers a call when its future is done."""
+        """Answers a call once its future is done."""
         self._under_way[future] = call
         if self._word_seconds and self._word is None:
             self._word = self._loop.call_later(self._word_seconds, self._speak)
@@ -361,24 +365,24 @@ class Connection:
         future.add_done_callback(answer)
 
     def _speak(self) -> None:
-        """Says that the server is there, as long as a call is under way."""
+        """Sends a sign of life while a call is under way."""
         self._word = None
         if self._closed or not (self._under_way or self._channel.sending):
             return
-        if not self._link.waiting:  # else what waits to be sent says as much
+        if not self._link.waiting:  # else the waiting messages are signs of life
             alive = pb.LaneAlive(received=self._link.received, paused=self._paused)
             self._channel.tell(Kind.ALIVE, header=alive.SerializeToString())
         self._word = self._loop.call_later(self._word_seconds, self._speak)
 
     def end(self, error: PSError) -> None:
-        """Answers all calls that wait with an error."""
+        """Fails all calls that wait with an error."""
         for call in list(self._under_way.values()):
             self._refuse(call, error)
 
     def _part(self, message: Message) -> None:
         assembly = self._assemblies.get(message.call)
         data = self._data(message, assembly.payload.window if assembly else 0)
-        if assembly is not None:  # else it is what is left of a call that has failed
+        if assembly is not None:  # else it is the rest of a failed call
             self._add(message, assembly, data)
 
     def _add(self, message: Message, assembly: Assembly, data: memoryview | None) -> None:
@@ -397,7 +401,7 @@ class Connection:
         return self._memory.read(message.place, message.size, reader)
 
     def _let_rest_pass(self, call: int) -> None:
-        """What is left of a call that is answered is read, and thrown away."""
+        """Reads and discards the rest of an answered call."""
         if self._assemblies.pop(call, None) is not None:
             self._go_on_soon()
 
@@ -407,11 +411,11 @@ class Connection:
 
 
 class LaneAnswer:
-    """An answer to a push on its way over a lane, which may be sent while it grows.
+    """An answer to a push on a lane, which may be sent while it grows.
 
     Args:
-        channel: where to.
-        call: to which call.
+        channel: the sender.
+        call: the number of the call.
     """
 
     def __init__(self, channel: PayloadSender, call: int) -> None:
@@ -420,14 +424,14 @@ class LaneAnswer:
         self._begun = False
 
     def begin(self, payload: Payload) -> None:
-        """It begins to grow."""
+        """Begins to send a payload that grows."""
         if payload.size:
             self._begun = True
             header = pb.RoundHeader(size=payload.size).SerializeToString()
             self._channel.send(Kind.PART, self.call, header, payload, ends=True)
 
     def send(self, header: bytes, payload: Payload) -> None:
-        """All of it is there."""
+        """Sends a complete answer, or the end of a growing one."""
         if self._begun:
             self._channel.end(Kind.ANSWER, self.call, header)
         else:

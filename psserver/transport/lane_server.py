@@ -1,7 +1,7 @@
-"""The lanes of a server: pushes and pulls over plain sockets, their data in the socket or in shared memory.
+"""The lanes of a server: pushes and pulls over plain sockets, with data in the socket or in shared memory.
 
-One event loop serves all clients. What a client sends is read into memory once, or not at all where the memory is
-shared; answers are sent by the thread that makes them, as far as the system takes them, and then by the loop.
+One event loop serves all clients. Data from a client are read into memory once, or not at all where the memory is
+shared. The thread that makes an answer sends as much of it as the system takes; the loop sends the rest.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from pswire.transport.traffic import LaneName, traffic
 log = logging.getLogger("psserver.lanes")
 
 MAX_STRANGERS = 256
-"""Connections that have not said who they are; the oldest has to go."""
+"""Most connections without a hello; beyond it the oldest is closed."""
 
 MAX_CONNECTIONS = 8
-"""Of one session; it uses one, and for a moment a second. The oldest has to go."""
+"""Most connections of one session, which uses one, and for a moment a second; beyond it the oldest is closed."""
 
 REST_SECONDS = 1.0
-"""How long nobody is let in once the system has no room for a connection."""
+"""Seconds without an accept once the system has no room for a connection."""
 
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""What the system says then."""
+"""Error numbers of a system that has no room for a connection."""
 
 SILENCE_SECONDS = 30.0
-"""How long a client's host may not acknowledge anything."""
+"""Seconds after which a client's host that acknowledges nothing is given up."""
 
 
 class LaneServer:
-    """Listens for the lanes of all sessions. All methods belong to the event loop.
+    """The listener for the lanes of all sessions. All methods belong to the event loop.
 
     Args:
         core: the server proper.
-        config: where it listens, with which certificate, and what it may hold. Of the memory for answers only what was
-            once in use at a time is taken; twice the largest model whose values are used where they are is best.
+        config: address, certificate and limits. Only as much of the memory for answers is taken as was once in use at a
+            time; twice the largest model whose values are used in place is best.
         access: checks clients and their calls.
     """
 
@@ -64,13 +64,13 @@ class LaneServer:
         self.access = access
         self.task = str(config.task)
         self.traffic = traffic()
-        """Payload bytes of each lane, that of gRPC included."""
+        """Payload bytes of each lane, gRPC included."""
         self.max_payload_bytes = config.max_payload_bytes
         self._tls = config.security.server_context() if config.security.tls else None
         self.port = 0
-        """Of the tcp lane, once it listens."""
+        """Port of the tcp lane, once it listens."""
         self.path = ""
-        """Of the shm lane's socket, once it listens; "" where the system has none."""
+        """Path of the shm lane's socket, once it listens; "" where the system has none."""
         self._host = config.host
         self._wanted = config.data_port
         self._listeners: list[socket.socket] = []
@@ -78,33 +78,33 @@ class LaneServer:
         self.connections: list[Connection] = []
         self._handshakes: list[Handshake] = []
         self.leaving: set[Connection] = set()
-        """Those that are over, and whose clients may still look at our memory."""
+        """Closed connections whose clients may still read this server's memory."""
         self.ended: PSError | None = None
-        """Why no call is taken any more."""
+        """The error that refuses every call once the server ends; None until then."""
         self._resting = False
 
     def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:
-        """A client has said whose it is; raises `InvalidRequest` or `Forbidden` if that is not shown."""
+        """Admits a client after its hello; raises `InvalidRequest` or `Forbidden` if that is not valid."""
         self.access.admit_lane(hello, connection.names)
         others = [other for other in self.connections if other.session == hello.session]
         if len(others) >= MAX_CONNECTIONS:
             others[0].close("its client has opened too many others")
 
     def replace(self, connection: Connection) -> None:
-        """Ends all others of its session: its client has given them up, and may not have been able to say so."""
+        """Closes all other connections of a session: its client has given them up, and perhaps could not say so."""
         for other in [other for other in self.connections if other.session == connection.session]:
             if other is not connection:
                 other.close("its client has opened another")
 
     def outbox(self) -> tuple[SharedArena, int]:
-        """Where answers are written for all clients that share memory, and its file; raises `OSError` if it fails."""
+        """Returns the memory for answers to clients that share memory, and its file; raises `OSError` on failure."""
         if self._outbox is None:
             segment, file = Segment.make(self._shared_memory)
             self._outbox = SharedArena(segment.memory), file
         return self._outbox
 
     def assembly(self, size: int, lane: LaneName) -> Assembly:
-        """Returns where a message's payload is collected; raises `MemoryLimit` for one that announces too much."""
+        """Returns the assembly for a message's payload; raises `MemoryLimit` for one that announces too much."""
         if size > self.max_payload_bytes:
             raise MemoryLimit(
                 f"a message of {size} bytes is above this server's limit of {self.max_payload_bytes}; "
@@ -114,7 +114,7 @@ class LaneServer:
         return Assembly(size, self.traffic[lane])
 
     def start(self) -> None:
-        """Listens from now on; raises `OSError` where the port cannot be had."""
+        """Starts listening; raises `OSError` if the port cannot be had."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         tcp = socket.create_server((self._host.strip("[]"), self._wanted), family=family, backlog=MAX_STRANGERS)
         self.port = tcp.getsockname()[1]
@@ -155,13 +155,13 @@ class LaneServer:
             self._handshakes.append(Handshake(self._tls, sock, self._shaken))
 
     def _shaken(self, handshake: Handshake, sealed: Sealed | None) -> None:
-        """A handshake is over; with a connection if it has succeeded."""
+        """Removes a handshake that is over; adds its connection if it has succeeded."""
         self._handshakes.remove(handshake)
         if sealed is not None:
             self.connections.append(Connection(self, sealed, False, named(sealed.peer_names())))
 
     def _rest(self, listener: socket.socket, shared: bool, error: OSError) -> None:
-        """Lets nobody in for a moment: who waits would have the loop try again and again."""
+        """Stops accepting for a moment: a waiting client would keep the loop busy with failing accepts."""
         if not self._resting:
             log.warning("%s lets nobody in for now (%s)", self.task, error.strerror)
         self._resting = True
@@ -170,13 +170,13 @@ class LaneServer:
         loop.call_later(REST_SECONDS, self._heed, listener, shared)
 
     def end(self, error: PSError) -> None:
-        """Answers all calls that wait, and all that come, with an error."""
+        """Fails all calls that wait, and all that come, with an error."""
         self.ended = error
         for connection in list(self.connections):
             connection.end(error)
 
     def stop(self) -> None:
-        """Ends all connections."""
+        """Closes all listeners and connections."""
         loop = asyncio.get_running_loop()
         for listener in self._listeners:
             loop.remove_reader(listener)

@@ -1,4 +1,4 @@
-"""What a server's process tells of itself and of its machine, for those who look after it."""
+"""The status of a server's process and machine, for operators."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pswire.model.status import ProcessStatus
 from pswire.versions import versions
 
 STARTED = time.monotonic()
-"""When this process began, as far as it matters."""
+"""Time of the process's start, nearly, in monotonic seconds."""
 
 STATM = Path("/proc/self/statm")
-"""Where Linux tells a process how much memory it has, in pages."""
+"""File in which Linux reports a process's memory, in pages."""
 
 
 def process_status(lanes: LaneServer) -> ProcessStatus:
-    """Returns what there is to tell now. On the event loop, to which the lanes belong."""
+    """Returns the process's current status. Must run on the event loop, to which the lanes belong."""
     used = {c.session: c.lane for c in lanes.connections if c.session is not None}
     moved = {f"{name} received": each.received for name, each in lanes.traffic.items()}
     moved |= {f"{name} sent": each.sent for name, each in lanes.traffic.items()}
@@ -28,7 +28,7 @@ def process_status(lanes: LaneServer) -> ProcessStatus:
 
 
 def resident_bytes() -> int:
-    """The memory of this process, in bytes; 0 where the system does not tell."""
+    """Returns the memory of this process, in bytes; 0 if the system does not report it."""
     try:
         pages = int(STATM.read_text().split()[1])
     except OSError:

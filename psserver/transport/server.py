@@ -1,4 +1,4 @@
-"""One listening server: binds a port, serves a core on it, ends in good order."""
+"""One listening server: binds a port, serves a core on it, and ends in good order."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from pswire.transport.traffic import LaneName, Traffic
 log = logging.getLogger("psserver")
 
 KEEPALIVE_MS = 10_000
-"""Pause after which a silent client is asked for a sign of life, and how long it may take to give it."""
+"""Milliseconds after which a silent client is pinged, and within which it must answer."""
 
 MAX_CALLS = 1024
-"""Calls that one client may have under way over gRPC; more of them wait in the client."""
+"""Most concurrent gRPC calls of one client; further ones wait in the client."""
 
 HANDSHAKE_MS = 10_000
-"""How long a client may take to introduce itself to gRPC."""
+"""Milliseconds that a client's gRPC handshake may take."""
 
 EXPOSED = (
     "whoever reaches this machine could read and change the variables; give --tls-cert, --tls-key, --tls-ca and "
@@ -50,12 +50,12 @@ class Served(ParameterServer, Protocol):
 
 
 class Server:
-    """Serves a core over gRPC. All methods belong to one event loop.
+    """The network side of a server: serves a core over gRPC and lanes. All methods belong to one event loop.
 
     Args:
         core: the server proper.
-        config: which task it is, where it listens, and what it asks of clients.
-        well: whether the core does what it is there for, as probes are told.
+        config: the server's configuration.
+        well: returns True if the core is healthy, for probes.
     """
 
     def __init__(self, core: Served, config: ServerConfig, well: Callable[[], bool] = lambda: True) -> None:
@@ -72,14 +72,11 @@ class Server:
         return self._lanes.traffic
 
     async def start(self) -> int:
-        """Listens from now on.
-
-        Returns:
-            The port.
+        """Starts listening; returns the port.
 
         Raises:
-            ConfigError: the port is in use, the address is not this machine's, or it is for other machines and
-                nothing keeps these out.
+            ConfigError: the port is in use, or the address is not this machine's, or it is open to other machines
+                without TLS and a token.
         """
         config = self._config
         await asyncio.get_running_loop().run_in_executor(None, _check, config)
@@ -99,7 +96,7 @@ class Server:
         return port
 
     async def stop(self, grace: float) -> None:
-        """Ends: calls that wait are told `ServerLost`; answers under way get `grace` seconds."""
+        """Ends the server: waiting calls fail with `ServerLost`; answers under way get `grace` seconds."""
         self._service.close()
         await self._health.stop()
         if self._server:
@@ -113,7 +110,7 @@ async def serve(server: Server, stopped: asyncio.Event, ready: Callable[[int], N
 
     Args:
         server: the server; it is started and stopped.
-        stopped: ends it.
+        stopped: the event.
         ready: called with the port once it listens.
         grace: seconds that answers under way get at the end.
     """
@@ -126,9 +123,9 @@ async def serve(server: Server, stopped: asyncio.Event, ready: Callable[[int], N
 
 
 async def leave_nothing(grace: float) -> None:
-    """Waits for what else runs on this loop, which ends with the server: gRPC's own tasks end a moment after it.
+    """Waits for gRPC's own tasks on this loop, which end a moment after the server; at most `grace` seconds.
 
-    A loop that ends before them has them logged, as errors of calls that were answered.
+    If the loop ended first, they would be logged as errors of calls that were answered.
     """
     if rest := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(rest, timeout=grace)
@@ -139,11 +136,11 @@ class ServerThread:
 
     Args:
         core: the server proper; the caller closes it.
-        config: which task it is, where it listens, and what it asks of clients.
+        config: the server's configuration.
         grace: seconds that answers under way get at the end.
 
     Attributes:
-        port: where it listens, once entered.
+        port: the port that it listens on, once entered.
     """
 
     def __init__(self, core: Served, config: ServerConfig, grace: float = 1.0) -> None:
@@ -159,11 +156,11 @@ class ServerThread:
 
     @property
     def address(self) -> str:
-        """`host:port` of the server."""
+        """The server's `host:port`."""
         return join_address(self._host, self.port)
 
     def __enter__(self) -> ServerThread:
-        """Returns once the server listens; raises `ConfigError` as `Server.start` does."""
+        """Starts the server; returns once it listens. Raises `ConfigError` as `Server.start` does."""
         self._thread.start()
         self._ready.wait()
         if self._error:
@@ -176,7 +173,7 @@ class ServerThread:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the server and its thread; a second call does nothing. From any thread but its own."""
+        """Ends the server and its thread. A second call does nothing. May be called from any thread but its own."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join()
@@ -184,7 +181,7 @@ class ServerThread:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(serve(self._server, self._stopped, self._listening, self._grace))
-        except BaseException as error:  # told to who started the thread
+        except BaseException as error:  # raised in the thread that started this one
             self._error = error
         finally:
             self._loop.close()
@@ -200,13 +197,13 @@ def _options() -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_concurrent_streams", MAX_CALLS),
         ("grpc.so_reuseport", 0),  # else two servers would share a port, and each get half of the calls
-        # A host that loses its power says nothing: without pings what it has half sent would be kept for ever.
+        # A host that loses power closes nothing: without pings its half-sent messages would be kept for ever.
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
         ("grpc.http2.max_pings_without_data", 0),  # no limit
-        # Clients ping, too, and as often as they like: else they would be refused with too_many_pings.
+        # Clients may ping as often as they like: else they would be refused with too_many_pings.
         ("grpc.http2.max_ping_strikes", 0),
     ]
 
@@ -219,7 +216,7 @@ def _listen(server: grpc.aio.Server, address: str, security: Security) -> int:
 
 
 def _check(config: ServerConfig) -> None:
-    """Finds out whether it can listen there, and whether it should."""
+    """Checks that the server can listen on its address, and may."""
     host, port = config.host, config.port
     try:
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
@@ -235,7 +232,7 @@ def _is_loopback(address: Any) -> bool:
 
 
 def _check_exposed(config: ServerConfig) -> None:
-    """Whether it may listen to other machines."""
+    """Checks that the server may listen to other machines; raises `ConfigError` if it is open to them."""
     missing = [what for what, given in (("TLS", config.security.tls), ("a token", config.security.token)) if not given]
     if not missing:
         return
@@ -246,7 +243,7 @@ def _check_exposed(config: ServerConfig) -> None:
 
 
 def _probe(host: str, port: int, addresses: Sequence[Any]) -> None:
-    """Binds and lets go: gRPC itself does not say why it cannot bind, and prints lines of its own."""
+    """Binds and releases the addresses: gRPC itself does not say why it cannot bind, and prints lines of its own."""
     failures = [error for address in addresses if (error := _bind_error(*address))]
     if any(error.errno == errno.EADDRINUSE for error in failures):
         raise ConfigError(f"port {port} on {host} is in use by another process; stop it or choose another with --port")

@@ -1,4 +1,4 @@
-"""A connection on the tcp lane while both ends show their certificates."""
+"""A TLS handshake on the tcp lane."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pswire.transport.tls_socket import Sealed
 log = logging.getLogger("psserver")
 
 SECONDS = 10.0
-"""How long it may take."""
+"""Seconds that a handshake may take."""
 
 
 class Handshake:
-    """A handshake of TLS, as the server has it. Belongs to the event loop.
+    """The server's side of a TLS handshake. Belongs to the event loop.
 
     Args:
-        context: what the server shows and asks for.
+        context: the server's certificate, and those that it accepts.
         sock: the connection.
-        over: called once it is over, with the connection that came of it, or None.
+        over: called at the end with the encrypted connection, or None if the handshake has failed.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Handshake:
         self._loop.add_reader(sock, self._step)
 
     def close(self, why: str) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         log.debug("a handshake has failed: %s", why)
         self._let_go()
         self._sealed.close()
@@ -47,7 +47,7 @@ class Handshake:
         self._loop.remove_reader(self._sealed)
 
     def _step(self) -> None:
-        """Goes on as far as what the other end has sent allows."""
+        """Continues as far as the received data allow."""
         try:
             self._sealed.shake()
         except BlockingIOError:

@@ -1,4 +1,7 @@
-"""The name of a server's Unix socket: there while somebody listens; those of killed servers go with the next one."""
+"""The Unix socket of a server.
+
+Its name exists while the server listens; a later server removes those of killed ones.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ import tempfile
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
-"""Where the socket is, if there is such a place: containers that share memory share it."""
+"""Directory of the socket, if it exists: containers that share memory share it."""
 
 PREFIX = "paramserver-"
-"""With what its name begins."""
+"""Prefix of the socket's name."""
 
 
 def listen(backlog: int) -> tuple[socket.socket, Path]:
-    """A Unix socket that listens, and its path, which the caller removes; raises `OSError` where it cannot be had.
+    """Opens a listening Unix socket; returns it and its path, which the caller removes.
 
     Args:
-        backlog: how many clients may wait to be let in.
+        backlog: number of clients that may wait to be accepted.
+
+    Raises:
+        OSError: the socket cannot be had.
     """
     folder = SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
     _remove_dead(folder)
@@ -30,9 +36,9 @@ def listen(backlog: int) -> tuple[socket.socket, Path]:
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(new))
-        new.chmod(0o666 if folder == SHARED else 0o600)  # what opens it is the token
+        new.chmod(0o666 if folder == SHARED else 0o600)  # the token protects it
         listener.listen(backlog)
-        new.rename(path)  # not before: a name at which nobody listens is a dead server's
+        new.rename(path)  # not before: a name without a listener counts as a dead server's
     except OSError:
         listener.close()
         new.unlink(missing_ok=True)
@@ -41,7 +47,7 @@ def listen(backlog: int) -> tuple[socket.socket, Path]:
 
 
 def _remove_dead(folder: Path) -> None:
-    """Removes the names that killed servers have left: nobody listens there any more."""
+    """Removes the sockets of killed servers, at which nobody listens."""
     for path in folder.glob(f"{PREFIX}*"):
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.setblocking(False)

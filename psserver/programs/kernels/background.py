@@ -1,4 +1,4 @@
-"""One thread that does work in order, behind everyone's back."""
+"""A background thread that does work in order."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any
 
 
 class Background:
-    """A thread that begins with the first work. May be called from any thread.
+    """A thread that starts with the first work. May be called from any thread.
 
-    The thread is a daemon: what cannot be interrupted, such as a compiler for a GPU, does not keep a process that ends.
+    The thread is a daemon: work that cannot be interrupted, such as a compiler for a GPU, does not hold up the end of
+    the process.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # Guarded by it, as all below.
+        self._waiting: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # guarded by `_changed`, as all below
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more work; long work looks here from time to time."""
+        """True if it takes no more work; long work checks it from time to time."""
         return self._closed
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Puts work behind what is there; when closed, its future is cancelled."""
+        """Queues work; returns its future, which is cancelled if the thread is closed."""
         future: Future[Any] = Future()
         with self._changed:
             if self._closed:
@@ -45,7 +46,7 @@ class Background:
         return future
 
     def close(self, seconds: float) -> None:
-        """Cancels what has not begun; waits for the rest, but no longer than this."""
+        """Cancels work that has not begun; waits for the rest, at most some seconds."""
         with self._changed:
             self._closed = True
             dropped, thread = list(self._waiting), self._thread
@@ -61,7 +62,7 @@ class Background:
             work, future = taken
             try:
                 future.set_result(work())
-            except BaseException as error:  # told to who waits for it
+            except BaseException as error:  # raised to the future's waiters
                 future.set_exception(error)
 
     def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
@@ -71,6 +72,6 @@ class Background:
 
 
 def _cancel(future: Future[Any]) -> None:
-    """So that who waits for it goes on."""
+    """Cancels a future and wakes its waiters."""
     future.cancel()
     future.set_running_or_notify_cancel()

@@ -1,8 +1,8 @@
 """The text of kernels, generated from the table of ops and from nothing else.
 
-A kernel computes one element after the other: it reads every input once, and then writes what is assigned, in place,
-and what is given back. What reaches the text of what came over the network are rows of `OPS`, dtypes that are keys of
-`_C`, and numbers of values; no name, no attribute, no shape. So programs that differ only in these share one kernel.
+A kernel computes one element after the other: it reads every input once, and then writes assigned variables, in place,
+and outputs. Of received data only rows of `OPS`, dtypes that are keys of `_C`, and numbers of values reach the text; no
+name, no attribute, no shape. So programs that differ only in these share one kernel.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ template <typename T> __device__ T maximum(T a, T b) { return (a > b) | (a != a)
 template <typename T> __device__ T minimum(T a, T b) { return (a < b) | (a != a) ? a : b; }
 template <typename T> __device__ T sign(T a) { return a > 0 ? T(1) : a < 0 ? T(-1) : a == 0 ? T(0) : a; }
 """
-"""Functions of the expressions that CUDA does not have."""
+"""Functions of the expressions that CUDA lacks."""
 
 
 @dataclass(frozen=True)
 class SumTerm:
-    """How an input comes to be in the kernel: from this many contributions.
+    """The combination of contributions that makes an input inside a kernel.
 
     Attributes:
         op: "sum" or "mean".
-        count: how many.
+        count: number of contributions.
     """
 
     op: ReduceOp
@@ -55,11 +55,11 @@ class SumTerm:
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is to do.
+    """The computation of a kernel.
 
     Attributes:
-        program: an elementwise program, as `steps.Step` has them.
-        sums: the inputs, by index, that are contributions to be combined.
+        program: an elementwise program, as of `fusion.Step`.
+        sums: the inputs, by index, that combine contributions.
     """
 
     program: Program
@@ -67,7 +67,7 @@ class Form:
 
     @property
     def read(self) -> frozenset[int]:
-        """Values that something reads."""
+        """Numbers of the values that have a reader."""
         program = self.program
         nodes = (arg for node in program.nodes for arg in node.args)
         return frozenset((*nodes, *(value for _, value in program.assigns), *program.outputs))
@@ -84,7 +84,7 @@ class Form:
 
     @cached_property
     def cuda(self) -> tuple[str, str, str, str]:
-        """What `cupy.ElementwiseKernel` takes: inputs, outputs, operation, preamble."""
+        """Arguments of `cupy.ElementwiseKernel`: inputs, outputs, operation, preamble."""
         return (*cuda_source(self), CUDA_PREAMBLE)
 
     @property
@@ -94,14 +94,14 @@ class Form:
 
 
 SUMS, ASSIGNED = 1, 2
-"""What a kernel on the CPU returns, together: a sum of contributions has NaN or infinity, or what it assigned has."""
+"""Flags that a kernel on the CPU returns: NaN or infinity in a sum of contributions, and in an assigned value."""
 
 WATCHED = ("float32", "float64")
-"""Dtypes of kernels that have these."""
+"""Dtypes of kernels that have NaN and infinities."""
 
 
 WRAPPING = ("add", "subtract", "multiply", "negative", "square")
-"""Ops that may overflow. Integers narrower than an `int` are computed as one, and cut."""
+"""Ops that may overflow. Integers narrower than an `int` are computed as `int` and truncated."""
 
 UNSIGNED = {"int32": "uint32", "int64": "uint64"}
 
@@ -114,10 +114,10 @@ class Parameter:
 
     Attributes:
         role: an input, whole or a scalar; one contribution to an input; the sum of weights of a mean; an output.
-        value: which input, or which output.
-        dtype: what it points to.
-        place: which contribution.
-        written: whether it is written.
+        value: index of the input or output.
+        dtype: dtype of its elements.
+        place: index of the contribution.
+        written: True if it is written.
     """
 
     role: Role
@@ -128,12 +128,12 @@ class Parameter:
 
     @property
     def name(self) -> str:
-        """What it is called in the text."""
+        """Its name in the text."""
         return f"{_LETTERS[self.role]}{self.value}" + (f"_{self.place}" if self.role == "part" else "")
 
     @property
     def single(self) -> bool:
-        """Whether it has one element, for all."""
+        """True if it has a single element, shared by all."""
         return self.role in ("scalar", "total")
 
 
@@ -141,7 +141,7 @@ _LETTERS: dict[Role, str] = {"array": "a", "scalar": "a", "part": "c", "total": 
 
 
 def parameters(form: Form) -> list[Parameter]:
-    """Returns what a kernel takes, in order: inputs, a mean's total after its contributions, then outputs."""
+    """Returns a kernel's parameters in order: inputs, a mean's total after its contributions, then outputs."""
     found = []
     for index, item in enumerate(form.program.inputs):
         dtype, combined = item.spec.dtype, form.sums.get(index)
@@ -157,14 +157,14 @@ def parameters(form: Form) -> list[Parameter]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a language writes what the two do not have in common.
+    """Templates for the syntax in which the two languages differ.
 
     Attributes:
         types: the names of dtypes.
-        cast: `text` as a `type`.
-        let: a `name` for a `text` of a `type`.
-        at: what follows the name of an array.
-        target: begins the name of what is assigned.
+        cast: casts a `text` to a `type`.
+        let: defines a `name` as a `text` of a `type`.
+        at: suffix of an array's name, for one element.
+        target: prefix of the name of an assigned variable.
     """
 
     types: Mapping[str, str]
@@ -179,9 +179,9 @@ CUDA = Dialect(_C, "(({type})({text}))", "{type} {name} = {text}", "", "w")
 
 
 def numba_source(form: Form) -> str:
-    """A function `kernel(n, *pointers)` over `n` elements, for Numba; `where` and its like are globals of it.
+    """Writes a function `kernel(n, *pointers)` over `n` elements for Numba. `where` and the like are its globals.
 
-    It returns whether it saw NaN or infinity, as `SUMS` and `ASSIGNED`.
+    The function returns `SUMS` and `ASSIGNED`, added, for NaN or infinity that it saw.
     """
     taken = parameters(form)
     lines = [f"def kernel(n, {', '.join(f'p_{p.name}' for p in taken)}):"]
@@ -199,9 +199,9 @@ def numba_source(form: Form) -> str:
 
 
 def _seen(form: Form) -> Iterator[tuple[str, str, str]]:
-    """Returns what is watched of one element: the name of what keeps it in mind, its dtype, and the value.
+    """Yields the watched values of one element: the name of their accumulator, its dtype, and the value.
 
-    Zero times the value is added up there: that stays zero, unless the value is NaN or infinite, and takes one
+    The accumulator adds zero times the value. It stays zero unless a value is NaN or infinite, and takes one
     instruction, where a comparison and its memory would take three.
     """
     program, specs = form.program, form.program.specs
@@ -214,22 +214,25 @@ def _seen(form: Form) -> Iterator[tuple[str, str, str]]:
 
 
 FAR, NEAR = 16, 4
-"""Rows that are fetched before it is their turn, into the second cache and into the first: they lie anywhere, so the
-processor cannot guess them. Going into the first at once, most of them come too late."""
+"""Rows between a prefetch and its use, into the second-level cache and into the first.
+
+Rows lie anywhere, so the processor cannot guess them. If they went into the first cache at once, most would come too
+late.
+"""
 
 LINE = 64
 """Bytes of a cache line."""
 
 FETCHED = 256
-"""Elements of a row that are fetched at most; the processor sees by itself how a long one goes on."""
+"""Most elements of a row that are fetched; the processor itself fetches the rest of a long one."""
 
 
 def rows_source(form: Form) -> str:
-    """The same on rows of tables, for Numba; each input of `form.sums` is one array of rows, some for the same place.
+    """Writes the same function on rows of tables; each input of `form.sums` is an array of rows, some for one place.
 
     `kernel(n, width, size, count, ids, starts, order, *pointers, *buffers)`: for each r below n, row `ids[r]` of every
     table, of `size` elements in all, meets the sum of the rows `order[starts[r]:starts[r + 1]]` of each of those
-    inputs, which have `count` rows. There is a buffer of one row for each such sum. Nothing is given back.
+    inputs, which have `count` rows. There is a buffer of one row for each such sum. There are no outputs.
     """
     taken = parameters(form)
     rows = [p for p in taken if p.role == "part"]
@@ -253,7 +256,7 @@ def rows_source(form: Form) -> str:
 
 
 def _fetching(tables: Sequence[Parameter], rows: Sequence[Parameter]) -> Iterator[str]:
-    """Yields the lines that bring nearer what will be read."""
+    """Yields the lines that prefetch rows."""
     step = LINE // max(DTYPES[p.dtype].itemsize for p in (*tables, *rows))
     lines = f"for i in range(0, min(width, {FETCHED}), {step}):"
     yield f"far, near = min(r + {FAR}, n - 1), min(r + {NEAR}, n - 1)"
@@ -266,7 +269,7 @@ def _fetching(tables: Sequence[Parameter], rows: Sequence[Parameter]) -> Iterato
 
 
 def _row_sum(p: Parameter) -> Iterator[str]:
-    """One row, where it lies; or the sum of several, in a buffer."""
+    """Yields the lines that take one row, where it lies, or sum several into a buffer."""
     yield f"{p.name} = all_{p.name}[first : first + width]"
     yield "if low < high:"
     yield "    for i in range(width):"
@@ -280,7 +283,7 @@ def _row_sum(p: Parameter) -> Iterator[str]:
 
 
 def cuda_source(form: Form) -> tuple[str, str, str]:
-    """A kernel for CuPy: inputs, outputs, which are what is assigned and then the program's, and statements."""
+    """Writes a kernel for CuPy: inputs; outputs, assigned variables first; and statements."""
     taken = parameters(form)
     outputs = [p for p in taken if p.role == "output"]
     inputs = taken[: len(taken) - len(outputs)]
@@ -293,7 +296,7 @@ def cuda_source(form: Form) -> tuple[str, str, str]:
 
 
 def _body(form: Form, dialect: Dialect) -> Iterator[str]:
-    """The statements for one element: reads, ops, writes."""
+    """Yields the statements for one element: reads, ops, writes."""
     program, specs, at = form.program, form.program.specs, dialect.at
 
     def let(number: int, text: str) -> str:
@@ -313,7 +316,7 @@ def _body(form: Form, dialect: Dialect) -> Iterator[str]:
 
 
 def _combined(index: int, combined: SumTerm, dtype: str, dialect: Dialect) -> str:
-    """Contributions in the order given, rounded after each as the reducer does."""
+    """Returns an expression for contributions in the order given, rounded after each as in the reducer."""
     text = f"c{index}_0{dialect.at}"
     for n in range(1, combined.count):
         text = _cast(dialect, dtype, _wrapping(dialect, "{0} + {1}", dtype, text, f"c{index}_{n}{dialect.at}"))
@@ -333,7 +336,7 @@ def _expression(program: Program, node: Node, dialect: Dialect) -> str:
 
 
 def _wrapping(dialect: Dialect, kernel: str, dtype: str, *args: str) -> str:
-    """An expression of numbers of one dtype that wraps as NumPy's does: of signed ones overflow is undefined."""
+    """Returns an expression of numbers of one dtype that wraps as NumPy's does: signed overflow is undefined in C."""
     return kernel.format(*[_cast(dialect, UNSIGNED[dtype], arg) if dtype in UNSIGNED else arg for arg in args])
 
 

@@ -1,6 +1,6 @@
-"""Compiles kernels, in the background, and remembers them by their text.
+"""Compiles kernels in the background, and keeps them by their text.
 
-The only place where text is run, and that text comes from `source`. Numba is imported with the first kernel, so that a
+The only place where text is run, and that text comes from `codegen`. Numba is imported with the first kernel, so that a
 server starts without it, and goes on interpreting where it cannot be imported.
 """
 
@@ -28,56 +28,56 @@ from pswire.model.tensor import DTYPES
 log = logging.getLogger("psserver")
 
 PATIENCE = 2
-"""A kernel is compiled when it is asked for the second time: what runs once is interpreted in less time."""
+"""Requests after which a kernel is compiled: to interpret a program that runs once takes less time."""
 
 MAX_POINTERS = 200
-"""What a kernel on the CPU takes at most; more takes the compiler long, and ctypes has a limit."""
+"""Most pointers of a kernel on the CPU; more take the compiler long, and ctypes has a limit."""
 
 STOP_SECONDS = 1.0
-"""How long the end of a server waits for a kernel that is being compiled."""
+"""Seconds that a server's end waits for a kernel that is being compiled."""
 
 WAIT_SECONDS = 20.0
-"""How long a kernel is waited for where interpreting would take longer."""
+"""Seconds that a round waits for a kernel where interpreting would take longer."""
 
 MAX_KERNELS = 1000
-"""Kernels of one server. Whoever makes more has a program that is another one in each round."""
+"""Most kernels of one server. A job with more has a program that changes in each round."""
 
 NumbaKernel = Callable[..., Any]
-"""Takes sizes and addresses; releases the GIL while it runs. One of a text returns a number."""
+"""A compiled function of sizes and addresses that releases the GIL. A kernel made from a text returns a number."""
 
 Definition = Callable[[Any], Callable[..., None]]
 
 
 class Compiler:
-    """Kernels of one device, by their text. May be called from any thread.
+    """The kernels of one device, by their text. May be called from any thread.
 
     Args:
-        device: for which they are.
+        device: the device.
         patience: see `PATIENCE`.
 
     Attributes:
-        compiled, failed: how many kernels were compiled, and could not be.
-        seconds: for which kernels were compiled.
+        compiled, failed: number of kernels that were compiled, and that failed to compile.
+        seconds: seconds spent on compiling.
     """
 
     def __init__(self, device: Device, patience: int = PATIENCE) -> None:
         self._device = device
         self._patience = patience
-        self.compiled = self.failed = 0  # Written by the background's thread alone, as the seconds are.
+        self.compiled = self.failed = 0  # written by the background's thread alone, as the seconds are
         self.seconds = 0.0
         self._background = Background("kernels")
         self._lock = threading.Lock()
-        self._asked: dict[object, int] = {}  # Guarded by the lock, as all below.
+        self._asked: dict[object, int] = {}  # guarded by the lock, as all below
         self._kernels: dict[object, Future[Any]] = {}
-        self._late = set[object]()  # Waited for once, in vain: a round may ask for one as often as it has variables.
+        self._late = set[object]()  # waited for in vain: a round may request one for each variable
         self._told = False
 
     def elementwise(self, form: Form, now: bool = False) -> Any | None:
-        """The kernel of a form: a `NumbaKernel` or a `cupy.ElementwiseKernel`; None while there is none.
+        """Returns the kernel of a form: a `NumbaKernel` or a `cupy.ElementwiseKernel`; None while there is none.
 
         Args:
-            form: what it does.
-            now: whether to wait until it is compiled, also where it was never asked for before.
+            form: the computation.
+            now: True to compile at the first request, and wait for it at most `WAIT_SECONDS`.
         """
         if self._device.gpu is not None:
             scalars = [p.single for p in parameters(form) if p.role != "output"]
@@ -85,17 +85,17 @@ class Compiler:
         return self._pointed(form.numba, 1, parameters(form), now)
 
     def rows(self, form: Form) -> NumbaKernel | None:
-        """The kernel of a form for rows of tables in host memory; None while there is none."""
+        """Returns the kernel of a form for rows of tables in host memory; None while there is none."""
         buffers = [p for p in parameters(form) if p.role == "part"]
         index = Parameter("array", 0, "int64")
         return self._pointed(form.rows, 4, [index] * 3 + parameters(form) + buffers)
 
     def groups(self) -> NumbaKernel | None:
-        """`groups.grouping`, compiled; None while it is not."""
+        """Returns `row_groups.grouping`, compiled; None while it is not."""
         return self._get(grouping, lambda: self._numba(grouping, NUMBERS, ["int64"] * ARRAYS))
 
     def _pointed(self, text: str, sizes: int, taken: list[Parameter], now: bool = False) -> NumbaKernel | None:
-        """The kernel of a text for these pointers: the same text may be of several dtypes."""
+        """Returns the kernel of a text for these pointers, as the same text may serve several dtypes."""
         if len(taken) > MAX_POINTERS:
             return None
         dtypes = [parameter.dtype for parameter in taken]
@@ -107,18 +107,18 @@ class Compiler:
 
     @property
     def texts(self) -> tuple[object, ...]:
-        """The texts of the kernels that are compiled, or are about to be."""
+        """Texts of the kernels that are compiled, or are about to be."""
         with self._lock:
             return tuple(self._kernels)
 
     def wait(self) -> None:
-        """Returns when everything that was asked for often enough is compiled, or has failed."""
+        """Waits until every kernel that was requested often enough is compiled, or has failed."""
         with self._lock:
             pending = list(self._kernels.values())
         wait(pending)
 
     def close(self) -> None:
-        """Compiles no more; breaks off what is being compiled, or leaves it alone if it does not end soon."""
+        """Stops compiling; interrupts the running compilation, or leaves it behind if it does not end soon."""
         self._background.close(STOP_SECONDS)
 
     def _get(self, key: object, build: Callable[[], Any], now: bool = False) -> Any | None:
@@ -146,7 +146,7 @@ class Compiler:
             return built
         except _Stopped:
             return None
-        except Exception:  # Whatever a compiler says, there is still the interpreter.
+        except Exception:  # whatever the compiler says, the interpreter is left
             self.failed += 1
             with self._lock:
                 told, self._told = self._told, True
@@ -158,24 +158,24 @@ class Compiler:
 
 
 class _Stopped(BaseException):
-    """The server ends; no `except Exception` of a compiler may keep it."""
+    """The exception that stops a compilation at the server's end; no `except Exception` of a compiler catches it."""
 
 
 class _Stop:
-    """Hears of each pass of Numba's compiler, and breaks off those of a thread that is to end."""
+    """A listener to the passes of Numba's compiler that stops a thread's compilation once its background is closed."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
         self._thread = threading.get_ident()
 
     def notify(self, event: Any) -> None:
-        """Called by Numba, in the thread that compiles."""
+        """Raises `_Stopped` if the compilation must stop. Called by Numba, in the compiling thread."""
         if event.is_start and self._background.closed and threading.get_ident() == self._thread:
             raise _Stopped
 
 
 def _stoppable(background: Background) -> ExitStack:
-    """A context in which Numba stops compiling in the calling thread as soon as it has been closed."""
+    """Returns a context in which Numba stops compiling in the calling thread once the background is closed."""
     events: Any = import_module("numba.core.event")
     events.Listener.register(_Stop)
     stop, stack = _Stop(background), ExitStack()
@@ -185,12 +185,12 @@ def _stoppable(background: Background) -> ExitStack:
 
 
 def compile_numba(kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -> NumbaKernel:
-    """Compiles a text of `source`, or a function of ours, to machine code.
+    """Compiles a text of `codegen`, or a function of ours, to machine code.
 
     Args:
-        kernel: a text that defines `kernel`, or what defines a function, given Numba's `carray`.
-        sizes: how many numbers it takes first.
-        dtypes: of the pointers that follow.
+        kernel: a text that defines `kernel`, or a function that returns one, given Numba's `carray`.
+        sizes: number of integers that it takes first.
+        dtypes: dtypes of the pointers that follow.
     """
     logging.getLogger("numba").setLevel(logging.WARNING)  # at debug level it writes a book for each kernel
     numba: Any = import_module("numba")
@@ -208,24 +208,24 @@ def compile_numba(kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -
 
 
 def _defined(text: str, numba: Any) -> Callable[..., None]:
-    """The function of a text, among those that it calls."""
+    """Runs a text, with the functions that it calls; returns its function."""
     types = numba.types
     scope: dict[str, Any] = {**_FUNCTIONS, "carray": numba.carray, "range": range, "min": min}
     scope |= {name: numba.njit(function, error_model="numpy") for name, function in _HELPERS.items()}
     scope |= {str(dtype): getattr(types, str(dtype)) for dtype in DTYPES if hasattr(types, str(dtype))}
     scope["watch"] = _watching()
     scope |= {"bool": types.boolean, "fetch": _prefetch(to_write=0, near=2), "prepare": _prefetch(to_write=1, near=3)}
-    exec(text, scope)  # Generated by `source` from the table of ops; nothing received is in it.
+    exec(text, scope)  # generated by `codegen` from the table of ops; nothing received is in it
     defined: Callable[..., None] = scope["kernel"]
     return defined
 
 
 def _prefetch(to_write: int, near: int) -> Any:
-    """A function of a kernel: has an element of an array brought nearer.
+    """Returns an intrinsic for kernels that prefetches an element of an array.
 
     Args:
         to_write: 1 if it will be written.
-        near: 2 for the second cache, 3 for the first.
+        near: 2 for the second-level cache, 3 for the first.
     """
     extending, ir = import_module("numba.extending"), import_module("llvmlite.ir")
     types: Any = import_module("numba.core.types")
@@ -246,9 +246,9 @@ def _prefetch(to_write: int, near: int) -> Any:
 
 
 def _watching() -> Any:
-    """A function of a kernel: `total + 0 * value`, which stays zero while all values are finite.
+    """Returns an intrinsic for kernels: `total + 0 * value`, which stays zero while all values are finite.
 
-    The compiler may add in any order, which it must not elsewhere: else it could not do several elements at once.
+    The compiler may reorder these additions, so that it can do several elements at once; it must not reorder others.
     """
     extending, ir = import_module("numba.extending"), import_module("llvmlite.ir")
 
@@ -267,7 +267,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def _maximum(a: Any, b: Any) -> Any:
-    # Of equal ones the second, as NumPy has it: they may be zeros of different signs.
+    # Of equal values the second, as in NumPy: they may be zeros of different signs.
     return a if (a > b) | (a != a) else b
 
 

@@ -1,8 +1,8 @@
-"""Cuts a program into steps: elementwise ones, which become one kernel each, and the rest, which is interpreted.
+"""Fusion: splits a program into elementwise steps, which become one kernel each, and steps that are interpreted.
 
 A node can be in a kernel if the table of ops has an expression for it, its result is no scalar, and each argument is a
-scalar or has the result's shape; but what the interpreter alone reads as a view stays one. Scalars are computed by the
-interpreter, before the kernels that read them.
+scalar or has the result's shape. A view that only the interpreter reads stays a view. The interpreter computes scalars,
+before the kernels that read them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pswire.model.tensor import DTYPES, TensorSpec
 Shape = tuple[int, ...]
 
 KERNEL_DTYPES = frozenset(DTYPES) - {"float16", "bfloat16", "complex64", "complex128"}
-"""Dtypes that kernels compute with. Half precision is rounded after every op; that is left to the interpreter."""
+"""Dtypes that kernels compute with. Half precision is rounded after every op, which is left to the interpreter."""
 
 SCALARS = 1 << 12
-"""Bytes that steps may take more than the whole: scalars wait between steps."""
+"""Bytes that the steps may need beyond those of the whole program: scalars wait between steps."""
 
 MAX_FUSED = 500
-"""Nodes of one kernel: compilers take more than twice as long for twice as many."""
+"""Most nodes of one kernel: compile time more than doubles with twice the nodes."""
 
 MAX_STEPS = 200
-"""Steps of one program: each costs a little in every round."""
+"""Most steps of one program: each costs a little in every round."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ class Step:
     """A part of a program, as a program.
 
     Attributes:
-        program: what it computes.
-        args: for each of its inputs the number of that value in the whole program.
-        results: for each of its outputs the number of that value in the whole program.
-        shape: of the arrays of a kernel; None if the step is interpreted.
-        shared: numbers of values that later steps read where a kernel has assigned them, and the input of each.
-        kept: its inputs that are assigned here and read again, as they were, by a later step.
-        done: numbers of results, of this and of earlier steps, that nobody reads after it.
+        program: the computation.
+        args: for each of its inputs, the value's number in the whole program.
+        results: for each of its outputs, the value's number in the whole program.
+        shape: shape of a kernel's arrays; None if the step is interpreted.
+        shared: numbers of values that later steps read from a variable that this step assigns, each with the variable's
+            input.
+        kept: assigned inputs with an old value that a later step still reads.
+        done: numbers of results, of this and earlier steps, without a reader after it.
     """
 
     program: Program
@@ -59,7 +60,7 @@ class Step:
 
     @cached_property
     def may_fail(self) -> bool:
-        """Whether running it may raise an error: an op may refuse a value, or memory may be short."""
+        """True if running it may raise an error: an op may refuse a value, or memory may be short."""
         if self.shape is not None:
             return False
         made = {n for n, node in enumerate(self.program.nodes, len(self.args)) if not OPS[node.op].view}
@@ -68,15 +69,15 @@ class Step:
 
 
 def whole(program: Program) -> Step:
-    """A program as one step, which is interpreted."""
+    """Returns a program as one step, which is interpreted."""
     return Step(program, tuple(range(len(program.inputs))), program.outputs, None)
 
 
 def split(program: Program) -> tuple[Step, ...]:
-    """The steps of a verified program, in order.
+    """Splits a verified program into steps, in order.
 
-    Values are the same bits as when the interpreter runs the whole. If no kernel comes of it, or if steps would take
-    more memory than the whole, there is one step, which is interpreted.
+    Values have the same bits as those of the interpreted whole. If there is nothing for a kernel, or if steps would
+    need more memory than the whole, there is one step, which is interpreted.
     """
     splitting = _Splitting(program)
     if len(splitting.order) > MAX_STEPS:
@@ -90,7 +91,7 @@ def split(program: Program) -> tuple[Step, ...]:
 
 
 def _marked(steps: Sequence[Step], program: Program) -> tuple[Step, ...]:
-    """The steps, each knowing what nobody reads after it."""
+    """Returns the steps with the values in `done` that have no reader after them."""
     marked: list[Step] = []
     needed = set(program.outputs)
     made = {number for step in steps for number in step.results}
@@ -102,9 +103,9 @@ def _marked(steps: Sequence[Step], program: Program) -> tuple[Step, ...]:
 
 
 def _peak(steps: Sequence[Step]) -> int:
-    """Memory that the steps take at most beside the inputs, in bytes, if nothing is written in place.
+    """Returns the most memory that the steps need beside the inputs, in bytes, if nothing is written in place.
 
-    What kernels write is there from the beginning, since nothing may fail once the first has written.
+    The arrays that kernels write are there from the beginning, since nothing may fail once the first has written.
     """
     peak = held = sum(_made(step) for step in steps if step.shape is not None)
     sizes: dict[int, int] = {}
@@ -118,13 +119,13 @@ def _peak(steps: Sequence[Step]) -> int:
 
 
 def _made(step: Step) -> int:
-    """Bytes of all that a step assigns and gives on."""
+    """Returns the bytes of all values that a step assigns or outputs."""
     specs = step.program.specs
     return sum(specs[value].nbytes for value in (*step.program.outputs, *(v for _, v in step.program.assigns)))
 
 
 def fused_shape(node: Node, specs: Sequence[TensorSpec], result: TensorSpec) -> Shape | None:
-    """The shape of the arrays of a kernel that can compute this node; None if none can."""
+    """Returns the array shape of a kernel that can compute this node; None if none can."""
     row, shape = OPS[node.op], result.shape
     if not row.kernel or not shape or any(spec.shape not in ((), shape) for spec in specs):
         return None
@@ -134,11 +135,11 @@ def fused_shape(node: Node, specs: Sequence[TensorSpec], result: TensorSpec) -> 
 
 
 Group = tuple[int, Shape | None]
-"""Nodes of one step: its place in the order, and its shape."""
+"""The nodes of one step: its level in the order, and its shape."""
 
 
 class _Splitting:
-    """Which node is in which step.
+    """The assignment of a program's nodes to steps.
 
     Attributes:
         order: the steps' groups; interpreted ones before kernels of the same level.
@@ -166,7 +167,7 @@ class _Splitting:
         self.turn = {group: at for at, group in enumerate(self.order)}
 
     def _shapes(self) -> dict[int, Shape | None]:
-        """For each node the shape of the kernel that it is in; None if it is in none."""
+        """Returns the shape of each node's kernel; None for a node in no kernel."""
         shapes = {
             number: fused_shape(node, [self.specs[arg] for arg in node.args], self.specs[number])
             for number, node in self.nodes
@@ -178,7 +179,7 @@ class _Splitting:
         return shapes
 
     def _groups(self) -> dict[int, Group]:
-        """Interpreted nodes as early as they can, fused ones as late: then the fewest values wait between steps."""
+        """Groups interpreted nodes as early and fused ones as late as possible: so few values wait between steps."""
         level: dict[int, int] = {}
         for number, node in self.nodes:
             before = [level[arg] + self._apart(arg, number) for arg in node.args if arg >= self.first]
@@ -192,11 +193,11 @@ class _Splitting:
         return {number: (level[number], self.shapes[number]) for number, _ in self.nodes}
 
     def _apart(self, one: int, other: int) -> int:
-        """1 if two nodes, one of which reads the other, cannot be in one step."""
+        """Returns 1 if two nodes, one of which reads the other, cannot be in one step; else 0."""
         return int(self.shapes[one] != self.shapes[other])
 
     def steps(self) -> Iterator[Step]:
-        """The steps in order."""
+        """Yields the steps in order."""
         nodes: dict[Group, list[tuple[int, Node]]] = {group: [] for group in self.order}
         assigns: dict[Group, list[tuple[int, int]]] = {group: [] for group in self.order}
         for number, node in self.nodes:
@@ -205,11 +206,11 @@ class _Splitting:
             assigns[self.places[target]].append((target, value))
         for group in self.order:
             step = self._step(group, nodes[group], assigns[group])
-            if step.shape is None or assigns[group] or step.results:  # else nothing needs what it computes
+            if step.shape is None or assigns[group] or step.results:  # else its values have no reader
                 yield step
 
     def _place(self, target: int, value: int) -> Group:
-        """The step that assigns a variable: the one that computes the value, or one at the end for an input."""
+        """Returns the group that assigns a variable: the one that computes the value, or a last one for an input."""
         if value in self.groups:
             return self.groups[value]
         spec = self.specs[target]
@@ -234,7 +235,7 @@ class _Splitting:
         return Step(program, args, results, group[1], shared, kept)
 
     def _read_after(self, target: int, turn: int) -> bool:
-        """Returns whether a later step, or what the program gives back, needs a variable's old value."""
+        """Returns True if a later step, or an output of the program, needs a variable's old value."""
         return (
             target in self.outputs
             or any(self.turn[self.groups[user]] > turn for user in self.users[target])

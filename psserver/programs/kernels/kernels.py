@@ -1,4 +1,4 @@
-"""What a server keeps to run update programs compiled: their steps, their kernels, the threads that run them."""
+"""The kernels of a server: the steps of its programs, their compiled kernels, and the threads that run them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from psserver.programs.kernels.launch import Crew
 from pswire.model.program import Program
 
 MAX_KNOWN = 10_000
-"""Programs, forms of their steps and stages that are remembered; then all are forgotten."""
+"""Most programs, forms of steps and stages that are kept; beyond it all are forgotten."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A step's kernel, ready to run.
+    """A step's compiled kernel.
 
     Attributes:
-        form: what it does.
-        function: what the compiler made.
+        form: the computation.
+        function: the compiled function.
     """
 
     form: Form
@@ -35,30 +35,30 @@ class Kernel:
 
     @cached_property
     def parameters(self) -> list[Parameter]:
-        """What it takes, in order."""
+        """Its parameters, in order."""
         return parameters(self.form)
 
     @cached_property
     def read(self) -> frozenset[int]:
-        """Values that it reads."""
+        """Numbers of the values that it reads."""
         return self.form.read
 
     @cached_property
     def singles(self) -> list[bool]:
-        """Which of them have one element."""
+        """One flag per parameter; True if it has a single element."""
         return [parameter.single for parameter in self.parameters]
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A step of a program, as it runs in every round in which the same contributions are there.
+    """A step of a program with its kernel, for all rounds with the same kinds of contributions.
 
     Attributes:
         step: what it does.
-        kernel: what does it; None for the interpreter.
-        inputs: the inputs of the step that are values, each with its number in the program.
-        parts: the inputs of the step that the kernel sums, each with its number in the program.
-        may_fail: whether running it may raise an error.
+        kernel: the kernel; None for the interpreter.
+        inputs: inputs of the step that are values, each with its number in the program.
+        parts: inputs of the step that the kernel sums, each with its number in the program.
+        may_fail: True if running it may raise an error.
     """
 
     step: Step
@@ -75,7 +75,7 @@ class Stage:
 
 @dataclass
 class _Known:
-    """A step that was asked for; it is held, so that its identity stays its own."""
+    """A step with its kernel. Holds the step, so that its `id` is not reused."""
 
     step: Step
     form: Form
@@ -83,30 +83,32 @@ class _Known:
 
 
 SMALLEST = 1 << 14
-"""Elements of an array below which the interpreter takes as long as a kernel."""
+"""Elements of an array below which the interpreter is as fast as a kernel."""
 
 
 LARGE = 1 << 26
-"""Elements of an array from which on a kernel is waited for: interpreting would take longer than compiling, and several
-times the array's memory."""
+"""Elements of an array from which on a round waits for the kernel.
+
+The interpreter would take longer than the compiler, and several times the array's memory.
+"""
 
 SMALL_PATIENCE = 256
-"""How often a kernel for smaller ones is asked for before it is compiled: it saves little in a round."""
+"""Requests before a kernel for smaller arrays is compiled: it saves little in a round."""
 
 
 class Kernels:
-    """Steps and kernels of the programs of one server. May be called from any thread; `crew` serves one at a time.
+    """Steps and kernels of a server's programs. May be called from any thread; `crew` serves one caller at a time.
 
     Args:
-        device: where programs run.
-        threads: that run one kernel, on the CPU.
-        patience: how often a kernel is asked for before it is compiled.
-        smallest: elements of arrays from which on there are kernels.
+        device: the device where programs run.
+        threads: number of threads that run one kernel, on the CPU.
+        patience: number of requests after which a kernel is compiled.
+        smallest: elements of an array from which on there are kernels.
 
     Attributes:
-        compiler: makes the kernels.
-        crew: runs those of the CPU.
-        interpretations: how often a program, or a step of one, ran without a kernel.
+        compiler: compiles the kernels.
+        crew: runs the kernels of the CPU.
+        interpretations: number of programs, or of steps, that ran without a kernel.
     """
 
     def __init__(self, device: Device, threads: int = 1, patience: int = PATIENCE, smallest: int = SMALLEST) -> None:
@@ -124,15 +126,9 @@ class Kernels:
         self._asked: dict[int, tuple[Program, int]] = {}
 
     def stages(self, program: Program, reduced: Sequence[int], sums: Mapping[int, SumTerm]) -> tuple[Stage, ...]:
-        """How a program runs: by kernels, if those of all its elementwise steps are there, else interpreted as a whole.
-
-        Args:
-            program: what runs.
-            reduced: its inputs that are reductions, which take memory when they are first used.
-            sums: those of them that a kernel may sum, since nobody else needs them.
-        """
+        """Returns a program's stages: kernels if all elementwise steps have one, else the interpreter for the whole."""
         if self.device.gpu is not None:
-            sums = {}  # Summed before they go there: one value over the bus and not many.
+            sums = {}  # Sums are made on the host: one value crosses the bus and not many.
         key = id(program), tuple(sums.items())
         found = self._stages.get(key)
         if found is None:
@@ -145,18 +141,18 @@ class Kernels:
         return found[1]
 
     def settled(self, program: Program, sums: Mapping[int, SumTerm]) -> bool:
-        """Returns whether `stages` will always give what it gives now."""
+        """Returns True if `stages` returns the same from now on."""
         return (id(program), tuple(sums.items())) in self._stages
 
     def interpreted(self, program: Program) -> tuple[Stage, ...]:
-        """Returns how a program runs without kernels."""
+        """Returns a program's stages without kernels."""
         step = self.whole(program)
         return (Stage(step, None, tuple((index, index) for index in step.args), {}, True),)
 
     def _compiled(
         self, program: Program, reduced: Sequence[int], sums: Mapping[int, SumTerm]
     ) -> tuple[Stage, ...] | None:
-        """All stages; None while a kernel is not there."""
+        """Returns all stages; None while a kernel is missing."""
         steps = self.steps(program)
         if not any(step.shape is not None for step in steps):
             return self.interpreted(program)
@@ -173,7 +169,7 @@ class Kernels:
         parts: dict[int, int] = {}
         kernel = None
         if step.shape is not None:
-            # What another step reads, or what is given back, is made once for all.
+            # A value that another step reads, or that is returned, is summed once for all.
             read = Counter(number for other in self.steps(program) for number in set(other.args))
             summed = {number for number in sums if read[number] == 1 and number not in program.outputs}
             parts = {i: number for i, number in enumerate(step.args) if number in summed}
@@ -184,11 +180,11 @@ class Kernels:
         return Stage(step, kernel, inputs, parts, step.may_fail or takes_memory)
 
     def steps(self, program: Program) -> tuple[Step, ...]:
-        """The steps of a program."""
+        """Returns the steps of a program."""
         return self._of(program)[1]
 
     def whole(self, program: Program) -> Step:
-        """A program as one step, which is interpreted."""
+        """Returns a program as one step, which is interpreted."""
         return self._of(program)[2]
 
     def _of(self, program: Program) -> tuple[Program, tuple[Step, ...], Step]:
@@ -201,7 +197,7 @@ class Kernels:
         return found
 
     def kernel(self, step: Step, sums: Mapping[int, SumTerm]) -> Kernel | None:
-        """The kernel of an elementwise step with these inputs summed in it; None while it is not compiled."""
+        """Returns the kernel of an elementwise step that sums these inputs itself; None while it is not compiled."""
         now = prod(step.shape or ()) >= LARGE
         return self._kernel(step, sums, self._compile_now if now else self.compiler.elementwise)
 
@@ -209,9 +205,9 @@ class Kernels:
         return self.compiler.elementwise(form, now=True)
 
     def rows(self, step: Step) -> Kernel | None:
-        """The kernel of an elementwise step on rows of tables; None while it is not compiled.
+        """Returns the kernel of an elementwise step on rows of tables; None while it is not compiled.
 
-        Values that are no scalars are rows, of which those for one place are summed first; variables are tables.
+        Values that are not scalars are rows; rows for the same place are summed first. Variables are tables.
         """
         inputs = enumerate(step.program.inputs)
         values = {i: SumTerm("sum", 1) for i, item in inputs if item.kind == "value" and item.spec.shape}

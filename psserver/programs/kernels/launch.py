@@ -1,7 +1,7 @@
 """Runs a compiled kernel over pieces of memory, by several threads.
 
-Contributions come in pieces and are not joined: a kernel is called for one run of elements after the other, each of
-which lies in one piece of every array. Threads take runs in turn.
+Contributions arrive in pieces that are not joined: a kernel is called for one run of elements after the other. A run
+lies in one piece of every array. Threads take runs in turn.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from pswire.model.tensor import Array
 
 RUN = 1 << 18
-"""Elements of a run at most: enough that a call costs nothing, few enough that threads end together."""
+"""Most elements of a run: enough that a call costs nothing, few enough that threads end together."""
 
 TURNS = 4
-"""Runs of one thread, about, where several calls are shared: each costs a change of hands."""
+"""Runs per thread, about, where several calls are shared; each run costs a handover."""
 
 Pieces = Sequence[Array]
-"""One array of a kernel: 1-D or whole, contiguous; a scalar is one piece of one element."""
+"""One array of a kernel: contiguous pieces, 1-D or whole; a scalar is one piece of one element."""
 
 
 Addresses = tuple[Sequence[int], Sequence[int], int]
@@ -34,10 +34,10 @@ Addresses = tuple[Sequence[int], Sequence[int], int]
 
 @dataclass(frozen=True)
 class PieceCopy:
-    """An array that is updated in a new place, since somebody else still reads the old one.
+    """An array that is updated in a new place, since the old one has another reader.
 
     Attributes:
-        old: what is there.
+        old: the old array.
         new: an array of the same shape.
     """
 
@@ -46,13 +46,13 @@ class PieceCopy:
 
 
 class Crew:
-    """The threads that run kernels, the caller's among them. May be used by one caller at a time.
+    """The threads that run kernels, among them the caller's. May be used by one caller at a time.
 
     Args:
-        threads: how many.
+        threads: number of threads.
 
     Attributes:
-        seconds: for which kernels ran; of those on a GPU until they were handed over to it.
+        seconds: seconds for which kernels ran; on a GPU until they were handed over to it.
     """
 
     def __init__(self, threads: int) -> None:
@@ -72,11 +72,11 @@ class Crew:
         Args:
             kernel: takes a number of elements, and an address for each array.
             size: elements of each array that is no scalar.
-            arrays: as the kernel takes them.
-            scalars: for each array whether it is one.
+            arrays: the arrays, in the kernel's order.
+            scalars: one flag per array; True for a scalar.
 
         Returns:
-            What the kernel found in any of its runs, as bits.
+            The flags that any run of the kernel returned, as bits.
         """
         if not self._helpers:
             addresses = [
@@ -96,15 +96,15 @@ class Crew:
         return reduce(or_, self.run(kernel, list(zip(sizes, *columns, strict=False)), copies), 0)
 
     def run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses] = ()) -> list[int]:
-        """Makes calls of a kernel, in any order.
+        """Runs calls of a kernel, in any order.
 
         Args:
             kernel: takes numbers and addresses.
-            calls: its arguments; the first is a number of elements, if there are copies.
-            copies: what each call copies before, from where to where, and bytes of an element.
+            calls: arguments of each call; the first is a number of elements, if there are copies.
+            copies: copies before each call: source addresses, destination addresses, and bytes of an element.
 
         Returns:
-            What each call returned.
+            The result of each call.
         """
         began = time.perf_counter()
         found = self._run(kernel, calls, copies)
@@ -120,7 +120,7 @@ class Crew:
         try:
             runs.work()
         finally:
-            wait(futures)  # What they write into must not be let go before.
+            wait(futures)  # the arrays they write must not be released before
         for future in futures:
             future.result()
         return runs.found
@@ -128,15 +128,7 @@ class Crew:
     def cut(
         self, calls: Sequence[tuple[int, ...]], strides: Sequence[int]
     ) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
-        """Calls of a kernel in runs, so that threads end together also where a few calls have most of the elements.
-
-        Args:
-            calls: of each a number of elements, and addresses.
-            strides: for each address the bytes from one element to the next; 0 for a scalar.
-
-        Returns:
-            The runs, and for each of them the place of its call.
-        """
+        """Cuts calls of a kernel into runs, so that threads end together even if a few calls have most elements."""
         if not self._helpers:
             return calls, range(len(calls))
         run = max(RUN, sum(call[0] for call in calls) // (TURNS * (self._helpers + 1)))
@@ -149,7 +141,7 @@ class Crew:
 
 
 class _Runs:
-    """Calls that are still to be made; threads take them in turn."""
+    """Calls that are still to be run. Threads take them in turn."""
 
     def __init__(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> None:
         self.kernel, self.calls, self.copies = kernel, calls, copies
@@ -162,7 +154,7 @@ class _Runs:
             return next(self._next, None)
 
     def work(self) -> None:
-        """Makes calls until none is left."""
+        """Runs calls until none is left."""
         while (index := self._take()) is not None:
             call = self.calls[index]
             for old, new, itemsize in self.copies:
@@ -175,7 +167,7 @@ def _pieces(array: Pieces | PieceCopy) -> Pieces:
 
 
 def _cuts(size: int, arrays: Sequence[Pieces]) -> list[int]:
-    """Returns where runs begin, and the end: at every end of a piece, and so that no run is too long."""
+    """Returns the first element of each run, and the end. Runs begin at every piece, and none is longer than `RUN`."""
     cuts = {*range(0, size, RUN), size}
     for pieces in arrays:
         at = 0
@@ -186,7 +178,7 @@ def _cuts(size: int, arrays: Sequence[Pieces]) -> list[int]:
 
 
 def _addresses(pieces: Pieces, scalar: bool, cuts: Sequence[int]) -> list[int]:
-    """The address of each run's first element."""
+    """Returns the address of each run's first element."""
     if scalar:
         return [address_of(pieces[0])] * (len(cuts) - 1)
     return list(_walk(pieces, cuts))
@@ -205,6 +197,6 @@ def _walk(pieces: Pieces, cuts: Sequence[int]) -> Iterator[int]:
 
 
 def address_of(array: Array) -> int:
-    """Returns where an array's first element is."""
+    """Returns the address of an array's first element."""
     address: int = array.__array_interface__["data"][0]
     return address

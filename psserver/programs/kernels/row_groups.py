@@ -1,6 +1,7 @@
-"""Which of the rows that came belong to the same row of a table.
+"""Groups of received rows that belong to the same row of a table.
 
-Two ways to the same arrays: NumPy, and a function for Numba, which sorts by digits and is four times as fast.
+Computed in two ways with equal results: by NumPy, and by a function for Numba, which sorts by digits and is four times
+as fast.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pswire.errors import InvalidRequest
 from pswire.model.tensor import Array
 
 DIGIT = 11
-"""Bits by which rows are sorted at a time: twice counts most tables, and the counts stay in the first cache."""
+"""Bits of a row's number sorted at a time: two passes cover most tables, and the counts stay in the first cache."""
 
 DIGITS = 1 << DIGIT
 NUMBERS, ARRAYS = 3, 2
-"""What `grouping` gives takes that many numbers and then that many arrays, all of int64."""
+"""Number of integers, and then of int64 arrays, that the function made by `grouping` takes."""
 
 
 Int64s = npt.NDArray[np.int64]
@@ -29,12 +30,12 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Groups:
-    """Which rows belong together.
+    """Received rows grouped by place, a row of the table.
 
     Attributes:
         ids: int64[k], the places, in increasing order, each once.
-        order: int64[n], the rows in the order of their places, and of how they came.
-        starts: int64[k + 1], where each place's rows begin in `order`, and the end.
+        order: int64[n], the received rows by place, then by order of arrival.
+        starts: int64[k + 1], the index in `order` of each place's first row, and the end.
     """
 
     ids: Int64s
@@ -43,15 +44,15 @@ class Groups:
 
     @classmethod
     def of(cls, ids: Array, size: int, kernel: Callable[..., None] | None = None) -> Groups:
-        """Finds them.
+        """Groups rows.
 
         Args:
-            ids: int64[n], where each row belongs.
+            ids: int64[n], the place of each row.
             size: rows of the table.
             kernel: `grouping`, compiled; None for NumPy.
 
         Raises:
-            InvalidRequest: an id is no row of the table, or they are too many.
+            InvalidRequest: an id is no row of the table, or there are too many.
         """
         numbers = np.asarray(ids, np.int64, order="C")
         if numbers.ndim != 1 or (numbers.size and (numbers.min() < 0 or numbers.max() >= size)):
@@ -79,7 +80,7 @@ class Groups:
         return cls(room[n : n + count], room[:n], room[2 * n : 2 * n + count + 1])
 
     def sum(self, rows: Any, xp: Any) -> Any:
-        """One row for each place: the sum of those that belong there."""
+        """Returns one row for each place: the sum of the rows that belong there."""
         total = rows[xp.asarray(self.order[self.starts[:-1]])]
         counts = np.diff(self.starts)
         for nth in range(1, int(counts.max(initial=0))):
@@ -89,10 +90,10 @@ class Groups:
 
 
 def grouping(carray: Any) -> Callable[..., None]:
-    """A function that Numba compiles: sorts by digits, the lowest first, and marks where another place begins.
+    """Returns a function for Numba that sorts by digits, the lowest first, and marks the beginning of each place.
 
     Args:
-        carray: Numba's.
+        carray: Numba's `carray`.
     """
 
     def group(n: int, bits: int, width: int, p_ids: Any, p_room: Any) -> None:

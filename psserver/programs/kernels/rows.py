@@ -1,7 +1,7 @@
-"""Applies a program to selected rows of a variable and of what is colocated with it.
+"""Applies a program to selected rows of a variable, and of variables colocated with it.
 
-The program is the one that would update the whole variable, with a gradient of its shape. Only rows of that gradient
-are there; those for the same row are summed first, in the order in which they come.
+The program is the one that would update the whole variable with a gradient of its shape. Of that gradient only some
+rows are given; rows for the same place are summed first, in order of arrival.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def apply_rows(kernels: Kernels, program: Program, inputs: Sequence[Any], ids: A
     """Runs a program on rows of the variables that it assigns, in place.
 
     Args:
-        kernels: of the device where the tables are.
+        kernels: the kernels of the tables' device.
         program: assigns variables of one shape (size, ...), by elementwise ops on them, on scalars, and on values of
-            that shape; gives nothing back.
+            that shape; has no outputs.
         inputs: for each of the program's inputs a table, which must be contiguous, a scalar, or, for a value of the
             tables' shape, its rows (n, ...).
-        ids: int64[n], where each row belongs; on the host.
+        ids: int64[n], the place of each row; on the host.
 
     Raises:
-        ProgramError: the program does something else. Nothing has changed then.
-        InvalidRequest: an id is no row.
+        ProgramError: the program or an input is of another kind. Nothing has changed then.
+        InvalidRequest: an id is no row of the table.
     """
     shape = _table(program)
     groups = Groups.of(ids, shape[0], kernels.compiler.groups())
@@ -53,7 +53,7 @@ def apply_rows(kernels: Kernels, program: Program, inputs: Sequence[Any], ids: A
 
 
 def _table(program: Program) -> Shape:
-    """The shape of the tables; refuses programs that cannot run on rows."""
+    """Returns the shape of the tables; raises `ProgramError` for a program that cannot run on rows."""
     shapes = {spec.shape for spec in program.specs}
     shape = max(shapes, key=len, default=())
     if not shape or not shapes <= {shape, ()} or program.outputs:
@@ -69,7 +69,7 @@ def _table(program: Program) -> Shape:
 
 
 def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape) -> None:
-    """Kernels see addresses only: what is there must be what they take it for."""
+    """Checks dtypes, shapes and contiguity of the inputs, since kernels see addresses only."""
     for index, (item, array) in enumerate(zip(program.inputs, inputs, strict=True)):
         spec = replace(item.spec, shape=rows) if item.kind == "value" and item.spec.shape else item.spec
         if spec_of(array) != spec or not (array.flags.c_contiguous or item.kind != "variable"):
@@ -79,7 +79,7 @@ def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape) -> None:
 
 
 def _is_fused(steps: Sequence[Step], shape: Shape) -> bool:
-    """Returns whether all but the last step are about scalars, and the last one is a kernel."""
+    """Returns True if the last step is a kernel, and all earlier ones compute scalars."""
     *before, last = steps
     return last.shape == shape and all(not spec.shape for step in before for spec in step.program.specs)
 
@@ -104,7 +104,7 @@ def _compute(
 
 
 def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups: Groups, shape: Shape) -> None:
-    """Takes the rows out, runs the program on them, and puts them back."""
+    """Gathers the rows, runs the program on them, and scatters the results."""
     xp = kernels.device.xp
     ids = xp.asarray(groups.ids)
     small = _resized(program, shape, (len(groups.ids), *shape[1:]))
@@ -118,7 +118,7 @@ def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups
 
 
 def _resized(program: Program, shape: Shape, new: Shape) -> Program:
-    """An elementwise program for tables of another shape."""
+    """Returns an elementwise program for tables of another shape."""
 
     def resize(spec: TensorSpec) -> TensorSpec:
         return replace(spec, shape=new) if spec.shape == shape else spec
