@@ -36,6 +36,7 @@ from pswire.api import (
     RestoreReply,
     RoundReply,
     Shard,
+    Vote,
     Watched,
 )
 from pswire.checkpoint.storage import storage_at
@@ -82,7 +83,7 @@ class Machine:
         self.done: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
         self.store = Store(self.server, kernels.device, config.memory_limit)
-        self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id))
+        self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
         self.tally = ServerCounters(clock)
         self.registry = Registry(self.task, config.max_sessions)
         # Other servers may remember the numbers of an earlier life.
@@ -313,6 +314,8 @@ class Machine:
         self._check_unbroken()
         agreed, follows = self.log.append(index, entries, prepared)
         effects += self._heard(follows)
+        for vote in self.rounds.votes.unopened(self.rounds.last):
+            self.rounds.open(vote, now)
         if (epoch := self.rounds.epoch) is not None and epoch.start is not None:
             self.members.take_part(epoch.members, -1)
         self.members.exclude(self.rounds.fenced)
@@ -360,6 +363,17 @@ class Machine:
         if not whole:
             effects.append(Await(payload, payload.size))
         return None, effects
+
+    def hear(self, now: float, server: int, vote: Vote) -> Outcome[None]:
+        """Another server has voted."""
+        self.rounds.votes.hear(server, vote, self.rounds.last)
+        if vote.job == self.rounds.votes.job:
+            self.rounds.open(vote, now)
+        return None, []
+
+    def meet(self, now: float, server: int) -> Outcome[None]:
+        """Another server is connected anew: what was said to it may be lost."""
+        return None, self.rounds.votes.repeat(server)
 
     def _reply(self, again: Resend) -> list[Effect]:
         return self.runner.replies(again.record, [(again.said, again.future)])

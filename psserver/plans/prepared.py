@@ -52,6 +52,11 @@ class PreparedPlan:
         return self.server in self.plan.streams
 
     @cached_property
+    def may_refuse(self) -> bool:
+        """Whether its rounds may fail by what they compute or restore, and not only by who is lost."""
+        return self.plan.restore is not None or any(program.may_refuse for program in self.plan.programs)
+
+    @cached_property
     def writes(self) -> tuple[int, ...]:
         """Numbers of the variables that are assigned, in the order in which their last values are there."""
         return self.plan.writes(self.server)

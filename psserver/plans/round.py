@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from psserver.plans.prepared import PreparedPlan
 from pswire.api import Contribution
 from pswire.cluster import Task
+from pswire.errors import PSError
 from pswire.model.log import Member, Position
 from pswire.model.plan import Plan
 from pswire.transport.payload import Payload
@@ -57,6 +58,9 @@ class ReadyRound:
         strand: whose round it is.
         commit: when what it assigns can be read; how it runs.
         since: when its first contribution came, in monotonic seconds.
+        epoch: the epoch that its members have said.
+        voters: the servers that agree on its contributions, this one included; empty where this one decides alone.
+        error: why it cannot run.
     """
 
     round: int
@@ -67,6 +71,20 @@ class ReadyRound:
     strand: Key = None
     commit: Commit = Commit.ATOMIC
     since: float = 0.0
+    epoch: int = 0
+    voters: tuple[int, ...] = ()
+    error: PSError | None = None
+
+    @property
+    def sessions(self) -> frozenset[int]:
+        """Whose contributions it has."""
+        return frozenset(part.said.session for part in self.parts)
+
+    def only(self, sessions: Set[int]) -> ReadyRound:
+        """Returns the same round with the contributions of some sessions; the other members are left out."""
+        parts = tuple(part for part in self.parts if part.said.session in sessions)
+        out = (part.member.task for part in self.parts if part.said.session not in sessions)
+        return replace(self, parts=parts, left_out=tuple(sorted((*self.left_out, *out))))
 
     @property
     def plan(self) -> Plan:

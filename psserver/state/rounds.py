@@ -16,7 +16,8 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.sessions import diverged, newcomer_diverged
 from psserver.state.strands import Parked, PendingRound, Push, Record, Strand, Waiter
-from pswire.api import Contribution, RoundReply
+from psserver.state.votes import Votes
+from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
 from pswire.model.log import Epoch, Member, Position
@@ -36,16 +37,19 @@ class Rounds:
 
     Args:
         describe: a plan in words, approved or not, for messages.
+        server: the number of this server.
 
     Attributes:
+        votes: by which the servers of a plan agree on whose contributions a round has.
         last: the last complete round, -1 before the first; in async mode the number of complete ones, less one.
         closed: how many rounds are over that a checkpoint may be ordered in: all; in async mode, where one task alone
             saves, those in which one was.
         strands: all rounds; the strand whose turn it is comes first.
     """
 
-    def __init__(self, describe: Callable[[bytes], str]) -> None:
+    def __init__(self, describe: Callable[[bytes], str], server: int = 0) -> None:
         self._describe = describe
+        self.votes = Votes(server)
         self.clear()
 
     def clear(self) -> None:
@@ -57,6 +61,7 @@ class Rounds:
         self.strands: dict[Key, Strand] = {None: Strand()}
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
+        self._declined: dict[bytes, PreparedPlan] = {}
         self._epochs: dict[int, Epoch] = {}
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the method that is called, which returns them
@@ -89,9 +94,10 @@ class Rounds:
                     self._admit(pending, part, plan)
         return self._take_effects()
 
-    def refuse(self, plan_id: bytes, error: PSError) -> list[Effect]:
+    def refuse(self, plan: PreparedPlan, error: PSError) -> list[Effect]:
         """A plan was approved that cannot run here: whoever pushes for it is told why."""
-        self.refused[plan_id] = error
+        plan_id = plan.plan.id
+        self.refused[plan_id], self._declined[plan_id] = error, plan
         return [effect for _, pending in self._open() if pending.plan_id == plan_id for effect in pending.fail(error)]
 
     def _take_effects(self) -> list[Effect]:
@@ -285,12 +291,15 @@ class Rounds:
         while strand.open:
             number = min(strand.open)
             pending = strand.open[number]
-            if pending.error is not None:
+            plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
+            pending.error = pending.error or self.refused.get(pending.plan_id)
+            voters = pending.voters(plan) if plan else ()
+            if pending.error is not None and not voters:
                 # Its members were told already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
-            elif pending.awaits(plan := self.plans.get(pending.plan_id), self.fenced) or plan is None:
+            elif pending.error is None and (pending.awaits(plan, self.fenced) or plan is None):
                 return None
-            elif not pending.usable(self.fenced):
+            elif plan is None or not (voters or pending.usable(self.fenced)):
                 # All who could have been in it are gone, and left nothing; it must not stop those after it.
                 del strand.open[number]
             else:
@@ -298,6 +307,12 @@ class Rounds:
                 section = partial(self._describe, pending.plan_id)
                 return pending.ready(number, plan, self.fenced, section, key)
         return None
+
+    def open(self, vote: Vote, now: float) -> None:
+        """Another server has a round of which this one may know nothing: all who make it may be gone."""
+        epoch, strand = self._epochs.get(vote.epoch), self.strands[None]
+        if epoch is not None and vote.round > strand.last:
+            strand.open.setdefault(vote.round, PendingRound(vote.plan_id, vote.epoch, epoch.members, now))
 
     def complete(
         self, job: ReadyRound, given: Sequence[Array], dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
@@ -326,6 +341,8 @@ class Rounds:
         self.closed += key is None or (plan is not None and plan.plan.snapshot is not None)
         # To the end of the line: who pushes fast must not keep the others from their turn.
         strand = self.strands[key] = self.strands.pop(key)
+        if key is None:
+            self.votes.close(number)
         return strand.close(number, record, RECORDS)
 
     def abandon(self, error: PSError) -> list[Effect]:
