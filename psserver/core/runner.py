@@ -201,8 +201,9 @@ class Runner:
             return self._close(agreed, *self._rounds.complete(agreed, ()))
         if trial is None:
             return self._start(agreed)
-        if agreed.parts != job.parts:
-            return self._elect(_Ballot(agreed, ballot.attempt + 1))
+        if not verdict.unanimous:  # somebody has to try again, and may then fail
+            again = None if agreed.parts != job.parts else trial
+            return self._elect(_Ballot(agreed, ballot.attempt + 1, again))
         self._store.commit(trial.assigned)
         return self._end(trial.execution, trial.ready, None, self._tally.clock())
 

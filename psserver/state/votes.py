@@ -23,10 +23,12 @@ class Verdict:
     Attributes:
         whole: the sessions whose contributions count; empty where a round is void.
         error: why the round fails on all servers.
+        unanimous: whether all servers had these, and no others.
     """
 
     whole: frozenset[int]
     error: PSError | None = None
+    unanimous: bool = True
 
 
 class Votes:
@@ -92,7 +94,9 @@ class Votes:
         ordered = [votes[server] for server in servers]
         error = next((vote.error for vote in ordered if vote.error is not None), None)
         whole = frozenset.intersection(*(vote.whole for vote in ordered))
-        return Verdict(whole if error is None else frozenset(), error)
+        if error is not None:
+            return Verdict(frozenset(), error)
+        return Verdict(whole, unanimous=all(vote.whole == whole for vote in ordered))
 
     def unopened(self, last: int) -> Iterator[Vote]:
         """The votes of rounds of this job that are not over here; this server may know nothing of such a round."""

@@ -348,10 +348,19 @@ class Model(RuleBasedStateMachine):
         rounds=st.integers(2, 9),
         warm=st.integers(0, 12),
         streams=st.booleans(),
+        refuses=st.booleans(),
         data=st.data(),
     )
     def begin(
-        self, servers: int, workers: int, datasets: bool, rounds: int, warm: int, streams: bool, data: Any
+        self,
+        servers: int,
+        workers: int,
+        datasets: bool,
+        rounds: int,
+        warm: int,
+        streams: bool,
+        refuses: bool,
+        data: Any,
     ) -> None:
         """A cluster, a script, and a job that has got somewhere."""
         if streams:
@@ -366,7 +375,7 @@ class Model(RuleBasedStateMachine):
         self.recordings = [Recording(one) for one in self.cores]
         self.cluster = ClusterSpec({"ps": ("x:1",) * servers, "worker": ("x:2",) * workers})
         self.totals, self.seconds, self.counts = [0] * servers, [0] * servers, [0] * servers
-        self.datasets, self.rounds = datasets, rounds
+        self.datasets, self.rounds, self.refuses = datasets, rounds, refuses
         every = tuple(range(servers))
         # On each server a sum, after those on each a count of its rounds, and then on each a second sum.
         self.variables = [(VariableSpec(f"v{index}", VALUE), (index % servers,)) for index in range(3 * servers)]
@@ -381,7 +390,10 @@ class Model(RuleBasedStateMachine):
     def _plan(self, index: int, where: tuple[int, ...]) -> Plan:
         """A section: adds numbers to two variables of each of its servers, and in between counts the round on each."""
         servers = len(self.cores)
-        counting = Program((Input("variable", VALUE), Input("operand", VALUE)), (Node("add", (0, 1)),), ((0, 2),), ())
+        # One to the power of one is one, which a server finds out by a trial: it might refuse other numbers.
+        one, at = (Node("pow", (1, 1)), 2) if self.refuses else (Node("negative", (1,)), 1)
+        nodes = (one, Node("add", (0, at)))
+        counting = Program((Input("variable", VALUE), Input("operand", VALUE)), nodes, ((0, 3),), ())
         return Plan(
             reductions=tuple(Reduction("sum", VALUE, (server,), f"section {index}") for server in (*where, *where)),
             operands=(Operand(VALUE, where),),
