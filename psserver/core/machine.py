@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
+from psserver.core.admission import Admission
 from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
@@ -47,7 +48,6 @@ from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.status import ServerStatus
 from pswire.model.tensor import Array
-from pswire.telemetry import logging_setup
 from pswire.transport.payload import Payload
 
 log = logging.getLogger("psserver")
@@ -96,6 +96,7 @@ class Machine:
         self.log = Log(self.store, self.rounds, self.snapshots)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
+        self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
         self._token = 0
         self._job = 0
         self.began = self._ticked = clock()
@@ -104,11 +105,11 @@ class Machine:
         """After every stimulus: what can be answered or run now."""
         effects: list[Effect] = []
         for session in self.rounds.sessions():
-            error = self._ended(session)
+            error = self._admission.ended(session)
             if error is not None:
                 effects += self._heard(self.rounds.fail_session(session, error))
         effects += self.runner.next()
-        effects += self.waiters.answers(now, self._ended)
+        effects += self.waiters.answers(now, self._admission.ended)
         effects += self.snapshots.hopeless()
         if self.log.over and (self.server != 0 or self.members.chief_left()):
             effects.append(Reply(self.done, None))
@@ -167,10 +168,10 @@ class Machine:
 
     def beat(self, now: float, session: int, round: int, plan_id: bytes) -> Outcome[PSError | None]:
         """A process lives, and waits in a round; answers why its session has ended."""
-        error = self._ended(session)
+        error = self._admission.ended(session)
         if error is None and self.server == 0:
             self.members.beat(session, (round, plan_id), now, self.log.describe)
-            error = self._ended(session)
+            error = self._admission.ended(session)
         self.tally.signs += error is None
         return error, []
 
@@ -194,45 +195,13 @@ class Machine:
         """Returns whether it does what it is there for: leases are looked at, and no round has failed halfway."""
         return now - self._ticked < STILL_SECONDS and self.runner.broken is None
 
-    def _check(self, session: int, now: float) -> None:
-        logging_setup.SESSION.set(session)
-        error = self._ended(session)
-        if error is not None:
-            raise error
-        self.members.touch(session, now)
-
-    def _check_reader(self, session: int, now: float) -> None:
-        """As `_check`; who only looks has no session, 0."""
-        if session:
-            self._check(session, now)
-        else:
-            self._check_unbroken()
-
-    def _ended(self, session: int) -> PSError | None:
-        """Returns why a session may do nothing here; None if it may."""
-        try:
-            if self.server == 0:
-                self.members.check(session)
-            else:
-                self.registry.check(session, self.rounds.epoch)
-            self.rounds.check(session)
-            self._check_unbroken()
-        except PSError as error:
-            return error
-        return None
-
-    def _check_unbroken(self) -> None:
-        """Raises `ServerLost` if a round has failed halfway: nobody may compute on a mixture."""
-        if self.runner.broken:
-            raise ServerLost(self.runner.broken.message, str(self.task))
-
     # ---- Variables ----
 
     def create(
         self, now: float, session: int, ordinal: int, id: int, spec: VariableSpec, servers: tuple[int, ...]
     ) -> Outcome[tuple[PlacedVariable, int | None]]:
         """A process creates a variable, or finds it; answers for which job it needs a first value here, if it does."""
-        self._check(session, now)
+        self._admission.check(session, now)
         if id < 0 and self.server == 0:
             variable = self.log.name(self.registry.task(session), ordinal, spec, servers)
         else:
@@ -263,7 +232,7 @@ class Machine:
         self, now: float, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]
     ) -> Outcome[None]:
         """A process, or somebody who only looks, reads variables after a round."""
-        self._check_reader(session, now)
+        self._admission.check_reader(session, now)
         self.waiters.add(Read(session, future, variables, after))
         self.tally.read(session, self.rounds.last)
         return None, []
@@ -274,7 +243,7 @@ class Machine:
         self, now: float, session: int, prepared: PreparedPlan | None, join_point: str, start: Start | None
     ) -> Outcome[PSError | None]:
         """A process proposes a plan, waits to be taken in, or says where new members begin."""
-        self._check(session, now)
+        self._admission.check(session, now)
         if prepared is not None or start is not None:
             self.members.check_part(session)
         if prepared is not None and self.log.propose(prepared):
@@ -287,11 +256,11 @@ class Machine:
                 self.members.take_part(self.rounds.members(start.epoch), start.round)
         except Diverged as error:
             self.members.fail_all(error)
-        return self._ended(session), []
+        return self._admission.ended(session), []
 
     def watch(self, now: float, session: int, after: int, version: int, future: Future[Watched]) -> Outcome[None]:
         """Somebody waits for news."""
-        self._check_reader(session, now)
+        self._admission.check_reader(session, now)
         self.waiters.add(Watch(session, future, after, version))
         return None, []
 
@@ -311,7 +280,7 @@ class Machine:
         """The chief copies its log; answers up to where the two agree."""
         self._check_token(token)
         effects = self._restart() if self.log.begins_anew(entries) else []
-        self._check_unbroken()
+        self._admission.check_unbroken()
         agreed, follows = self.log.append(index, entries, prepared)
         effects += self._heard(follows)
         for vote in self.rounds.votes.unopened(self.rounds.last):
@@ -348,7 +317,7 @@ class Machine:
     ) -> Outcome[None]:
         """A process contributes to a round, or does so again."""
         whole = payload.whole  # else it may become so unseen before somebody waits for it
-        self._check(contribution.session, now)
+        self._admission.check(contribution.session, now)
         effects: list[Effect] = []
         record = self.rounds.recorded(contribution)
         if record is not None:
@@ -389,7 +358,7 @@ class Machine:
         self, now: float, session: int, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
     ) -> Outcome[Future[RestoreReply]]:
         """A process restores a checkpoint; answers the future of what comes of it."""
-        self._check(session, now)
+        self._admission.check(session, now)
         if self.server == 0 and order.stage != "look":
             self.members.check_part(session)
         return self.restores.ask(session, path, turn, order, future)

@@ -187,7 +187,7 @@ class Rounds:
             return
         if pending.members == (member,):
             raise InvalidRequest(f"round {said.round} of this session has another plan, or another epoch")
-        if self._joins(said):
+        if self._joins(said) and pending.parts:
             other = next(iter(pending.parts.values()))
             raise self._refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
         if self._only_newcomers(pending):
@@ -249,21 +249,15 @@ class Rounds:
 
     def _admit(self, pending: PendingRound, part: MemberShare, prepared: PreparedPlan) -> None:
         """Refuses a contribution that does not fit its plan; its sender alone is told."""
-        said, reductions = part.said, prepared.plan.reductions
-        layout = prepared.layout(said)
-        if len(said.weights) == len(reductions) and part.payload.size == layout.size:
+        said = part.said
+        try:
+            prepared.check(said, part.payload.size)
+        except InvalidRequest as error:
+            del pending.parts[said.session]
+            self._effects += pending.fail_session(said.session, error)
+        else:
             if pending.streams(prepared):
-                part.payload.reader = layout.window
-            return
-        del pending.parts[said.session]
-        here = sum(prepared.server in reduction.servers for reduction in reductions)
-        error = InvalidRequest(
-            f"a contribution of {part.payload.size} bytes and {len(said.weights)} weights does not fit a "
-            f"section of {layout.size} bytes and {len(reductions)} reductions, {here} of them here"
-        )
-        for one in [w for w in pending.waiters if w[0].session == said.session]:
-            pending.waiters.remove(one)
-            self._effects.append(Fail(one[1], error))
+                part.payload.reader = prepared.layout(said).window
 
     def recorded(self, said: Contribution) -> Record | None:
         """The answer to a round that is over; None while it is not."""
