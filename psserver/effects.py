@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from pswire.api import Vote
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, PSError, VariableMismatch
 from pswire.transport.payload import Payload
@@ -84,7 +85,15 @@ class Work:
     follows: bool = False
 
 
-Effect = Reply | Fail | Run | Await | Work
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Says a vote to another server, which hears it once or several times, or is asked for again."""
+
+    server: int
+    vote: Vote
+
+
+Effect = Reply | Fail | Run | Await | Work | Send
 """One action to carry out without the lock."""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from pswire.cluster import Task
+from pswire.errors import PSError
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
 from pswire.model.status import ServerStatus, SessionState
@@ -87,6 +88,29 @@ class Contribution:
     want: tuple[int, ...] = ()
     observes: bool = False
     start: int = -1
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What one server says to the others of a plan about a round, so that all count the same contributions.
+
+    Attributes:
+        job: the session of the chief that began the job.
+        round, plan_id, epoch: which round, as in its contributions.
+        attempt: how many votes of this round there were before.
+        whole: the sessions whose contributions are whole on this server.
+        error: why the round cannot run on this server; then it fails on all.
+        closed: the last round that is over on this server.
+    """
+
+    job: int
+    round: int
+    plan_id: bytes
+    epoch: int
+    attempt: int = 0
+    whole: frozenset[int] = frozenset()
+    error: PSError | None = None
+    closed: int = -1
 
 
 @dataclass(frozen=True)

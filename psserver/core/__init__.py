@@ -1,10 +1,11 @@
 """The server as a state machine, and the one lock around it.
 
-core     `Core`: the verbs of `ParameterServer`; holds the lock, and carries out effects
-machine  `Machine`: all state; each stimulus returns effects
-stimuli  the last stimuli, for people; all of them, for a replay
-log      server 0's log: epochs, plans, checkpoints
-runner   runs rounds that are complete
-waiting  calls that are answered later
-status   the status that `psctl` shows
+core       `Core`: the verbs of `ParameterServer`; holds the lock, and carries out effects
+machine    `Machine`: all state; each stimulus returns effects
+admission  who may do something here
+stimuli    the last stimuli, for people; all of them, for a replay
+log        server 0's log: epochs, plans, checkpoints
+runner     runs rounds that are complete
+waiting    calls that are answered later
+status     the status that `psctl` shows
 """

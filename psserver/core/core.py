@@ -17,7 +17,7 @@ from psserver.config import ServerConfig
 from psserver.core.machine import Machine, Outcome
 from psserver.core.stimuli import Stimuli, Stimulus
 from psserver.devices import Device, owned
-from psserver.effects import Await, Effect, Fail, Queue, Reply, Run, Submit, Work, attempt, settle
+from psserver.effects import Await, Effect, Fail, Queue, Reply, Run, Send, Submit, Work, attempt, settle
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.sessions import DRAWN
@@ -32,6 +32,7 @@ from pswire.api import (
     RestoreReply,
     RoundReply,
     Shard,
+    Vote,
     Watched,
 )
 from pswire.cluster import Task
@@ -79,6 +80,8 @@ class Core:
         self._clock = clock
         self._queues: dict[Queue, Submit] = {"arrays": arrays, "files": files or arrays}
         self._lock = threading.Lock()
+        self.peers: Callable[[int, Vote], object] = lambda server, vote: None
+        """Says a vote to another server."""
 
     # ---- Stimuli and effects ----
 
@@ -125,6 +128,8 @@ class Core:
                     call(*args)
                 case Await(payload, offset):
                     payload.reach(offset, self._look)
+                case Send(server, vote):
+                    self.peers(server, vote)
                 case Work(follows=True):
                     next = effect
                 case Work(queue=queue):
@@ -239,6 +244,14 @@ class Core:
         future: Future[RoundReply] = Future()
         self._enter(self.machine.push, contribution, payload, begun, future)
         return future
+
+    def hear(self, server: int, vote: Vote) -> None:
+        """Takes in a vote of another server."""
+        self._enter(self.machine.hear, server, vote)
+
+    def meet(self, server: int) -> None:
+        """Another server is connected, for the first time or anew."""
+        self._enter(self.machine.meet, server)
 
     # ---- Checkpoints ----
 

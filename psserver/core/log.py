@@ -113,6 +113,8 @@ class Log:
             case Approved():
                 effects = self._approve(prepared[entry.plan.id])
                 self.proposed.pop(entry.plan.id, None)
+            case JobStarted():
+                self._rounds.votes.begin(entry.job)
             case EpochClosed():
                 effects = self._rounds.close_epoch(entry.epoch)
             case Snapshotted():
@@ -140,7 +142,7 @@ class Log:
             self._verify(prepared)
         except PSError as error:
             log.warning("refuses a plan: %s", error)
-            effects = self._rounds.refuse(plan.id, error)
+            effects = self._rounds.refuse(prepared, error)
         else:
             effects = self._rounds.approve(prepared)
         if plan.snapshot is not None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
+from psserver.core.admission import Admission
 from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
@@ -36,6 +37,7 @@ from pswire.api import (
     RestoreReply,
     RoundReply,
     Shard,
+    Vote,
     Watched,
 )
 from pswire.checkpoint.storage import storage_at
@@ -46,7 +48,6 @@ from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.status import ServerStatus
 from pswire.model.tensor import Array
-from pswire.telemetry import logging_setup
 from pswire.transport.payload import Payload
 
 log = logging.getLogger("psserver")
@@ -82,7 +83,7 @@ class Machine:
         self.done: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
         self.store = Store(self.server, kernels.device, config.memory_limit)
-        self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id))
+        self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
         self.tally = ServerCounters(clock)
         self.registry = Registry(self.task, config.max_sessions)
         # Other servers may remember the numbers of an earlier incarnation.
@@ -95,6 +96,7 @@ class Machine:
         self.log = Log(self.store, self.rounds, self.snapshots)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
+        self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
         self._token = 0
         self._job = 0
         self.began = self._ticked = clock()
@@ -103,11 +105,11 @@ class Machine:
         """Returns the effects that have become possible: answers and rounds. Called after every stimulus."""
         effects: list[Effect] = []
         for session in self.rounds.sessions():
-            error = self._ended(session)
+            error = self._admission.ended(session)
             if error is not None:
                 effects += self._heard(self.rounds.fail_session(session, error))
         effects += self.runner.next()
-        effects += self.waiters.answers(now, self._ended)
+        effects += self.waiters.answers(now, self._admission.ended)
         effects += self.snapshots.hopeless()
         if self.log.over and (self.server != 0 or self.members.chief_left()):
             effects.append(Reply(self.done, None))
@@ -169,10 +171,10 @@ class Machine:
 
     def beat(self, now: float, session: int, round: int, plan_id: bytes) -> Outcome[PSError | None]:
         """Renews a session's lease and notes the round it waits in; answers with the error that ended the session."""
-        error = self._ended(session)
+        error = self._admission.ended(session)
         if error is None and self.server == 0:
             self.members.beat(session, (round, plan_id), now, self.log.describe)
-            error = self._ended(session)
+            error = self._admission.ended(session)
         self.tally.signs += error is None
         return error, []
 
@@ -196,38 +198,6 @@ class Machine:
         """Returns True if the server is healthy: leases are checked in time, and no round has failed halfway."""
         return now - self._ticked < STILL_SECONDS and self.runner.broken is None
 
-    def _check(self, session: int, now: float) -> None:
-        logging_setup.SESSION.set(session)
-        error = self._ended(session)
-        if error is not None:
-            raise error
-        self.members.touch(session, now)
-
-    def _check_reader(self, session: int, now: float) -> None:
-        """Checks a session like `_check`. A reader without a session has number 0."""
-        if session:
-            self._check(session, now)
-        else:
-            self._check_unbroken()
-
-    def _ended(self, session: int) -> PSError | None:
-        """Returns the error that forbids a session to act here; None if it may act."""
-        try:
-            if self.server == 0:
-                self.members.check(session)
-            else:
-                self.registry.check(session, self.rounds.epoch)
-            self.rounds.check(session)
-            self._check_unbroken()
-        except PSError as error:
-            return error
-        return None
-
-    def _check_unbroken(self) -> None:
-        """Raises `ServerLost` if a round has failed halfway: nobody may compute on a mixture."""
-        if self.runner.broken:
-            raise ServerLost(self.runner.broken.message, str(self.task))
-
     # ---- Variables ----
 
     def create(
@@ -237,7 +207,7 @@ class Machine:
 
         Answers with it, and with the job if it needs a first value here, else with None.
         """
-        self._check(session, now)
+        self._admission.check(session, now)
         if id < 0 and self.server == 0:
             variable = self.log.name(self.registry.task(session), ordinal, spec, servers)
         else:
@@ -268,7 +238,7 @@ class Machine:
         self, now: float, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]
     ) -> Outcome[None]:
         """Adds a read of variables after a round. Readers without a session may call it as well."""
-        self._check_reader(session, now)
+        self._admission.check_reader(session, now)
         self.waiters.add(Read(session, future, variables, after))
         self.tally.read(session, self.rounds.last)
         return None, []
@@ -282,7 +252,7 @@ class Machine:
 
         Answers why the session has ended, None if it has not.
         """
-        self._check(session, now)
+        self._admission.check(session, now)
         if prepared is not None or start is not None:
             self.members.check_part(session)
         if prepared is not None and self.log.propose(prepared):
@@ -295,11 +265,11 @@ class Machine:
                 self.members.take_part(self.rounds.members(start.epoch), start.round)
         except Diverged as error:
             self.members.fail_all(error)
-        return self._ended(session), []
+        return self._admission.ended(session), []
 
     def watch(self, now: float, session: int, after: int, version: int, future: Future[Watched]) -> Outcome[None]:
         """Adds a watch of the log and the sessions. Readers without a session may call it as well."""
-        self._check_reader(session, now)
+        self._admission.check_reader(session, now)
         self.waiters.add(Watch(session, future, after, version))
         return None, []
 
@@ -319,9 +289,11 @@ class Machine:
         """Appends entries of the chief's log; answers with the length up to which the two logs agree."""
         self._check_token(token)
         effects = self._restart() if self.log.begins_anew(entries) else []
-        self._check_unbroken()
+        self._admission.check_unbroken()
         agreed, follows = self.log.append(index, entries, prepared)
         effects += self._heard(follows)
+        for vote in self.rounds.votes.unopened(self.rounds.last):
+            self.rounds.open(vote, now)
         if (epoch := self.rounds.epoch) is not None and epoch.start is not None:
             self.members.take_part(epoch.members, -1)
         self.members.exclude(self.rounds.fenced)
@@ -354,7 +326,7 @@ class Machine:
     ) -> Outcome[None]:
         """Takes a contribution to a round, or a resend of one."""
         whole = payload.whole  # else it may become so unseen before somebody waits for it
-        self._check(contribution.session, now)
+        self._admission.check(contribution.session, now)
         effects: list[Effect] = []
         record = self.rounds.recorded(contribution)
         if record is not None:
@@ -370,6 +342,17 @@ class Machine:
             effects.append(Await(payload, payload.size))
         return None, effects
 
+    def hear(self, now: float, server: int, vote: Vote) -> Outcome[None]:
+        """Another server has voted."""
+        self.rounds.votes.hear(server, vote, self.rounds.last)
+        if vote.job == self.rounds.votes.job:
+            self.rounds.open(vote, now)
+        return None, []
+
+    def meet(self, now: float, server: int) -> Outcome[None]:
+        """Another server is connected anew: what was said to it may be lost."""
+        return None, self.rounds.votes.repeat(server)
+
     def _reply(self, again: Resend) -> list[Effect]:
         return self.runner.replies(again.record, [(again.said, again.future)])
 
@@ -384,7 +367,7 @@ class Machine:
         self, now: float, session: int, path: str, turn: Turn, order: RestoreOrder, future: Future[RestoreReply]
     ) -> Outcome[Future[RestoreReply]]:
         """Begins a stage of a restore; answers with the future of its reply."""
-        self._check(session, now)
+        self._admission.check(session, now)
         if self.server == 0 and order.stage != "look":
             self.members.check_part(session)
         return self.restores.ask(session, path, turn, order, future)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -25,8 +25,8 @@ from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
 from psserver.state.strands import Record, Waiter
 from psserver.state.variables import Store
-from pswire.api import Begun, Contribution, RoundReply
-from pswire.errors import PSError, ServerLost
+from pswire.api import Begun, Contribution, RoundReply, Vote
+from pswire.errors import Fenced, PSError, ServerLost
 from pswire.model.plan import Ref
 from pswire.model.status import OpenRound
 from pswire.model.tensor import Array, TensorSpec, as_bytes, layout
@@ -62,6 +62,36 @@ class GrowingAnswer:
                 self.payload.add(offset, as_bytes(array))
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """A run whose results are not visible.
+
+    Attributes:
+        execution: what ran.
+        assigned: the new values of variables.
+        ready: values that are on the host already.
+    """
+
+    execution: Execution
+    assigned: Mapping[int, Array]
+    ready: Mapping[int | Ref, Array]
+
+
+@dataclass(frozen=True)
+class _Ballot:
+    """A round that several servers have to agree on.
+
+    Attributes:
+        job: the round, with the contributions that are whole here, less those that earlier votes have left out.
+        attempt: how many votes there were before.
+        trial: its run; None where it runs once it is decided.
+    """
+
+    job: ReadyRound
+    attempt: int = 0
+    trial: _Trial | None = None
+
+
 class Runner:
     """The running round. Guarded by the core's lock, but for the methods that run in the thread for arrays.
 
@@ -93,6 +123,7 @@ class Runner:
         self._execution: Execution | None = None
         self._awaits: Await | None = None  # the payload that the running round waits for
         self._held: ReadyRound | None = None
+        self._ballot: _Ballot | None = None  # of the round that is not decided
         self._deliveries: dict[tuple[int, ...], GrowingAnswer] = {}
         self._begun: WeakKeyDictionary[Future[RoundReply], Begun] = WeakKeyDictionary()
         self.broken: PSError | None = None
@@ -102,7 +133,7 @@ class Runner:
         self._tally.forget()
         self._nonfinite.clear()
         self.broken = None
-        self._execution = self._held = self._awaits = None
+        self._execution = self._held = self._awaits = self._ballot = None
         self._deliveries = {}
 
     def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun) -> list[Effect]:
@@ -120,15 +151,68 @@ class Runner:
             if self._awaits is None or self._awaits == self._execution.awaits():
                 return []
             return self._go_on(self._execution)
+        if self._ballot is not None:
+            return self._count(self._ballot)
         job = self._held or self._rounds.next_job()
         if job is None or self._holds(job):
             return []
         self._tally.round = job.round
+        return self._elect(_Ballot(job)) if job.voters else self._start(job)
+
+    def _start(self, job: ReadyRound) -> list[Effect]:
+        """Begins a round of which it is known whose contributions it has, or which this server decides alone."""
         execution = self._execution = Execution(job, self._kernels)
         if job.commit is Commit.ATOMIC:
             return self._go_on(execution)
         begins = [begin for waiter in self._rounds.waiters(job) for begin in self._begin(execution, *waiter)]
         return [Work("arrays", self._tell, (begins,), then=partial(self._told, execution))]
+
+    # ---- Rounds of several servers ----
+
+    def _elect(self, ballot: _Ballot) -> list[Effect]:
+        """Votes in a round, once it is known whether it can run: if it may refuse a value, after a trial run."""
+        job = ballot.job
+        self._ballot = ballot
+        if job.error is None and job.prepared.may_refuse and ballot.trial is None:
+            return self._start(job)
+        whole = job.sessions if job.error is None else frozenset[int]()
+        vote = Vote(
+            self._rounds.votes.job,
+            job.round,
+            job.plan.id,
+            job.epoch,
+            ballot.attempt,
+            whole,
+            job.error,
+            self._rounds.last,
+        )
+        return self._rounds.votes.cast(vote, job.voters) + self._count(ballot)
+
+    def _count(self, ballot: _Ballot) -> list[Effect]:
+        """Goes on with a round once all servers have voted; until then nothing of it is visible."""
+        job = ballot.job
+        verdict = self._rounds.votes.verdict(job.round, ballot.attempt, job.voters)
+        if verdict is None:
+            return []
+        self._ballot = None
+        trial, agreed = ballot.trial, job.only(verdict.whole)
+        if verdict.error is not None:
+            return self._close(job, *self._rounds.fail(job, verdict.error))
+        if not agreed.parts:
+            return self._close(agreed, *self._rounds.complete(agreed, ()))
+        if trial is None:
+            return self._start(agreed)
+        if not verdict.unanimous:  # somebody has to try again, and may then fail
+            again = None if agreed.parts != job.parts else trial
+            return self._elect(_Ballot(agreed, ballot.attempt + 1, again))
+        self._store.commit(trial.assigned)
+        return self._end(trial.execution, trial.ready, None, self._tally.clock())
+
+    def _close(self, job: ReadyRound, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:
+        """A round is over that has changed nothing."""
+        self._store.end_loan()
+        self._tally.over(job, record, self._rounds.last, 0.0, self._tally.clock())
+        return self.replies(record, waiters)
 
     def explain(self, waiting: Sequence[OpenRound]) -> tuple[OpenRound, ...]:
         """Adds to the round that waits for a checkpoint, if there is one, that it does."""
@@ -151,7 +235,8 @@ class Runner:
         if not execution.begun:
             self._store.lend(execution.job.prepared.writes)  # nobody reads half a round
         reads = execution.reads()
-        alone = self._store.alone(reads)  # before anyone else holds them
+        # Before there is one who holds them; and what may come to nothing writes nowhere.
+        alone = self._store.alone(reads) if self._ballot is None else frozenset[int]()
         step = execution, self._store.values_of(reads), alone
         return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows)]
 
@@ -207,6 +292,8 @@ class Runner:
         over = error is not None or execution.done
         if over and error is None:
             assigned, error = self._restored(execution.job, assigned)
+        if self._ballot is not None:
+            return self._try(self._ballot, execution, assigned, ready, error)
         self._store.commit(assigned)
         if execution.job.plan.restore is not None:
             self._nonfinite.restore(assigned)
@@ -214,6 +301,19 @@ class Runner:
         if not over:
             return effects + self._go_on(execution, follows=True)
         return [*effects, Run(execution.close), *self._end(execution, ready, error, now)]
+
+    def _try(
+        self,
+        ballot: _Ballot,
+        execution: Execution,
+        assigned: Mapping[int, Array],
+        ready: Mapping[int | Ref, Array],
+        error: PSError | None,
+    ) -> list[Effect]:
+        """A trial run is over, which has changed nothing: now this server can vote."""
+        self._execution = None
+        trial = _Trial(execution, assigned, ready)
+        return self._elect(_Ballot(replace(ballot.job, error=error), ballot.attempt, trial))
 
     def _restored(self, job: ReadyRound, assigned: Mapping[int, Array]) -> tuple[Mapping[int, Array], PSError | None]:
         """Adds a round's restored values to those it assigns; returns nothing and the error if that fails."""
@@ -244,7 +344,8 @@ class Runner:
             effects += self._restores.ran(job)  # first: members that are answered may look at the files
             effects += self._snapshots.freeze(job)
         else:
-            if execution.halfway and self.broken is None:
+            # Of what several servers have agreed on, none may do otherwise.
+            if (execution.halfway or job.voters) and self.broken is None:
                 error = self.broken = _halfway(job, error)
             log.warning("round %d failed: %s", job.round, error)
             record, waiters = self._rounds.fail(job, error)
@@ -301,6 +402,8 @@ class Runner:
             try:
                 if error := record.error or self.broken:
                     raise error
+                if said.session not in record.sessions:
+                    raise Fenced(f"round {said.round} was made without this session; restart the process")
                 if said.want not in payloads:
                     here: dict[int | Ref, Array] = {id: self._store.value(id) for id in said.want if id not in fresh}
                     if here and self._store.device.gpu is not None:

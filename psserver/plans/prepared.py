@@ -11,6 +11,7 @@ from psserver.plans.memory import Need, plan_bytes
 from psserver.plans.outline import Outline, outline
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
+from pswire.errors import InvalidRequest
 from pswire.model.plan import Plan, Ref
 from pswire.model.tensor import TensorSpec
 
@@ -52,6 +53,11 @@ class PreparedPlan:
         return self.server in self.plan.streams
 
     @cached_property
+    def may_refuse(self) -> bool:
+        """Whether its rounds may fail by what they compute or restore, and not only by who is lost."""
+        return self.plan.restore is not None or any(program.may_refuse for program in self.plan.programs)
+
+    @cached_property
     def writes(self) -> tuple[int, ...]:
         """Numbers of the assigned variables, in the order in which their last values are ready."""
         return self.plan.writes(self.server)
@@ -75,6 +81,16 @@ class PreparedPlan:
                 self._layouts.clear()
             found = self._layouts[key] = lay_out(self.plan, self.server, self.outline.needs, said)
         return found
+
+    def check(self, said: Contribution, size: int) -> None:
+        """Raises `InvalidRequest` if a contribution with a payload of this size does not fit the plan."""
+        reductions, expected = self.plan.reductions, self.layout(said).size
+        if len(said.weights) != len(reductions) or size != expected:
+            here = sum(self.server in reduction.servers for reduction in reductions)
+            raise InvalidRequest(
+                f"a contribution of {size} bytes and {len(said.weights)} weights does not fit a "
+                f"section of {expected} bytes and {len(reductions)} reductions, {here} of them here"
+            )
 
     def batches(self, kernels: Kernels, count: int) -> Mapping[int, KernelBatch]:
         """Returns the batches, each under the numbers of all its applications.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from psserver.plans.prepared import PreparedPlan
 from pswire.api import Contribution
 from pswire.cluster import Task
+from pswire.errors import PSError
 from pswire.model.log import Member, Position
 from pswire.model.plan import Plan
 from pswire.transport.payload import Payload
@@ -57,6 +58,9 @@ class ReadyRound:
         strand: the key of its strand.
         commit: the time at which assigned values become readable.
         since: the time of its first contribution, in monotonic seconds.
+        epoch: the number of the epoch in its contributions.
+        voters: the servers that agree on its contributions, this one included; empty if this one decides alone.
+        error: the reason why it cannot run; None if it can.
     """
 
     round: int
@@ -67,6 +71,20 @@ class ReadyRound:
     strand: Key = None
     commit: Commit = Commit.ATOMIC
     since: float = 0.0
+    epoch: int = 0
+    voters: tuple[int, ...] = ()
+    error: PSError | None = None
+
+    @property
+    def sessions(self) -> frozenset[int]:
+        """Whose contributions it has."""
+        return frozenset(part.said.session for part in self.parts)
+
+    def only(self, sessions: Set[int]) -> ReadyRound:
+        """Returns the same round with the contributions of some sessions; the other members are left out."""
+        parts = tuple(part for part in self.parts if part.said.session in sessions)
+        out = (part.member.task for part in self.parts if part.said.session not in sessions)
+        return replace(self, parts=parts, left_out=tuple(sorted((*self.left_out, *out))))
 
     @property
     def plan(self) -> Plan:

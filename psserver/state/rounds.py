@@ -16,7 +16,8 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.sessions import diverged, newcomer_diverged
 from psserver.state.strands import Parked, PendingRound, Push, Record, Strand, Waiter
-from pswire.api import Contribution, RoundReply
+from psserver.state.votes import Votes
+from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
 from pswire.model.log import Epoch, Member, Position
@@ -36,16 +37,19 @@ class Rounds:
 
     Args:
         describe: returns a plan in words, approved or not, for messages.
+        server: the number of this server.
 
     Attributes:
+        votes: the votes by which the servers of a plan agree on the contributions of a round.
         last: the last complete round, -1 before the first; in asynchronous mode the number of complete rounds, less
             one.
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
         strands: all strands, with their rounds; the next to run comes first.
     """
 
-    def __init__(self, describe: Callable[[bytes], str]) -> None:
+    def __init__(self, describe: Callable[[bytes], str], server: int = 0) -> None:
         self._describe = describe
+        self.votes = Votes(server)
         self.clear()
 
     def clear(self) -> None:
@@ -57,6 +61,7 @@ class Rounds:
         self.strands: dict[Key, Strand] = {None: Strand()}
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
+        self._declined: dict[bytes, PreparedPlan] = {}
         self._epochs: dict[int, Epoch] = {}
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
@@ -89,9 +94,10 @@ class Rounds:
                     self._admit(pending, part, plan)
         return self._take_effects()
 
-    def refuse(self, plan_id: bytes, error: PSError) -> list[Effect]:
+    def refuse(self, plan: PreparedPlan, error: PSError) -> list[Effect]:
         """Refuses an approved plan that cannot run here: every contribution to it fails with this error."""
-        self.refused[plan_id] = error
+        plan_id = plan.plan.id
+        self.refused[plan_id], self._declined[plan_id] = error, plan
         return [effect for _, pending in self._open() if pending.plan_id == plan_id for effect in pending.fail(error)]
 
     def _take_effects(self) -> list[Effect]:
@@ -185,7 +191,7 @@ class Rounds:
             return
         if pending.members == (member,):
             raise InvalidRequest(f"round {said.round} of this session has another plan, or another epoch")
-        if self._joins(said):
+        if self._joins(said) and pending.parts:
             other = next(iter(pending.parts.values()))
             raise self._refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
         if self._only_newcomers(pending):
@@ -247,21 +253,15 @@ class Rounds:
 
     def _admit(self, pending: PendingRound, part: MemberShare, prepared: PreparedPlan) -> None:
         """Fails a contribution that does not fit its plan, for its sender alone; sets the window of a streamed one."""
-        said, reductions = part.said, prepared.plan.reductions
-        layout = prepared.layout(said)
-        if len(said.weights) == len(reductions) and part.payload.size == layout.size:
+        said = part.said
+        try:
+            prepared.check(said, part.payload.size)
+        except InvalidRequest as error:
+            del pending.parts[said.session]
+            self._effects += pending.fail_session(said.session, error)
+        else:
             if pending.streams(prepared):
-                part.payload.reader = layout.window
-            return
-        del pending.parts[said.session]
-        here = sum(prepared.server in reduction.servers for reduction in reductions)
-        error = InvalidRequest(
-            f"a contribution of {part.payload.size} bytes and {len(said.weights)} weights does not fit a "
-            f"section of {layout.size} bytes and {len(reductions)} reductions, {here} of them here"
-        )
-        for one in [w for w in pending.waiters if w[0].session == said.session]:
-            pending.waiters.remove(one)
-            self._effects.append(Fail(one[1], error))
+                part.payload.reader = prepared.layout(said).window
 
     def recorded(self, said: Contribution) -> Record | None:
         """Returns the record of a round that is over; None while it is not.
@@ -294,12 +294,15 @@ class Rounds:
         while strand.open:
             number = min(strand.open)
             pending = strand.open[number]
-            if pending.error is not None:
+            plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
+            pending.error = pending.error or self.refused.get(pending.plan_id)
+            voters = pending.voters(plan) if plan else ()
+            if pending.error is not None and not voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
-            elif pending.awaits(plan := self.plans.get(pending.plan_id), self.fenced) or plan is None:
+            elif pending.error is None and (pending.awaits(plan, self.fenced) or plan is None):
                 return None
-            elif not pending.usable(self.fenced):
+            elif plan is None or not (voters or pending.usable(self.fenced)):
                 # All its members are gone without a contribution; it must not block later rounds.
                 del strand.open[number]
             else:
@@ -307,6 +310,12 @@ class Rounds:
                 section = partial(self._describe, pending.plan_id)
                 return pending.ready(number, plan, self.fenced, section, key)
         return None
+
+    def open(self, vote: Vote, now: float) -> None:
+        """Another server has a round of which this one may know nothing: all who make it may be gone."""
+        epoch, strand = self._epochs.get(vote.epoch), self.strands[None]
+        if epoch is not None and vote.round > strand.last:
+            strand.open.setdefault(vote.round, PendingRound(vote.plan_id, vote.epoch, epoch.members, now))
 
     def complete(
         self, job: ReadyRound, given: Sequence[Array], dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
@@ -335,6 +344,8 @@ class Rounds:
         self.closed += key is None or (plan is not None and plan.plan.snapshot is not None)
         # To the end of the line: a fast worker must not keep the others from their turn.
         strand = self.strands[key] = self.strands.pop(key)
+        if key is None:
+            self.votes.close(number)
         return strand.close(number, record, RECORDS)
 
     def abandon(self, error: PSError) -> list[Effect]:

@@ -179,9 +179,15 @@ class PendingRound:
         parts = sorted(self.parts.values(), key=lambda part: part.member.task)
         return [part for part in parts if part.payload.whole or part.member.session not in fenced]
 
+    def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
+        """Returns the servers that agree on whose contributions it has; none where each decides alone."""
+        whole = len(plan.plan.servers) > 1 and all(member.mode == "whole" for member in self.members)
+        return plan.plan.servers if whole else ()
+
     def streams(self, plan: PreparedPlan) -> bool:
         """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
-        return all(member.mode == "sync" for member in self.members) and plan.streams
+        together = all(member.mode != "async" for member in self.members)
+        return together and plan.streams and not self.voters(plan)
 
     def awaits(self, plan: PreparedPlan | None, fenced: Set[int]) -> bool:
         """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin."""
@@ -201,7 +207,10 @@ class PendingRound:
         streams = self.streams(plan) and not all(part.said.observes for part in parts)
         left_out = tuple(member.task for member in self.members if member.session not in there)
         commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
-        return ReadyRound(number, plan, tuple(parts), left_out, section, key, commit, self.since)
+        voters, error = self.voters(plan), self.error
+        return ReadyRound(
+            number, plan, tuple(parts), left_out, section, key, commit, self.since, self.epoch, voters, error
+        )
 
     def fail(self, error: PSError) -> list[Effect]:
         """Fails the round for all its waiters."""

@@ -8,7 +8,7 @@ from typing import Literal
 from pswire.cluster import Task
 from pswire.model.plan import PlacedVariable, Plan
 
-Mode = Literal["sync", "async"]
+Mode = Literal["sync", "async", "whole"]
 """The relation between updates of different workers: rounds that all make together, or rounds of each worker alone."""
 
 

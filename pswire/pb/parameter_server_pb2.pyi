@@ -12,6 +12,7 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODE_UNSPECIFIED: _ClassVar[Mode]
     SYNC: _ClassVar[Mode]
     ASYNC: _ClassVar[Mode]
+    WHOLE: _ClassVar[Mode]
 
 class RestoreStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -22,6 +23,7 @@ class RestoreStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 MODE_UNSPECIFIED: Mode
 SYNC: Mode
 ASYNC: Mode
+WHOLE: Mode
 RESTORE_STAGE_UNSPECIFIED: RestoreStage
 RESTORE_STAGE_LOOK: RestoreStage
 RESTORE_STAGE_OPEN: RestoreStage

@@ -234,6 +234,7 @@ _LEAST = Contribution(1, 0, 0, b"", start=7)
 
 SAMPLES = (
     Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8), _OPENED),
+    Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8), _OPENED),
     Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0), Opened(1, INCARNATION, 0, 0, "cpu")),
     Sample("Beat", "full", (SESSION, 41, PLAN_ID)),
     Sample("Beat", "least", (SESSION, -1, b"")),

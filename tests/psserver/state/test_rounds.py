@@ -296,7 +296,7 @@ def test_a_plan_that_was_refused_runs_nowhere(rounds):
     large = reduce_only(NUMBER, target="large")
     early = push(rounds, 1, plan=large)
     error = MemoryLimit("too large")
-    rounds.refuse(large.id, error)
+    rounds.refuse(PreparedPlan(large, 0), error)
     assert failed(rounds) == {early: error}
     with pytest.raises(MemoryLimit, match="too large"):
         refused(rounds, 2, plan=large)

@@ -1,0 +1,63 @@
+"""Who may do something on a server: sessions that have not ended, on a server whose variables are of use."""
+
+from __future__ import annotations
+
+from psserver.core.runner import Runner
+from psserver.registry import Registry
+from psserver.state.rounds import Rounds
+from psserver.state.sessions import Membership
+from pswire.cluster import Task
+from pswire.errors import PSError, ServerLost
+from pswire.telemetry import logging_setup
+
+
+class Admission:
+    """Says why a call is refused, whatever it asks for.
+
+    Args:
+        task: this server.
+        registry: the sessions that were opened here.
+        members: on server 0, which of them are open.
+        rounds: which of them an epoch has ended.
+        runner: whether a round has failed halfway.
+    """
+
+    def __init__(self, task: Task, registry: Registry, members: Membership, rounds: Rounds, runner: Runner) -> None:
+        self._task = task
+        self._registry = registry
+        self._members = members
+        self._rounds = rounds
+        self._runner = runner
+
+    def check(self, session: int, now: float) -> None:
+        """Raises why a session may do nothing here; else the call is a sign of its life."""
+        logging_setup.SESSION.set(session)
+        error = self.ended(session)
+        if error is not None:
+            raise error
+        self._members.touch(session, now)
+
+    def check_reader(self, session: int, now: float) -> None:
+        """Does as `check`; who only looks has no session, 0."""
+        if session:
+            self.check(session, now)
+        else:
+            self.check_unbroken()
+
+    def ended(self, session: int) -> PSError | None:
+        """Returns why a session may do nothing here; None if it may."""
+        try:
+            if self._task.index == 0:
+                self._members.check(session)
+            else:
+                self._registry.check(session, self._rounds.epoch)
+            self._rounds.check(session)
+            self.check_unbroken()
+        except PSError as error:
+            return error
+        return None
+
+    def check_unbroken(self) -> None:
+        """Raises `ServerLost` if a round has failed halfway: nobody may compute on a mixture."""
+        if self._runner.broken:
+            raise ServerLost(self._runner.broken.message, str(self._task))

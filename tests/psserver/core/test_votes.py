@@ -1,0 +1,247 @@
+"""Whole rounds: what two servers agree on, with a network between them that the test turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from pstesting.clock import Clock
+from pswire.errors import Fenced, MemoryLimit, ProgramError
+from pswire.model.log import Approved
+from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
+from tests.support.rig import SOON, WORKERS, Job, Servers, core, sum_into
+
+A, B = WORKERS[:2]
+ONE = np.ones(2, "float32")
+NUMBER = TensorSpec("int64", ())
+
+
+class Two:
+    """Two servers that vote, two members, a variable on each server, and a plan that adds to both.
+
+    Attributes:
+        votes: what is on its way, as (sender, receiver, vote).
+    """
+
+    def __init__(self, root, limits=(0, 0)):
+        self.clock, self.votes = Clock(), []
+        self.cores = [core(n, 0, limits[n], root, self.clock) for n in (0, 1)]
+        for number, one in enumerate(self.cores):
+            one.peers = partial(self._say, number)
+        self.job = Job(Servers(list(self.cores), self.cores, self.clock, root, False))
+        self.a, self.b = self.job.join(A, B, mode="whole")
+        self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in (0, 1)]
+        self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.a)
+
+    def _say(self, sender, receiver, vote):
+        self.votes.append((sender, receiver, vote))
+
+    def hear(self):
+        """All votes arrive."""
+        while self.votes:
+            sender, receiver, vote = self.votes.pop(0)
+            self.cores[receiver].hear(sender, vote)
+
+    def push(self, worker, *servers, plan=None, **said):
+        """A member contributes ones on some servers; returns the futures."""
+        plan = plan or self.plan
+        return [worker.push(plan, [ONE] * len(plan.reductions), server=n, **said) for n in servers]
+
+    def lose(self, *lost):
+        """The chief closes an epoch without these."""
+        self.job.close([w.member for w in (self.a, self.b) if w not in lost])
+
+    @property
+    def values(self):
+        """What is in the variable of each server."""
+        return [float(one.machine.store.value(v.id)[0]) for one, v in zip(self.cores, self.variables, strict=True)]
+
+    @property
+    def lasts(self):
+        """The last round that is over, on each server."""
+        return [one.status().round for one in self.cores]
+
+
+@pytest.fixture
+def two(tmp_path):
+    return Two(tmp_path)
+
+
+def errors(*futures):
+    return [type(future.exception(SOON)) for future in futures]
+
+
+def test_nothing_is_visible_before_all_have_voted(two):
+    """Neither an answer nor a value, on either server."""
+    futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
+    assert not any(future.done() for future in futures)
+    assert (two.values, two.lasts, len(two.votes)) == ([0, 0], [-1, -1], 2)
+    two.hear()
+    assert all(future.result(SOON).left_out == () for future in futures)
+    assert (two.values, two.lasts) == ([2, 2], [0, 0])
+
+
+def test_who_is_whole_on_one_server_only_counts_on_none(two):
+    """A member dies between its pushes: it is left out everywhere, and told so where it still waits."""
+    early, *late = *two.push(two.a, 0), *two.push(two.b, 0, 1)
+    two.hear()
+    assert two.values == [0, 0]
+    two.lose(two.a)
+    two.hear()
+    assert [future.result(SOON).left_out for future in late] == [(A,), (A,)]
+    assert errors(early) == [Fenced]
+    assert two.values == [1, 1]
+
+
+def test_a_vote_does_not_change_when_a_member_is_lost_later(two):
+    """Both servers had its contribution: it counts, whatever the chief says before the votes arrive."""
+    two.push(two.a, 0, 1)
+    two.push(two.b, 0, 1)
+    two.lose(two.a)
+    two.hear()
+    assert two.values == [2, 2]
+    assert [one.machine.rounds.strands[None].records[0].left_out for one in two.cores] == [(), ()]
+
+
+def test_a_round_of_which_a_server_knows_nothing_is_void(two):
+    """All members die before the second server hears of them: the round is over, and nobody counts."""
+    two.push(two.a, 0)
+    two.push(two.b, 0)
+    two.lose(two.a, two.b)
+    two.hear()
+    assert (two.values, two.lasts) == ([0, 0], [0, 0])
+
+
+def test_a_round_that_fails_on_one_server_fails_on_all(tmp_path):
+    """With the one server's error; the next round runs."""
+    two = Two(tmp_path, limits=(0, 40))
+    large = TensorSpec("float32", (64,))
+    plan = Plan((Reduction("sum", large, (1,), "large"), *two.plan.reductions), returned=(Ref("reduction", 0),))
+    two.job.append(Approved(plan))
+    futures = [worker.push(plan, [np.ones(64), ONE, ONE], server=n) for worker in (two.a, two.b) for n in (0, 1)]
+    two.hear()
+    assert errors(*futures) == [MemoryLimit] * 4
+    assert two.lasts == [0, 0]
+    for worker in (two.a, two.b):
+        worker.round += 1
+    two.push(two.a, 0, 1)
+    two.push(two.b, 0, 1)
+    two.hear()
+    assert two.values == [2, 2]
+
+
+def powers(two, exponents):
+    """A plan that raises a counter on each server to the power of an operand, which only one server may refuse."""
+    raising = Program((Input("variable", NUMBER), Input("value", NUMBER)), (Node("pow", (0, 1)),), ((0, 2),), ())
+    variables = [two.job.variable(two.a, np.asarray(3), (n,), name=f"n{n}") for n in (0, 1)]
+    plan = Plan(
+        reductions=tuple(Reduction("sum", NUMBER, (n,), f"n{n}") for n in (0, 1)),
+        programs=(raising,),
+        applies=tuple(Apply(0, (n,), (Ref("variable", v.id), Ref("reduction", n))) for n, v in enumerate(variables)),
+    )
+    two.job.approve(plan, two.a)
+    push = [two.a.push(plan, exponents, server=n) for n in (0, 1)]
+    return variables, push, lambda worker, *servers: [worker.push(plan, [1, 1], server=n) for n in servers]
+
+
+def numbers(two, variables):
+    return [int(one.machine.store.value(v.id)) for one, v in zip(two.cores, variables, strict=True)]
+
+
+def test_a_value_that_one_server_refuses_changes_none(two):
+    """Each server tries before it votes: the error is told to all, on both servers."""
+    variables, pushed, push = powers(two, [0, -5])
+    futures = [*pushed, *push(two.b, 0, 1)]
+    assert numbers(two, variables) == [3, 3], "a trial is visible"
+    two.hear()
+    assert errors(*futures) == [ProgramError] * 4
+    assert numbers(two, variables) == [3, 3]
+
+
+def test_a_trial_is_made_again_without_who_is_left_out(two):
+    """And voted on again; only then it is visible."""
+    variables, (first, *_), push = powers(two, [1, 1])
+    (only,) = push(two.b, 0)
+    two.lose(two.b)
+    two.hear()
+    assert first.result(SOON).left_out == (B,)
+    assert errors(only) == [Fenced]
+    assert numbers(two, variables) == [3, 3], "3 to the power of 1"
+    two.hear()
+    assert [record_of(one) for one in two.cores] == [(B,), (B,)]
+
+
+def record_of(one):
+    return one.machine.rounds.strands[None].records[0].left_out
+
+
+def test_votes_that_are_lost_are_said_again(two):
+    """Once the servers are connected anew; votes that come twice, or late, change nothing."""
+    futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
+    lost = list(two.votes)
+    two.votes.clear()
+    for one, other in ((0, 1), (1, 0)):
+        two.cores[one].meet(other)
+    assert [(s, r, replace(v, closed=-1)) for s, r, v in two.votes] == [(s, r, v) for s, r, v in lost]
+    two.hear()
+    assert all(future.done() for future in futures)
+    for sender, receiver, vote in lost * 2:
+        two.cores[receiver].hear(sender, vote)
+    assert (two.values, two.lasts) == ([2, 2], [0, 0])
+
+
+def test_a_vote_is_kept_until_its_peers_have_closed_the_round(two):
+    """Then it is forgotten: what is kept is bounded by what is under way."""
+    for _ in range(5):
+        two.push(two.a, 0, 1)
+        two.push(two.b, 0, 1)
+        two.hear()
+        for worker in (two.a, two.b):
+            worker.round += 1
+    assert all(len(one.machine.rounds.votes._cast) <= 2 for one in two.cores)
+    assert all(len(one.machine.rounds.votes._heard) == 0 for one in two.cores)
+
+
+def test_votes_of_another_job_count_nothing(two):
+    """A server that has not heard of the end of a job may still vote in it."""
+    two.push(two.a, 0, 1)
+    two.push(two.b, 0, 1)
+    (sender, receiver, vote), *_ = two.votes
+    two.cores[receiver].hear(sender, replace(vote, job=vote.job + 1))
+    assert two.lasts == [-1, -1]
+
+
+def test_a_round_of_one_server_asks_nobody(two):
+    """It is answered at once."""
+    plan = two.job.approve(sum_into(two.variables[0], returned=False), two.a)
+    first, second = (worker.push(plan, [ONE]) for worker in (two.a, two.b))
+    assert first.done()
+    assert second.done()
+    assert two.votes == []
+
+
+def test_a_snapshot_has_whole_rounds_only(two):
+    """The round that orders it is decided before anything is frozen."""
+    plan = two.job.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0, 1), 0)), two.a)
+    futures = [worker.push(plan, [], server=n) for worker in (two.a, two.b) for n in (0, 1)]
+    assert all(one.machine.snapshots.saving == () for one in two.cores)
+    two.hear()
+    assert all(future.done() for future in futures)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_others_do_not_vote(tmp_path, mode):
+    """Rounds that need not be whole cost no word."""
+    two = Two(tmp_path)
+    two.job.close([])
+    a, b = two.job.join(A, B, mode=mode)
+    a.round = b.round = 0
+    for worker in (a, b):
+        [worker.push(two.plan, [ONE, ONE], server=n) for n in (0, 1)]
+    assert two.votes == []
+    assert two.values == [2, 2]
