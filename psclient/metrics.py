@@ -61,7 +61,7 @@ class Metric:
         return dict(self._by_name)
 
     def totals(self) -> list[Array]:
-        """The values of its variables: in replica context this replica's, else the sums over all replicas.
+        """Returns the values of its variables: in replica context this replica's, else the sums over all replicas.
 
         In cross-replica context this is one round for all of them, made by every process alike.
         """
@@ -77,7 +77,7 @@ class Metric:
         raise NotImplementedError
 
     def result(self) -> Value:
-        """The metric's value, in the contexts of `totals`."""
+        """Returns the metric's value, in the contexts of `totals`."""
         raise NotImplementedError
 
     def __call__(self, *values: Value, **keys: Value) -> Value:
@@ -118,7 +118,7 @@ class Sum(Metric):
         self._total.assign_add((values * weights).sum())
 
     def result(self) -> float:
-        """The sum; 0.0 before the first value. In the contexts of `totals`."""
+        """Returns the sum; 0.0 before the first value. In the contexts of `totals`."""
         return float(self.totals()[0])
 
 
@@ -151,7 +151,7 @@ class Mean(Metric):
         self._count.assign_add(weights.sum())
 
     def result(self) -> float:
-        """The mean; 0.0 before the first value. In the contexts of `totals`."""
+        """Returns the mean; 0.0 before the first value. In the contexts of `totals`."""
         total, count = self.totals()
         return float(_ratio(total, count))
 
@@ -249,7 +249,7 @@ class AUC(Metric):
                 variable.assign_add(xp.bincount(above, weights=counted, minlength=len(self.thresholds) + 1))
 
     def result(self) -> float:
-        """The area, 0.0 before the first label. In the contexts of `totals`."""
+        """Returns the area, 0.0 before the first label. In the contexts of `totals`."""
         positives: AnyArray
         negatives: AnyArray
         positives, negatives = self.totals()
@@ -279,13 +279,13 @@ def _interpolated_pr(true: Value, false: Value, missed: Value) -> float:
 
 
 def _ratio(a: Value, b: Value) -> Value:
-    """The quotient; 0 where the divisor is."""
+    """Returns the quotient; 0 where the divisor is 0."""
     a, b = np.asarray(a, float), np.asarray(b, float)
     return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape)), where=b != 0)
 
 
 def _weighted(values: Value, sample_weight: Value) -> tuple[AnyArray, AnyArray]:
-    """The values and a weight for each, as float64 on the device of the values."""
+    """Returns the values and a weight for each, as float64 on the device of the values."""
     values = as_array(read(values))
     xp = namespace(device_of(values))
     with device_scope(device_of(values)):

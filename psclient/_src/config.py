@@ -123,7 +123,7 @@ class LaunchConfig:
 
 
 def task_config(environ: Mapping[str, str] = os.environ) -> TaskConfig | None:
-    """The cluster and the task that `TF_CONFIG` names, read anew at each call; None where it names none.
+    """Returns the cluster and the task that `TF_CONFIG` names, read anew at each call; None if it names none.
 
     Raises:
         ConfigError: TF_CONFIG is malformed.
@@ -132,12 +132,12 @@ def task_config(environ: Mapping[str, str] = os.environ) -> TaskConfig | None:
 
 
 def tf_config_text(environ: Mapping[str, str] = os.environ) -> str:
-    """The value of `TF_CONFIG`, "" where it is not set."""
+    """Returns the value of `TF_CONFIG`, "" if it is not set."""
     return environ.get("TF_CONFIG", "")
 
 
 def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """A variable that Slurm sets for each process of a step; raises `RuntimeError` where it is not set."""
+    """Returns a variable that Slurm sets for each process of a step; raises `RuntimeError` if it is not set."""
     if name not in environ:
         raise RuntimeError(f"{name} is not set: this process is in no Slurm step; start it with srun")
     return environ[name]
@@ -155,7 +155,7 @@ def set_visible_gpus(names: Sequence[str], environ: MutableMapping[str, str] = o
 
 
 def timeouts_from(environ: Mapping[str, str] = os.environ) -> Timeouts:
-    """The timeouts that `PS_TIMEOUT_*` give; raises `ConfigError` for an unknown name or no number of seconds."""
+    """Reads the timeouts of `PS_TIMEOUT_*`; raises `ConfigError` for an unknown name or no number of seconds."""
     return Timeouts.from_environ(environ)
 
 
@@ -165,7 +165,7 @@ def lane_from(environ: Mapping[str, str] = os.environ) -> LaneName:
 
 
 def check_lane(name: str) -> LaneName:
-    """The lane of a name; raises `ConfigError` where there is none."""
+    """Returns the lane of a name; raises `ConfigError` if there is none."""
     refuse_unknown([name], LANES, "lane")
     return LANES[LANES.index(cast(LaneName, name))]
 

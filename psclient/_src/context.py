@@ -96,7 +96,7 @@ class StrategyFace(Protocol):
         """Combines a value across all replicas of all workers."""
 
     def experimental_make_numpy_dataset(self, numpy_input: object) -> Any:
-        """A dataset of arrays."""
+        """Makes a dataset of arrays."""
 
     def run(self, fn: Callable[..., Nest], args: Sequence[Nest] = (), kwargs: Mapping[str, Nest] | None = None) -> Nest:
         """Calls a function once on each local replica."""
@@ -269,7 +269,7 @@ def is_default(strategy: StrategyFace) -> bool:
 
 
 def enter_default_replica() -> AbstractContextManager[None]:
-    """A context manager: the calling thread runs the function of the default strategy's one replica."""
+    """Returns a context in which the calling thread runs the function of the default strategy's one replica."""
     return _ContextEntry(replace(_Stack.default, kind="replica"))
 
 
@@ -314,7 +314,7 @@ class _ScopeEntry(_ContextEntry):
 
 
 def get_strategy() -> Any:
-    """The strategy of the calling thread's context; outside of every scope the default strategy. In any context.
+    """Returns the strategy of the current context; outside of every scope the default strategy. In any context.
 
     Source: `tf.distribute.get_strategy`.
     """
@@ -363,17 +363,17 @@ def within(strategy: StrategyFace) -> AbstractContextManager[object]:
 
 
 def enter_replica(context: ReplicaContext) -> AbstractContextManager[None]:
-    """A context manager: the calling thread runs a replica's function."""
+    """Returns a context in which the calling thread runs a replica's function."""
     return _ContextEntry(_Context("replica", context.strategy, context))
 
 
 def enter_cross_replica(strategy: StrategyFace) -> AbstractContextManager[None]:
-    """A context manager: the calling thread runs what `merge_call` was given."""
+    """Returns a context in which the calling thread runs the function given to `merge_call`."""
     return _ContextEntry(_Context("cross-replica", strategy, merging=True))
 
 
 def enter_update(strategy: StrategyFace, lift: Lift | None = None) -> AbstractContextManager[None]:
-    """A context manager: the calling thread runs an update function; `lift` makes tracers for it."""
+    """Returns a context in which the calling thread runs an update function; `lift` makes tracers for it."""
     return _ContextEntry(_Context("update", strategy, lift=lift))
 
 
@@ -427,7 +427,7 @@ def require_cross_replica(strategy: StrategyFace, what: str) -> None:
 
 
 def require_replica(what: str, strategy: StrategyFace | None = None) -> ReplicaContext:
-    """The current replica context, the default one included; `RuntimeError` if there is none.
+    """Returns the current replica context, the default one included; raises `RuntimeError` if there is none.
 
     Args:
         what: the function that was called, for the message.

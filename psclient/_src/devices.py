@@ -71,7 +71,7 @@ class Device:
         return f"{self.kind}:{self.index}"
 
     def full_name(self, task: Task) -> str:
-        """The name of the device in its cluster, `/job:worker/task:1/device:GPU:0`."""
+        """Returns the name of the device in its cluster, `/job:worker/task:1/device:GPU:0`."""
         return f"{task}/device:{self.kind.upper()}:{self.index}"
 
     @classmethod
@@ -147,17 +147,17 @@ def gpu_report() -> GpuReport:
 
 
 def _cuda_version(number: int) -> str:
-    """12040 is 12.4."""
+    """Formats a CUDA version: 12040 is 12.4."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def default_devices() -> tuple[Device, ...]:
-    """All GPUs, or else `cpu:0`."""
+    """Returns all GPUs, or else `cpu:0`."""
     return tuple(Device("gpu", index) for index in range(available_gpus())) or (CPU,)
 
 
 def local_devices(names: Sequence[str] | None) -> tuple[Device, ...]:
-    """The devices of this process's replicas.
+    """Returns the devices of this process's replicas.
 
     Args:
         names: one for each replica, such as `["cpu:0", "cpu:1"]`; None takes `default_devices`.
@@ -182,12 +182,12 @@ def local_devices(names: Sequence[str] | None) -> tuple[Device, ...]:
 
 
 def namespace(device: Device) -> ModuleType:
-    """The module whose functions make arrays on a device: `numpy`, or `cupy`."""
+    """Returns the module whose functions make arrays on a device: `numpy`, or `cupy`."""
     return _loaded_cupy() if device.kind == "gpu" else np
 
 
 def device_scope(device: Device) -> contextlib.AbstractContextManager[object]:
-    """A context in which new arrays of the calling thread are made on a device."""
+    """Returns a context in which the calling thread makes new arrays on a device."""
     if device.kind == "cpu":
         return contextlib.nullcontext()
     scope: contextlib.AbstractContextManager[object] = _loaded_cupy().cuda.Device(device.index)
@@ -225,7 +225,7 @@ def is_array(value: object) -> bool:
 
 
 def as_array(value: object) -> AnyArray:
-    """A NumPy or CuPy array where the value lies; not copied if that can be avoided.
+    """Returns a value as a NumPy or CuPy array, where it lies; copies only if it must.
 
     Args:
         value: an array of NumPy or CuPy, or of another library on CPU or CUDA (PyTorch, JAX), or whatever
@@ -263,7 +263,7 @@ def begin_download(array: AnyArray, dtype: np.dtype[np.generic], shape: tuple[in
 
 
 def add(a: AnyArray, b: AnyArray) -> AnyArray:
-    """The sum of two arrays of one shape, on the device of the first."""
+    """Returns the sum of two arrays of one shape, on the device of the first."""
     device = device_of(a)
     with device_scope(device):
         return namespace(device).add(a, to_device(b, device))
@@ -328,7 +328,7 @@ class _Copies:
             return Download(host, self._copied(there, host), self._let_go)
 
     def upload(self, host: Array) -> AnyArray:
-        """A copy of a host array on this device; the host array may change when this returns."""
+        """Copies a host array to this device; the host array may change when this returns."""
         with device_scope(self._device):
             there = self._cupy.empty(host.shape, host.dtype.newbyteorder("="))
             pinned = self._pinned(there)
@@ -341,7 +341,7 @@ class _Copies:
             return there
 
     def take(self, array: AnyArray) -> AnyArray:
-        """A copy of another GPU's array on this device."""
+        """Copies another GPU's array to this device."""
         with device_scope(device_of(array)):
             array = self._cupy.ascontiguousarray(array).reshape(array.shape)
             giving = self._current()
@@ -362,18 +362,18 @@ class _Copies:
         return self._cupy.cuda.get_current_stream()
 
     def _now(self, stream: _Stream) -> _Event:
-        """The event at the end of what a stream of the current device was given so far."""
+        """Records the end of the work that a stream of the current device was given so far; returns the event."""
         return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))
 
     def _pinned(self, like: AnyArray) -> Array:
-        """A host array of the dtype and shape of another."""
+        """Allocates a host array with the dtype and shape of another."""
         if not like.nbytes:
             return np.empty(like.shape, like.dtype)
         memory = self._cupy.cuda.alloc_pinned_memory(like.nbytes)
         return np.frombuffer(memory, like.dtype, like.size).reshape(like.shape)
 
     def _copied(self, *arrays: AnyArray) -> _Event:
-        """The event at the end of a copy, until which its arrays are held: nobody else may get their memory."""
+        """Records the end of a copy, and holds its arrays until then, so that nobody else gets their memory."""
         with self._lock:
             done = self._now(self._stream)
             self._held.append((done, arrays))

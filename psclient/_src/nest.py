@@ -112,7 +112,7 @@ children_of: Callable[[type], Callable[[Nest], Iterable[Nest]] | None] = lru_cac
 
 
 def flatten(nest: Nest) -> list[Leaf]:
-    """The leaves of a nest, in order; a leaf gives a list of itself."""
+    """Returns the leaves of a nest, in order; for a leaf a list of itself."""
     children = children_of(type(nest))
     if children is None:
         return [nest]
@@ -126,7 +126,7 @@ def flatten(nest: Nest) -> list[Leaf]:
 
 
 def pack_sequence_as(structure: Nest, leaves: Sequence[object]) -> Nest:
-    """A nest like `structure` with other leaves, given in the order of `flatten`.
+    """Returns a nest like `structure` with other leaves, given in the order of `flatten`.
 
     Raises:
         ValueError: the number of leaves is not that of the structure.
@@ -187,7 +187,7 @@ def _map(
 
 
 def _matching(node: _Nest | None, first: Nest, other: Nest, path: str) -> Sequence[Nest]:
-    """The children of `other` in the order of `node`, which is `first` taken apart."""
+    """Returns the children of `other` in the order of `node`, which is `first` taken apart."""
     found = _open(other)
     if node is None and found is None:
         return ()

@@ -35,7 +35,7 @@ class DistributedValues:
         return self._values
 
     def component(self, local_replica_id: int) -> Leaf:
-        """The value of one local replica; raises `ValueError` if there is none."""
+        """Returns the value of one local replica; raises `ValueError` if there is none."""
         if not 0 <= local_replica_id < len(self.values):
             name, count = type(self).__name__, len(self.values)
             raise ValueError(f"a {name} of {count} values has none for local replica {local_replica_id}")
@@ -74,7 +74,7 @@ class Component:
 
 
 def select(value: Nest, local_replica_id: int) -> Nest:
-    """The nest as one local replica sees it: of each distributed value its component, all else as it is.
+    """Returns the nest as one local replica sees it: the component of each distributed value, all else as it is.
 
     Raises:
         ValueError: a distributed value has none for this replica.
@@ -87,7 +87,7 @@ def select(value: Nest, local_replica_id: int) -> Nest:
 
 
 def unwrap(value: Nest, replicas: int) -> list[Nest]:
-    """The nest as each of so many local replicas sees it.
+    """Returns the nest as each of so many local replicas sees it.
 
     Raises:
         ValueError: a distributed value is of another number of replicas.
@@ -154,17 +154,17 @@ def _merge(*leaves: Leaf, kind: type[DistributedValues] = PerReplica) -> Leaf:
 
 
 def container(value: Leaf) -> Leaf:
-    """The variable of which a value is a component; anything else itself."""
+    """Returns the variable of which a value is a component; else the value itself."""
     return value.distributed_container if isinstance(value, Component) else value
 
 
 def per_replica(values: Sequence[Leaf]) -> Leaf:
-    """A `PerReplica` of leaves even if all are one object; with one local replica the bare value."""
+    """Makes a `PerReplica` of leaves even if all are one object; with one local replica the bare value."""
     return values[0] if len(values) == 1 else PerReplica(values)
 
 
 def local_results(value: Nest) -> tuple[Nest, ...]:
-    """The local replicas' values, of a nest one nest for each; `(value,)` of what is not distributed."""
+    """Returns the local replicas' values, one nest for each; `(value,)` of a value that is not distributed."""
     counts = [len(leaf.values) for leaf in nest.flatten(value) if isinstance(leaf, DistributedValues)]
     if not counts:
         return (value,)

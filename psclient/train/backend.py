@@ -33,7 +33,7 @@ class Content:
     latest: bool = False
 
     def names(self) -> dict[str, str]:
-        """For each path the name of its tensor."""
+        """Returns the name of the tensor of each path."""
         times = Counter(v.name for v in self.variables.values())
         return {path: v.name if times[v.name] == 1 else path for path, v in self.variables.items()}
 
@@ -105,5 +105,5 @@ class CheckpointBackend(Protocol):
         ...
 
     def restored_names(self) -> frozenset[str]:
-        """The names of the variables that were created after a restore and began with a restored value."""
+        """Returns the names of variables created after a restore that began with a restored value."""
         ...

@@ -63,8 +63,8 @@ class Waiters:
     """All waiting calls. Guarded by the core's lock.
 
     Args:
-        log, members: what watches wait for.
-        store, rounds: what reads wait for, and read.
+        log, members: the state that watches wait for.
+        store, rounds: the state that reads wait for, and read.
         reply: makes the answers to a resend.
 
     Attributes:

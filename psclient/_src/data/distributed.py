@@ -44,11 +44,11 @@ class DatasetGroup(Protocol):
         ...
 
     def slice(self) -> tuple[int, int]:
-        """The number of this process's first replica, and how many make rounds together, as of now."""
+        """Returns the number of this process's first replica, and how many make rounds together, as of now."""
         ...
 
     def share(self) -> tuple[int, int]:
-        """The number of this process's first replica among those that share the data, and how many share it."""
+        """Returns the number of this process's first replica among those that share the data, and their count."""
         ...
 
     def position(self, dataset: int) -> Position | None:
@@ -103,11 +103,11 @@ class DistributedIterator:
         return next(self._batches)
 
     def next(self) -> Nest:
-        """The next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
+        """Returns the next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
         return next(self._batches)
 
     def get_next(self) -> Nest:
-        """The next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
+        """Returns the next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
         return next(self._batches)
 
     @property

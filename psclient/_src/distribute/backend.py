@@ -72,7 +72,7 @@ class ReplicaGroup(distributed.DatasetGroup, Protocol):
         ...
 
     def holding_back(self) -> AbstractContextManager[None]:
-        """The rounds made within carry nothing of what replicas hold back."""
+        """Returns a context in which rounds carry none of the values that replicas hold back."""
         ...
 
 
@@ -95,11 +95,11 @@ class Backend(Protocol):
         ...
 
     def full_name(self, device: Device) -> str:
-        """The name of a device of this process as it stands in `worker_devices`."""
+        """Returns the name of a device of this process as it stands in `worker_devices`."""
         ...
 
     def close(self) -> None:
-        """From now on nothing is read, created, reduced or run."""
+        """Closes the strategy: nothing can be read, created, reduced or run any more."""
         ...
 
     def check_open(self) -> None:

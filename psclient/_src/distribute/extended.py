@@ -128,10 +128,10 @@ class StrategyExtended:
             self._colocated.reset(token)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """The devices for variables that serve several others, such as a step count. In any context.
+        """Returns the devices for variables that serve several others, such as a step count. In any context.
 
-        Such a variable is mirrored on every server that holds one of `var_list`, so that it is beside each
-        update that reads it.
+        Such a variable is mirrored on every server that holds one of `var_list`, so that it is beside each update that
+        reads it.
 
         Args:
             var_list: the variables being optimized.
@@ -212,7 +212,7 @@ class StrategyExtended:
         return self._reduce_to("batch_reduce_to", reduce_op, value_destination_pairs)
 
     def aggregate(self, aggregation: VariableAggregation, value: object, destination: Variable | None) -> Value:
-        """As `reduce_to` for variables: by a variable's aggregation, ONLY_FIRST_REPLICA included.
+        """Reduces like `reduce_to`, by a variable's aggregation, ONLY_FIRST_REPLICA included.
 
         Args:
             aggregation: any but NONE.
@@ -229,7 +229,7 @@ class StrategyExtended:
             return self._reduced([(local, self._destination(destination, None))])[0]
 
     def reduce(self, op: ReduceOp, value: object, axis: int | None) -> Array:
-        """One reduction whose value comes back to every process, at once; see `StrategyFace.reduce`."""
+        """Reduces a value and returns it to every process at once; see `StrategyFace.reduce`."""
         return self._here(self._local(op, value, axis))
 
     def contributions(self, values: Sequence[Value], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
@@ -290,7 +290,7 @@ class StrategyExtended:
         return combine(op.wire, [_host(v) for v in values], empty, axis)
 
     def _first(self, value: object) -> LocalValue:
-        """The value of this process's first replica; of all processes' the first that is there counts."""
+        """Returns the value of this process's first replica; of all processes' values the first one there counts."""
         return combine("first", [_host(local_results(value)[0])], EVERYONE, None)
 
     def _destination(self, destinations: object, value: object) -> Destination:
@@ -321,7 +321,7 @@ class StrategyExtended:
 
     @staticmethod
     def _bring(value: object, devices: Sequence[Device]) -> Value:
-        """A value on worker devices: an array for one, else mirrored."""
+        """Copies a value to worker devices: returns an array for one device, else a mirrored value."""
         array = read(value)
         copies = [to_device(array, device) for device in devices]
         return copies[0] if len(copies) == 1 else Mirrored(copies)
@@ -398,7 +398,7 @@ class StrategyExtended:
             return _merged(self._backend.apply(self._strategy, place, fn, own, named), group)
 
     def _check_variables(self, args: Sequence[object], kwargs: Mapping[str, object], by_replica: bool) -> None:
-        """The arguments of an update: `by_replica` says whether what is updated may differ by replica."""
+        """Checks variables among an update's arguments; `by_replica` is True if the result may differ by replica."""
         for leaf in nest.flatten((args, kwargs)):
             if isinstance(leaf, Variable):
                 leaf.check_strategy(self._strategy)
@@ -414,7 +414,7 @@ class StrategyExtended:
 
 
 def _merged(results: Sequence[Nest], group: bool) -> Nest:
-    """The results of an update, one for each copy of what it updated."""
+    """Merges the results of an update, one for each updated copy."""
     if group:
         return merge_copies(results)
     return nest.map_structure(lambda *leaves: list(leaves), *results)

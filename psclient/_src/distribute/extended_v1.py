@@ -48,7 +48,7 @@ class StrategyExtended(extended.StrategyExtended):
     def call_for_each_replica(
         self, fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Nest:
-        """`StrategyFace.run` by its older name. In cross-replica context."""
+        """Runs a function on each replica: `StrategyFace.run` by its older name. In cross-replica context."""
         return self._strategy.run(fn, args, kwargs)
 
     def read_var(self, v: Variable) -> Value:
@@ -65,11 +65,14 @@ class StrategyExtended(extended.StrategyExtended):
         return v.read_value()
 
     def value_container(self, value: Leaf) -> Leaf:
-        """The variable of which a value is one replica's copy; anything else itself. In any context."""
+        """Returns the variable of which a value is one replica's copy; else the value itself. In any context."""
         return values.container(value)
 
     def experimental_make_numpy_dataset(self, numpy_input: object, session: None = None) -> ArrayDataset:
-        """`StrategyFace.experimental_make_numpy_dataset`; there are no sessions here. In any context."""
+        """Returns `StrategyFace.experimental_make_numpy_dataset`'s dataset; sessions do not exist here.
+
+        In any context.
+        """
         dataset: ArrayDataset = self._strategy.experimental_make_numpy_dataset(numpy_input)
         return dataset
 
@@ -164,5 +167,5 @@ class MultiStepContext:
 
 
 def _across_replicas() -> bool:
-    """In cross-replica context, or with the default strategy, whose one replica has all there is."""
+    """Returns True in cross-replica context, and with the default strategy, whose one replica has all there is."""
     return context.in_cross_replica_context() or not context.has_strategy()

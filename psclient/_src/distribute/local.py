@@ -50,18 +50,18 @@ class LocalGroup(Progress):
         return len(self.devices)
 
     def slice(self) -> tuple[int, int]:
-        """0, and the number of replicas."""
+        """Returns 0, and the number of replicas."""
         return 0, len(self.devices)
 
     def share(self) -> tuple[int, int]:
-        """0, and the number of replicas."""
+        """Returns 0, and the number of replicas."""
         return self.slice()
 
     def join(self, dataset: int) -> None:
-        """Nothing: nobody else is there."""
+        """Does nothing: there are no other processes."""
 
     def boundary(self, dataset: int) -> None:
-        """Nothing: nobody comes or goes."""
+        """Does nothing: members never change."""
 
 
 class LocalBackend:
@@ -83,11 +83,11 @@ class LocalBackend:
         self.worker_devices = self.parameter_devices = tuple(map(self.full_name, devices))
 
     def full_name(self, device: Device) -> str:
-        """The device's name, `/job:localhost/task:0/device:CPU:0`."""
+        """Returns the device's name, `/job:localhost/task:0/device:CPU:0`."""
         return device.full_name(LOCALHOST)
 
     def close(self) -> None:
-        """From now on no replica runs."""
+        """Closes the strategy: no replica can run any more."""
         self._closed = True
 
     def check_open(self) -> None:
@@ -104,7 +104,7 @@ class LocalBackend:
         on_read: bool,
         how: VariableAggregation,
     ) -> Variable:
-        """A copy on each device; the default strategy's variables have but one value."""
+        """Creates a variable with a copy on each device; one of the default strategy has a single value."""
         saved = self.first_value(spec)
         made = self._make(strategy, spec, value if saved is None else saved, on_read, how)
         if saved is not None:
@@ -128,7 +128,7 @@ class LocalBackend:
         return any(variable is other for other in self._restored)
 
     def restored_names(self) -> frozenset[str]:
-        """The names of the variables of which `was_restored` holds."""
+        """Returns the names of the variables of which `was_restored` holds."""
         return frozenset(variable.name for variable in self._restored)
 
     def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
@@ -159,7 +159,7 @@ class LocalBackend:
         record()
 
     def bring(self, values: Sequence[object]) -> list[Array]:
-        """They are here: host arrays of the same values."""
+        """Returns host arrays of the values, which are all in this process."""
         return [to_numpy(as_array(value)) for value in values]
 
     def section(self, call: Callable[[], T]) -> T:
@@ -175,7 +175,7 @@ class LocalBackend:
         return replicas()
 
     def flush(self) -> None:
-        """Whatever was asked for is done; replicas that held something back have given it, if anything was reduced."""
+        """Ends the round, if anything was reduced. Nothing else waits: all that was asked for is done."""
         if self._reduced:
             self._reduced = False
             self.group.told(False)

@@ -52,12 +52,12 @@ class LocalValue:
         return begin_download(self.total, DTYPES[self.spec.dtype], self.spec.shape)
 
     def kept(self) -> LocalValue:
-        """The same with memory of its own, which the caller's buffers do not change any more."""
+        """Returns a copy with memory of its own, independent of the caller's buffers."""
         with device_scope(device_of(self.total)):
             return replace(self, total=self.total.copy())
 
     def alone(self) -> AnyArray:
-        """The reduced value where nobody else contributes, on the device of the sum; NaN in a mean of nothing.
+        """Returns the reduced value if no other process contributes, on the device of the sum; NaN for an empty mean.
 
         A copy that nobody can change: the sum may be the array of a replica, and all replicas may share the value.
         """
@@ -146,7 +146,7 @@ def _spec(dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> TensorSpec:
 def _sum_dtypes(
     op: ReduceOp, dtype: np.dtype[np.generic], over_axis: bool
 ) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
-    """In which dtype this process adds up, and in which its sum travels.
+    """Returns the dtype in which this process sums, and the dtype in which its sum travels.
 
     Half precision cannot count a batch: there means are float32, and sums over an axis are rounded once.
     """

@@ -222,13 +222,13 @@ class _Meeting:
             return self._answers.pop(replica)
 
     def end(self, replica: int) -> None:
-        """A replica's function has returned."""
+        """Notes that a replica's function has returned."""
         with self._changed:
             self._ended.add(replica)
             self._stop(replica)
 
     def fail(self, error: BaseException, where: str = "") -> None:
-        """The run has failed; the first error counts."""
+        """Fails the run; the first error counts."""
         with self._changed:
             if self._failure is None:
                 self._failure = error

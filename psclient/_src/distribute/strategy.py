@@ -128,7 +128,7 @@ class Strategy:
         self._after_step.append((False, call))
 
     def begin_step(self) -> None:
-        """The step before, if there was one, is over: see `after_step`."""
+        """Ends the step before, if there was one: see `after_step`."""
         if self._after_step:
             over = [call for begun, call in self._after_step if begun]
             self._after_step = [(True, call) for begun, call in self._after_step if not begun]
@@ -136,7 +136,7 @@ class Strategy:
                 call()
 
     def end_step(self) -> None:
-        """There is no step any more: see `after_step`. Does nothing in a fork of the process."""
+        """Ends the last step: see `after_step`. Does nothing in a fork of the process."""
         shutdown.unregister(self.end_step)
         waiting, self._after_step = self._after_step, []
         if os.getpid() == self._process:
@@ -167,17 +167,17 @@ class Strategy:
     def merge_call(
         self, merge_fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> Nest:
-        """`get_replica_context().merge_call`, for code that has the strategy at hand. In replica context."""
+        """Calls `get_replica_context().merge_call`, for code that has the strategy at hand. In replica context."""
         return context.require_replica("merge_call", self).merge_call(merge_fn, args, kwargs)
 
     # ---- Values ----
 
     def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
-        """The values of the local replicas: a tuple, `(value,)` of what is not distributed. In any context."""
+        """Returns a tuple of the local replicas' values, `(value,)` for one that is not distributed. In any context."""
         return values.local_results(value)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], object]) -> Nest:
-        """A value for each local replica. In cross-replica context.
+        """Makes a per-replica value from one value for each local replica. In cross-replica context.
 
         Args:
             value_fn: called once for each local replica with its `ValueContext`; returns a nest of arrays or numbers.
@@ -200,7 +200,7 @@ class Strategy:
     # ---- Data ----
 
     def experimental_make_numpy_dataset(self, numpy_input: object) -> ArrayDataset:
-        """A dataset over a nest of NumPy arrays, an example for each row. In any context.
+        """Makes a dataset over a nest of NumPy arrays, one example for each row. In any context.
 
         Args:
             numpy_input: arrays with one and the same first dimension; a list is stacked into one array. `batch` the
@@ -230,11 +230,11 @@ class Strategy:
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
     ) -> DistributedDatasetFromFunction:
-        """Each worker makes its own dataset, whose batches are per replica. In any context.
+        """Makes one dataset on each worker, with batches of one replica's size. In any context.
 
         Args:
-            dataset_fn: called once, with an `InputContext`; returns what `experimental_distribute_dataset` takes,
-                with batches of one replica's size.
+            dataset_fn: called once, with an `InputContext`; returns what `experimental_distribute_dataset` takes, with
+                batches of one replica's size.
             options: the device that batches are put on; None for the defaults.
         """
         group = self.backend.group
@@ -243,7 +243,7 @@ class Strategy:
         return DistributedDatasetFromFunction(dataset_fn, told, group, self._number_dataset(), self._passes, options)
 
     def _make_round(self) -> None:
-        """A round that carries nothing but whether this worker has data left."""
+        """Makes a round that says only whether this worker has data left."""
         nothing = values.per_replica([np.float32(0)] * len(self.extended.worker_devices))
         with self.backend.group.holding_back():
             float(self.reduce(ReduceOp.SUM, nothing, axis=None))
@@ -255,7 +255,7 @@ class Strategy:
     # ---- Logical devices: each replica of ours has one ----
 
     def experimental_assign_to_logical_device(self, tensor: T, logical_device_id: int) -> T:
-        """The tensor itself: a replica has one logical device, number 0. In any context, mostly a replica's.
+        """Returns the tensor itself: a replica has one logical device, number 0. In any context, mostly a replica's.
 
         Raises:
             ValueError: another device is meant; several for one replica are TPUs' alone.
@@ -268,15 +268,15 @@ class Strategy:
         return tensor
 
     def experimental_split_to_logical_devices(self, tensor: Value, partition_dimensions: Sequence[int]) -> Value:
-        """The tensor itself: a replica has one logical device. In any context, mostly a replica's.
+        """Returns the tensor itself: a replica has one logical device. In any context, mostly a replica's.
 
         Args:
             tensor: a NumPy or CuPy array.
             partition_dimensions: for each dimension into how many parts it is split; here all 1.
 
         Raises:
-            ValueError: their number is not the tensor's rank, one does not divide its dimension, or their product
-                is not 1.
+            ValueError: their number is not the tensor's rank, one does not divide its dimension, or their product is
+                not 1.
         """
         shape = tuple(tensor.shape) if hasattr(tensor, "shape") else np.shape(tensor)
         parts = list(partition_dimensions)
@@ -293,7 +293,7 @@ class Strategy:
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: T) -> T:
-        """The tensor itself: a replica has one logical device. In any context, mostly a replica's."""
+        """Returns the tensor itself: a replica has one logical device. In any context, mostly a replica's."""
         return tensor
 
     # ---- The end ----

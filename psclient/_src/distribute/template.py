@@ -31,7 +31,7 @@ class SectionTemplate:
     sources: tuple[tuple[Trace, int], ...]
 
     def operands(self, numbers: list[Number]) -> tuple[Array, ...] | None:
-        """The operands with other numbers; None where a function would do something else."""
+        """Returns the operands for other numbers; None where an update function would record something else."""
         found: dict[Trace, list[Array | None]] = {}
         for one, takes in self.traces.items():
             arrays = one.operands(numbers if takes else [])

@@ -69,7 +69,7 @@ class RemoteBackend:
         return self._exchange.group
 
     def full_name(self, device: Device) -> str:
-        """The device's name, `/job:worker/task:1/device:GPU:0`."""
+        """Returns the device's name, `/job:worker/task:1/device:GPU:0`."""
         return device.full_name(self._task)
 
     # ---- Variables ----
@@ -104,7 +104,10 @@ class RemoteBackend:
         return variable
 
     def read(self, handle: Handle) -> Array:
-        """A variable's value on the host; if this thread's open section assigns it, that is flushed first."""
+        """Returns a variable's value on the host.
+
+        Flushes this thread's open section first if that assigns the variable.
+        """
         if self._section is None and not self._closed:
             value = self._reads.kept(handle.id)
             if value is not None:
@@ -208,7 +211,7 @@ class RemoteBackend:
         return section
 
     def _mine(self) -> Section | None:
-        """The section that the calling thread records."""
+        """Returns the section that the calling thread records; None if it records none."""
         section = self._section
         return section if section is not None and section.mine else None
 
@@ -264,7 +267,7 @@ class RemoteBackend:
     # ---- The end ----
 
     def close(self) -> None:
-        """From now on nothing is read, created or recorded."""
+        """Closes the backend: nothing can be read, created or recorded any more."""
         self._closed = True
         self._section = None
 

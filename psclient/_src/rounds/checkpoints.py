@@ -99,7 +99,7 @@ class ServerCheckpoints:
         return self._exchange.was_restored(_stored(variable).handle.id)
 
     def restored_names(self) -> frozenset[str]:
-        """The names of the variables whose first values were a restored checkpoint's."""
+        """Returns the names of the variables that got their first value from a restored checkpoint."""
         return self._exchange.restored_names()
 
 

@@ -44,7 +44,7 @@ class RoundCounters:
         self.waiting.observe(self._over - self._began)
 
     def read(self, seconds: float) -> None:
-        """A value was read from a server."""
+        """Counts a read from a server."""
         with self._lock:
             self._read += seconds
             self.reading.observe(seconds)

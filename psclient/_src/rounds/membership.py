@@ -65,14 +65,14 @@ class Group(Progress):
         self.enter(f"dataset:{dataset}")
 
     def boundary(self, dataset: int) -> None:
-        """Before a batch is taken: a newer epoch may hold from here on."""
+        """Enters the join point before a batch: a newer epoch may hold from here on."""
         self.enter(f"dataset:{dataset}")
 
     def slice(self) -> tuple[int, int]:
-        """The number of this process's first replica, and R; of an asynchronous worker 0 and L.
+        """Returns the number of this process's first replica, and R; for an asynchronous worker 0 and L.
 
-        Waits until all that begin together are there. A process that comes late has, until it takes part, the
-        number that its task would have had.
+        Waits until all that begin together are there. A process that comes late has, until it takes part, the number
+        that its task would have had.
         """
         if self.alone:
             return 0, len(self.devices)
@@ -80,10 +80,10 @@ class Group(Progress):
         return self.given
 
     def share(self) -> tuple[int, int]:
-        """The number of this process's first replica among those that share the data, and how many share it.
+        """Returns the number of this process's first replica among those that share the data, and their count.
 
-        Asynchronous workers share the data as they were when the job began, so that a task which comes back gets
-        its place again; one that was not there has no place, and gets nothing.
+        Asynchronous workers share the data as they were when the job began, so that a task which comes back gets its
+        place again; one that was not there has no place, and gets nothing.
 
         Raises:
             ConfigError: the task came back with another number of replicas.
@@ -102,7 +102,7 @@ class Group(Progress):
         return self._place_in(first)
 
     def _place_in(self, epoch: Epoch) -> tuple[int, int]:
-        """The number of this task's first replica among an epoch's, whether it is in it or not, and their count."""
+        """Returns this task's first replica in an epoch, or its number if it took part, and the epoch's replicas."""
         return sum(member.replicas for member in epoch.members if member.task < self.session.task), epoch.replicas
 
     def any_more(self, dataset: int) -> bool | None:
@@ -189,7 +189,7 @@ class Group(Progress):
         self.round += 1
 
     def enter(self, join_point: str) -> None:
-        """The program is at a place where epochs begin.
+        """Enters a join point, a place in the program where epochs begin.
 
         Args:
             join_point: `dataset:<number>` before a batch of that dataset, `save` before a checkpoint, `plan:<hex>`
@@ -306,7 +306,7 @@ class Group(Progress):
         return f"waits for {', '.join(writing) or 'the chief'} to complete a checkpoint"
 
     def _behind(self, join_point: str) -> tuple[Callable[[], RoundTimeout], Callable[[], str]]:
-        """For who came late: that the others did not come to its join point, and, while it waits, that they shall."""
+        """Returns the error of a late process whose join point the others do not reach, and the text while it waits."""
         kind, _, which = join_point.partition(":")
         places = {"dataset": f"a batch of its dataset {which}", "save": "a save"}
         place = places.get(kind, "the section that it begins with")

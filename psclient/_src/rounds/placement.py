@@ -45,7 +45,7 @@ class Placement:
         self._load = self._turns if ps_strategy == "round_robin" else self._nbytes
 
     def choose(self, tensor: TensorSpec) -> ServerIds:
-        """The server for a variable of this dtype and shape."""
+        """Chooses the server for a variable of this dtype and shape."""
         everywhere = range(len(self._limits))
         roomy = [server for server in everywhere if self._has_room(server, tensor.nbytes)]
         return (min(roomy or everywhere, key=self._load.__getitem__),)

@@ -65,7 +65,7 @@ class ReadCache:
             return value
 
     def kept(self, id: int) -> Array | None:
-        """A variable's value, where no round has changed it since it was read; None where `read` has to look closer.
+        """Returns a variable's value if no round has changed it since it was read; None if `read` must look closer.
 
         Without the lock: another thread's round changes such a value before or after it is read here.
         """
@@ -81,7 +81,7 @@ class ReadCache:
                 self._values = {id: value for id, value in self._values.items() if id in self._brought}
 
     def renew(self) -> bool:
-        """Once taken in, forgets what was read before, if rounds were made since; returns whether any were.
+        """Forgets values read before this process was taken in, if rounds were made since; returns True if any were.
 
         To an asynchronous worker it is all the same who made rounds in the meantime.
         """
@@ -95,7 +95,7 @@ class ReadCache:
             return stale
 
     def pull(self, variable: PlacedVariable) -> Array:
-        """A variable's value as its first server has it; nothing is kept."""
+        """Returns a variable's value as its first server has it; keeps nothing."""
         server = variable.servers[0]
         session, limit = self._session, self._session.round_limit
         # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
@@ -125,7 +125,7 @@ class ReadCache:
             return [id for id in written if id in self._read]
 
     def forget(self, written: frozenset[int], everything: bool) -> None:
-        """A round has assigned variables; with `everything` all that was read is out of date."""
+        """Forgets values of variables that a round has assigned; with `everything` all values."""
         with self._lock:
             self._read -= written
             for id in set(self._values) if everything else written & self._values.keys():
@@ -141,6 +141,6 @@ class ReadCache:
 
 
 def frozen(array: Array) -> Array:
-    """The array, read-only: it is shared by all who read it."""
+    """Makes an array read-only and returns it: all its readers share it."""
     array.flags.writeable = False
     return array

@@ -92,7 +92,7 @@ class Restoring:
     def _ask(
         self, servers: Sequence[ParameterServer], path: str, turn: Turn, order: RestoreOrder
     ) -> list[RestoreReply]:
-        """The answers of all servers, or the error of the first that has one: so it is the same in every process.
+        """Returns the answers of all servers, or raises the first server's error, so that every process gets the same.
 
         That a file cannot be read counts for more than damage: it may be whole.
         """

@@ -123,7 +123,7 @@ class Exchange:
         return id in self._restored
 
     def restored_names(self) -> frozenset[str]:
-        """The names of the variables of which `was_restored` holds."""
+        """Returns the names of the variables of which `was_restored` holds."""
         return frozenset(self._variables[id].spec.name for id in self._restored)
 
     # ---- Rounds ----
@@ -222,7 +222,7 @@ class Exchange:
         log.warning("%s waits in round %d for %s", self.session.task, self.group.round, ", ".join(names))
 
     def _prepare(self, plan: Plan) -> PlanShares:
-        """A plan as its rounds are made; one that saves or restores is of one round, and is not kept."""
+        """Returns a plan prepared for its rounds; keeps it, unless it saves or restores, and so has a single round."""
         found = self._prepared.get(plan.id)
         if found is None:
             found = PlanShares(plan)
@@ -266,7 +266,7 @@ class Exchange:
         return self.session.servers[server].push(said, payload)
 
     def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> tuple[dict[int, RoundReply], PSError | None]:
-        """The answers, and why the round failed on some server: then it did for every process."""
+        """Returns the answers, and the error if the round failed on some server: then it failed for every process."""
         deadline = self.session.deadline(self.session.round_limit)
         failure: PSError | None = None
         replies: dict[int, RoundReply] = {}

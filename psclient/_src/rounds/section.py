@@ -191,7 +191,7 @@ class Section:
         return None if traced.result is None else nest.map_structure(leaf, traced.result)
 
     def _program(self, program: Program) -> int:
-        """The program's number in the plan; one that was just asked for is known by itself, which costs no hash."""
+        """Returns the program's number in the plan; finds the same object again without a hash."""
         found = self._numbers.get(id(program))
         if found is None:
             found = self._programs.setdefault(program, len(self._programs))
@@ -230,7 +230,7 @@ class Section:
         return Ref("operand", len(self._operands) - 1)
 
     def pin(self, ref: Ref, servers: tuple[int, ...]) -> None:
-        """A reduction that has no place yet gets one where it is used."""
+        """Places a reduction that has no place yet on the servers where it is used."""
         if ref.kind == "reduction" and ref.index in self._floating:
             floating = self._reductions[ref.index]
             placed = tuple(sorted({*floating.servers, *servers}))
@@ -306,7 +306,7 @@ class Section:
     # ---- Sending ----
 
     def outgoing(self) -> Outgoing:
-        """The section as it is sent."""
+        """Returns the section's plan and this process's data for it."""
         weights = tuple([local.weight for local in self._local])
         contributions = tuple([local.array for local in self._local])
         operands = tuple([array for array, _ in self._operands])
@@ -331,11 +331,11 @@ class Section:
         return (zlib.crc32(words.encode()) % self._servers,)
 
     def arrived(self, values: dict[Ref, Array]) -> None:
-        """The section has been sent, and these values came back."""
+        """Takes the returned values, once the section has been sent."""
         self._values = values
 
     def value(self, ref: Ref) -> Array:
-        """A value of the section; sends it first if need be."""
+        """Returns a value of the section; sends the section first if need be."""
         if self._values is None:
             self.check_thread()
             self._returned.add(ref)
@@ -397,7 +397,7 @@ class _Inputs:
         return Given("variable", handle.spec.tensor, Ref("variable", handle.id), value)
 
     def lift(self, value: object) -> Tracer | None:
-        """The tracer of a variable or of a located or mirrored value; None for all else."""
+        """Returns the tracer of a variable or of a located or mirrored value; None for all else."""
         found = self.give(value) if isinstance(value, Readable | DistributedValues) else None
         if found is None:
             return None
@@ -410,7 +410,7 @@ class _Inputs:
         )
 
     def argument(self, value: object) -> object:
-        """An argument as the update function sees it: Python scalars and unknown things as they are."""
+        """Returns an argument as the update function sees it: Python scalars and unknown objects as they are."""
         if isinstance(value, Settings):
             return value.view(lambda number: number)
         tracer = self.lift(value)

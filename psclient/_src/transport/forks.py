@@ -30,7 +30,7 @@ class Fork:
         self._memory = mmap.mmap(self._file.fileno(), 1)
 
     def part(self) -> None:
-        """In this process, after the fork: what is shared is theirs alone."""
+        """Gives up this process's share of the memory after the fork: it belongs to the forks alone."""
         self._memory.close()
 
     @property

@@ -76,22 +76,22 @@ class GrpcCalls:
     # ---- One attempt, which takes so many seconds at most ----
 
     def once(self, name: str, data: bytes, seconds: float) -> bytes:
-        """A verb of one request and one reply; may be called where no thread can be started."""
+        """Calls a verb of one request and one reply. Starts no thread."""
         call = self._start(self._stubs[name], data, seconds)
         with self._endable(call):
             return b"".join(call)
 
     def create(self, header: bytes, value: Payload | None, seconds: float) -> bytes:
-        """`Create`, with a value or without."""
+        """Calls `Create`, with or without a value."""
         parts = value.parts() if value else ()
         return self._answer(self._start(self._stubs["Create"].future, self._frames(header, parts), seconds))
 
     def watch(self, data: bytes, seconds: float) -> bytes:
-        """`Watch`, which may be held for long."""
+        """Calls `Watch`, which the server may hold for long."""
         return self._answer(self._start(self._watch.future, data, seconds))
 
     def push(self, header: bytes, payload: Payload, seconds: float) -> tuple[pb.RoundHeader, Payload]:
-        """`Push`; the payload may still grow."""
+        """Calls `Push`; the payload may still grow."""
         alone, parts = payload.whole and payload.size <= PART_BYTES, StagedParts(payload)
         messages = self._frames(header, parts)
         start, request = (self._push_whole, next(messages)) if alone else (self._stubs["Push"], messages)
@@ -125,7 +125,7 @@ class GrpcCalls:
             yield message
 
     def _receive(self, call: Any, kind: type[Header]) -> tuple[Header, Payload]:
-        """The header and the payload of a stream."""
+        """Returns the header and the payload of a stream."""
         header: Header | None = None
         with self._endable(call):
             for message in call:

@@ -65,7 +65,7 @@ def open_channel(address: str, security: Security, name: str, lease: float = Tim
 
 
 def stub(channel: grpc.Channel, path: str, streams: tuple[bool, bool]) -> Any:
-    """A callable of raw bytes: without serializers, gRPC hands them through."""
+    """Returns a callable of raw bytes: without serializers, gRPC passes them on."""
     kinds = {
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,

@@ -162,7 +162,7 @@ class Lane:
         return SharedArena(segment.memory)
 
     def _let_go(self, place: int, _: int) -> None:
-        """Data are needed no more; told by any thread, at any time."""
+        """Releases data. Called from any thread, at any time."""
         self._freed.append(place)
         self._ring_bell()
         self._leave()
@@ -212,7 +212,7 @@ class Lane:
             call.future.set_exception(LaneLost(why))
 
     def silent(self) -> str:
-        """The server has answered a beat, elsewhere: why this lane is broken, "" if it is not."""
+        """Takes a beat's answer, which came by gRPC; returns the reason if this lane is broken, else ""."""
         # Of a call that has not left the server knows nothing.
         with self._lock:
             calls = set(self._calls)
@@ -224,12 +224,15 @@ class Lane:
             sock.close()
 
     def keep(self) -> list[Hold]:
-        """Before a fork of the process: what it may look at stays as it is until these are gone."""
+        """Holds the memory that a fork of the process may read, unchanged until the fork is gone.
+
+        Called before the fork.
+        """
         mirror = self._mirror
         return mirror.keep() if mirror is not None else []
 
     def forget(self) -> None:
-        """In a fork of the process: it is not ours, and ends when the process ends that opened it."""
+        """Drops the lane in a fork of the process: it belongs to the process that opened it, and ends with that."""
         self._why = "a fork has no part in the job"
         self._drop()
 

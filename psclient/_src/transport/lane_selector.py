@@ -104,7 +104,7 @@ class LaneSelector:
         return result
 
     def best(self, lost: Lane | None = None) -> Lane | None:
-        """The lane to use; None for calls of gRPC.
+        """Returns the lane to use; None for gRPC.
 
         Args:
             lost: the one that was used and is broken.
@@ -121,7 +121,7 @@ class LaneSelector:
         return self._lane
 
     def beat_answered(self) -> None:
-        """The server has answered a beat: the lane is broken if it has been silent there for too long."""
+        """Takes a beat's answer: closes the lane if the server has been silent on it for too long."""
         lane = self._lane
         if lane is not None and (why := lane.silent()):
             log.warning(
@@ -172,7 +172,7 @@ class LaneSelector:
         self._check_open()
 
     def _check_open(self) -> None:
-        """A lane that was opened while all of this was closed is closed, too."""
+        """Closes a lane that was opened after the selector was closed."""
         if self._offer is None:
             self.close("closed")
 

@@ -29,7 +29,7 @@ class Patience:
         self._until = 0.0  # up to when that was counted: what several servers were silent for counts once
 
     def heard(self, server: int) -> None:
-        """A server has answered a beat."""
+        """Notes that a server has answered a beat."""
         now = self._clock()
         with self._lock:
             last = self._heard.get(server, now)
@@ -46,7 +46,7 @@ class Patience:
             return self._stood + (self._uncounted(first, now) if now - first > self._usual else 0.0)
 
     def deadline(self, seconds: float) -> Deadline:
-        """The end of so many seconds that count, from now on."""
+        """Returns a deadline after some seconds from now, of which only those that count are counted."""
         return Deadline(self, seconds, self._clock)
 
     def _uncounted(self, first: float, now: float) -> float:

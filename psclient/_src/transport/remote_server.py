@@ -119,7 +119,7 @@ class RemoteServer:
         job: str = "",
         term: int = 0,
     ) -> Opened:
-        """As `ParameterServer.open`; binds later calls to the incarnation that answered."""
+        """Calls `ParameterServer.open`; binds later calls to the incarnation that answered."""
         request = pb.OpenRequest(
             task=messages.TASK.to_pb(task),
             replicas=replicas,
@@ -189,14 +189,14 @@ class RemoteServer:
         self._ask("Propose", request)
 
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
-        """As `ParameterServer.watch`; of long news it may give the first part, the next call the rest."""
+        """Calls `ParameterServer.watch`; may return the first part of long news, and the rest at the next call."""
         data = pb.WatchRequest(session=session, after=after, version=version).SerializeToString()
 
         again = partial(self._attempts.until_answered, VERBS["Watch"], partial(self._calls.watch, data))
         return self._threads.submit(lambda: messages.WATCHED.from_pb(parse(pb.WatchReply, again())))
 
     def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
-        """As `ParameterServer.approve`; a long list travels in several calls."""
+        """Calls `ParameterServer.approve`; sends a long list in several calls."""
         length, ends = index, any(isinstance(entry, Done) for entry in entries[-1:])
         for batch in batches([messages.ENTRY.to_pb(entry) for entry in entries]):
             request = pb.ApproveRequest(token=token, index=index, entries=batch)
@@ -207,7 +207,7 @@ class RemoteServer:
         return length
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
-        """As `ParameterServer.push`; the payload may still grow. A broken stream is sent again, whole."""
+        """Calls `ParameterServer.push`; the payload may still grow. Sends a broken stream again, whole."""
         header = messages.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:
@@ -277,7 +277,7 @@ class RemoteServer:
         self._threads.close()
 
     def _ask(self, name: str, request: Message, ends: bool = False) -> bytes:
-        """A verb of one request and one reply, until it is answered, or the server has ended by it."""
+        """Calls a verb of one request and one reply until it is answered, or, if `ends`, the server has ended by it."""
         data = request.SerializeToString()
         return self._attempts.until_answered(VERBS[name], partial(self._calls.once, name, data), ends=ends)
 

@@ -105,7 +105,7 @@ class Attempts:
             pause = min(2 * pause, LAST_PAUSE)
 
     def _attempt_seconds(self, verb: Verb, left: float, extra: float) -> float:
-        """A prompt verb's answer counts as lost after half a lease: the network may have swallowed it."""
+        """Returns an attempt's time limit. A prompt verb's is half a lease: the network may have lost the answer."""
         longest = WAIT_SECONDS if verb.waits else self._timeouts.lease / 2 + extra
         return max(min(left, longest), 0.001)
 

@@ -245,7 +245,7 @@ class Session:
                 return
 
     def end(self, error: PSError) -> None:
-        """The session is over: whoever waits, and whoever calls from now on, is told why."""
+        """Ends the session with an error for all calls that wait and all later ones."""
         if isinstance(error, Fenced):
             error = self._reason(error)
         with self._lock:

@@ -29,7 +29,7 @@ class Silence:
         self._word: float = 0.0
 
     def word(self, received: int, paused: bool, sent: int, now: float) -> None:
-        """The server has said what it has received on the lane.
+        """Takes the server's word on the bytes it has received on the lane.
 
         Args:
             received: number of bytes.
@@ -44,7 +44,7 @@ class Silence:
         self._word = now
 
     def beat(self, waiting: bool, now: float) -> str:
-        """The server has answered a beat.
+        """Takes a beat's answer from the server.
 
         Args:
             waiting: True if the server owes an answer, or a word, on the lane.

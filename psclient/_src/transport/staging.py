@@ -47,7 +47,7 @@ class StagedPayload(Payload):
 
 
 def pack(arrays: Sequence[Sent]) -> Payload:
-    """A payload over arrays; it has to be filled where some are still on their way."""
+    """Makes a payload over arrays; if copies of some are under way it must be filled."""
     if Download in map(type, arrays):
         return StagedPayload(arrays)
     return Payload.pack(arrays)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class StagedParts:
         self._ended = False
 
     def end(self) -> None:
-        """There is no use in more parts: whoever waits for one gets none."""
+        """Ends the parts: an iterator that waits for one gets none."""
         self._ended = True
         self._more.set()
 

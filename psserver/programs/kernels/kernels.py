@@ -54,7 +54,7 @@ class Stage:
     """A step of a program with its kernel, for all rounds with the same kinds of contributions.
 
     Attributes:
-        step: what it does.
+        step: the step.
         kernel: the kernel; None for the interpreter.
         inputs: inputs of the step that are values, each with its number in the program.
         parts: inputs of the step that the kernel sums, each with its number in the program.
