@@ -15,7 +15,7 @@ import pytest
 import psclient as ps
 from psclient._src.launch.script import SERVER_LOST
 from psclient._src.transport import lane_selector as client_lanes
-from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
+from pstesting.processes import CALM, CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
 from pswire.limits import PART_BYTES
 from pswire.transport.sockets import HEAD
@@ -167,7 +167,10 @@ def test_the_variable_is_the_exact_sum(tmp_path, name):
 
 
 def endure(rounds, stops, elements, stall):
-    """Each contribution is a power of 100, so that the sums' digits count contributions by worker."""
+    """Each contribution is a power of 100, so that the sums' digits count contributions by worker.
+
+    Stops are (worker, round), each with a gate of its own.
+    """
     from tests.support import lane_rig
 
     if stall and stall[0] == ME:
@@ -183,7 +186,7 @@ def endure(rounds, stops, elements, stall):
     while strategy.round < rounds:
         if [ME, strategy.round] in stops:
             say("at", strategy.round)
-            gate("go")
+            gate(f"{ME} at {strategy.round}")
         mine = np.full(elements, 100.0**ME)
         strategy.run(lambda mine=mine: add_all([(v, mine), (u, mine)]))
         found = v.numpy(), u.numpy()
@@ -210,7 +213,7 @@ def counts(*workers):
 @ON_ONE_LANE
 def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, name):
     """No half contribution is ever visible, the others go on within the lease, and its memory is gone."""
-    keys = {"ps": 1, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never", "go"], "lane": name}
+    keys = {"ps": 1, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never", "0 at 7"], "lane": name}
     with ProcessCluster(endure, tmp_path, (8, [[0, 7]], 400_000, [1, 5]), **keys) as job:
         job.hear(W1, "stalled")
         server = job.cluster.processes[PS0].pid
@@ -225,7 +228,7 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, name):
         job.hear(W0, "at", 7)
         if name == "shm":
             job.until(lambda: mappings(server) == mapped - 1)
-        job.open("go")
+        job.open("0 at 7")
         for task in (W0, W2):
             first, second = job.hear(task, "sums")
             assert first in (counts(8, 5, 8), counts(8, 6, 8))
@@ -238,30 +241,44 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, name):
 @ON_ONE_LANE
 def test_a_stopped_worker(tmp_path, name):
     """Its lease ends, and the others go on; when it runs again it is told, and disturbs nobody."""
-    keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["go"], "lane": name}
+    keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["1 at 5", "0 at 9"], "lane": name}
     with ProcessCluster(endure, tmp_path, (12, [[1, 5], [0, 9]], 200_000, None), **keys) as job:
         job.hear(W1, "at", 5)
         job.kill(W1, signal.SIGSTOP)
-        job.open("go")
+        job.open("1 at 5")
         began = time.monotonic()
         job.hear(W0, "did", 5)
         assert time.monotonic() - began < LEASE + MARGIN
         job.kill(W1, signal.SIGCONT)
         assert job.exited(W1) == 1
         assert "this session was ended" in job.errors(W1)
+        job.open("0 at 9")  # not before: with the last one the servers end, and would tell nobody
         assert job.hear(W0, "sums") == [counts(12, 5)] * 2
         assert job.exited(W0) == 0
 
 
+PATIENCE = 10.0
+"""Seconds that a silent server is waited for: a stopped one is, one that computes on a busy machine answers by then."""
+
+
 @ON_ONE_LANE
 @pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.soak)],
+    ("number", "told", "timeouts", "after"),
+    [
+        pytest.param(signal.SIGKILL, "nothing listens there any more", CALM, 0.0, id="killed"),
+        pytest.param(
+            signal.SIGSTOP,
+            "PS_TIMEOUT_SERVER",
+            dataclasses.replace(CALM, lease=PATIENCE, server=PATIENCE),
+            PATIENCE,
+            id="stopped",
+            marks=pytest.mark.soak,
+        ),
+    ],
 )
-def test_a_server_that_is_lost(tmp_path, name, number):
+def test_a_server_that_is_lost(tmp_path, name, number, told, timeouts, after):
     """Every process knows which one, at once or after PS_TIMEOUT_SERVER; its files go with the next server."""
-    timeouts = dataclasses.replace(QUICK, server=LEASE)
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts, "gates": ["go"], "lane": name}
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts, "gates": ["1 at 5"], "lane": name}
     with ProcessCluster(endure, tmp_path, (20, [[1, 5]], 200_000, None), **keys) as job:
         job.hear(W1, "at", 5)
         path, other = (named(job.cluster.processes[task].pid) for task in (PS1, PS0))
@@ -269,9 +286,11 @@ def test_a_server_that_is_lost(tmp_path, name, number):
         job.kill(PS1, number)
         began = time.monotonic()
         for task in (W0, CHIEF):  # one waits in a round, one for news
-            assert "restart from a checkpoint" in job.hear_error(task, f"error: {PS1}: was lost")
-            assert time.monotonic() - began < LEASE + MARGIN
-        job.open("go")
+            text = job.hear_error(task, f"error: {PS1}: was lost")
+            assert told in text
+            assert "restart from a checkpoint" in text
+            assert time.monotonic() - began < after + MARGIN
+        job.open("1 at 5")
         for task in (W0, W1, CHIEF):
             assert job.exited(task) == SERVER_LOST
         job.kill(PS1)

@@ -18,7 +18,10 @@ LEASE = QUICK.lease
 
 
 def endure(rounds, stops, elements, stall):
-    """Each contribution is a power of 100, so that the sums' digits count contributions by worker."""
+    """Each contribution is a power of 100, so that the sums' digits count contributions by worker.
+
+    Stops are (worker, round), each with a gate of its own.
+    """
     if stall and stall[0] == ME:
         faults.use(Stall(lambda: strategy.round == stall[1], lambda: (say("stalled"), gate("never"))), only=1)
     strategy = ps.ParameterServerStrategy()
@@ -29,7 +32,7 @@ def endure(rounds, stops, elements, stall):
     while strategy.round < rounds:
         if [ME, strategy.round] in stops:
             say("at", strategy.round)
-            gate("go")
+            gate(f"{ME} at {strategy.round}")
         mine = np.full(elements, 100.0**ME)
         strategy.run(lambda mine=mine: add_all([(v, mine), (u, mine)]))
         found = v.numpy(), u.numpy()
@@ -51,7 +54,7 @@ def after_the_lease(job, task, round, began):
 
 def test_a_worker_killed_between_rounds(tmp_path):
     """The round completes within the lease, without it and saying so; the others end cleanly."""
-    keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
+    keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["1 at 5"]}
     with ProcessCluster(endure, tmp_path, (12, [[1, 5]], 4, None), **keys) as job:
         job.hear(W1, "at", 5)
         job.kill(W1)
@@ -85,16 +88,17 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path):
 
 def test_a_stopped_worker(tmp_path):
     """Its lease ends, and the others go on; when it runs again it is told, and disturbs nobody."""
-    keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["go"]}
+    keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["1 at 5", "0 at 9"]}
     with ProcessCluster(endure, tmp_path, (12, [[1, 5], [0, 9]], 4, None), **keys) as job:
         job.hear(W1, "at", 5)
         job.kill(W1, signal.SIGSTOP)
-        job.open("go")
+        job.open("1 at 5")
         began = time.monotonic()
         after_the_lease(job, W0, 5, began)
         job.kill(W1, signal.SIGCONT)
         assert job.exited(W1) == 1
         assert "this session was ended" in job.errors(W1)
+        job.open("0 at 9")  # not before: with the last one the servers end, and would tell nobody
         assert job.hear(W0, "sums") == [counts(12, 5)] * 2
         assert job.exited(W0) == 0
 

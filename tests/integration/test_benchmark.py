@@ -101,7 +101,8 @@ def test_another_lane_than_the_one_asked_for_is_no_result(tmp_path):
     """Where a lane does not work, and the next one is used, nothing is reported under its name."""
     (tmp_path / "sitecustomize.py").write_text(NO_SHARED_MEMORY, encoding="utf-8")
     file = tmp_path / "round.json"
-    done = run("--lane", "shm", "--json", str(file), PYTHONPATH=str(tmp_path))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = run("--lane", "shm", "--json", str(file), PYTHONPATH=path)
     assert done.returncode == 1
     assert "worker 0 used tcp" in done.stderr
     assert not file.exists()
