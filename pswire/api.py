@@ -16,7 +16,7 @@ from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
-from pswire.model.status import ServerStatus, SessionState
+from pswire.model.status import Happened, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
 
@@ -421,4 +421,14 @@ class ParameterServer(Protocol):
 
     def status(self) -> ServerStatus:
         """Returns what this server holds and whom it waits for."""
+        ...
+
+    def recent(self) -> tuple[Happened, ...]:
+        """Returns what this server was told last, in words, the oldest first.
+
+        Beats, watches and ticks of the clock are left out, unless they were refused.
+
+        Raises:
+            ConfigError: the server is older than this verb.
+        """
         ...

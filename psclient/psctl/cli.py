@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from psclient.psctl.activity import recent, top
 from psclient.psctl.certs import certs
 from psclient.psctl.checkpoint import checkpoint
 from psclient.psctl.doctor import doctor
@@ -15,7 +16,6 @@ from psclient.psctl.job import job
 from psclient.psctl.output import say
 from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
-from psclient.psctl.top import top
 from psclient.psctl.variables import read, variables
 from pswire.errors import PSError
 
@@ -30,7 +30,7 @@ def command() -> None:
     """
 
 
-for each in (status, top, variables, read, health, doctor, certs, checkpoint, job):
+for each in (status, top, recent, variables, read, health, doctor, certs, checkpoint, job):
     command.add_command(each)
 
 

@@ -189,7 +189,7 @@ UNTOLD = ProcessStatus(0.0, 0, {}, 0, "", {}, {}, 0.0)
 def _server(found: Looked, newest: int) -> ServerView:
     status = found.status
     if status is None:
-        return ServerView(str(found.task), found.address, _why(found))
+        return ServerView(str(found.task), found.address, why_silent(found))
     process = status.process or UNTOLD
     told = {each.name: each.metadata["read"](status, process) for each in fields(ServerView) if each.metadata}
     state = "broken" if status.broken else "up"
@@ -204,7 +204,7 @@ def _saving(saving: Saving) -> dict[str, Any]:
     return {"path": saving.path, "round": saving.round, "bytes": saving.nbytes}
 
 
-def _why(found: Looked) -> str:
+def why_silent(found: Looked) -> str:
     """The state of a server that has not answered."""
     return "unreachable" if isinstance(found.error, Unreachable) else "refused"
 
@@ -232,7 +232,7 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
     for found in looked:
         task, status = str(found.task), found.status
         if status is None:
-            yield Problem(_why(found), task, found.error.message if found.error else "it does not answer")
+            yield Problem(why_silent(found), task, found.error.message if found.error else "it does not answer")
             continue
         if status.incarnation in seen:
             message = f"{found.address} and {seen[status.incarnation]} are one server; correct the addresses"

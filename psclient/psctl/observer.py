@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 
 from psclient._src.transport.daemon_threads import Threads
@@ -14,7 +16,7 @@ from pswire.errors import ConfigError, PSError, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Created, LogEntry
 from pswire.model.plan import PlacedVariable
-from pswire.model.status import ServerStatus
+from pswire.model.status import Happened, ServerStatus
 from pswire.model.tensor import Array
 from pswire.security.identity import Security
 
@@ -36,6 +38,7 @@ class Looked:
         error: the reason why it gave none.
         skew: seconds that its clock is ahead of ours; the network makes it wrong by at most half of `took`.
         took: seconds from the question to the answer.
+        recent: the last calls and work that it tells of, where that was asked.
     """
 
     task: Task
@@ -44,6 +47,7 @@ class Looked:
     error: PSError | None = None
     skew: float = 0.0
     took: float = 0.0
+    recent: tuple[Happened, ...] = ()
 
 
 class Servers:
@@ -75,7 +79,14 @@ class Servers:
 
     def look(self) -> list[Looked]:
         """Asks all servers at once."""
-        futures = [self._threads.submit(lambda server=server: _ask(server)) for server in self._remote]  # type: ignore[misc]
+        return self._each(_ask)
+
+    def recent(self) -> list[Looked]:
+        """Asks all servers at once, and what they were told last."""
+        return self._each(_ask_recent)
+
+    def _each(self, ask: Callable[[RemoteServer], Looked]) -> list[Looked]:
+        futures = [self._threads.submit(partial(ask, server)) for server in self._remote]
         return [future.result() for future in futures]
 
     def variables(self) -> list[PlacedVariable]:
@@ -137,3 +148,11 @@ def _ask(server: RemoteServer) -> Looked:
     ended = time.time()
     skew = status.process.clock - (began + ended) / 2 if status.process else 0.0
     return Looked(Task("ps", status.server), server.address, status, None, skew, ended - began)
+
+
+def _ask_recent(server: RemoteServer) -> Looked:
+    looked = _ask(server)  # which says which server it is, and that it is one
+    try:
+        return replace(looked, recent=server.recent()) if looked.status else looked
+    except PSError as error:
+        return replace(looked, status=None, error=error)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from psserver.config import ServerConfig
 from psserver.core.machine import Machine, Outcome
-from psserver.core.stimuli import Stimuli, Stimulus
+from psserver.core.stimuli import Stimuli, told
 from psserver.devices import Device, owned
 from psserver.effects import Await, Effect, Fail, Queue, Reply, Run, Send, Submit, Work, attempt, settle
 from psserver.plans.prepared import PreparedPlan
@@ -103,12 +103,15 @@ class Core:
     def _let_in(self, stimulus: Callable[..., Outcome[T]], *args: Any) -> tuple[T, Work | None]:
         with self._lock:
             now = self._clock()
-            self.stimuli.note(now, stimulus.__name__, args)
+            name = stimulus.__name__
+            self.stimuli.note(now, name, args)
             try:
                 answer, effects = stimulus(now, *args)
             except PSError as error:
-                self.stimuli.refused(error)
+                self.stimuli.refused(now, name, args, error)
                 raise
+            if (refusal := _refusal(answer, effects, args)) is not None:
+                self.stimuli.refused(now, name, args, refusal)
             effects = effects + self.machine.progress(now)
         return answer, self._carry_out(effects)
 
@@ -144,8 +147,9 @@ class Core:
             next = None
             if work.then is not None:
                 next = self._let_in(self.machine.worked, work, result, error)[1]
-            elif self.stimuli.record is not None:
-                self.stimuli.record(Stimulus(self._clock(), "made", (work, result, error)))
+            elif error is not None or self.stimuli.record is not None:
+                with self._lock:
+                    self.stimuli.made(self._clock(), work, result, error)
             if work.future is not None:
                 settle(work.future, result, error)
             work = next
@@ -236,7 +240,7 @@ class Core:
     def approve(self, token: int, index: int, entries: Sequence[LogEntry]) -> int:
         self._enter(self.machine.holds, token)  # before plans are prepared: that takes long
         prepared = {entry.plan.id: self._prepared(entry.plan) for entry in entries if isinstance(entry, Approved)}
-        return self._enter(self.machine.approve, token, index, entries, prepared)
+        return self._enter(self.machine.approve, token, index, list(entries), prepared)
 
     # ---- Rounds ----
 
@@ -272,7 +276,8 @@ class Core:
     def recent(self) -> tuple[Happened, ...]:
         """Returns the last stimuli in words, the oldest first, without beats and ticks of the clock."""
         with self._lock:
-            return self.stimuli.told(self._clock(), self.registry)
+            now, last = self._clock(), self.stimuli.last()
+        return told(last, now, self.registry)
 
     @property
     def in_flight(self) -> int:
@@ -284,6 +289,14 @@ class Core:
         """Fails all calls that wait, and closes the kernels. Answered calls lose nothing."""
         self._enter(self.machine.close)
         self.kernels.close()
+
+
+def _refusal(answer: object, effects: Sequence[Effect], args: Sequence[object]) -> PSError | None:
+    """Returns why a stimulus that raised nothing was refused: it answers so, or its caller's future is told so."""
+    if isinstance(answer, PSError):
+        return answer
+    failed = (effect for effect in effects if isinstance(effect, Fail))
+    return next((fail.error for fail in failed if any(fail.future is arg for arg in args)), None)
 
 
 def _raise(error: PSError | None) -> None:

@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from psserver.core.machine import NUMBERS
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
 from psserver.sizes import human
-from pswire.api import Contribution, RestoreOrder
+from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Start
-from pswire.model.plan import PlacedVariable, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Happened
 from pswire.transport.payload import Payload
 
 KEPT = 100
 """How many are kept."""
 
+LONGEST = 1000
+"""Characters that are kept of a text: a peer may say it at any length."""
+
+
+def _cut(text: str) -> str:
+    return text[:LONGEST]
+
+
+def _entries(entries: list[Any]) -> str:
+    """Entries of the log by their kinds: `2 created, 1 epoch closed`."""
+    kinds = Counter(re.sub(r"\B(?=[A-Z])", " ", type(entry).__name__).lower() for entry in entries)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
 SHORTEN: dict[type, Callable[[Any], object]] = {
-    **dict.fromkeys((bool, int, float, str, type(None)), lambda same: same),
-    **dict.fromkeys((Task, Contribution, RestoreOrder, Start, PlacedVariable, Turn, VariableSpec), lambda same: same),
-    bytes: bytes.hex,
+    **dict.fromkeys((bool, int, float, type(None), Task), lambda same: same),
+    str: _cut,
+    bytes: lambda id: id[:4].hex(),
+    tuple: len,
+    list: _entries,
+    Contribution: lambda said: (said.session, said.round, said.epoch),
     Payload: lambda payload: payload.size,
-    PreparedPlan: lambda prepared: prepared.plan.id.hex(),
-    Work: lambda work: f"{work.call.__name__.strip('_')} ({work.queue})",
-    list: lambda entries: tuple(type(entry).__name__ for entry in entries),
-    tuple: lambda values: len(values),
+    PlacedVariable: lambda variable: _cut(str(variable.spec)),
+    PreparedPlan: lambda prepared: prepared.plan.id[:4].hex(),
+    RestoreOrder: lambda order: order.stage,
+    Start: lambda start: (start.epoch, start.round),
+    VariableSpec: lambda spec: _cut(str(spec)),
+    Work: lambda work: f"{work.call.__name__.strip('_').replace('_', ' ')} ({work.queue})",
 }
 """What is kept of an argument, by its type; of others nothing. No payload, array or traceback may be held by it."""
 
 
-QUIET = frozenset(("tick", "beat", "look", "asked"))
-"""Stimuli that are too many to be kept, and say little."""
+QUIET = frozenset(("tick", "beat", "watch", "holds", "initialize", "look", "asked"))
+"""Stimuli that come by themselves or with another one, and say little: they are kept only where they were refused."""
 
-_Short = tuple[float, str, tuple[Any, ...], str]
+Short = tuple[float, str, tuple[Any, ...], str]
+"""A stimulus as it is kept: its time, its name, its arguments made short, and why it was refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,65 +87,104 @@ class Stimuli:
 
     def __init__(self) -> None:
         self.record: Callable[[Stimulus], None] | None = None
-        self._last: deque[_Short] = deque(maxlen=KEPT)
+        self._last: deque[Short] = deque(maxlen=KEPT)
 
     def note(self, time: float, name: str, args: tuple[Any, ...]) -> None:
-        """Notes a stimulus before it is let in."""
+        """Notes a stimulus before it is let in; work that is over may bring its own error."""
         if self.record is not None:
             self.record(Stimulus(time, name, args))
         if name not in QUIET:
-            self._last.append((time, name, tuple(SHORTEN.get(type(arg), _nothing)(arg) for arg in args), ""))
+            self.keep(time, name, args, next((arg for arg in args if isinstance(arg, PSError)), None))
 
-    def refused(self, error: PSError) -> None:
-        """Notes why the newest was refused; quiet ones are not."""
-        time, name, args, _ = self._last.pop()
-        self._last.append((time, name, args, f"{type(error).__name__}: {error.message}"))
+    def made(self, time: float, work: Work, result: object, error: PSError | None) -> None:
+        """Notes work that is over and that the machine does not hear of; it is kept only where it failed."""
+        if self.record is not None:
+            self.record(Stimulus(time, "made", (work, result, error)))
+        if error is not None:
+            self.keep(time, "worked", (work,), error)
 
-    def told(self, now: float, registry: Registry) -> tuple[Happened, ...]:
-        """Says the last of them in words, the oldest first; `registry` knows whose sessions they name."""
-        return tuple(
-            Happened(max(now - time, 0.0), name, _words(name, args, registry), error)
-            for time, name, args, error in self._last
-        )
+    def refused(self, time: float, name: str, args: tuple[Any, ...], error: PSError) -> None:
+        """Notes why the newest was refused."""
+        if name not in QUIET:
+            self._last.pop()
+        self.keep(time, name, args, error)
+
+    def keep(self, time: float, name: str, args: tuple[Any, ...], error: PSError | None) -> None:
+        """Keeps the newest, made short, for people."""
+        short = tuple(SHORTEN.get(type(arg), _nothing)(arg) for arg in args)
+        why = "" if error is None else _cut(f"{type(error).__name__}: {error.message}")
+        self._last.append((time, name, short, why))
+
+    def last(self) -> tuple[Short, ...]:
+        """Returns what is kept, the oldest first."""
+        return tuple(self._last)
+
+
+def told(last: Iterable[Short], now: float, registry: Registry) -> tuple[Happened, ...]:
+    """Says in words what was kept; `registry` knows whose sessions it names. Needs no lock."""
+    return tuple(
+        Happened(max(now - time, 0.0), name, _line(_words(name, args, registry)), _line(error))
+        for time, name, args, error in last
+    )
 
 
 def _nothing(_: object) -> None:
     return None
 
 
+def _line(text: str) -> str:
+    """One line of a text without what a terminal takes for an order: peers have said some of it."""
+    text = _cut(text)
+    return text if text.isprintable() else "".join(each if each.isprintable() else " " for each in text)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
-    """One stimulus in words, without its name."""
+    """One stimulus in words, without its name. Tokens are not said, nor what was drawn by lot."""
 
     def who(session: int) -> str:
-        found = registry.find(session)
-        return f"session {session}" if found is None else f"{found.task}, session {session}"
+        if not session:
+            return "no session"
+        found, number = registry.find(session), session & ((1 << NUMBERS) - 1)  # as psctl shows it
+        return f"session {number}" if found is None else f"{found.task}, session {number}"
 
     match name, args:
-        case "push", (Contribution() as said, int(size), *_):
-            return f"{who(said.session)}: round {said.round} of epoch {said.epoch}, {human(size)}"
-        case "open", (Task() as task, *_):
-            return str(task)
+        case "open", (Task() as task, int(replicas), _, bool(drives), str(mode), *_):
+            return f"{task}: " + ("drives" if drives else f"{_counted(replicas, 'replica')}, {mode}")
         case "leave", (int(session), str(error)):
-            return who(session) + (f": {error}" if error else "")
-        case "create", (int(session), _, int(id), VariableSpec() as spec, *_):
+            return f"{who(session)}: {error or 'cleanly'}"
+        case "beat", (int(session), int(round), _):
+            return who(session) + (f": waits in round {round}" if round >= 0 else "")
+        case "create", (int(session), _, int(id), str(spec), *_):
             return f"{who(session)}: {spec}" + (f", number {id}" if id >= 0 else "")
-        case "initialize", (PlacedVariable() as variable, *_):
-            return str(variable.spec)
+        case "initialize", (str(spec), _, _, bool(saved)):
+            return spec + (", with a value of a checkpoint" if saved else "")
         case "pull", (int(session), int(count), int(after), *_):
-            return f"{who(session) if session else 'a reader'}: {count} variables after round {after}"
-        case "watch", (int(session), int(after), *_):
-            return f"{who(session) if session else 'a reader'}: the log from {after} on"
+            return f"{who(session)}: {_counted(count, 'variable')}" + (f" after round {after}" if after >= 0 else "")
         case "propose", (int(session), plan, str(point), start):
-            parts = plan and f"plan {plan[:8]}", point and f"waits at {point}", start and f"new members begin: {start}"
-            return f"{who(session)}: {', '.join(part for part in parts if part)}"
-        case "approve", (_, int(index), (*entries,), *_):
-            return f"the log from {index} on: {', '.join(entries) or 'nothing new'}"
-        case "snapshot", (_, str(plan), str(manifest), *_):
-            return f"plan {plan[:8]}, " + ("the manifest" if manifest else "this server's part")
-        case "restore", (int(session), str(path), _, RestoreOrder() as order, *_):
-            return f"{who(session)}: {order.stage} {path}"
+            said = [f"plan {plan}"] if plan else []
+            said += [f"waits at {point[:13]}"] if point else []  # of a plan as many digits as above
+            said += [f"new members of epoch {start[0]} begin with round {start[1]}"] if start else []
+            return f"{who(session)}: {', '.join(said)}"
+        case "watch", (int(session), int(after), int(version), *_):
+            return f"{who(session)}: " + ("its end" if version == UNTIL_ENDED else f"the log from {after} on")
         case "part", (int(session),):
-            return who(session)
-        case "worked", (str(call), _, error):
+            return f"{who(session)}: watches no more"
+        case "holds", _:
+            return "a chief's token"
+        case "approve", (_, int(index), str(entries), *_):
+            return f"the log from {index} on: {entries or 'nothing'}"
+        case "push", ((int(session), int(round), int(epoch)), int(size), *_):
+            return f"{who(session)}: round {round} of epoch {epoch}, {human(size)}"
+        case "snapshot", (_, str(plan), str(manifest), *_):
+            return f"plan {plan}, " + ("the manifest" if manifest else "the shard")
+        case "restore", (int(session), str(path), _, str(stage), *_):
+            return f"{who(session)}: {stage} {path!r}"
+        case "worked", (str(call), *_):
             return call
+        case "close", _:
+            return "the server ends"
     return ""

@@ -80,6 +80,10 @@ def _approve(core: ParameterServer, m: pb.ApproveRequest) -> Message:
     return pb.ApproveReply(length=core.approve(m.token, m.index, entries))
 
 
+def _recent(core: ParameterServer, m: pb.Empty) -> Message:
+    return pb.RecentReply(recent=map(messages.HAPPENED.to_pb, core.recent()))
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A verb that answers at once.
@@ -99,6 +103,7 @@ PROMPT: Mapping[str, Prompt] = {
     "Leave": Prompt(_leave),
     "Propose": Prompt(_propose),
     "Approve": Prompt(_approve),
+    "Recent": Prompt(_recent),
 }
 
 

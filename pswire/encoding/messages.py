@@ -25,7 +25,7 @@ from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
 from pswire.model.plan import PlacedVariable, Plan, ReduceOp, RefKind, Turn, VariableSpec
 from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
-from pswire.model.status import ServerStatus, SessionState
+from pswire.model.status import Happened, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
@@ -131,6 +131,7 @@ SHARD = MAPPER.pair(Shard, pb.SnapshotReply)
 ORDER = MAPPER.pair(RestoreOrder, pb.RestoreOrder, flags={"names": "named"})
 RESTORED = MAPPER.pair(RestoreReply, pb.RestoreReply)
 STATUS = MAPPER.pair(ServerStatus, pb.StatusReply)
+HAPPENED = MAPPER.pair(Happened, pb.Happened)
 
 
 # ---- Of each round: the payload comes beside the message ----

@@ -60,6 +60,7 @@ class Verb:
         late: the name of the error where the deadline passes.
         waits: True if the server may answer late on purpose, so that silence says nothing.
         guarded: True if only the server incarnation that the session was opened with may answer.
+        newer: True if servers of a served protocol may be too old to know it.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Verb:
     streams: tuple[bool, bool] = (False, False)
     waits: bool = False
     guarded: bool = True
+    newer: bool = False
 
     @property
     def path(self) -> str:
@@ -92,6 +94,7 @@ VERBS: dict[str, Verb] = {
         Verb("Snapshot", pb.SnapshotRequest, "chief", "round", "RoundTimeout", waits=True),
         Verb("Restore", pb.RestoreRequest, "session", "round", "RoundTimeout", waits=True),
         Verb("Status", pb.Empty, "anyone", "call", guarded=False),
+        Verb("Recent", pb.Empty, "anyone", "call", guarded=False, newer=True),
     )
 }
 """Every verb of the service. A test holds that the .proto has the same."""

@@ -862,3 +862,21 @@ class StatusReply(_message.Message):
     process: ProcessStatus
     job: str
     def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ...) -> None: ...
+
+class Happened(_message.Message):
+    __slots__ = ("seconds", "what", "said", "refused")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    SAID_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    what: str
+    said: str
+    refused: str
+    def __init__(self, seconds: _Optional[float] = ..., what: _Optional[str] = ..., said: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...
+
+class RecentReply(_message.Message):
+    __slots__ = ("recent",)
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    recent: _containers.RepeatedCompositeFieldContainer[Happened]
+    def __init__(self, recent: _Optional[_Iterable[_Union[Happened, _Mapping]]] = ...) -> None: ...

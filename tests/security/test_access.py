@@ -45,6 +45,7 @@ VERBS_OF: dict[str, Caller] = {
     "Snapshot": "chief",
     "Restore": "session",
     "Status": "anyone",
+    "Recent": "anyone",
 }
 
 

@@ -128,15 +128,21 @@ def serves(thread: ServerThread, certificates: Certificates, secured: Security) 
 
 @pytest.mark.parametrize("name", ["worker-0", "admin"])
 def test_who_looks(certificates: Certificates, name: str) -> None:
-    """Any task of the job, and psctl, may ask for the status; with the token."""
+    """Any task of the job, and psctl, may ask for the status and what was told last; with the token."""
     with guarded(certificates.of("ps-0")) as thread:
         with client(thread, certificates.of(name)) as looker:
             assert looker.status().server == 0
-        with client(thread, replace(certificates.of(name), token="")) as looker, pytest.raises(Unauthenticated):
-            looker.status()
+            assert looker.recent() == ()
         nobody = certificates.signed(["example.org"], -1, 1)
-        with client(thread, nobody) as looker, pytest.raises(Forbidden, match="admin's"):
-            looker.status()
+        for shown, kind, text in (
+            (replace(certificates.of(name), token=""), Unauthenticated, "has none"),
+            (replace(certificates.of(name), token="0" * 64), Unauthenticated, "another job"),
+            (nobody, Forbidden, "admin's"),
+        ):
+            with client(thread, shown) as looker:
+                for look in (looker.status, looker.recent):
+                    with pytest.raises(kind, match=text):
+                        look()
 
 
 # ---- What a member may not do ----

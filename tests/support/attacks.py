@@ -210,6 +210,7 @@ class Attacker:
                 order=pb.RestoreOrder(stage=draw(st.sampled_from([1, 2, 3]))),
             ),
             "Status": pb.Empty,
+            "Recent": pb.Empty,
         }
         return known[verb]()
 

@@ -57,7 +57,7 @@ from pswire.model.plan import (
     VariableSpec,
 )
 from pswire.model.program import Input, Node, Program
-from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
+from pswire.model.status import Happened, OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY, Payload
 from tests.support.tap import spell
@@ -161,6 +161,7 @@ STATUS = ServerStatus(
     process=PROCESS,
     job="the-job",
 )
+HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
 
 
@@ -277,6 +278,8 @@ SAMPLES = (
     Sample("Restore", "looks", (0, "", Turn(), RestoreOrder("look", None, False)), RestoreReply("", ())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),
+    Sample("Recent", "full", (), (HAPPENED, Happened(0.25, "close", ""))),
+    Sample("Recent", "least", (), ()),
     *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID), error(name)) for name in BY_NAME),
 )
 
@@ -396,6 +399,10 @@ class Fixed:
         """Without what the process tells, which the rim knows."""
         found: ServerStatus = self._now(())
         return replace(found, process=None)
+
+    def recent(self) -> Any:
+        """As all verbs here."""
+        return self._now(())
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[Any]:
         """Answers when all of the contribution is there."""

@@ -76,13 +76,13 @@ BRIEF: dict[str, str] = {
     "psclient._src.processes.output.Relay.close": "at most a second",
     "psclient._src.processes.output.Relay._run": IDLE,
     # ---- Of psctl: each command ends after --timeout, and names the server ----
-    "psclient.psctl.observer.Servers.look": "at most --timeout",
+    "psclient.psctl.observer.Servers._each": "at most --timeout",
     "psclient.psctl.observer.Servers.variables": "at most --timeout",
     "psclient.psctl.observer.Servers.read": "at most --timeout",
     "psclient.psctl.cluster_checks._at_once": "at most --timeout",
     "psclient.psctl.status.status": ASKED,
-    "psclient.psctl.top.top": ASKED,
-    "psclient.psctl.top._live": ASKED,
+    "psclient.psctl.activity.top": ASKED,
+    "psclient.psctl.activity._live": ASKED,
     # ---- Of servers: they wait for calls, and nobody for them; a client that waits for a server speaks itself ----
     "psserver.cli._until_end": "for the end of the job, on purpose without one where it has none; PS_TIMEOUT_ALONE",
     "psserver.cli._tick": "the pause between two looks",

@@ -43,7 +43,7 @@ from pswire.errors import PSError
 from pswire.limits import Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
-from pswire.model.status import ServerStatus
+from pswire.model.status import Happened, ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, task_name
@@ -261,6 +261,11 @@ class RemoteServer:
     def status(self) -> ServerStatus:
         """Implements `ParameterServer.status`."""
         return messages.STATUS.from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
+
+    def recent(self) -> tuple[Happened, ...]:
+        """As `ParameterServer.recent`."""
+        m = parse(pb.RecentReply, self._ask("Recent", pb.Empty()))
+        return tuple(map(messages.HAPPENED.from_pb, m.recent))
 
     # ---- The end ----
 

@@ -117,7 +117,7 @@ class Attempts:
         answer = refused(details, error.trailing_metadata() or ())
         if answer is not None or code not in UNANSWERED:
             self._silent_since = None
-            raise (answer or self._foreign(code, details)) from None
+            raise (answer or self._foreign(verb, code, details)) from None
         if code == "DEADLINE_EXCEEDED" and verb.waits:
             return "it has not answered yet"  # perhaps on purpose
         if self._silent_since is None:
@@ -133,8 +133,14 @@ class Attempts:
         if why:
             raise ConfigError(f"{self._address}: {why}", self._task)
 
-    def _foreign(self, code: str, details: str) -> PSError:
-        """Returns the error for an answer that is no server of ours, or for a message that is too large for one."""
+    def _foreign(self, verb: Verb, code: str, details: str) -> PSError:
+        """Returns the error for an answer of no server of ours or of an old one, or for a message too large for one."""
+        if code == "UNIMPLEMENTED" and verb.newer:
+            return ConfigError(
+                f"the server at {self._address} is of an older version, which does not know {verb.name}; "
+                "install the same version of paramserver for both",
+                self._task,
+            )
         if code == "UNIMPLEMENTED":
             return Unreachable(
                 f"what answers at {self._address} is no parameter server of this version; correct the address",

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from psclient import psctl
 from psclient.psctl import job_view as view_module
+from psclient.psctl.activity import rates
 from psclient.psctl.doctor import CHECKS
 from psclient.psctl.findings import Finding
 from psclient.psctl.job_view import GONE, JobView, Problem, ServerView, TaskView, view_of
@@ -29,11 +30,10 @@ from psclient.psctl.observer import Servers as Connections
 from psclient.psctl.output import duration, plain, short, size
 from psclient.psctl.settings import ObservedCluster
 from psclient.psctl.status import STATES, lines
-from psclient.psctl.top import rates
 from psclient.psctl.variables import stats_of
 from pswire.cluster import Task
 from pswire.model.log import Done, Epoch, JobStarted, Member
-from pswire.model.status import OpenRound, ServerStatus, SessionState, WorkerProgress
+from pswire.model.status import Happened, OpenRound, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tensor import DTYPES
 from pswire.security.identity import Security
 from tests.support.rig import WORKERS, Job, Servers, core, remote, serving
@@ -197,9 +197,8 @@ def test_whatever_servers_say_can_be_shown(looked, expected):
 def test_every_key_is_documented():
     """What `--json` gives, and every kind of problem, state and check, stands in docs/psctl.md."""
     text = (Path(__file__).parents[3] / "docs" / "psctl.md").read_text(encoding="utf-8")
-    fields = {
-        field.name for kind in (JobView, ServerView, TaskView, Problem, Finding) for field in dataclasses.fields(kind)
-    }
+    kinds = (JobView, ServerView, TaskView, Problem, Finding, Happened)
+    fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     problems = set(re.findall(r'Problem\("(\w+)"', inspect.getsource(view_module))) | set(GONE)
     assert len(problems) > 8
     for name in fields | problems | set(STATES):

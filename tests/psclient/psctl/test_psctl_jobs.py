@@ -192,6 +192,25 @@ def test_variables_are_listed_and_read(run, tmp_path):
     assert "did you mean dense/bias?" in text
 
 
+def test_what_servers_were_told_last(run):
+    """Each push of both workers on both servers, in order, and the round that it made; the job does not notice."""
+    run.until(lambda said: all(server["round"] == 4 for server in said["servers"]))
+    code, said = run.json("recent")
+    assert (code, said["problems"], [each["task"] for each in said["servers"]]) == (0, [], [str(PS0), str(PS1)])
+    for each in said["servers"]:
+        told = each["recent"]
+        assert [one["seconds"] for one in told] == sorted((one["seconds"] for one in told), reverse=True)
+        assert not any(one["refused"] for one in told)
+        for task in (W0, W1):
+            pushed = [one["said"] for one in told if one["what"] == "push" and one["said"].startswith(str(task))]
+            assert [f": round {at} of epoch 1, " in text for at, text in enumerate(pushed[:5])] == [True] * 5
+        assert [one["said"] for one in told if one["what"] == "worked"] == ["step (arrays)"] * 5
+    code, text = run("recent", "--server", "1")
+    assert code == 0
+    assert "ps-1    push " in text
+    assert "ps-0" not in text
+
+
 def test_asynchronous_workers_have_their_own_rounds(beside, tmp_path):
     """Each stands where it is, and nobody waits for anybody."""
     with beside(ProcessCluster(train, tmp_path, (8, 5, "async"), **KEYS)) as run:

@@ -52,6 +52,8 @@ def test_admin_sees_all(run, server, certificates):
     assert (code, said["servers"][0]["state"]) == (1, "up")
     assert [each["kind"] for each in said["problems"]] == ["no_chief"]
     assert run("vars", "--address", server.address, *flags(certificates.out / "{task}"))[1]["variables"] == []
+    code, said = run("recent", "--address", server.address, *flags(certificates.out / "{task}"))
+    assert (code, [each["what"] for each in said["servers"][0]["recent"]]) == (0, [])
 
 
 def test_in_a_task_s_container_its_certificate_will_do(run, server, certificates, monkeypatch):
@@ -75,6 +77,9 @@ def test_who_shows_nothing_is_told_what_is_missing(run, server, certificates):
     for words, shown in said.items():
         code, found = run("status", "--address", server.address, *shown)
         assert (code, found["servers"][0]["state"]) == (1, "refused")
+        assert words in found["problems"][0]["message"]
+        code, found = run("recent", "--address", server.address, *shown)
+        assert (code, found["servers"][0]["recent"], found["problems"][0]["kind"]) == (1, [], "refused")
         assert words in found["problems"][0]["message"]
 
 

@@ -20,7 +20,7 @@ from pswire.model.status import Saving, WorkerProgress
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
-from tests.support.samples import ENTRIES, PROCESS, SAMPLES, plain
+from tests.support.samples import ENTRIES, HAPPENED, PROCESS, SAMPLES, plain
 
 BY_HAND: dict[type, Codec[Any, Any]] = {
     Contribution: Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
@@ -31,7 +31,7 @@ PAIRS = messages.MAPPER.pairs | BY_HAND
 
 REQUESTS: list[type[Message]] = [
     *(pb.OpenRequest, pb.BeatRequest, pb.LeaveRequest, pb.CreateHeader, pb.ProposeRequest, pb.WatchRequest),
-    *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest),
+    *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.RecentReply),
     *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive, pb.Refusal),
 ]
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
@@ -52,6 +52,7 @@ def values() -> Iterator[tuple[Codec[Any, Any], Any]]:
             yield PAIRS[type(value)], value
     for entry in ENTRIES:
         yield PAIRS[LogEntry], entry
+    yield messages.HAPPENED, HAPPENED
 
 
 def fields() -> set[str]:

@@ -57,7 +57,7 @@ from pswire.model.plan import (
     VariableSpec,
 )
 from pswire.model.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
-from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
+from pswire.model.status import Happened, OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
@@ -177,6 +177,7 @@ PAIRS: dict[str, tuple[st.SearchStrategy[Any], Codec[Any, Any]]] = {
     "entry": (ENTRIES, messages.ENTRY),
     "watched": (WATCHED, messages.WATCHED),
     "status": (STATUSES, messages.STATUS),
+    "happened": (st.builds(Happened, REAL, TEXT, TEXT, TEXT), messages.HAPPENED),
     "process": (PROCESSES, messages.MAPPER.pairs[ProcessStatus]),
     "turn": (TURNS, messages.TURN),
     "order": (ORDERS, messages.ORDER),

@@ -1,21 +1,26 @@
-"""`psctl top`: a job as it runs, with what it does in a second."""
+"""`psctl top` and `psctl recent`: a job as it runs, what it does in a second, and what its servers were told last."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from psclient.psctl.job_view import JobView, ServerView, view_of
-from psclient.psctl.observer import Servers, connected
-from psclient.psctl.output import size, terminal
+from psclient.psctl.job_view import JobView, Problem, ServerView, view_of, why_silent
+from psclient.psctl.observer import Looked, Servers, connected
+from psclient.psctl.output import duration, short, size, table, terminal
 from psclient.psctl.settings import CommandSettings, ObservedCluster, options, settings
-from psclient.psctl.status import lines
+from psclient.psctl.status import lines, problem_line
+from pswire.cluster import Task
+from pswire.errors import ConfigError
+from pswire.model.status import Happened
 
 Rates = Mapping[str, Mapping[str, Any]]
 """For each server its rounds per second, and bytes per second by lane and direction."""
@@ -96,3 +101,57 @@ def _columns(rate: Mapping[str, Any]) -> dict[str, str]:
         moved = {name.split()[0]: number for name, number in rate["bytes_per_second"].items() if direction in name}
         found[heading] = ", ".join(f"{lane} {size(number)}/s" for lane, number in sorted(moved.items()))
     return found
+
+
+# ---- What servers were told last ----
+
+
+@click.command()
+@click.option("--server", "number", type=click.IntRange(0), metavar="NUMBER", help="Show this server alone.")
+@options
+@settings
+def recent(settings: CommandSettings, number: int | None) -> int:
+    """Shows the last calls that servers took, and work that is over.
+
+    The newest is last; of each server there are a hundred at most. What comes by itself, such as beats, is left out
+    unless it was refused. Exits with 1 where a server does not answer.
+    """
+    with connected(settings) as servers:
+        found = [one for one in servers.recent() if number in (None, one.task.index)]
+    if number is not None and not found:
+        raise ConfigError(f"no address leads to {Task('ps', number)}; name all servers of the job in --address")
+    problems = [Problem(why_silent(one), str(one.task), one.error.message) for one in found if one.error]
+    said = {
+        "servers": [
+            {"task": str(one.task), "address": one.address, "recent": list(map(dataclasses.asdict, one.recent))}
+            for one in found
+        ],
+        "problems": list(map(dataclasses.asdict, problems)),
+    }
+    return settings.tell(said, *_told(found, problems), wrong=bool(problems))
+
+
+def _told(found: Sequence[Looked], problems: Sequence[Problem]) -> Iterator[RenderableType]:
+    rows = [(str(one.task), each) for one in found for each in one.recent]
+    if rows:
+        yield _table(sorted(rows, key=lambda row: -row[1].seconds))
+    elif len(problems) < len(found):
+        yield "nothing yet"
+    yield from (problem_line(problem.task, problem.message) for problem in problems)
+
+
+def _table(rows: Iterable[tuple[str, Happened]]) -> Table:
+    """What all servers were told, in the order in which it came."""
+    cells = ((_ago(each.seconds), short(task), each.what, _said(each)) for task, each in rows)
+    return table(("ago", "server", "what", "said"), cells)
+
+
+def _said(happened: Happened) -> Text:
+    """By whom and about what; below that, in red, why it was refused."""
+    said = Text(short(happened.said))
+    return said.append(f"\n{happened.refused}", style="red") if happened.refused else said
+
+
+def _ago(seconds: float) -> str:
+    """A time for people; of rounds that follow each other fast as exact as they are."""
+    return f"{seconds:.2f} s" if seconds < 10 else duration(seconds)

@@ -1,0 +1,292 @@
+"""What is kept of a server's stimuli, and the words for it."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psserver.core.machine import Machine
+from psserver.core.stimuli import KEPT, LONGEST, QUIET, Stimuli, Stimulus, told
+from psserver.effects import Work
+from psserver.plans.prepared import PreparedPlan
+from psserver.registry import Registry
+from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder
+from pswire.cluster import Task
+from pswire.errors import CheckpointError, Fenced, PSError
+from pswire.model.log import Approved, Created, Epoch, EpochClosed, Start
+from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
+from pswire.model.status import Happened
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
+from tests.support.rig import CHIEF, WORKERS, checkpoint
+
+W0 = WORKERS[0]
+SESSION, STRANGER = (0xFACE << 20) + 7, (0xFACE << 20) + 8
+"""The session of worker 0, and one that nobody has opened here."""
+
+TOKEN, LOT, DRAWN = 0x1234_5678_9ABC, 0x2345_6789_ABCD, 0x3456_789A_BCDE
+"""A chief's token, what a process is known by that opens its session again, and what a token is drawn with."""
+
+SPEC = VariableSpec("dense/kernel", TensorSpec("float32", (2, 3)))
+VARIABLE = PlacedVariable(4, SPEC, (0,))
+PLAN = checkpoint("run/ckpt-1", (0,))
+ID = PLAN.id.hex()[:8]
+ENTRIES = [Created(VARIABLE), Created(VARIABLE), Approved(PLAN), EpochClosed(Epoch(1, ()))]
+
+
+def write_shard() -> None:
+    """Work by its name."""
+
+
+WORK = Work("files", write_shard)
+WHO = "/job:worker/task:0, session 7"
+FUTURE: Future[Any] = Future()
+
+WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
+    "worked": [((WORK, None, None), "write shard (files)")],
+    "open": [
+        ((W0, 1, LOT, False, "sync", "the-job", 3, DRAWN), "/job:worker/task:0: 1 replica, sync"),
+        ((W0, 2, LOT, False, "async", "", 0, DRAWN), "/job:worker/task:0: 2 replicas, async"),
+        ((CHIEF, 0, LOT, True, "sync", "", 3, DRAWN), "/job:chief/task:0: drives"),
+    ],
+    "beat": [((SESSION, 5, PLAN.id), f"{WHO}: waits in round 5"), ((SESSION, -1, b""), WHO)],
+    "leave": [((SESSION, ""), f"{WHO}: cleanly"), ((STRANGER, "it failed"), "session 8: it failed")],
+    "create": [
+        ((SESSION, 0, -1, SPEC, (0,)), f"{WHO}: 'dense/kernel' float32[2,3]"),
+        ((SESSION, 0, 4, SPEC, (0,)), f"{WHO}: 'dense/kernel' float32[2,3], number 4"),
+    ],
+    "initialize": [
+        ((VARIABLE, 1, np.zeros(3), False), "'dense/kernel' float32[2,3]"),
+        ((VARIABLE, None, None, True), "'dense/kernel' float32[2,3], with a value of a checkpoint"),
+    ],
+    "pull": [
+        ((SESSION, (1, 2, 3), 5, FUTURE), f"{WHO}: 3 variables after round 5"),
+        ((0, (1,), -1, FUTURE), "no session: 1 variable"),
+    ],
+    "propose": [
+        ((SESSION, PreparedPlan(PLAN, 0, False), "", None), f"{WHO}: plan {ID}"),
+        ((SESSION, None, f"plan:{PLAN.id.hex()}", None), f"{WHO}: waits at plan:{ID}"),
+        ((SESSION, None, "", Start(2, 5)), f"{WHO}: new members of epoch 2 begin with round 5"),
+        ((SESSION, PreparedPlan(PLAN, 0, False), "dataset:1", None), f"{WHO}: plan {ID}, waits at dataset:1"),
+    ],
+    "watch": [
+        ((SESSION, 3, 9, FUTURE), f"{WHO}: the log from 3 on"),
+        ((SESSION, 3, UNTIL_ENDED, FUTURE), f"{WHO}: its end"),
+    ],
+    "part": [((SESSION,), f"{WHO}: watches no more")],
+    "holds": [((TOKEN,), "a chief's token")],
+    "approve": [
+        ((TOKEN, 3, ENTRIES, {}), "the log from 3 on: 2 created, 1 approved, 1 epoch closed"),
+        ((TOKEN, 0, [], {}), "the log from 0 on: nothing"),
+    ],
+    "push": [
+        ((Contribution(SESSION, 1, 5, PLAN.id), Payload((), 40), None, FUTURE), f"{WHO}: round 5 of epoch 1, 40 bytes")
+    ],
+    "snapshot": [
+        ((TOKEN, PLAN.id, "", FUTURE), f"plan {ID}, the shard"),
+        ((TOKEN, PLAN.id, "{}", FUTURE), f"plan {ID}, the manifest"),
+    ],
+    "restore": [((SESSION, "run", Turn(1, 2, 3), RestoreOrder("open"), FUTURE), f"{WHO}: open 'run'")],
+    "close": [((), "the server ends")],
+}
+"""Arguments of each stimulus after the time, and its words."""
+
+WORDLESS = {"tick", "look", "asked"}
+"""Stimuli that say nothing, and that nothing refuses."""
+
+EVERY = [pytest.param(name, *row, id=f"{name} {at}") for name, rows in WORDS.items() for at, row in enumerate(rows)]
+
+
+@pytest.fixture
+def registry() -> Registry:
+    """In which worker 0 has a session."""
+    registry = Registry(Task("ps", 0))
+    registry.enter(SESSION, W0)
+    return registry
+
+
+def stimuli_of(machine: type[Machine]) -> set[str]:
+    """The stimuli of a machine: what takes the time first and answers with effects."""
+    methods = inspect.getmembers(machine, inspect.isfunction)
+    return {name for name, method in methods if str(method.__annotations__.get("return")).startswith("Outcome")}
+
+
+def kept(name: str, *args: Any, error: PSError | None = None) -> Stimuli:
+    """Keeps one stimulus, however quiet it is."""
+    stimuli = Stimuli()
+    stimuli.keep(10.0, name, args, error)
+    return stimuli
+
+
+def only(stimuli: Stimuli, registry: Registry) -> Happened:
+    """The one that is kept."""
+    (happened,) = told(stimuli.last(), 12.5, registry)
+    return happened
+
+
+# ---- Words ----
+
+
+def test_every_stimulus_has_words() -> None:
+    """A new method of the machine is told to people, too, or is one of those that say nothing."""
+    assert stimuli_of(Machine) == {*WORDS} | WORDLESS
+    assert stimuli_of(Machine) >= QUIET >= WORDLESS
+
+
+@pytest.mark.parametrize(("name", "args", "words"), EVERY)
+def test_a_stimulus_in_words(registry: Registry, name: str, args: tuple[Any, ...], words: str) -> None:
+    """By whom and about what; the arguments are those that the machine takes."""
+    inspect.signature(getattr(Machine, name)).bind(None, 0.0, *args)
+    happened = only(kept(name, *args), registry)
+    assert (happened.seconds, happened.what, happened.refused) == (2.5, name, "")
+    assert happened.said == words
+
+
+@pytest.mark.parametrize(("name", "args", "words"), EVERY)
+def test_no_secret_is_in_the_words(registry: Registry, name: str, args: tuple[Any, ...], words: str) -> None:
+    """Neither a chief's token, nor a lane's, nor what was drawn by lot, nor the whole number of a session."""
+    said = only(kept(name, *args, error=Fenced("it ended")), registry)
+    lane = registry.lane_token(SESSION)
+    for secret in (TOKEN, LOT, DRAWN, SESSION, STRANGER):
+        assert not any(form in str(said).lower() for form in (str(secret), f"{secret:x}", repr(secret.to_bytes(8))))
+    assert lane.hex() not in str(said)
+    assert repr(lane) not in str(said)
+
+
+def test_nothing_is_held_in_the_future(registry: Registry) -> None:
+    """A clock that goes back tells of nothing that is to come."""
+    (happened,) = told(kept("close").last(), 9.0, registry)
+    assert happened.seconds == 0
+
+
+# ---- What is kept ----
+
+
+@pytest.mark.parametrize("name", sorted(QUIET))
+def test_what_is_quiet_is_kept_where_it_was_refused(registry: Registry, name: str) -> None:
+    """The stimulus before it stays as it was."""
+    args = WORDS[name][0][0] if name in WORDS else ()
+    stimuli = Stimuli()
+    stimuli.note(10.0, "part", (SESSION,))
+    stimuli.note(11.0, name, args)
+    assert [one.what for one in told(stimuli.last(), 12.0, registry)] == ["part"]
+    stimuli.refused(11.0, name, args, Fenced("it ended"))
+    first, second = told(stimuli.last(), 12.0, registry)
+    assert (first.what, first.refused) == ("part", "")
+    assert (second.what, second.refused) == (name, "Fenced: it ended")
+
+
+def test_who_is_refused_is_told_once(registry: Registry) -> None:
+    """With why."""
+    stimuli = Stimuli()
+    stimuli.note(10.0, "leave", (SESSION, ""))
+    stimuli.refused(10.0, "leave", (SESSION, ""), Fenced("it ended"))
+    assert only(stimuli, registry) == Happened(2.5, "leave", f"{WHO}: cleanly", "Fenced: it ended")
+
+
+def test_work_brings_its_own_error(registry: Registry) -> None:
+    """That it came to nothing is told with it."""
+    stimuli = Stimuli()
+    stimuli.note(10.0, "worked", (WORK, None, CheckpointError("no space left")))
+    assert only(stimuli, registry).refused == "CheckpointError: no space left"
+
+
+def test_work_that_the_machine_does_not_hear_of_is_kept_where_it_failed(registry: Registry) -> None:
+    """A record gets all of it."""
+    stimuli, recorded = Stimuli(), []
+    stimuli.made(9.0, WORK, "result", None)
+    stimuli.record = recorded.append
+    error = CheckpointError("no space left")
+    stimuli.made(10.0, WORK, None, error)
+    assert only(stimuli, registry) == Happened(2.5, "worked", "write shard (files)", "CheckpointError: no space left")
+    assert recorded == [Stimulus(10.0, "made", (WORK, None, error))]
+
+
+def test_the_last_hundred_are_kept(registry: Registry) -> None:
+    """In their order; one that was refused drops no other."""
+    stimuli = Stimuli()
+    for number in range(KEPT + 30):
+        stimuli.note(float(number), "leave", (SESSION, str(number)))
+    stimuli.refused(200.0, "leave", (SESSION, "the last"), Fenced("it ended"))
+    found = told(stimuli.last(), 200.0, registry)
+    assert [one.said for one in found] == [*(f"{WHO}: {number}" for number in range(30, KEPT + 29)), f"{WHO}: the last"]
+
+
+def test_a_peer_s_text_is_one_line_that_does_nothing(registry: Registry) -> None:
+    """No new line, no order to the terminal, no half of a character, and no more than fits."""
+    stimuli = kept("leave", SESSION, "a\nb\x1b[2Jc\udc80d" + 9999 * "e", error=PSError("f\ng\x07h" + 9999 * "i"))
+    happened = only(stimuli, registry)
+    assert happened.said.startswith(f"{WHO}: a b [2Jc deee")
+    assert happened.refused.startswith("PSError: f g hiii")
+    for text in (happened.said, happened.refused):
+        assert len(text) == LONGEST
+        assert text.isprintable()
+        text.encode()
+    assert len(str(stimuli.last())) < 3 * LONGEST
+
+
+# ---- What is held ----
+
+
+class Large:
+    """What takes memory."""
+
+
+@dataclass
+class Result:
+    """Of work: any object."""
+
+    large: Large
+
+
+def test_nothing_large_is_held() -> None:
+    """Neither a payload, an array, a plan or a work's arguments, nor the frames of an error."""
+    payload, array, prepared = Payload.pack([np.zeros(4)]), np.zeros(4), PreparedPlan(Plan(), 0, False)
+    given, result, frame = Large(), Result(Large()), Large()
+
+    def fail() -> None:
+        local = frame  # noqa: F841
+        raise CheckpointError("no space left")
+
+    with pytest.raises(CheckpointError) as caught:
+        fail()
+    stimuli = Stimuli()
+    stimuli.note(1.0, "push", (Contribution(SESSION, 1, 5, b""), payload, fail, Future()))
+    stimuli.keep(1.0, "initialize", (VARIABLE, 1, array, False), None)
+    stimuli.note(1.0, "approve", (TOKEN, 0, ENTRIES, {b"": prepared}))
+    stimuli.note(1.0, "propose", (SESSION, prepared, "", None))
+    stimuli.note(1.0, "worked", (Work("files", write_shard, (given,)), result, caught.value))
+    stimuli.refused(1.0, "leave", (SESSION, ""), caught.value)
+    refs = [weakref.ref(each) for each in (payload, array, prepared, given, result, caught.value)]
+    del payload, array, prepared, given, result, caught
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_numbers_of_variables_are_not_held() -> None:
+    """A contribution may want a hundred thousand, and a hundred of those are kept."""
+    wanted = tuple(range(100_000))
+    stimuli = Stimuli()
+    stimuli.note(1.0, "push", (Contribution(SESSION, 1, 5, b"", want=wanted), Payload(), None, Future()))
+    stimuli.note(1.0, "pull", (SESSION, wanted, 5, Future()))
+    stimuli.note(1.0, "restore", (SESSION, "run", Turn(), RestoreOrder("open", {str(n): n for n in wanted}), Future()))
+    assert len(str(stimuli.last())) < LONGEST
+
+
+def test_a_record_gets_all_of_each() -> None:
+    """Quiet ones, too, and arguments as they came."""
+    stimuli, recorded = Stimuli(), []
+    stimuli.record = recorded.append
+    payload = Payload()
+    args = (Contribution(SESSION, 1, 5, b""), payload, None, Future[Any]())
+    stimuli.note(1.0, "tick", ())
+    stimuli.note(2.0, "push", args)
+    assert recorded == [Stimulus(1.0, "tick", ()), Stimulus(2.0, "push", args)]
+    assert recorded[1].args[1] is payload
