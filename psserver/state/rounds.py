@@ -362,7 +362,7 @@ class Rounds:
 
     def runs(self, job: ReadyRound) -> bool:
         """Returns whether a round that was begun is not over yet."""
-        return self._running and job.round in self.strands[job.strand].open
+        return job.round in self.strands[job.strand].open
 
     def waiters(self, job: ReadyRound) -> list[Waiter]:
         """Returns who waits for a round that runs."""
