@@ -382,7 +382,7 @@ class Rounds:
 
     def runs(self, job: ReadyRound) -> bool:
         """Returns True if a round that has begun is not over yet."""
-        return self._running and job.round in self.strands[job.strand].open
+        return job.round in self.strands[job.strand].open
 
     def waiters(self, job: ReadyRound) -> list[Waiter]:
         """Returns the waiters of a running round."""

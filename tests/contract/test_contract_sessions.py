@@ -10,9 +10,9 @@ from psclient._src.transport.session import Session
 from psserver.core.waiting import Watch
 from pswire.api import UNTIL_ENDED
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Diverged, Fenced, ServerLost, TaskTaken
+from pswire.errors import ConfigError, Diverged, Fenced, NewcomerDiverged, ServerLost, TaskTaken
 from pswire.limits import Timeouts
-from pswire.model.log import Done, Epoch, EpochClosed, JobStarted, Lost
+from pswire.model.log import Done, Epoch, EpochClosed, JobStarted, Lost, Member, Start
 from pswire.model.plan import Turn
 from pswire.model.tensor import TensorSpec
 from tests.support.rig import BEAT, CHIEF, SOON, WORKERS, Job, core, eventually, reduce_only, together
@@ -304,6 +304,18 @@ def test_processes_that_wait_for_each_other_are_found_out(job):
     with pytest.raises(Diverged, match=r"'loss'.*'accuracy'"):
         job.verbs[0].beat(one.session, -1, b"")
     assert set(states(job).values()) == {"failed"}
+
+
+def test_a_newcomer_that_waits_for_another_plan_ends_alone(job):
+    """Those who began together before it came are no newcomers in its first round."""
+    one, new = job.join(A)[0], job.open(B).session
+    job.append(EpochClosed(Epoch(2, (one.member, Member(B, new, 1)), "dataset:0")))
+    job.verbs[0].propose(one.session, None, "", Start(2, 4))
+    job.verbs[0].beat(one.session, 4, b"x")
+    with pytest.raises(NewcomerDiverged):
+        job.verbs[0].beat(new, 4, b"y")
+    job.verbs[0].beat(one.session, 4, b"x")
+    assert states(job) == {one.session: "open", new: "failed"}
 
 
 def test_waiting_in_different_rounds_is_no_divergence(job):

@@ -127,6 +127,20 @@ def test_a_round_that_fails_later_has_changed_nothing(kernels):
     assert (found.assigned[0][0], int(found.assigned[1])) == (2.0, 8)
 
 
+def test_what_comes_after_the_last_thing_that_may_fail_is_written_in_place(kernels):
+    """And what comes before it is not, however many programs there are."""
+    number = TensorSpec("int64", ())
+    power = Program((Input("variable", number), Input("value", number)), (Node("pow", (0, 1)),), ((0, 2),), ())
+    programs, specs = (ADD, power), (SPEC, number, SPEC)
+    reductions = tuple(Reduction("sum", spec, (0,)) for spec in specs)
+    applies = tuple(Apply(which, (0,), (Ref("variable", n), Ref("reduction", n))) for n, which in enumerate((0, 1, 0)))
+    given = [*ones(), np.array(3), *ones()]
+    values = {0: ones()[0], 1: np.array(2), 2: ones()[0]}
+    job = warmed(kernels, job_of(Plan(reductions, (), programs, applies), [given]), values)
+    found = run(job, kernels, values, frozenset(values))
+    assert [found.assigned[id] is values[id] for id in values] == [False, False, True]
+
+
 @pytest.mark.parametrize("size", [N, 3])
 def test_memory_that_is_short_later_has_changed_nothing(kernels, monkeypatch, size):
     """A kernel comes first; a program that needs memory second, compiled or not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from psserver.plans.round import Commit, MemberShare
 from psserver.plans.round import ReadyRound as Round
 from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
+from pstesting.clock import Clock
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import ALIGN
@@ -28,7 +30,20 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY, Payload
 from tests.support.programs import run, same_bits
-from tests.support.rig import SOON, WORKERS, Job, adding, given, payload, reduce_only, serving, sum_into, together
+from tests.support.rig import (
+    SOON,
+    WORKERS,
+    Job,
+    Servers,
+    adding,
+    core,
+    given,
+    payload,
+    reduce_only,
+    serving,
+    sum_into,
+    together,
+)
 from tests.support.streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
 
 A, B, C = WORKERS[:3]
@@ -219,6 +234,23 @@ def test_a_reduction_that_no_program_uses_is_given(job, two):
     sent[1].come()
     replies = together(*(sending.reply for sending in sent))
     assert [given(reply, plan)[0].tolist() for reply in replies] == [[2.0] * 2 * SIZE] * 2
+
+
+def test_steps_follow_one_another(tmp_path):
+    """All that is there is made as one piece of work: nothing that was queued meanwhile comes between."""
+    clock, queue = Clock(), deque()
+    cores = [core(0, 0, 0, tmp_path, clock, queue.append)]
+    job = Job(Servers(list(cores), cores, clock, tmp_path, False))
+    (worker,) = job.join(A)
+    *variables, other = (job.variable(worker, value) for value in zeros(4))
+    plan = job.approve(sum_into(*variables, returned=False), worker)
+    sending = Sending(worker, plan, full(1, 2, 3), want=ids(variables)).come()
+    reading = job.verbs[0].pull(worker.session, [other.id], -1)
+    queue.popleft()()
+    assert (sending.reply.done(), reading.done()) == (True, False)
+    assert wanted(sending.reply.result(SOON), variables) == [1, 2, 3]
+    queue.popleft()()
+    assert (reading.done(), len(queue)) == (True, 0)
 
 
 def test_rounds_that_are_small_wait_for_everything(job, two, three):
@@ -423,6 +455,14 @@ def test_when_all_are_lost_nothing_more_is_made(job, two, three, op, sent):
     assert [float(job.value(new, variable)[0]) for variable in three] == made
     reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(SOON)
     assert (reply.left_out, wanted(reply, three)) == ((), [value + 1 for value in made])
+
+
+def test_when_all_are_lost_what_one_of_them_has_sent_whole_counts(job, two, three, plan):
+    """As it does where others go on."""
+    for worker, values, nbytes in ((two[0], (1, 2, 3), 2 * LIMIT), (two[1], (10, 20, 30), LIMIT)):
+        Sending(worker, plan, full(*values)).come(nbytes)
+    job.close([])
+    assert stored(job, *three) == [11, 2, 0]
 
 
 # ---- What goes wrong ----

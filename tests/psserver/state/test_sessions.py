@@ -80,6 +80,26 @@ def test_while_nobody_is_heard_no_lease_runs(members):
     assert states(members) == {one: "open", two: "lost"}
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_after_half_a_lease_without_a_word_a_server_is_cut_off(members, cut):
+    """Then no lease ends; while somebody was heard within that time, it does."""
+    opened(members, A)
+    other = opened(members, B)
+    for now in (3.0, 5.25 if cut else 5.5):
+        members.touch(other, now)
+    assert members.expire(LEASE + 0.5) == ([] if cut else [A])
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_who_is_heard_after_half_a_lease_begins_all_leases_anew(members, cut):
+    """At half a lease it begins its own alone."""
+    opened(members, A)
+    other = opened(members, B)
+    for now in (5.25 if cut else 5.0, 9.0):
+        members.touch(other, now)
+    assert members.expire(LEASE + 0.5) == ([] if cut else [A])
+
+
 def test_whose_connection_ends_as_a_process_does_is_lost_all_the_same(members):
     """A killed process says so by its connection, at once; one that ends long after a silence is a cut network."""
     opened(members, A)
