@@ -13,7 +13,7 @@ from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
 from psserver.sizes import human
-from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder
+from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Start
@@ -50,6 +50,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     PreparedPlan: lambda prepared: prepared.plan.id[:4].hex(),
     RestoreOrder: lambda order: order.stage,
     Start: lambda start: (start.epoch, start.round),
+    Vote: lambda vote: (vote.round, vote.attempt, _cut(vote.error.message) if vote.error else ""),
     VariableSpec: lambda spec: _cut(str(spec)),
     Work: lambda work: f"{work.call.__name__.strip('_').replace('_', ' ')} ({work.queue})",
 }
@@ -179,6 +180,10 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"the log from {index} on: {entries or 'nothing'}"
         case "push", ((int(session), int(round), int(epoch)), int(size), *_):
             return f"{who(session)}: round {round} of epoch {epoch}, {human(size)}"
+        case "hear", (int(server), (int(round), int(attempt), error)):
+            return f"server {server} votes in round {round}" + (", again" if attempt else "") + (error and f": {error}")
+        case "meet", (int(server),):
+            return f"server {server} is connected"
         case "snapshot", (_, str(plan), str(manifest), *_):
             return f"plan {plan}, " + ("the manifest" if manifest else "the shard")
         case "restore", (int(session), str(path), _, str(stage), *_):

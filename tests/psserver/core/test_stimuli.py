@@ -17,7 +17,7 @@ from psserver.core.stimuli import KEPT, LONGEST, QUIET, Stimuli, Stimulus, told
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
-from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder
+from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, Fenced, PSError
 from pswire.model.log import Approved, Created, Epoch, EpochClosed, Start
@@ -89,6 +89,11 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "push": [
         ((Contribution(SESSION, 1, 5, PLAN.id), Payload((), 40), None, FUTURE), f"{WHO}: round 5 of epoch 1, 40 bytes")
     ],
+    "hear": [
+        ((1, Vote(7, 5, PLAN.id, 1, 0, frozenset((SESSION,)))), "server 1 votes in round 5"),
+        ((1, Vote(7, 5, PLAN.id, 1, 1, error=InvalidRequest("no"))), "server 1 votes in round 5, again: no"),
+    ],
+    "meet": [((2,), "server 2 is connected")],
     "snapshot": [
         ((TOKEN, PLAN.id, "", FUTURE), f"plan {ID}, the shard"),
         ((TOKEN, PLAN.id, "{}", FUTURE), f"plan {ID}, the manifest"),
