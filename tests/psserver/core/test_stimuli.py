@@ -19,7 +19,7 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
 from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
-from pswire.errors import CheckpointError, Fenced, PSError
+from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError
 from pswire.model.log import Approved, Created, Epoch, EpochClosed, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import Happened
