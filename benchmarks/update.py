@@ -38,7 +38,7 @@ import psclient as ps
 from psclient._src.config import GLIBC_TUNABLES
 from psclient._src.tracing.recorder import Recording, trace
 from psclient.optimizers.state import state_of
-from psclient.optimizers.update_functions import apply, begin
+from psclient.optimizers.step_functions import apply, begin
 from psserver.devices import Device
 from psserver.execution.execution import Execution
 from psserver.plans.prepared import PreparedPlan
@@ -51,6 +51,7 @@ from pswire.model.log import Member
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Program
 from pswire.model.tensor import TensorSpec, spec_of
+from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
 
 FORMAT = 1
@@ -181,7 +182,7 @@ class Traced:
 def _part(place: int, plan: Plan, gradient: Any, operands: Sequence[Any]) -> MemberShare:
     """What one worker sends."""
     packed = Payload.pack([*operands, gradient])
-    payload = Payload([(at, memoryview(b"".join(buffers))) for at, buffers in packed.parts()], packed.size)
+    payload = Payload([(at, memoryview(b"".join(buffers))) for at, buffers in parts_of(packed)], packed.size)
     said = Contribution(place + 1, 1, 0, plan.id, (1.0,))
     return MemberShare(Member(Task("worker", place), place + 1, 1), said, payload)
 

@@ -4,8 +4,8 @@ from psclient.optimizers import schedules
 from psclient.optimizers.adam import Adam, Adamax, AdamW, Lamb, Nadam
 from psclient.optimizers.adaptive import Adadelta, Adagrad, Ftrl, RMSprop
 from psclient.optimizers.base import Optimizer
-from psclient.optimizers.descent import SGD, Lion
 from psclient.optimizers.loss_scale import DynamicLossScale
+from psclient.optimizers.sgd import SGD, Lion
 
 LAMB = Lamb
 

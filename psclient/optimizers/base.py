@@ -23,7 +23,7 @@ from psclient.optimizers.options import OPTIONS, LearningRate, check_options, ch
 from psclient.optimizers.ranges import Range, check_number
 from psclient.optimizers.state import Needs, State, first_shared
 from psclient.optimizers.step_driver import StepDriver
-from psclient.optimizers.update_functions import become, state_dtype
+from psclient.optimizers.step_functions import become, state_dtype
 from pswire.model.tensor import Array
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from psclient._src.variables.variable import Variable, VariableAggregation
 from psclient.optimizers.loss_scale import DynamicLossScale
-from psclient.optimizers.update_functions import state_dtype
+from psclient.optimizers.step_functions import state_dtype
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array, spec_of
 

@@ -18,7 +18,7 @@ from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import check_gradients
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.state import Needs, State
-from psclient.optimizers.update_functions import apply, become, begin, measure, total
+from psclient.optimizers.step_functions import apply, become, begin, measure, total
 
 _TRAINABLE = operator.attrgetter("trainable")
 

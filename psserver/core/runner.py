@@ -22,8 +22,9 @@ from psserver.execution.nonfinite import NonfiniteValues, NonfiniteVariables
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.counters import ServerCounters
+from psserver.state.pending_round import Waiter
 from psserver.state.rounds import Rounds
-from psserver.state.strands import Record, Waiter
+from psserver.state.strands import Record
 from psserver.state.variables import Store
 from pswire.api import Begun, Contribution, RoundReply, Vote
 from pswire.errors import Fenced, PSError, ServerLost

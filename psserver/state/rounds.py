@@ -14,8 +14,9 @@ from math import isfinite
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
+from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import Parked, PendingRound, Push, Record, Strand, Waiter
+from psserver.state.strands import Parked, Record, Strand
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task

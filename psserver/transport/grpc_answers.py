@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame
-from pswire.transport.payload import Cutter, Part, Payload
+from pswire.transport.parts import Cutter, Part
+from pswire.transport.payload import Payload
 from pswire.transport.traffic import Traffic
 
 KEPT = 4

@@ -31,7 +31,8 @@ from pswire.encoding.verbs import INCARNATION_KEY, VERBS, Verb, fitting, parse, 
 from pswire.errors import InvalidRequest, PSError, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame
-from pswire.transport.payload import EMPTY, Assembly, Payload
+from pswire.transport.parts import Assembly, parts_of
+from pswire.transport.payload import EMPTY, Payload
 
 log = logging.getLogger("psserver")
 
@@ -333,7 +334,7 @@ class Service(grpc.GenericRpcHandler):
     async def _send(self, context: Context, message: Message, payload: Payload) -> None:
         """Sends an answer that is whole; its first part rides with the header."""
         header = message.SerializeToString()
-        for part in payload.parts():
+        for part in parts_of(payload):
             await context.write(self._frames.encoded(header, payload, part))
             header = b""
         if not payload.size:

@@ -21,7 +21,8 @@ from pswire.encoding.protocol import check_protocol
 from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
 from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.transport.payload import Assembly, Payload
+from pswire.transport.parts import Assembly
+from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import Segment, SharedArena
 from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender
 from pswire.transport.tls_socket import Stream

@@ -23,7 +23,7 @@ from pswire.api import ParameterServer
 from pswire.errors import MemoryLimit, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import named
-from pswire.transport.payload import Assembly
+from pswire.transport.parts import Assembly
 from pswire.transport.shared_memory import Segment, SharedArena
 from pswire.transport.sockets import tune
 from pswire.transport.tls_socket import Sealed

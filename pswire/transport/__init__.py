@@ -1,6 +1,7 @@
 """Payloads on their way: what both ends of each lane share.
 
-payload        bytes of tensors that arrive in parts; cuts what is sent into parts
+payload        bytes of tensors, which may still be on their way
+parts          cuts payloads into parts, and puts them together again
 grpc_frames    parts as gRPC messages
 sockets        messages and payloads on plain sockets; tls_socket on encrypted ones
 shared_memory  memory that two processes of one host share

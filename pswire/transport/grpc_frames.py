@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
-from pswire.transport.payload import Part
+from pswire.transport.parts import Part
 
 # Frames: protobuf's wire format of `{ bytes header = 1; Part part = 2; }` by hand, since the generated
 # class copies the data twice more each way. A test holds that both write and read the same bytes.

@@ -40,7 +40,8 @@ from socket import (
 import numpy as np
 
 from pswire.errors import InvalidRequest
-from pswire.transport.payload import Cutter, Part, Payload
+from pswire.transport.parts import Cutter, Part
+from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import SharedArena
 from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import Traffic

@@ -24,7 +24,7 @@ from pswire.errors import Fenced, InvalidRequest, PSError, ServerLost
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame, frames
-from pswire.transport.payload import Assembly
+from pswire.transport.parts import Assembly, parts_of
 from tests.support.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]
@@ -132,7 +132,7 @@ class Cluster:
         """The other member's push, as it travels."""
         sent = self.payload(number)
         header = messages.contribution_to_pb(self.said(self.other), sent.size).SerializeToString()
-        found = list(frames(header, sent.parts()))
+        found = list(frames(header, parts_of(sent)))
         assert len(found) == 3
         return found
 

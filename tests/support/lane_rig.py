@@ -34,6 +34,7 @@ from pswire.encoding import messages
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
+from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import CLIENT_BYTES, Segment
 from pswire.transport.sockets import HEAD, INLINE, Kind, Message
@@ -254,7 +255,7 @@ class Hand:
         """The header and the parts of a contribution; they are not sent."""
         sent = site.payload(number)
         header = messages.contribution_to_pb(site.said(worker), sent.size).SerializeToString()
-        return header, [(offset, b"".join(buffers)) for offset, buffers in sent.parts()]
+        return header, [(offset, b"".join(buffers)) for offset, buffers in parts_of(sent)]
 
     def hear(self) -> Message:
         """The next message but those of memory that is free again; raises `ConnectionError` where there is none."""

@@ -23,6 +23,7 @@ from pswire.model.log import Member
 from pswire.model.plan import Apply, Operand, Plan, ReduceOp, Reduction, Ref
 from pswire.model.program import OPS, Attr, Input, Node, Program, infer
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
+from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
 from tests.support.rig import WORKERS
 
@@ -89,7 +90,7 @@ def job_of(
     parts = []
     for place, arrays in enumerate(contributions):
         packed = Payload.pack([*operands, *arrays])
-        chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in packed.parts(part_bytes)]
+        chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in parts_of(packed, part_bytes)]
         said = Contribution(place + 1, 1, 4, plan.id, tuple(float(place + 1) for _ in arrays))
         parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, packed.size)))
     return ReadyRound(4, PreparedPlan(plan, 0), tuple(parts), (), lambda: "the section")

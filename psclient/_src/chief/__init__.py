@@ -1,7 +1,8 @@
 """The chief: closes epochs, approves plans, finishes checkpoints, gives up who holds up the others.
 
 driver        the chief's loop
-decisions     which epochs, approvals and ends follow from what is known
+epochs        which epoch comes next: who has come, who is dead, where new members begin
+decisions     which approvals and ends follow from what is known
 job_state     what the log of a job says
 job_log       reads server 0's log, appends to it, copies it to the other servers
 checkpoints   commits checkpoints

@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 
+from psclient._src.chief.epochs import Beginning, next_epochs
 from psclient._src.chief.job_state import JobState
 from pswire.api import Watched
 from pswire.cluster import Task
-from pswire.model.log import Approved, Done, Epoch, EpochClosed, LogEntry, Member, Position, Snapshotted, Start
-from pswire.model.status import ServerStatus, SessionState
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """An epoch whose new members begin where the servers stand; these have to be asked first.
-
-    Attributes:
-        number: the epoch's number.
-        members: the epoch's members, in task order.
-        task: the asynchronous worker that is new, and goes on where its task was; None where all members begin
-            together.
-    """
-
-    number: int
-    members: tuple[Member, ...]
-    task: Task | None = None
-
-    def closed(self, statuses: Sequence[ServerStatus]) -> EpochClosed:
-        """The epoch, now that all servers have said where they stand."""
-        start = self._together(statuses) if self.task is None else self._alone(statuses)
-        return EpochClosed(Epoch(self.number, self.members, start=start))
-
-    def _together(self, statuses: Sequence[ServerStatus]) -> Start:
-        """Members begin after the last round that any server knows."""
-        round = -1
-        positions: tuple[Position, ...] = ()
-        for status in statuses:
-            newest = max([status.round, *(waiting.round for waiting in status.waiting)])
-            if newest > round:
-                round, positions = newest, status.positions
-        return Start(self.number, round + 1, positions)
-
-    def _alone(self, statuses: Sequence[ServerStatus]) -> Start:
-        """An asynchronous worker goes on after the last push of its task that reached any server."""
-        places = [place for status in statuses for place in status.places if place.task == self.task]
-        last = max(places, key=lambda place: place.round, default=None)
-        return Start(self.number, last.round + 1, last.positions) if last else Start(self.number, 0)
-
+from pswire.model.log import Approved, Done, LogEntry, Snapshotted
+from pswire.model.status import SessionState
 
 Decision = LogEntry | Beginning
 """An entry for the log, or one for which the servers have to be asked."""
@@ -71,13 +33,8 @@ def decide(
     """
     decided: list[Decision] = [Approved(plan) for plan in watched.plans if plan.id not in state.approved]
     decided += saved
-    decided += _next_epochs(state, watched.sessions, expected, hung)
+    decided += next_epochs(state, watched.sessions, expected, hung)
     return [*decided, Done()] if is_done(state, watched.sessions, expected) else decided
-
-
-def came(sessions: Sequence[SessionState]) -> set[Task]:
-    """The tasks that are here, or have done their part."""
-    return {session.member.task for session in sessions if session.state in ("open", "left")}
 
 
 def undone(sessions: Sequence[SessionState], expected: Set[Task]) -> dict[Task, str]:
@@ -100,56 +57,3 @@ def is_done(state: JobState, sessions: Sequence[SessionState], expected: Set[Tas
         tuple(s.member for s in sessions),
     )
     return all(left.get(member.task, -1) >= member.session for member in last)
-
-
-def _next_epochs(
-    state: JobState, sessions: Sequence[SessionState], expected: Set[Task], hung: Set[int]
-) -> Sequence[EpochClosed | Beginning]:
-    """Returns who takes part from now on; nothing if that does not change."""
-    here = {s.member.session: s for s in sessions if s.state == "open" and s.member.session not in hung}
-    members = [s.member for s in here.values()]
-    current = state.epoch
-    if current is None:
-        return [Beginning(1, _ordered(members))] if here and expected <= came(sessions) else []
-    if any(member.mode == "async" for member in members):
-        return _alone(current, members)
-    return _together(current, here, state.started)
-
-
-def _alone(current: Epoch, here: Sequence[Member]) -> Sequence[EpochClosed | Beginning]:
-    """Asynchronous workers come and go at once: each begins where its task was."""
-    stay = [member for member in current.members if member in here]
-    if len(stay) < len(current.members):
-        # First who is gone is fenced on all servers, so that nothing it sent arrives after they were asked.
-        return [_closed(current, stay)]
-    new = [member for member in here if member not in current.members]
-    return [
-        Beginning(current.number + count, _ordered([*stay, *new[:count]]), member.task)
-        for count, member in enumerate(new, 1)
-    ]
-
-
-def _together(current: Epoch, here: Mapping[int, SessionState], started: Set[int]) -> Sequence[EpochClosed | Beginning]:
-    """Synchronous members take new ones in at a join point."""
-    stay = [m for m in current.members if m.session in here]
-    waiting = [m for m in stay if m.session not in started]
-    new = [s for s in here.values() if s.member not in stay]
-    if len(waiting) == len(stay):
-        # Nobody is left to say where the group stands, but the servers know it: once those who are gone are
-        # fenced on all of them, so that nothing they sent arrives after the servers were asked.
-        if len(stay) < len(current.members):
-            return [_closed(current, stay)]
-        return [Beginning(current.number + 1, _ordered([s.member for s in here.values()]))] if here else []
-    join_point = current.join_point if waiting else next((s.join_point for s in new if s.join_point), "")
-    taken = [s.member for s in new if s.join_point and s.join_point == join_point]
-    if len(stay) == len(current.members) and not taken:
-        return []
-    return [_closed(current, [*stay, *taken], join_point)]
-
-
-def _closed(current: Epoch, members: Sequence[Member], join_point: str = "") -> EpochClosed:
-    return EpochClosed(Epoch(current.number + 1, _ordered(members), join_point))
-
-
-def _ordered(members: Sequence[Member]) -> tuple[Member, ...]:
-    return tuple(sorted(members, key=lambda member: member.task))

@@ -17,7 +17,8 @@ from typing import Any
 from psclient._src.chief.abandonment import AbandonmentTimer, is_here
 from psclient._src.chief.checkpoints import CheckpointCommitter
 from psclient._src.chief.counters import Driven
-from psclient._src.chief.decisions import Beginning, Decision, came, decide, undone
+from psclient._src.chief.decisions import Decision, decide, undone
+from psclient._src.chief.epochs import Beginning, came
 from psclient._src.chief.hung_members import HungMembers
 from psclient._src.chief.job_log import JobLog
 from psclient._src.transport.daemon_threads import Threads

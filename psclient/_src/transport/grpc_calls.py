@@ -19,7 +19,8 @@ from pswire.limits import PART_BYTES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.grpc_frames import Frame, frames
-from pswire.transport.payload import Assembly, Part, Payload
+from pswire.transport.parts import Assembly, Part, parts_of
+from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName, Traffic
 
 Header = TypeVar("Header", pb.RoundHeader, pb.PullHeader)
@@ -83,7 +84,7 @@ class GrpcCalls:
 
     def create(self, header: bytes, value: Payload | None, seconds: float) -> bytes:
         """Calls `Create`, with or without a value."""
-        parts = value.parts() if value else ()
+        parts = parts_of(value) if value else ()
         return self._answer(self._start(self._stubs["Create"].future, self._frames(header, parts), seconds))
 
     def watch(self, data: bytes, seconds: float) -> bytes:

@@ -25,7 +25,8 @@ from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.transport.payload import Assembly, Payload
+from pswire.transport.parts import Assembly
+from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import CLIENT_BYTES, Hold, Segment, SharedArena, SharedView
 from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender, tune
 from pswire.transport.tls_socket import Sealed, Stream

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from psclient._src.devices import Download
 from pswire.model.tensor import Array, align, as_bytes
-from pswire.transport.payload import Cutter, Part, Payload
+from pswire.transport.parts import Cutter, Part
+from pswire.transport.payload import Payload
 
 Sent = Array | Download
 """A host array, `portable`, or one that a copy from a GPU is filling."""

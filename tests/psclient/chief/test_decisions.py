@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psclient._src.chief.decisions import Beginning, decide, undone
+from psclient._src.chief.decisions import decide, undone
+from psclient._src.chief.epochs import Beginning
 from psclient._src.chief.job_state import JobState
 from pswire.api import Watched
 from pswire.model.log import Approved, Done, Epoch, EpochClosed, LogEntry, Member, Position, Start, Started

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psclient._src.chief.decisions import Beginning, decide
+from psclient._src.chief.decisions import decide
+from psclient._src.chief.epochs import Beginning
 from psclient._src.chief.job_state import JobState
 from psclient._src.devices import Device
 from psclient._src.rounds.membership import Group

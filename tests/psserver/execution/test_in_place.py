@@ -18,6 +18,7 @@ from pswire.errors import ProgramError
 from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, as_bytes
+from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
 from tests.support.programs import job_of, plan_of, run, same_bits, traced
 from tests.support.rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
@@ -43,7 +44,7 @@ HOLDERS = {
     "a view of a view": lambda array: array.reshape(2, -1)[0].view("uint8"),
     "a memoryview": memoryview,
     "its bytes in a payload": lambda array: Payload.pack([array]),
-    "one part of a payload": lambda array: next(Payload.pack([array]).parts())[1],
+    "one part of a payload": lambda array: next(parts_of(Payload.pack([array])))[1],
     "bytes as they travel": as_bytes,
     "an array over its buffer": lambda array: np.frombuffer(memoryview(array)),
     "DLPack": lambda array: np.from_dlpack(array),

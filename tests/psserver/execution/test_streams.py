@@ -28,6 +28,7 @@ from pswire.model.log import Member
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
+from pswire.transport.parts import parts_of
 from pswire.transport.payload import EMPTY, Payload
 from tests.support.programs import run, same_bits
 from tests.support.rig import (
@@ -762,7 +763,7 @@ def rounds(draw):
 
 def growing(part):
     """The same part, of which nothing has come; and what is to come of it."""
-    return replace(part, payload=Payload((), part.payload.size)), list(part.payload.parts(2 * ALIGN))
+    return replace(part, payload=Payload((), part.payload.size)), list(parts_of(part.payload, 2 * ALIGN))
 
 
 KERNELS = Kernels(Device())

@@ -41,6 +41,7 @@ from pswire.limits import Timeouts
 from pswire.model.log import LogEntry
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
+from pswire.transport.parts import parts_of
 from pswire.transport.sockets import Kind, Message
 from pswire.transport.traffic import LaneName
 from tests.support.samples import (
@@ -272,7 +273,7 @@ def waiting(stack: ExitStack) -> list[Heard]:
 def by_hand(lease: float) -> list[bytes]:
     """What a client says that pushes a contribution in parts, as bytes: a hello, the push, and two parts."""
     payload = reply(small()).payload
-    data = b"".join(b"".join(buffers) for _, buffers in payload.parts())
+    data = b"".join(b"".join(buffers) for _, buffers in parts_of(payload))
     hello = pb.LaneHello(session=SESSION, token=LANE_TOKEN, lease=lease)
     header = messages.contribution_to_pb(contribution(), len(data))
     pieces = [data[:16], data[16:32], data[32:]]

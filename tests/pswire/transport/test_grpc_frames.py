@@ -13,7 +13,8 @@ from pswire.limits import ALIGN, PART_BYTES
 from pswire.model.tensor import DTYPES, Array, TensorSpec, portable, spec_of
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import MAX_OVERHEAD, Frame, frames
-from pswire.transport.payload import Assembly, Payload
+from pswire.transport.parts import Assembly, parts_of
+from pswire.transport.payload import Payload
 
 
 @st.composite
@@ -44,7 +45,7 @@ def bits(array: Array) -> bytes:
 def travel(payload: Payload) -> Payload:
     """The payload as the other end has it."""
     assembly = Assembly(payload.size)
-    for sent in frames(b"header", payload.parts()):
+    for sent in frames(b"header", parts_of(payload)):
         frame = Frame.decode(sent.encode())
         assembly.add(frame.offset, frame.data or ())
     return assembly.check_whole()
@@ -68,7 +69,7 @@ def test_a_tensor_of_several_parts_is_whole_again() -> None:
     """A tensor larger than a part arrives whole, and so does the small one behind it."""
     large, small = np.arange(PART_BYTES // 2 + 5, dtype=np.float32), np.array(7.0)
     payload = Payload.pack([large, small])
-    assert len(list(payload.parts())) == 4
+    assert len(list(parts_of(payload))) == 4
     came = travel(payload).tensors([spec_of(large), spec_of(small)])
     np.testing.assert_array_equal(came[0], large)
     assert came[1] == small
@@ -76,7 +77,7 @@ def test_a_tensor_of_several_parts_is_whole_again() -> None:
 
 def test_a_tensor_within_one_part_is_not_copied() -> None:
     """What one part holds is a read-only view of the received bytes."""
-    message = next(frames(b"", Payload.pack([np.arange(4.0)]).parts())).encode()
+    message = next(frames(b"", parts_of(Payload.pack([np.arange(4.0)])))).encode()
     assembly = Assembly(32)
     frame = Frame.decode(message)
     assembly.add(frame.offset, frame.data or ())

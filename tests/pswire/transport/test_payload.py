@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN, PART_BYTES
 from pswire.model.tensor import Array, TensorSpec, layout
-from pswire.transport.payload import MIN_PART_BYTES, SPARE_PARTS, Assembly, Chunk, Cutter, Part, Payload
+from pswire.transport.parts import MIN_PART_BYTES, SPARE_PARTS, Assembly, Cutter, Part, parts_of
+from pswire.transport.payload import Chunk, Payload
 
 STEP = 2 * ALIGN
 SIZES = st.lists(st.integers(0, 100), max_size=6)
@@ -45,7 +46,7 @@ def joined(payload: Payload) -> bytes:
     return bytes(out)
 
 
-def parts_of(whole: bytes, cuts: Iterable[int]) -> list[Chunk]:
+def cut_at(whole: bytes, cuts: Iterable[int]) -> list[Chunk]:
     """Bytes cut at some multiples of ALIGN."""
     at = sorted({0, len(whole), *(cut * ALIGN for cut in cuts if cut * ALIGN < len(whole))})
     return [(start, memoryview(whole[start:end])) for start, end in itertools.pairwise(at)]
@@ -72,7 +73,7 @@ def check_parts(parts: Sequence[Part], sizes: Sequence[int], part_bytes: int) ->
 def test_parts_cover_the_payload_in_order(sizes: list[int], part_bytes: int) -> None:
     """Without gap or overlap, at aligned places; none is too large, and no tensor that fits one is cut."""
     chunks, size, _ = content(sizes)
-    check_parts(list(Payload(chunks, size).parts(part_bytes)), sizes, part_bytes)
+    check_parts(list(parts_of(Payload(chunks, size), part_bytes)), sizes, part_bytes)
 
 
 @given(SIZES, PART_SIZES, st.lists(st.integers(0, 2), max_size=12))
@@ -98,7 +99,7 @@ def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, turns: 
     cut()
     assert cutter.done
     check_parts(parts, sizes, part_bytes)
-    assert parts == list(Payload(chunks, size).parts(part_bytes))
+    assert parts == list(parts_of(Payload(chunks, size), part_bytes))
 
 
 @given(SIZES, PART_SIZES)
@@ -133,7 +134,7 @@ def test_a_payload_grows(sizes: list[int], cuts: list[int]) -> None:
     chunks, size, whole = content(sizes)
     specs = [TensorSpec("uint8", (n,)) for n in sizes]
     payload = Payload((), size)
-    for offset, buffer in parts_of(whole, cuts):
+    for offset, buffer in cut_at(whole, cuts):
         assert not payload.whole
         payload.add(offset, buffer)
         assert payload.end == offset + len(buffer)
@@ -255,9 +256,9 @@ def test_attempts_complete_each_other(sizes: list[int], data: st.DataObject) -> 
     """Cut as they like, begun and broken off at any time: the first has all bytes once the last one is whole."""
     _, size, whole = content(sizes)
     kept = Payload((), size)
-    attempts = [(kept, parts_of(whole, data.draw(CUTS)))]
+    attempts = [(kept, cut_at(whole, data.draw(CUTS)))]
     for _ in range(data.draw(st.integers(0, 3))):
-        attempts.append((Payload((), size), parts_of(whole, data.draw(CUTS))))
+        attempts.append((Payload((), size), cut_at(whole, data.draw(CUTS))))
     followed = {0}
     while attempts[-1][1]:
         which = data.draw(st.integers(0, len(attempts) - 1))
@@ -286,7 +287,7 @@ def test_attempts_come_at_once() -> None:
             ready.wait()
             if follows:
                 kept.follow(payload)
-            for chunk in parts_of(whole, range(0, 400, step)):
+            for chunk in cut_at(whole, range(0, 400, step)):
                 payload.add(*chunk)
 
         _together(
@@ -395,5 +396,5 @@ def test_a_payload_of_another_size_is_refused() -> None:
 def test_what_fits_a_part_is_one(sizes: list[int]) -> None:
     """However many tensors it is: a push that fits one message is one."""
     payload = Payload.pack([np.zeros(size, np.uint8) for size in sizes])
-    count = len(list(payload.parts()))
+    count = len(list(parts_of(payload)))
     assert count == 1 if payload.size <= PART_BYTES else count == 2

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
 from pswire.model.tensor import Array
-from pswire.transport.payload import Assembly, Payload
+from pswire.transport.parts import Assembly
+from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import Segment, SharedArena, SharedView
 from pswire.transport.sockets import (
     HEAD,

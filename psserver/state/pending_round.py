@@ -1,0 +1,132 @@
+"""A round that gathers its contributions: who is missing, and whether it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from psserver.effects import Effect, Fail
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
+from pswire.api import Contribution, RoundReply
+from pswire.errors import PSError
+from pswire.model.log import Member, Position
+from pswire.transport.payload import Payload
+
+Waiter = tuple[Contribution, Future[RoundReply]]
+
+
+@dataclass(frozen=True)
+class Push:
+    """One arrival of a contribution.
+
+    Attributes:
+        said: the contribution, without the payload.
+        payload: operands, then contributions; it may still grow.
+        since: the time of arrival, in monotonic seconds.
+        future: its answer.
+    """
+
+    said: Contribution
+    payload: Payload
+    since: float
+    future: Future[RoundReply]
+
+
+@dataclass
+class PendingRound:
+    """A round that gathers its contributions.
+
+    Attributes:
+        plan_id: the id of its plan.
+        epoch: the number of the epoch that its members named.
+        members: the members that make it.
+        since: the time of its first contribution, in monotonic seconds.
+        parts: the contributions, by session.
+        waiters: the answers that members wait for.
+        error: the error of a failed round; None otherwise.
+        doubtful: pushes of newcomers that differ from it, before an older member has pushed.
+    """
+
+    plan_id: bytes
+    epoch: int
+    members: tuple[Member, ...]
+    since: float
+    parts: dict[int, MemberShare] = field(default_factory=dict)
+    waiters: list[Waiter] = field(default_factory=list)
+    error: PSError | None = None
+    doubtful: list[Push] = field(default_factory=list)
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Positions of its members' datasets."""
+        return next((part.said.positions for part in self.parts.values() if part.said.positions), ())
+
+    @property
+    def sessions(self) -> set[int]:
+        """The sessions that wait for it."""
+        return {said.session for said, _ in self.waiters} | {push.said.session for push in self.doubtful}
+
+    def differs(self, said: Contribution) -> bool:
+        """Returns True if a contribution has another plan or epoch than this round, which has not failed."""
+        return self.error is None and (self.plan_id, self.epoch) != (said.plan_id, said.epoch)
+
+    def missing(self, fenced: Set[int]) -> list[Member]:
+        """Returns the members, without fenced ones, whose contributions are not whole."""
+        whole = {session for session, part in self.parts.items() if part.payload.whole}
+        return [m for m in self.members if m.session not in whole | fenced]
+
+    def usable(self, fenced: Set[int]) -> list[MemberShare]:
+        """Returns the contributions that count, in task order; an incomplete one of a fenced member does not."""
+        parts = sorted(self.parts.values(), key=lambda part: part.member.task)
+        return [part for part in parts if part.payload.whole or part.member.session not in fenced]
+
+    def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
+        """Returns the servers that agree on whose contributions it has; none where each decides alone."""
+        whole = len(plan.plan.servers) > 1 and all(member.mode == "whole" for member in self.members)
+        return plan.plan.servers if whole else ()
+
+    def streams(self, plan: PreparedPlan) -> bool:
+        """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
+        together = all(member.mode != "async" for member in self.members)
+        return together and plan.streams and not self.voters(plan)
+
+    def awaits(self, plan: PreparedPlan | None, fenced: Set[int]) -> bool:
+        """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin."""
+        streams = plan is not None and self.streams(plan)
+        for member in self.members:
+            part = self.parts.get(member.session)
+            if member.session not in fenced and (part is None or not (streams or part.payload.whole)):
+                return True
+        return plan is None
+
+    def ready(
+        self, number: int, plan: PreparedPlan, fenced: Set[int], section: Callable[[], str], key: Key
+    ) -> ReadyRound:
+        """Returns this round ready to run, given its number, its plan and that in words, and its strand."""
+        parts = self.usable(fenced)
+        there = {part.member.session for part in parts}
+        streams = self.streams(plan) and not all(part.said.observes for part in parts)
+        left_out = tuple(member.task for member in self.members if member.session not in there)
+        commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
+        voters, error = self.voters(plan), self.error
+        return ReadyRound(
+            number, plan, tuple(parts), left_out, section, key, commit, self.since, self.epoch, voters, error
+        )
+
+    def fail(self, error: PSError) -> list[Effect]:
+        """Fails the round for all its waiters."""
+        self.error = error
+        failed = [*(future for _, future in self.waiters), *(push.future for push in self.doubtful)]
+        self.waiters.clear()
+        self.doubtful.clear()
+        return [Fail(future, error) for future in failed]
+
+    def fail_session(self, session: int, error: PSError) -> list[Effect]:
+        """Fails the calls of one session."""
+        failed = [push.future for push in self.doubtful if push.said.session == session]
+        failed += [future for said, future in self.waiters if said.session == session]
+        self.doubtful = [push for push in self.doubtful if push.said.session != session]
+        self.waiters = [waiter for waiter in self.waiters if waiter[0].session != session]
+        return [Fail(future, error) for future in failed]
