@@ -1,7 +1,8 @@
 """The state machines of a server: plain data and rules, no threads, no I/O.
 
 sessions   leases, members, and the token of the newest chief
-rounds     the contributions of each round, and its completion; strands are its parts
+rounds     contributions of rounds; pending_round knows when a round is complete, strands the answers that are kept
+votes      agreement of the servers of a plan on whose contributions count
 variables  the values of variables
 counters   counts of all that happens, for the metrics
 """
