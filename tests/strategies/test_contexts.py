@@ -272,7 +272,7 @@ def test_a_variable_may_be_read_everywhere(strategy):
     for where in ("outside", "scope", "replica", "merge"):
         found = inside(strategy, where, lambda: strategy.extended.read_var(strategy.v).tolist())
         assert found == [[1.0] * 3] * len(found)
-    w = variable(strategy)
+    w = variable(strategy, beside=strategy.v)
     strategy.extended.update(w, lambda w: w.assign(strategy.extended.read_var(strategy.v) + 1.0))
     assert w.numpy().tolist() == [2.0] * 3
 

@@ -18,9 +18,11 @@ def test_devices_have_full_names(strategy):
     assert extended.worker_devices == tuple(
         f"/job:{job}/task:0/device:CPU:{index}" for index in range(replicas(strategy))
     )
-    servers = ("/job:ps/task:0/device:CPU:0",)
+    servers = tuple(f"/job:ps/task:{server}/device:CPU:0" for server in range(len(extended.parameter_devices)))
     assert extended.parameter_devices == (servers if kind == "embedded" else extended.worker_devices)
-    assert set(variable(strategy).devices) == set(extended.parameter_devices)
+    found = [variable(strategy).devices for _ in range(4)]
+    assert {device for devices in found for device in devices} == set(extended.parameter_devices)
+    assert {len(devices) for devices in found} == {1 if kind == "embedded" else replicas(strategy)}
 
 
 def test_what_is_created_beside_a_variable_lives_where_it_does(strategy):

@@ -53,7 +53,8 @@ def test_the_documents_example(strategy):
 
 def test_what_the_function_returns_comes_back(strategy):
     """Nests of arrays, of the variable, of None and of what is no array at all; merged over the copies."""
-    v, u = variable(strategy, [1.0, 2.0, 3.0]), variable(strategy, [4.0, 5.0, 6.0])
+    v = variable(strategy, [1.0, 2.0, 3.0])
+    u = variable(strategy, [4.0, 5.0, 6.0], beside=v)
 
     def fn(v, u, x):
         old = v.value()
@@ -207,7 +208,8 @@ def test_arguments_that_are_no_arrays_are_handed_on(strategy):
 
 def test_several_variables_are_assigned(strategy):
     """Arguments and by closures; each once for every copy, and each sees what was assigned before it."""
-    v, u, w = (variable(strategy, [1.0, 2.0, 3.0]) for _ in range(3))
+    v = variable(strategy, [1.0, 2.0, 3.0])
+    u, w = (variable(strategy, [1.0, 2.0, 3.0], beside=v) for _ in range(2))
 
     def fn(v, u):
         v.assign(u + w)
@@ -266,7 +268,8 @@ def test_an_error_in_the_function_leaves_the_variable(strategy):
 
 def test_methods_of_variables_are_update_functions(strategy):
     """As the documents say: `fn` can be `assign_add`."""
-    v, w = variable(strategy), variable(strategy, [1.0, 2.0, 3.0])
+    v = variable(strategy)
+    w = variable(strategy, [1.0, 2.0, 3.0], beside=v)
     strategy.extended.update(v, lambda v, x: v.assign_add(x), (w,))
     strategy.extended.update_non_slot(strategy.extended.non_slot_devices([v]), v.assign_sub, (0.5,))
     assert v.numpy().tolist() == [0.5, 1.5, 2.5]

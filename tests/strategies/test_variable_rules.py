@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -197,6 +199,30 @@ def test_in_cross_replica_context_one_value_is_assigned(strategy):
     with pytest.raises((ValueError, TypeError), match="reduce"):
         v.assign(ps.PerReplica([np.zeros(3, "float32")] * max(2, replicas(strategy))))
     assert shown(v) == [5.0] * 3
+
+
+@pytest.mark.parametrize("where", ["outside", "scope", "merge"])
+def test_a_variable_is_assigned_from_one_that_lies_anywhere(strategy, where):
+    """In cross-replica context, also from what was reduced to the other, and where both were just assigned."""
+    made = [variable(strategy, [1.0, 2.0, 3.0]) for _ in range(4)]
+    v, first = made[0], next((w for w in made[1:] if w.place != made[0].place), made[1])
+    several = kind_of(strategy) == "embedded" and len(strategy.extended.parameter_devices) > 1
+    assert (v.place != first.place) == several
+    ones = strategy.experimental_distribute_values_from_function(lambda _: np.ones(3, "float32"))
+
+    def assign(strategy):
+        for _ in range(2):
+            first.assign_add(v)
+            v.assign(first)
+        v.assign_sub(strategy.extended.reduce_to("mean", ones, first))
+        first.assign(strategy.extended.update(v, lambda v: v * 10.0))
+
+    if where == "merge":
+        merged(strategy, assign)
+    else:
+        with strategy.scope() if where == "scope" else contextlib.nullcontext():
+            assign(strategy)
+    assert (shown(v), shown(first)) == ([3.0, 7.0, 11.0], [30.0, 70.0, 110.0])
 
 
 def test_an_update_function_assigns_what_it_is_given(strategy):

@@ -57,6 +57,12 @@ class ServerVariable(Variable):
     def _fetch(self) -> Array:
         return self._fetch_handle(self.handle)
 
+    def _beside(self, value: Any) -> Any:
+        # A value crosses servers by way of this process; another strategy's variable is refused later, with a word.
+        here = not isinstance(value, Variable) or value.strategy is self.strategy
+        place = getattr(value, "place", None) if isinstance(value, Readable) and here else None
+        return value if place is None or set(self.place) <= set(place) else value.numpy()
+
     def _copy_on(self, device: Device) -> AnyArray:
         if device.kind == "cpu":
             return self._fetch()

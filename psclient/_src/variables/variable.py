@@ -269,7 +269,7 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
             return getattr(lift(self), how)(value)
         elsewhere = context.get_strategy() is not self.strategy  # which is refused there, with a word
         if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
-            return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (value,))
+            return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (self._beside(value),))
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"variable {self.name!r} is assigned in replica context, where each replica may have another value; "
@@ -277,6 +277,10 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
                 "cross-replica context"
             )
         return context.require_replica(how).merge_call(self._merge_assign, args=(how, value))
+
+    def _beside(self, value: Any) -> Any:
+        """The value as an update of this variable takes it."""
+        return value
 
     def _merge_assign(self, strategy: StrategyFace, how: str, value: Any) -> Any:
         self._check_summed(strategy, how, value)
