@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from psclient._src import nest
-from psclient._src.devices import to_numpy
 from psclient._src.nest import Nest
 from pswire.model.tensor import Array
+
+_NUMBERS = frozenset({bool, int, float, complex})
 
 
 class DistributedValues:
@@ -55,13 +55,6 @@ class PerReplica(DistributedValues):
             "a PerReplica value has one value for each replica and is no array; reduce it with "
             "strategy.reduce, or take it apart with strategy.experimental_local_results"
         )
-
-
-class Mirrored(DistributedValues):
-    """A value that is the same on every replica. As an array it is the first replica's."""
-
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        return np.array(to_numpy(self.values[0]), dtype=dtype, copy=copy)
 
 
 class Component:
@@ -123,16 +116,16 @@ def regroup(given: Sequence[Nest]) -> Nest:
 
 
 def regroup_results(results: Sequence[Nest]) -> Nest:
-    """Merges what the local replicas computed, as `regroup`; but Python numbers always become `PerReplica`.
+    """Merges what the local replicas computed, as `regroup`; but Python's numbers that are equal merge to that number.
 
     Python shares small numbers: whether two equal ones are the same object says nothing.
     """
     return _merged(_merge_result, results)
 
 
-def merge_copies(results: Sequence[Nest]) -> Nest:
-    """Merges what an update returned for each copy of a variable, as `regroup`; but what differs is `Mirrored`."""
-    return _merged(partial(_merge, kind=Mirrored), results)
+def merge_copies(results: Sequence[Nest], kind: type[DistributedValues]) -> Nest:
+    """Merges what an update returned for each copy of a variable, as `regroup`; what differs becomes this kind."""
+    return _merged(partial(_merge, kind=kind), results)
 
 
 def _merged(merge: Callable[..., Any], given: Sequence[Nest]) -> Nest:
@@ -141,8 +134,10 @@ def _merged(merge: Callable[..., Any], given: Sequence[Nest]) -> Nest:
 
 
 def _merge_result(*leaves: Any) -> Any:
-    shared = len(leaves) > 1 and isinstance(leaves[0], bool | int | float | complex)
-    return PerReplica(leaves) if shared else _merge(*leaves)
+    first = leaves[0]
+    if type(first) in _NUMBERS and all(type(leaf) is type(first) and leaf == first for leaf in leaves):
+        return first
+    return _merge(*leaves)
 
 
 def _merge(*leaves: Any, kind: type[DistributedValues] = PerReplica) -> Any:

@@ -110,12 +110,16 @@ def test_equal_arrays_that_are_not_one_stay_apart(strategy):
 
 
 @pytest.mark.parametrize("number", [7, True, 0.5, 1j])
-def test_python_numbers_stay_apart(strategy, number):
-    """Whether Python shares a number says nothing."""
-    result = strategy.run(lambda: number)
-    assert strategy.experimental_local_results(result) == (number,) * replicas(strategy)
-    if replicas(strategy) == 1:
-        assert result is number
+def test_python_numbers_that_are_equal_are_one(strategy, number):
+    """Whether Python shares a number says nothing: each replica makes its own. Those that differ stay apart."""
+    result = strategy.run(lambda: type(number)(str(number)))
+    assert (type(result), result) == (type(number), number)
+    apart = by_replica(strategy, lambda replica: number if replica else -1)
+    assert strategy.experimental_local_results(apart) == (-1, *[number] * (replicas(strategy) - 1))
+    assert strategy.reduce("mean", result, axis=None) == number
+    if replicas(strategy) > 1:
+        with pytest.raises(ValueError, match=r"SUM of .*run makes one where all are equal, so return arrays"):
+            strategy.reduce("sum", result, axis=None)
 
 
 def test_what_replicas_see_of_a_variable_merges_to_it(strategy):

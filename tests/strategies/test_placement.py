@@ -19,10 +19,10 @@ def test_devices_have_full_names(strategy):
         f"/job:{job}/task:0/device:CPU:{index}" for index in range(replicas(strategy))
     )
     servers = tuple(f"/job:ps/task:{server}/device:CPU:0" for server in range(len(extended.parameter_devices)))
-    assert extended.parameter_devices == (servers if kind == "embedded" else extended.worker_devices)
-    found = [variable(strategy).devices for _ in range(4)]
-    assert {device for devices in found for device in devices} == set(extended.parameter_devices)
-    assert {len(devices) for devices in found} == {1 if kind == "embedded" else replicas(strategy)}
+    servers = servers if kind == "embedded" else extended.worker_devices
+    assert extended.parameter_devices == servers
+    for device in extended.parameter_devices:
+        assert variable(strategy, beside=(device,)).devices == ((device,) if kind == "embedded" else servers)
 
 
 def test_what_is_created_beside_a_variable_lives_where_it_does(strategy):

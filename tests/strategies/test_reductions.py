@@ -306,13 +306,99 @@ def test_to_a_device_that_is_not_here(strategy):
             strategy.extended.reduce_to("mean", mine(strategy, [1.0] * 4), to)
 
 
-def test_a_reduced_value_may_be_reduced_again(strategy):
-    """As the mirrored value that it is: a sum over R copies is R times as large."""
+def test_a_mirrored_value_is_reduced_already(strategy):
+    """Its mean is itself; a sum of it is refused on every strategy, by `reduce` and by `reduce_to`."""
     n = replicas(strategy)
     x = mine(strategy, [np.float32(1.0)] * 4)
     once = strategy.extended.reduce_to("sum", x, x)
     assert strategy.reduce("mean", once, axis=None) == n
-    assert strategy.reduce("sum", once, axis=None) == n * n
+    mirrored = ps.Mirrored([np.float32(3.0)] * n)
+    assert strategy.reduce("mean", mirrored, axis=None) == 3.0
+    for value in (mirrored, *([once, strategy.extended.reduce_to("sum", x, variable(strategy))] if n > 1 else [])):
+        for attempt in (
+            lambda value=value: strategy.reduce("SUM", value, axis=None),
+            lambda value=value: strategy.extended.reduce_to("sum", value, "cpu:0"),
+        ):
+            with pytest.raises(ValueError, match="SUM of"):
+                attempt()
+
+
+def test_what_each_replica_all_reduced_is_a_value_of_each(strategy):
+    """A result for each replica, whose sum is R times as large; with one replica the value itself."""
+    n = replicas(strategy)
+    x = mine(strategy, [np.float32(i + 1.0) for i in range(4)])
+    total = sum(range(1, n + 1))
+    for merge in (
+        lambda own: here().all_reduce("sum", own),
+        lambda own: here().merge_call(lambda s, y: s.extended.reduce_to("sum", y, y), (own,)),
+    ):
+        found = strategy.run(merge, (x,))
+        assert isinstance(found, ps.PerReplica) == (n > 1)
+        assert [float(own) for own in strategy.experimental_local_results(found)] == [total] * n
+        assert strategy.reduce("SUM", found, axis=None) == n * total
+
+
+WAYS = {
+    "reduce": lambda s, x, v: s.reduce("sum", x, axis=None),
+    "reduce_to the value": lambda s, x, v: s.extended.reduce_to("sum", x, x),
+    "reduce_to a device": lambda s, x, v: s.extended.reduce_to("sum", x, s.extended.worker_devices[0]),
+    "reduce_to a variable": lambda s, x, v: s.extended.reduce_to("sum", x, v),
+    "batch_reduce_to": lambda s, x, v: s.extended.batch_reduce_to("sum", [(x, v)])[0],
+    "all_reduce": lambda s, x, v: s.experimental_local_results(s.run(lambda y: here().all_reduce("sum", y), (x,)))[0],
+}
+USES = {
+    "add": lambda r: r + 1,
+    "radd": lambda r: 1 + r,
+    "divided": lambda r: r / np.float32(2.0),
+    "negated": lambda r: -r,
+    "power": lambda r: r**2,
+    "greater": lambda r: r > 2,
+    "equal": lambda r: r == np.float32(3.0),
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "shape": lambda r: r.shape,
+    "ndim": lambda r: r.ndim,
+    "dtype": lambda r: r.dtype,
+    "format": lambda r: f"{r:.3f}",
+    "ufunc": np.sqrt,
+    "function": lambda r: np.sum([r, r]),
+    "array": np.asarray,
+    "numpy": lambda r: r.numpy(),
+    "type of numpy": lambda r: type(r.numpy()),
+    "round": lambda r: np.round(r / 3, 2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("use", USES)
+def test_a_reduced_value_is_used_as_an_array(strategy, way, use):
+    """Whichever way it was reduced, and wherever it is: only its class may differ, and what comes of it is NumPy's."""
+    n = replicas(strategy)
+    if kind_of(strategy) == "default" and way == "all_reduce":
+        pytest.skip("the default context's one replica gets back what it gave")
+    x = mine(strategy, [np.float32(i + 1.0) for i in range(4)])
+    expected = np.asarray(np.float32(sum(range(1, n + 1))))
+    with strategy.scope():
+        found = USES[use](WAYS[way](strategy, x, variable(strategy, 0.0)))
+    if use.endswith("numpy"):
+        assert found == (np.ndarray if "type" in use else expected)
+    else:
+        wanted = USES[use](expected)
+        assert (found, type(found)) == (wanted, type(wanted))
+
+
+def test_reduced_arrays_have_their_elements(strategy):
+    """They are indexed, iterated over, and have a length, of any way to reduce them."""
+    n, v = replicas(strategy), variable(strategy)
+    x = mine(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)])
+    total = float(sum(range(1, n + 1)))
+    for way in WAYS.values():
+        with strategy.scope():
+            found = way(strategy, x, v)
+            assert (len(found), found.shape, float(found[1])) == (3, (3,), total)
+            assert [float(item) for item in found] == [total] * 3
+            assert (found * found).sum() == 3 * total**2
 
 
 # ---- batch_reduce_to, broadcast_to ----

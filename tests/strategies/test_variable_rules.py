@@ -204,10 +204,9 @@ def test_in_cross_replica_context_one_value_is_assigned(strategy):
 @pytest.mark.parametrize("where", ["outside", "scope", "merge"])
 def test_a_variable_is_assigned_from_one_that_lies_anywhere(strategy, where):
     """In cross-replica context, also from what was reduced to the other, and where both were just assigned."""
-    made = [variable(strategy, [1.0, 2.0, 3.0]) for _ in range(4)]
-    v, first = made[0], next((w for w in made[1:] if w.place != made[0].place), made[1])
-    several = kind_of(strategy) == "embedded" and len(strategy.extended.parameter_devices) > 1
-    assert (v.place != first.place) == several
+    devices = strategy.extended.parameter_devices
+    v, first = (variable(strategy, [1.0, 2.0, 3.0], beside=(devices[place],)) for place in (0, -1))
+    assert (v.place != first.place) == (kind_of(strategy) == "embedded" and len(devices) > 1)
     ones = strategy.experimental_distribute_values_from_function(lambda _: np.ones(3, "float32"))
 
     def assign(strategy):

@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from psclient._src import context, nest
-from psclient._src.arraylike import Readable, read
+from psclient._src.arraylike import HostArray, Mirrored, Readable, read, reduced_array
 from psclient._src.context import StrategyFace
-from psclient._src.devices import Device, is_array, to_device, to_numpy
+from psclient._src.devices import Device, is_array, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.local import apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.template import HostValue, travels_as
 from psclient._src.options import ReduceOp, ReduceOpName
-from psclient._src.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
+from psclient._src.values import DistributedValues, PerReplica, container, local_results, merge_copies, unwrap
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
@@ -182,11 +182,12 @@ class StrategyExtended:
             experimental_hints: ignored.
 
         Returns:
-            A lazy value with the variable's locality, or an array, or a mirrored value.
+            A lazy value with the variable's locality, or an array, or a mirrored value: each may be used as an array,
+            and has `numpy()`.
 
         Raises:
-            ValueError: SUM of a plain value with several local replicas; shapes that differ; a variable of another
-                strategy, or a device of another process.
+            ValueError: SUM of a plain value with several local replicas, or of a mirrored one; shapes that differ; a
+                variable of another strategy, or a device of another process.
             TypeError: the value is no array of numbers; the destination is none.
             RuntimeError: called in replica or update context.
         """
@@ -228,9 +229,9 @@ class StrategyExtended:
                 return self._here(local)
             return self._reduced([(local, self._destination(destination, None))])[0]
 
-    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> Array:
+    def reduce(self, op: ReduceOp, value: Any, axis: int | None) -> HostArray:
         """One reduction whose value comes back to every process, at once; see `StrategyFace.reduce`."""
-        return self._here(self._local(op, value, axis))
+        return self._here(self._local(op, value, axis)).view(HostArray)
 
     def contributions(self, values: Sequence[Any], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
         """Returns what this process contributes to sums like those of before, if it fits; else fewer items.
@@ -272,6 +273,11 @@ class StrategyExtended:
 
     def _local(self, op: ReduceOp, value: Any, axis: int | None) -> LocalValue:
         replicas = len(self.worker_devices)
+        if isinstance(value, Mirrored) and op is ReduceOp.SUM:
+            raise ValueError(
+                "SUM of a Mirrored value, which is one value that all replicas have: it is reduced already; use it as "
+                "it is, or MEAN, which returns it"
+            )
         if isinstance(value, DistributedValues) and not isinstance(value, MirroredVariable):
             values = tuple(unwrap(value, replicas))
         elif replicas == 1:
@@ -279,9 +285,11 @@ class StrategyExtended:
         elif op is ReduceOp.MEAN:
             values = (value,) * replicas
         else:
+            number = isinstance(value, bool | int | float | complex)
             raise ValueError(
                 f"SUM of {type(value).__name__}, which is not a per-replica value, with {replicas} local replicas: "
                 "give what strategy.run returned from each replica, or use MEAN"
+                + ("; of Python's numbers run makes one where all are equal, so return arrays" if number else "")
             )
         # A variable's copies count, whatever their replicas' batches are.
         empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
@@ -321,7 +329,7 @@ class StrategyExtended:
     def _bring(value: Any, devices: Sequence[Device]) -> Any:
         """A value on worker devices: an array for one, else mirrored."""
         array = read(value)
-        copies = [to_device(array, device) for device in devices]
+        copies = [reduced_array(array, device) for device in devices]
         return copies[0] if len(copies) == 1 else Mirrored(copies)
 
     # ---- Updates ----
@@ -414,7 +422,7 @@ class StrategyExtended:
 def _merged(results: Sequence[Any], group: bool) -> Any:
     """The results of an update, one for each copy of what it updated."""
     if group:
-        return merge_copies(results)
+        return merge_copies(results, Mirrored)
     return nest.map_structure(lambda *leaves: list(leaves), *results)
 
 

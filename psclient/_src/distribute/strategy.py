@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 
 from psclient._src import context, nest, values
+from psclient._src.arraylike import HostArray
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
@@ -21,7 +22,6 @@ from psclient._src.distribute.backend import Backend
 from psclient._src.distribute.replicas import ReplicaRunner
 from psclient._src.options import InputContext, InputOptions, ReduceOp, ReduceOpName, RunOptions, ValueContext
 from psclient._src.processes import shutdown
-from pswire.model.tensor import Array
 
 T = TypeVar("T")
 
@@ -100,9 +100,9 @@ class Strategy:
             options: see `RunOptions`; has no effect here.
 
         Returns:
-            The merged results: what is the same object from every replica comes back itself, all else, and Python
-            numbers always, as a per-replica value; with one local replica what `fn` returned. The type is that of
-            one replica's result: a per-replica value stands for it.
+            The merged results: what is the same object from every replica comes back itself, and so do Python's
+            numbers that are equal; all else as a per-replica value; with one local replica what `fn` returned. The
+            type is that of one replica's result: a per-replica value stands for it.
 
         Raises:
             RuntimeError: called inside a run, or after `close`.
@@ -141,7 +141,7 @@ class Strategy:
             for _, call in waiting:
                 call()
 
-    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | None) -> Array:
+    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | None) -> HostArray:
         """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.
 
         Args:
@@ -151,10 +151,11 @@ class Strategy:
                 number of elements. None reduces across replicas only.
 
         Returns:
-            A host array, the same on every process.
+            A host array, the same on every process, which like all reduced values has a method `numpy()`.
 
         Raises:
-            ValueError: shapes that differ without an axis; SUM of a plain value with several local replicas.
+            ValueError: shapes that differ without an axis; SUM of a plain value with several local replicas, or of a
+                mirrored one.
             RuntimeError: called in replica context.
         """
         with self.scope():

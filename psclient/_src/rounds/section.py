@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from psclient._src import context, nest
-from psclient._src.arraylike import Readable
+from psclient._src.arraylike import Mirrored, Readable
 from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.template import HostValue, SectionTemplate
@@ -25,7 +25,7 @@ from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, 
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.tracer import Tracer
 from psclient._src.tracing.update_function import Given, Trace, TracedCall, UpdateFunction
-from psclient._src.values import DistributedValues, Mirrored, PerReplica
+from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable
 from pswire.errors import LocalityError

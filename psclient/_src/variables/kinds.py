@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from psclient._src import context
-from psclient._src.arraylike import Readable, read
+from psclient._src.arraylike import Mirrored, Readable, read
 from psclient._src.context import StrategyFace
 from psclient._src.devices import AnyArray, Device, as_array, device_scope, namespace, to_device, to_numpy
-from psclient._src.values import Component, DistributedValues, Mirrored
+from psclient._src.values import Component, DistributedValues
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import VariableSpec
