@@ -159,9 +159,24 @@ def per_replica(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else PerReplica(values)
 
 
+class LocalResults(tuple[Any, ...]):
+    """The local replicas' values. `in` also finds what they are the values of, and takes arrays for themselves."""
+
+    whole: Any = None
+
+    def __contains__(self, value: object) -> bool:
+        return value is self.whole or any(value is own or _equal(value, own) for own in self)
+
+
+def _equal(value: object, other: object) -> bool:
+    """Returns whether two values are equal, as far as that is one answer: of arrays it is one for each element."""
+    arrays = any(hasattr(each, "__array__") for each in (value, other))
+    return not arrays and bool(value == other)
+
+
 def local_results(value: Nest) -> tuple[Any, ...]:
     """The local replicas' values, of a nest one nest for each; `(value,)` of what is not distributed."""
     counts = [len(leaf.values) for leaf in nest.flatten(value) if isinstance(leaf, DistributedValues)]
-    if not counts:
-        return (value,)
-    return tuple(select(value, index) for index in range(max(counts)))
+    found = LocalResults(select(value, index) for index in range(max(counts))) if counts else LocalResults((value,))
+    found.whole = value
+    return found

@@ -213,6 +213,26 @@ def test_a_value_is_among_those_of_its_container(strategy):
         assert all(container(value) is v and holds(value) for value in values)
 
 
+def test_in_finds_a_value_in_its_container(strategy):
+    """The documents' expression, of what `run` returned, of its parts, of variables and of their copies."""
+    extended = strategy.extended
+    arrays = strategy.run(lambda x: x * 2.0, (numbered(strategy),))
+    made = [variable(strategy), variable(strategy, synchronization=ps.VariableSynchronization.ON_READ)]
+    wholes = [arrays, strategy.run(lambda: np.ones(3)), strategy.run(lambda: 5), {"a": arrays}, *made, "text", None]
+    for whole in wholes:
+        for value in (whole, *strategy.experimental_local_results(whole)):
+            assert value in strategy.experimental_local_results(extended.value_container(value))
+            assert (extended.value_container(value) is value) == (not any(value is c for v in made for c in parts(v)))
+    assert 3 not in strategy.experimental_local_results(np.arange(4))
+    assert np.ones(3) not in strategy.experimental_local_results(np.ones(3))
+    assert 5 in strategy.experimental_local_results(5)
+
+
+def parts(v):
+    """The copies of a variable that are not the variable itself."""
+    return [copy for copy in ps.get_strategy().experimental_local_results(v) if copy is not v]
+
+
 # ---- Values from a function ----
 
 

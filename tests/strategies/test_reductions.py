@@ -93,6 +93,80 @@ def test_any_axis(strategy, op, axis):
     np.testing.assert_allclose(found, whole.sum(axis=axis) if op == "sum" else whole.mean(axis=axis))
 
 
+@pytest.mark.parametrize("axis", [(0, 1), [0, 2], (-1,), (2, 0, 1), ()], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_several_axes(strategy, op, axis):
+    """MEAN divides by the true number of elements; no axis at all is none."""
+    n = replicas(strategy)
+    arrays = [np.arange(12.0 * (i + 1)).reshape(i + 1, 3, 4) if 0 in axis else np.arange(24.0) for i in range(4)]
+    arrays = [array.reshape(-1, 3, 4) for array in arrays]
+    found = strategy.reduce(op, mine(strategy, arrays), axis=axis)
+    if 0 in axis:
+        whole = np.concatenate(arrays[:n])
+        expected = oracle(op, whole.transpose([*axis, *{0, 1, 2} - set(axis)]).reshape(-1, *found.shape), "float64")
+    else:
+        each = arrays[0].mean(axis=tuple(axis)) if op == "mean" else arrays[0].sum(axis=tuple(axis))
+        expected = each * (n if op == "sum" else 1)
+    np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("axis", "error"),
+    [
+        ("a", TypeError),
+        (1.5, TypeError),
+        ((0, None), TypeError),
+        *((wrong, ValueError) for wrong in (2, -3, (0, 5), (0, 0), (1, -1))),
+    ],
+    ids=str,
+)
+def test_axes_that_are_not_there(strategy, axis, error):
+    """What is no number, and a number that the array has no axis of or that comes twice."""
+    with pytest.raises(error, match="axis"):
+        strategy.reduce("sum", mine(strategy, [np.ones((2, 3))] * 4), axis=axis)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_nest_is_reduced_leaf_by_leaf(strategy, op):
+    """Of what `run` returned: each leaf as if it were alone, in one round; an empty one comes back empty."""
+    n = replicas(strategy)
+    x = mine(strategy, [np.arange(6.0).reshape(2, 3) + i for i in range(4)])
+    nest = strategy.run(lambda own: {"a": own, "b": [own.sum(axis=1), (own[:, 0],)]}, (x,))
+    for axis in (None, 0):
+        found = strategy.reduce(op, nest, axis=axis)
+        alone = [strategy.reduce(op, leaf, axis=axis) for leaf in (nest["a"], nest["b"][0], nest["b"][1][0])]
+        assert [leaf.tolist() for leaf in (found["a"], found["b"][0], found["b"][1][0])] == [
+            leaf.tolist() for leaf in alone
+        ]
+    assert strategy.reduce(op, mine(strategy, [[1.0, 2.0]] * 4), axis=None) == [n * 1.0, n * 2.0] or op == "mean"
+    assert strategy.reduce(op, {"a": []}, axis=None) == {"a": []}
+    if kind_of(strategy) == "embedded":
+        before = strategy.round
+        strategy.reduce(op, nest, axis=0)
+        assert strategy.round == before + 1
+
+
+MISUSED = {
+    "None": (None, TypeError),
+    "text": ("text", TypeError),
+    "an object": (object(), TypeError),
+    "a nest with text": ({"a": 1.0, "b": "text"}, TypeError),
+    "words": (np.array(["a"]), TypeError),
+    "too many": (ps.PerReplica([1.0] * 5), ValueError),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+@pytest.mark.parametrize("op", OPS)
+def test_what_cannot_be_reduced(strategy, name, op):
+    """The same class of error on every strategy, however many replicas there are."""
+    value, error = MISUSED[name]
+    value = {"a": ps.PerReplica([1.0] * replicas(strategy)), "b": "text"} if isinstance(value, dict) else value
+    with pytest.raises((TypeError, ValueError), match=r".") as raised:
+        strategy.reduce(op, value, axis=None)
+    assert raised.type is error
+
+
 def test_the_example_of_the_documents(strategy):
     """The last six of a batch of eight: their mean is not the mean of the replicas' means."""
     parts = [np.arange(4.0), np.arange(4.0, 6.0), np.zeros(0), np.zeros(0)]
@@ -416,6 +490,13 @@ def test_a_batch_of_reductions_is_each_of_them(strategy):
     assert (found[1].tolist(), found[1].dtype) == (mean, np.float64)
     assert np.asarray(strategy.experimental_local_results(found[2])[0]).tolist() == [mean] * 3
     assert strategy.extended.batch_reduce_to("sum", []) == []
+
+
+def test_a_batch_comes_as_a_zip(strategy):
+    """Pairs that are there once are enough."""
+    x, v = mine(strategy, [1.0] * 4), variable(strategy)
+    found = strategy.extended.batch_reduce_to("sum", zip([x, x], [x, v], strict=True))
+    assert [float(value[0] if value.ndim else value) for value in found] == [replicas(strategy)] * 2
 
 
 def test_a_batch_with_a_wrong_pair_reduces_nothing(strategy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from psclient._src import context, values
@@ -21,7 +21,7 @@ class StrategyExtended(extended.StrategyExtended):
     Source: `tf.compat.v1.distribute.StrategyExtended`, r2.2 and r2.3.
 
     Args:
-        container_strategy: whose methods these are.
+        container_strategy, backend: as `extended.StrategyExtended` has them.
     """
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -42,12 +42,6 @@ class StrategyExtended(extended.StrategyExtended):
                 raise ValueError("broadcast_to takes one value, and not a per-replica one; reduce it with reduce_to")
             place = self._destination(destinations, tensor)
             return self._bring(tensor, self._backend.group.devices[:1] if isinstance(place, Beside) else place)
-
-    def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """`StrategyFace.run` by its older name. In cross-replica context."""
-        return self._strategy.run(fn, args, kwargs)
 
     def read_var(self, v: Variable) -> Any:
         """A variable's value; of an ON_READ variable in cross-replica context the aggregate. In any context.

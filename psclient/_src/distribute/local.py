@@ -68,8 +68,11 @@ class LocalBackend:
         devices: the local replicas'.
 
     Attributes:
+        between_graph: False: no other process runs the script.
         first_value: what a restored checkpoint has for a variable that is created later, None for nothing.
     """
+
+    between_graph = False
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.group = LocalGroup(devices)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
-from psclient._src.distribute.replicas import ReplicaRunner
 from psclient._src.options import InputContext, InputOptions, ReduceOp, ReduceOpName, RunOptions, ValueContext
 from psclient._src.processes import shutdown
 
@@ -34,22 +33,26 @@ class Strategy:
     Source: `tf.distribute.Strategy`.
 
     Args:
-        backend: where variables live, and how a reduction travels.
+        extended: what the strategy does, made with this strategy, or that of another one: then this is a second face
+            of it, and what it creates is the other's.
 
     Attributes:
         extended: additional methods, for algorithms that need to be distribution-aware.
-        backend: as given.
+        backend: where variables live, and how a reduction travels.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.extended = extended_v1.StrategyExtended(self)
-        group = backend.group
-        self._runner = ReplicaRunner(self, group.devices, group.slice, backend.section)
+    def __init__(self, extended: extended_v1.StrategyExtended) -> None:
+        self.extended = extended
+        self.backend: Backend = extended.shared.backend
         self._datasets = 0
         self._passes = Passes(make_round=self._make_round)
         self._after_step: list[tuple[bool, Callable[[], object]]] = []  # whether the step has begun, and what to call
         self._process = os.getpid()
+
+    @property
+    def _container(self) -> Strategy:
+        """The strategy that `extended` was made with: usually this one."""
+        return cast(Strategy, self.extended.shared.container)
 
     # ---- What it is ----
 
@@ -79,7 +82,7 @@ class Strategy:
         Raises:
             RuntimeError: on entering, another strategy is current.
         """
-        return _Scope(self)
+        return _Scope(self._container)
 
     def run(
         self,
@@ -105,15 +108,11 @@ class Strategy:
             type is that of one replica's result: a per-replica value stands for it.
 
         Raises:
-            RuntimeError: called inside a run, or after `close`.
+            RuntimeError: called in replica or update context, while another thread runs replicas, or after `close`.
             TypeError: `args` is no tuple or list.
             ValueError: a distributed argument is of another number of replicas.
         """
-        with context.within(self):
-            context.require_cross_replica(self, "run")
-            self.backend.check_open()
-            self.begin_step()
-            return cast(T, self.backend.run(lambda: self._runner.run(fn, args, kwargs)))
+        return cast(T, self.extended.call_for_each_replica(fn, args, kwargs))
 
     def after_step(self, call: Callable[[], object]) -> None:
         """Has a function called once, when the next step is over. In any context.
@@ -121,9 +120,10 @@ class Strategy:
         What follows a `run` belongs to its step, such as updates with the gradients that it has returned: the step is
         over when `run` is called again, or the strategy is closed, or the process ends.
         """
-        shutdown.unregister(self.end_step)
-        shutdown.register(self.end_step)
-        self._after_step.append((False, call))
+        container = self._container
+        shutdown.unregister(container.end_step)
+        shutdown.register(container.end_step)
+        container._after_step.append((False, call))
 
     def begin_step(self) -> None:
         """The step before, if there was one, is over: see `after_step`."""
@@ -141,17 +141,18 @@ class Strategy:
             for _, call in waiting:
                 call()
 
-    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | None) -> HostArray:
+    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | Sequence[int] | None) -> HostArray:
         """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.
 
         Args:
             reduce_op: SUM or MEAN, also as a string in any case.
-            value: a per-replica value, such as `run` returned.
-            axis: also reduced within each replica's array, usually the batch's; MEAN then divides by the true
-                number of elements. None reduces across replicas only.
+            value: a per-replica value, such as `run` returned, or a nest of them.
+            axis: also reduced within each replica's array, usually the batch's, or several; MEAN then divides by the
+                true number of elements. None reduces across replicas only.
 
         Returns:
-            A host array, the same on every process, which like all reduced values has a method `numpy()`.
+            A host array, the same on every process, which like all reduced values has a method `numpy()`; of a nest
+            one like it, of arrays.
 
         Raises:
             ValueError: shapes that differ without an axis; SUM of a plain value with several local replicas, or of a
@@ -159,13 +160,11 @@ class Strategy:
             RuntimeError: called in replica context.
         """
         with self.scope():
-            context.require_cross_replica(self, "reduce")
-            self.backend.check_open()
-            return self.extended.reduce(ReduceOp.parse(reduce_op), value, axis)
+            return cast(HostArray, self.extended.reduce(ReduceOp.parse(reduce_op), value, axis))
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """`get_replica_context().merge_call`, for code that has the strategy at hand. In replica context."""
-        return context.require_replica("merge_call", self).merge_call(merge_fn, args, kwargs)
+        return context.require_replica("merge_call", self._container).merge_call(merge_fn, args, kwargs)
 
     # ---- Values ----
 
@@ -186,7 +185,7 @@ class Strategy:
             ValueError: `value_fn` returns distributed values.
         """
         with self.scope():
-            context.require_cross_replica(self, "experimental_distribute_values_from_function")
+            context.require_cross_replica(self._container, "experimental_distribute_values_from_function")
             first, replicas = self.backend.group.slice()
             mine = range(first, first + len(self.backend.group.devices))
             found = [value_fn(ValueContext(replica, replicas)) for replica in mine]
@@ -220,7 +219,8 @@ class Strategy:
             ValueError: the dataset is not batched.
             TypeError: it is none.
         """
-        return DistributedDataset(dataset, self.backend.group, self._number_dataset(), self._passes, options)
+        container = self._container
+        return DistributedDataset(dataset, self.backend.group, container._number_dataset(), container._passes, options)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -232,10 +232,10 @@ class Strategy:
                 with batches of one replica's size.
             options: how it is distributed.
         """
-        group = self.backend.group
+        group, container = self.backend.group, self._container
         place, count = group.pipeline
-        told = InputContext(count, place, group.replicas)
-        return DistributedDatasetFromFunction(dataset_fn, told, group, self._number_dataset(), self._passes, options)
+        told, number = InputContext(count, place, group.replicas), container._number_dataset()
+        return DistributedDatasetFromFunction(dataset_fn, told, group, number, container._passes, options)
 
     def _make_round(self) -> None:
         """A round that carries nothing but whether this worker has data left."""
@@ -295,9 +295,12 @@ class Strategy:
 
     def close(self) -> None:
         """Ends the strategy: what needs its replicas or its servers raises from now on. In any context."""
-        self.end_step()
+        self._container.end_step()
         self.backend.close()
-        self._runner.close()
+        self.extended.shared.runner.close()
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError("a strategy cannot be copied, since both would make the same rounds; make another one")
 
     def __enter__(self) -> Self:
         return self
