@@ -1,6 +1,7 @@
 """Train on parameter servers, without TensorFlow, as with `tf.distribute`."""
 
 from psclient import cluster_resolver, compat, metrics, ops, optimizers, summary, train
+from psclient._src.arraylike import Mirrored
 from psclient._src.context import (
     ReplicaContext,
     get_replica_context,
@@ -26,7 +27,7 @@ from psclient._src.options import (
 from psclient._src.strategies.mirrored import MirroredStrategy
 from psclient._src.strategies.parameter_server import ParameterServerStrategy
 from psclient._src.tracing.update_function import update_function
-from psclient._src.values import DistributedValues, Mirrored, PerReplica
+from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.cluster_resolver import (
     ClusterResolver,

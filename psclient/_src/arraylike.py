@@ -10,8 +10,31 @@ import numpy as np
 import numpy.typing as npt
 
 from psclient._src import context, nest
-from psclient._src.devices import AnyArray, Device, Value, to_device
-from pswire.model.tensor import DTYPES, Array, TensorSpec
+from psclient._src.devices import AnyArray, Device, Value, as_array, to_device, to_numpy
+from psclient._src.values import DistributedValues
+from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
+
+
+class HostArray(np.ndarray[Any, np.dtype[Any]]):
+    """A reduced value in host memory: NumPy's array, which also has the method that all reduced values have."""
+
+    def numpy(self) -> Array:
+        """The same as a plain array of NumPy."""
+        return self.view(np.ndarray)
+
+    def __repr__(self) -> str:
+        return repr(self.numpy())
+
+    def __array_wrap__(self, array: Array, context: Any = None, return_scalar: bool = False) -> Any:
+        # What is computed with it is what NumPy makes of plain arrays, scalars included.
+        plain = array.view(np.ndarray)
+        return plain[()] if return_scalar else plain
+
+
+def reduced_array(value: Any, device: Device) -> AnyArray:
+    """A reduced value on a device, as an object of its own: of several replicas on the host each gets one."""
+    array = to_device(value, device)
+    return array.view(HostArray) if isinstance(array, np.ndarray) else array
 
 
 class Readable(np.lib.mixins.NDArrayOperatorsMixin):
@@ -123,7 +146,26 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
         return format(self._on_host(), spec) if spec else str(self)
 
 
-def read(value: object) -> Value:
+class Mirrored(Readable, DistributedValues):
+    """A value that is the same on every replica. In cross-replica context it behaves as the first replica's."""
+
+    @property
+    def spec(self) -> TensorSpec:  # type: ignore[override]
+        """Dtype and shape."""
+        return spec_of(as_array(self.values[0]))
+
+    def _mine(self) -> Any:
+        index = context.local_replica(context.get_strategy()) or 0
+        return self.values[index if index < len(self.values) else 0]
+
+    def _fetch(self) -> Array:
+        return to_numpy(read(self._mine()))
+
+    def _copy_on(self, device: Device) -> AnyArray:
+        return to_device(read(self._mine()), device)
+
+
+def read(value: Any) -> Any:
     """The value of what is read as an array; anything else is itself."""
     return value.read_value() if isinstance(value, Readable) else value
 

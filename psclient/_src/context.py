@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, cast
 
 from psclient._src import nest, values
 from psclient._src.devices import CPU, Device, Value
@@ -59,6 +59,9 @@ class Extended(Protocol):
     def colocation(self) -> tuple[int, ...]:
         """The servers of the innermost `colocate_vars_with`, by number; empty outside of each."""
 
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Places variables."""
+
     def create_variable(self, spec: VariableSpec, value: Array, place: tuple[int, ...], on_read: bool, how: Any) -> Any:
         """Creates a variable."""
 
@@ -101,26 +104,67 @@ class StrategyFace(Protocol):
     def run(self, fn: Callable[..., Nest], args: Sequence[Nest] = (), kwargs: Mapping[str, Nest] | None = None) -> Nest:
         """Calls a function once on each local replica."""
 
+    def begin_step(self) -> None:
+        """Ends the step before."""
+
 
 @dataclass(frozen=True, eq=False)
 class ReplicaContext:
     """The replica whose function the thread runs.
+
+    `strategy.run` makes one for each local replica. Library code may make one by its number among all replicas,
+    `ReplicaContext(strategy, 0)`, and enter it with `with`: that replica meets nobody, and its `merge_call` runs the
+    function at once.
 
     Source: `tf.distribute.ReplicaContext`.
 
     Attributes:
         strategy: the strategy that runs it; in the default context the default one.
         local_replica_id: its number among the replicas of this process, from 0.
-        device: the device on which it computes.
+        device: where it computes.
+
+    Raises:
+        ValueError: this process has no such replica.
     """
 
     nest_leaf: ClassVar[bool] = True
 
     strategy: StrategyFace
     local_replica_id: int
-    device: Device
-    _merge: MergeCall = field(repr=False)
-    _slice: Callable[[], tuple[int, int]] = field(repr=False)
+    device: Device = field(default=cast(Device, None))
+    _merge: MergeCall = field(default=cast(MergeCall, None), repr=False)
+    _slice: Callable[[], tuple[int, int]] = field(default=lambda: (0, 1), repr=False)
+    _entered: list[AbstractContextManager[None]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            return
+        group = self.strategy.backend.group
+        first, replicas = group.slice()
+        local = self.local_replica_id - first
+        if not 0 <= local < len(group.devices):
+            raise ValueError(
+                f"replica {self.local_replica_id} of {replicas} is none of this process, which has {first} to "
+                f"{first + len(group.devices) - 1}"
+            )
+        made = {"local_replica_id": local, "device": group.devices[local], "_slice": group.slice}
+        for name, value in {**made, "_merge": self._merge_alone}.items():
+            object.__setattr__(self, name, value)
+
+    def _merge_alone(self, merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with enter_cross_replica(self.strategy):
+            result = self.strategy.backend.section(lambda: merge_fn(self.strategy, *args, **kwargs))
+        return values.select(result, self.local_replica_id)
+
+    def __enter__(self) -> Self:
+        _check_same(self.strategy, _current())
+        entry = enter_replica(self)
+        entry.__enter__()
+        self._entered.append(entry)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
     @property
     def num_replicas_in_sync(self) -> int:

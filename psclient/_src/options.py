@@ -151,10 +151,13 @@ ReduceOpName = Literal["sum", "mean", "SUM", "MEAN"]
 
 
 class ReduceOp(enum.Enum):
-    """SUM, or MEAN: the sum over the number of contributing replicas, or of elements where an axis is reduced."""
+    """SUM, or MEAN: the sum over the number of contributing replicas, or of elements where an axis is reduced.
 
-    SUM = "sum"
-    MEAN = "mean"
+    The values are those of `tf.distribute.ReduceOp`.
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
 
     @property
     def wire(self) -> OpName:
@@ -167,7 +170,7 @@ class ReduceOp(enum.Enum):
         if isinstance(op, cls):
             return op
         try:
-            return cls(str(getattr(op, "value", op)).lower())
+            return cls(str(getattr(op, "name", op)).upper())
         except ValueError:
             raise ValueError(f"unknown reduction {op!r}; use ps.ReduceOp.SUM or MEAN") from None
 

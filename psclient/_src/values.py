@@ -10,13 +10,13 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
 import numpy.typing as npt
 
 from psclient._src import nest
-from psclient._src.devices import to_numpy
 from psclient._src.nest import Leaf, Nest
 from pswire.model.tensor import Array
+
+_NUMBERS = frozenset({bool, int, float, complex})
 
 
 class DistributedValues:
@@ -54,13 +54,6 @@ class PerReplica(DistributedValues):
             "a PerReplica value has one value for each replica and is no array; reduce it with "
             "strategy.reduce, or take it apart with strategy.experimental_local_results"
         )
-
-
-class Mirrored(DistributedValues):
-    """A value that is the same on every replica. As an array it is the first replica's."""
-
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        return np.array(to_numpy(self.values[0]), dtype=dtype, copy=copy)
 
 
 class Component:
@@ -122,16 +115,16 @@ def regroup(given: Sequence[Nest]) -> Nest:
 
 
 def regroup_results(results: Sequence[Nest]) -> Nest:
-    """Merges what the local replicas computed, as `regroup`; but Python numbers always become `PerReplica`.
+    """Merges what the local replicas computed, as `regroup`; but Python's numbers that are equal merge to that number.
 
     Python shares small numbers: whether two equal ones are the same object says nothing.
     """
     return _merged(_merge_result, results)
 
 
-def merge_copies(results: Sequence[Nest]) -> Nest:
-    """Merges what an update returned for each copy of a variable, as `regroup`; but what differs is `Mirrored`."""
-    return _merged(partial(_merge, kind=Mirrored), results)
+def merge_copies(results: Sequence[Nest], kind: type[DistributedValues]) -> Nest:
+    """Merges what an update returned for each copy of a variable, as `regroup`; what differs becomes this kind."""
+    return _merged(partial(_merge, kind=kind), results)
 
 
 def _merged(merge: Callable[..., object], given: Sequence[Nest]) -> Nest:
@@ -140,8 +133,10 @@ def _merged(merge: Callable[..., object], given: Sequence[Nest]) -> Nest:
 
 
 def _merge_result(*leaves: Leaf) -> Leaf:
-    shared = len(leaves) > 1 and isinstance(leaves[0], bool | int | float | complex)
-    return PerReplica(leaves) if shared else _merge(*leaves)
+    first = leaves[0]
+    if type(first) in _NUMBERS and all(type(leaf) is type(first) and leaf == first for leaf in leaves):
+        return first
+    return _merge(*leaves)
 
 
 def _merge(*leaves: Leaf, kind: type[DistributedValues] = PerReplica) -> Leaf:
@@ -163,9 +158,24 @@ def per_replica(values: Sequence[Leaf]) -> Leaf:
     return values[0] if len(values) == 1 else PerReplica(values)
 
 
+class LocalResults(tuple[Nest, ...]):
+    """The local replicas' values. `in` also finds what they are the values of, and takes arrays for themselves."""
+
+    whole: Nest = None
+
+    def __contains__(self, value: object) -> bool:
+        return value is self.whole or any(value is own or _equal(value, own) for own in self)
+
+
+def _equal(value: object, other: object) -> bool:
+    """Returns whether two values are equal, as far as that is one answer: of arrays it is one for each element."""
+    arrays = any(hasattr(each, "__array__") for each in (value, other))
+    return not arrays and bool(value == other)
+
+
 def local_results(value: Nest) -> tuple[Nest, ...]:
-    """Returns the local replicas' values, one nest for each; `(value,)` of a value that is not distributed."""
+    """The local replicas' values, of a nest one nest for each; `(value,)` of what is not distributed."""
     counts = [len(leaf.values) for leaf in nest.flatten(value) if isinstance(leaf, DistributedValues)]
-    if not counts:
-        return (value,)
-    return tuple(select(value, index) for index in range(max(counts)))
+    found = LocalResults(select(value, index) for index in range(max(counts))) if counts else LocalResults((value,))
+    found.whole = value
+    return found

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
 from psclient._src import context, nest, values
-from psclient._src.arraylike import read
+from psclient._src.arraylike import Mirrored, read
 from psclient._src.context import ReplicaContext
 from psclient._src.data.distributed import DistributedDatasetFromFunction, DistributedIterator
 from psclient._src.devices import Device, Value, to_device
@@ -161,7 +161,7 @@ class DistributionStrategy:
         if isinstance(val, values.PerReplica):
             raise ValueError("fetch takes one value, and not one for each tower; combine them with reduce first")
         with self.scope():
-            found = val.component(0) if isinstance(val, values.Mirrored) else read(val)
+            found = val.component(0) if isinstance(val, Mirrored) else read(val)
             return to_device(fn(found), Device.parse(destination))
 
     # ---- Updates ----

@@ -369,12 +369,18 @@ def test_half_precision_is_averaged_in_single(strategy, dtype):
     assert total == np.asarray(3000.0 * n, dtype)
 
 
-def test_numbers_of_replicas_are_never_merged(two):
-    """Whether Python shares a number must not decide what a reduction gives."""
-    for counts in ((5, 6), (5, 5), (300, 300)):
+def test_numbers_of_replicas_merge_by_their_value(two):
+    """Whether Python shares a number decides nothing: equal ones are that number, of which a sum is refused."""
+    for counts in ((5, 6), (5, 5), (300, int("300"))):
         found = two.run(lambda counts=counts: counts[here().replica_id_in_sync_group])
-        assert isinstance(found, PerReplica)
-        assert two.reduce("sum", found, None) == sum(counts)
+        assert two.reduce("mean", found, None) == sum(counts) / 2
+        if counts[0] == counts[1]:
+            assert found == counts[0]
+            with pytest.raises(ValueError, match="run makes one where all are equal"):
+                two.reduce("sum", found, None)
+        else:
+            assert isinstance(found, PerReplica)
+            assert two.reduce("sum", found, None) == sum(counts)
 
 
 @pytest.mark.parametrize("value", [{"a": 1.0}, None, "abc", object()], ids=["dict", "None", "str", "object"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 from psclient._src import values
-from psclient._src.values import Component, DistributedValues, Mirrored, PerReplica
+from psclient._src.arraylike import Mirrored
+from psclient._src.values import Component, DistributedValues, PerReplica
 
 
 class Part(Component):
@@ -88,11 +90,13 @@ def test_select_gives_a_replica_its_component(kind: type[DistributedValues]) -> 
         values.select(nested, 2)
 
 
-def test_python_numbers_that_replicas_return_are_never_merged() -> None:
+def test_python_numbers_that_replicas_return_merge_by_their_value() -> None:
     """Python shares small numbers, so that identity says nothing of them; a single replica's comes back bare."""
-    for number in (7, True, 0.5, 1j):
-        merged = values.regroup_results([(number,), (number,)])
-        assert values.local_results(merged) == ((number,), (number,))
+    for one, other in ((7, int("7")), (True, True), (1e9, float("1e9")), (1j, complex("1j"))):
+        assert values.regroup_results([(one,), (other,)]) == (one,)
+    for one, other in ((7, 8), (1, True), (1, 1.0), (math.nan, float("nan")), (np.float64(1), np.float64(1))):
+        (merged,) = values.regroup_results([(one,), (other,)])
+        assert all(leaf is own for leaf, own in zip(merged.values, (one, other), strict=True))
     shared = object()
     assert values.regroup_results([(shared, None), (shared, None)]) == (shared, None)
     assert values.regroup_results([7]) == 7

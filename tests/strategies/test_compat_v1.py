@@ -57,13 +57,24 @@ def test_every_name_of_the_documents_is_there(strategy, name):
 
 
 def test_a_strategy_s_extended_is_made_of_it(strategy):
-    """`StrategyExtended(container_strategy)` gives the methods of a strategy."""
+    """`StrategyExtended(container_strategy)` gives a strategy's methods; all of them share their state."""
     assert isinstance(strategy.extended, v1.StrategyExtended)
     again = v1.StrategyExtended(strategy)
     assert again.worker_devices == strategy.extended.worker_devices
-    assert again.experimental_between_graph is True
+    assert again.experimental_between_graph is (kind_of(strategy) == "embedded")
     assert again.experimental_require_static_shapes is False
     assert (again.experimental_should_init, again.should_checkpoint, again.should_save_summary) == (True,) * 3
+    v, last = variable(strategy), again.parameter_devices[-1]
+    with strategy.scope(), again.colocate_vars_with((last,)):
+        made = [ps.Variable(0.0, name=v.name) for _ in range(2)]
+        assert again.colocation == strategy.extended.colocation
+    if kind_of(strategy) == "embedded":
+        assert [w.devices for w in made] == [(last,)] * 2
+    if kind_of(strategy) != "default":
+        assert [w.name for w in made] == [f"{v.name}_1", f"{v.name}_2"]
+    again.update(v, lambda v: v.assign_add(1.0))
+    again.call_for_each_replica(lambda: None)
+    assert (v.numpy().tolist(), again.variable_created_in_scope(made[0])) == ([1.0] * 3, True)
 
 
 def test_call_for_each_replica_runs_the_function_once_in_each(strategy):

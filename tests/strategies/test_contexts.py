@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import numpy as np
@@ -272,19 +273,90 @@ def test_a_variable_may_be_read_everywhere(strategy):
     for where in ("outside", "scope", "replica", "merge"):
         found = inside(strategy, where, lambda: strategy.extended.read_var(strategy.v).tolist())
         assert found == [[1.0] * 3] * len(found)
-    w = variable(strategy)
+    w = variable(strategy, beside=strategy.v)
     strategy.extended.update(w, lambda w: w.assign(strategy.extended.read_var(strategy.v) + 1.0))
     assert w.numpy().tolist() == [2.0] * 3
 
 
 def test_run_inside_run_raises(strategy):
-    """In a replica's function; in what they meet for it says that a run is under way. Afterwards all is well."""
+    """In a replica's function; afterwards all is well."""
     with pytest.raises(RuntimeError, match="run needs cross-replica context"):
         strategy.run(lambda: strategy.run(lambda: None))
-    if kind_of(strategy) != "default":
-        with pytest.raises(RuntimeError, match="another run of this strategy is under way"):
-            merged(strategy, lambda s: s.run(lambda: None))
     assert in_replicas(strategy, lambda replica: replica) == tuple(range(replicas(strategy)))
+
+
+def test_a_merge_function_runs_replicas(strategy):
+    """Once and again, whose replicas meet as well; what it began before and what they assign are in order."""
+    n, v = replicas(strategy), variable(strategy, aggregation=ps.VariableAggregation.SUM)
+    ones = strategy.experimental_distribute_values_from_function(lambda _: np.ones(3, "float32"))
+
+    def inner(own):
+        v.assign_add(own)
+        return here().all_reduce("sum", here().merge_call(lambda s: s.run(lambda: np.float32(1.0))))
+
+    def outer(strategy, own):
+        total = strategy.extended.reduce_to("sum", own, v)
+        strategy.extended.update(v, lambda v: v.assign(v * 10.0))
+        found = strategy.run(inner, (own,))
+        strategy.extended.update(v, lambda v, t: v.assign_add(t), (total,))
+        return found
+
+    for _ in range(2):
+        found = merged(strategy, outer, ones)
+        assert [float(own) for own in strategy.experimental_local_results(found)] == [n] * n
+    assert v.numpy().tolist() == [2.0 * n * 11.0] * 3
+
+
+def test_an_error_of_a_merge_function_s_run_reaches_the_caller(strategy):
+    """As it was raised, past both runs; and both can be made again."""
+
+    def fail():
+        here().merge_call(lambda s: None)
+        raise KeyError("mine")
+
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            merged(strategy, lambda s: s.run(fail))
+    with pytest.raises(RuntimeError, match="run needs cross-replica context"):
+        merged(strategy, lambda s: s.run(lambda: s.run(lambda: None)))
+    assert merged(strategy, lambda s: s.run(lambda: "well")) == "well"
+
+
+def test_a_replica_context_is_made_by_hand(strategy):
+    """By its number among all replicas; within it that replica is alone, and `merge_call` runs its function at once."""
+    v = variable(strategy, aggregation=ps.VariableAggregation.MEAN)
+    for number in range(replicas(strategy)):
+        made = ps.ReplicaContext(strategy, number)
+        assert (made.strategy, made.replica_id_in_sync_group, made.local_replica_id) == (strategy, number, number)
+        assert made.num_replicas_in_sync == replicas(strategy)
+        with pytest.raises(RuntimeError, match="not, or no longer, the current one"):
+            made.merge_call(lambda s: None)
+        with made as entered:
+            assert entered is here() is made
+            assert ps.get_strategy() is strategy
+            assert made.merge_call(lambda s, x: (s, x, ps.in_cross_replica_context()), (5,)) == (strategy, 5, True)
+            assert float(made.all_reduce("mean", np.float32(3.0))) == 3.0
+            v.assign_add(1.0)
+        assert here() is not made
+    assert v.numpy().tolist() == [float(replicas(strategy))] * 3
+    with pytest.raises(ValueError, match="is none of this process"):
+        ps.ReplicaContext(strategy, replicas(strategy))
+
+
+def test_colocation_is_for_the_strategy_s_scope(strategy):
+    """Outside of it `colocate_vars_with` raises, as does another strategy's within."""
+    v, other = variable(strategy), ps.MirroredStrategy(["cpu:0"])
+    if kind_of(strategy) != "default":
+        with pytest.raises(RuntimeError, match="outside of its scope"):
+            strategy.extended.colocate_vars_with(v).__enter__()
+    with other, other.scope(), pytest.raises(RuntimeError, match="outside of its scope"):
+        strategy.extended.colocate_vars_with(v).__enter__()
+
+
+def test_a_strategy_is_not_copied(strategy):
+    """`copy.copy` raises: the copy would be the same strategy, and make the same rounds."""
+    with pytest.raises(RuntimeError, match="cannot be copied"):
+        copy.copy(strategy)
 
 
 def test_a_context_is_of_use_while_its_function_runs(strategy):
@@ -340,6 +412,6 @@ def test_library_code_runs_unchanged(strategy, how):
     out, calls = strategy.run(normalized, (parts,)) if how == "run" else normalized(batch)
     rows = np.concatenate(strategy.experimental_local_results(out))
     np.testing.assert_allclose(rows, batch - batch.mean(axis=0))
-    assert strategy.experimental_local_results(calls) == (n,) * n
+    assert calls == n
     np.testing.assert_allclose(LIBRARY["mean"].numpy(), batch.mean(axis=0) / 2)
     assert float(LIBRARY["calls"]) == 1.0

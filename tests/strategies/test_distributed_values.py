@@ -110,12 +110,16 @@ def test_equal_arrays_that_are_not_one_stay_apart(strategy):
 
 
 @pytest.mark.parametrize("number", [7, True, 0.5, 1j])
-def test_python_numbers_stay_apart(strategy, number):
-    """Whether Python shares a number says nothing."""
-    result = strategy.run(lambda: number)
-    assert strategy.experimental_local_results(result) == (number,) * replicas(strategy)
-    if replicas(strategy) == 1:
-        assert result is number
+def test_python_numbers_that_are_equal_are_one(strategy, number):
+    """Whether Python shares a number says nothing: each replica makes its own. Those that differ stay apart."""
+    result = strategy.run(lambda: type(number)(str(number)))
+    assert (type(result), result) == (type(number), number)
+    apart = by_replica(strategy, lambda replica: number if replica else -1)
+    assert strategy.experimental_local_results(apart) == (-1, *[number] * (replicas(strategy) - 1))
+    assert strategy.reduce("mean", result, axis=None) == number
+    if replicas(strategy) > 1:
+        with pytest.raises(ValueError, match=r"SUM of .*run makes one where all are equal, so return arrays"):
+            strategy.reduce("sum", result, axis=None)
 
 
 def test_what_replicas_see_of_a_variable_merges_to_it(strategy):
@@ -207,6 +211,26 @@ def test_a_value_is_among_those_of_its_container(strategy):
         if kind_of(strategy) != "embedded" or v.synchronization is ps.VariableSynchronization.ON_READ:
             strategy.extended.update(v, values.append)
         assert all(container(value) is v and holds(value) for value in values)
+
+
+def test_in_finds_a_value_in_its_container(strategy):
+    """The documents' expression, of what `run` returned, of its parts, of variables and of their copies."""
+    extended = strategy.extended
+    arrays = strategy.run(lambda x: x * 2.0, (numbered(strategy),))
+    made = [variable(strategy), variable(strategy, synchronization=ps.VariableSynchronization.ON_READ)]
+    wholes = [arrays, strategy.run(lambda: np.ones(3)), strategy.run(lambda: 5), {"a": arrays}, *made, "text", None]
+    for whole in wholes:
+        for value in (whole, *strategy.experimental_local_results(whole)):
+            assert value in strategy.experimental_local_results(extended.value_container(value))
+            assert (extended.value_container(value) is value) == (not any(value is c for v in made for c in parts(v)))
+    assert 3 not in strategy.experimental_local_results(np.arange(4))
+    assert np.ones(3) not in strategy.experimental_local_results(np.ones(3))
+    assert 5 in strategy.experimental_local_results(5)
+
+
+def parts(v):
+    """The copies of a variable that are not the variable itself."""
+    return [copy for copy in ps.get_strategy().experimental_local_results(v) if copy is not v]
 
 
 # ---- Values from a function ----

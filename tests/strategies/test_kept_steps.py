@@ -72,7 +72,7 @@ def gradients(strategy, dtypes, shapes, t):
 
 def beside(strategy, v, value):
     """Another variable, on the same server."""
-    with strategy.extended.colocate_vars_with(v):
+    with strategy.scope(), strategy.extended.colocate_vars_with(v):
         return variable(strategy, value)
 
 

@@ -18,9 +18,11 @@ def test_devices_have_full_names(strategy):
     assert extended.worker_devices == tuple(
         f"/job:{job}/task:0/device:CPU:{index}" for index in range(replicas(strategy))
     )
-    servers = ("/job:ps/task:0/device:CPU:0",)
-    assert extended.parameter_devices == (servers if kind == "embedded" else extended.worker_devices)
-    assert set(variable(strategy).devices) == set(extended.parameter_devices)
+    servers = tuple(f"/job:ps/task:{server}/device:CPU:0" for server in range(len(extended.parameter_devices)))
+    servers = servers if kind == "embedded" else extended.worker_devices
+    assert extended.parameter_devices == servers
+    for device in extended.parameter_devices:
+        assert variable(strategy, beside=(device,)).devices == ((device,) if kind == "embedded" else servers)
 
 
 def test_what_is_created_beside_a_variable_lives_where_it_does(strategy):

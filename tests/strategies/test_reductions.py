@@ -93,6 +93,80 @@ def test_any_axis(strategy, op, axis):
     np.testing.assert_allclose(found, whole.sum(axis=axis) if op == "sum" else whole.mean(axis=axis))
 
 
+@pytest.mark.parametrize("axis", [(0, 1), [0, 2], (-1,), (2, 0, 1), ()], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_several_axes(strategy, op, axis):
+    """MEAN divides by the true number of elements; no axis at all is none."""
+    n = replicas(strategy)
+    arrays = [np.arange(12.0 * (i + 1)).reshape(i + 1, 3, 4) if 0 in axis else np.arange(24.0) for i in range(4)]
+    arrays = [array.reshape(-1, 3, 4) for array in arrays]
+    found = strategy.reduce(op, mine(strategy, arrays), axis=axis)
+    if 0 in axis:
+        whole = np.concatenate(arrays[:n])
+        expected = oracle(op, whole.transpose([*axis, *{0, 1, 2} - set(axis)]).reshape(-1, *found.shape), "float64")
+    else:
+        each = arrays[0].mean(axis=tuple(axis)) if op == "mean" else arrays[0].sum(axis=tuple(axis))
+        expected = each * (n if op == "sum" else 1)
+    np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("axis", "error"),
+    [
+        ("a", TypeError),
+        (1.5, TypeError),
+        ((0, None), TypeError),
+        *((wrong, ValueError) for wrong in (2, -3, (0, 5), (0, 0), (1, -1))),
+    ],
+    ids=str,
+)
+def test_axes_that_are_not_there(strategy, axis, error):
+    """What is no number, and a number that the array has no axis of or that comes twice."""
+    with pytest.raises(error, match="axis"):
+        strategy.reduce("sum", mine(strategy, [np.ones((2, 3))] * 4), axis=axis)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_nest_is_reduced_leaf_by_leaf(strategy, op):
+    """Of what `run` returned: each leaf as if it were alone, in one round; an empty one comes back empty."""
+    n = replicas(strategy)
+    x = mine(strategy, [np.arange(6.0).reshape(2, 3) + i for i in range(4)])
+    nest = strategy.run(lambda own: {"a": own, "b": [own.sum(axis=1), (own[:, 0],)]}, (x,))
+    for axis in (None, 0):
+        found = strategy.reduce(op, nest, axis=axis)
+        alone = [strategy.reduce(op, leaf, axis=axis) for leaf in (nest["a"], nest["b"][0], nest["b"][1][0])]
+        assert [leaf.tolist() for leaf in (found["a"], found["b"][0], found["b"][1][0])] == [
+            leaf.tolist() for leaf in alone
+        ]
+    assert strategy.reduce(op, mine(strategy, [[1.0, 2.0]] * 4), axis=None) == [n * 1.0, n * 2.0] or op == "mean"
+    assert strategy.reduce(op, {"a": []}, axis=None) == {"a": []}
+    if kind_of(strategy) == "embedded":
+        before = strategy.round
+        strategy.reduce(op, nest, axis=0)
+        assert strategy.round == before + 1
+
+
+MISUSED = {
+    "None": (None, TypeError),
+    "text": ("text", TypeError),
+    "an object": (object(), TypeError),
+    "a nest with text": ({"a": 1.0, "b": "text"}, TypeError),
+    "words": (np.array(["a"]), TypeError),
+    "too many": (ps.PerReplica([1.0] * 5), ValueError),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+@pytest.mark.parametrize("op", OPS)
+def test_what_cannot_be_reduced(strategy, name, op):
+    """The same class of error on every strategy, however many replicas there are."""
+    value, error = MISUSED[name]
+    value = {"a": ps.PerReplica([1.0] * replicas(strategy)), "b": "text"} if isinstance(value, dict) else value
+    with pytest.raises((TypeError, ValueError), match=r".") as raised:
+        strategy.reduce(op, value, axis=None)
+    assert raised.type is error
+
+
 def test_the_example_of_the_documents(strategy):
     """The last six of a batch of eight: their mean is not the mean of the replicas' means."""
     parts = [np.arange(4.0), np.arange(4.0, 6.0), np.zeros(0), np.zeros(0)]
@@ -306,13 +380,99 @@ def test_to_a_device_that_is_not_here(strategy):
             strategy.extended.reduce_to("mean", mine(strategy, [1.0] * 4), to)
 
 
-def test_a_reduced_value_may_be_reduced_again(strategy):
-    """As the mirrored value that it is: a sum over R copies is R times as large."""
+def test_a_mirrored_value_is_reduced_already(strategy):
+    """Its mean is itself; a sum of it is refused on every strategy, by `reduce` and by `reduce_to`."""
     n = replicas(strategy)
     x = mine(strategy, [np.float32(1.0)] * 4)
     once = strategy.extended.reduce_to("sum", x, x)
     assert strategy.reduce("mean", once, axis=None) == n
-    assert strategy.reduce("sum", once, axis=None) == n * n
+    mirrored = ps.Mirrored([np.float32(3.0)] * n)
+    assert strategy.reduce("mean", mirrored, axis=None) == 3.0
+    for value in (mirrored, *([once, strategy.extended.reduce_to("sum", x, variable(strategy))] if n > 1 else [])):
+        for attempt in (
+            lambda value=value: strategy.reduce("SUM", value, axis=None),
+            lambda value=value: strategy.extended.reduce_to("sum", value, "cpu:0"),
+        ):
+            with pytest.raises(ValueError, match="SUM of"):
+                attempt()
+
+
+def test_what_each_replica_all_reduced_is_a_value_of_each(strategy):
+    """A result for each replica, whose sum is R times as large; with one replica the value itself."""
+    n = replicas(strategy)
+    x = mine(strategy, [np.float32(i + 1.0) for i in range(4)])
+    total = sum(range(1, n + 1))
+    for merge in (
+        lambda own: here().all_reduce("sum", own),
+        lambda own: here().merge_call(lambda s, y: s.extended.reduce_to("sum", y, y), (own,)),
+    ):
+        found = strategy.run(merge, (x,))
+        assert isinstance(found, ps.PerReplica) == (n > 1)
+        assert [float(own) for own in strategy.experimental_local_results(found)] == [total] * n
+        assert strategy.reduce("SUM", found, axis=None) == n * total
+
+
+WAYS = {
+    "reduce": lambda s, x, v: s.reduce("sum", x, axis=None),
+    "reduce_to the value": lambda s, x, v: s.extended.reduce_to("sum", x, x),
+    "reduce_to a device": lambda s, x, v: s.extended.reduce_to("sum", x, s.extended.worker_devices[0]),
+    "reduce_to a variable": lambda s, x, v: s.extended.reduce_to("sum", x, v),
+    "batch_reduce_to": lambda s, x, v: s.extended.batch_reduce_to("sum", [(x, v)])[0],
+    "all_reduce": lambda s, x, v: s.experimental_local_results(s.run(lambda y: here().all_reduce("sum", y), (x,)))[0],
+}
+USES = {
+    "add": lambda r: r + 1,
+    "radd": lambda r: 1 + r,
+    "divided": lambda r: r / np.float32(2.0),
+    "negated": lambda r: -r,
+    "power": lambda r: r**2,
+    "greater": lambda r: r > 2,
+    "equal": lambda r: r == np.float32(3.0),
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "shape": lambda r: r.shape,
+    "ndim": lambda r: r.ndim,
+    "dtype": lambda r: r.dtype,
+    "format": lambda r: f"{r:.3f}",
+    "ufunc": np.sqrt,
+    "function": lambda r: np.sum([r, r]),
+    "array": np.asarray,
+    "numpy": lambda r: r.numpy(),
+    "type of numpy": lambda r: type(r.numpy()),
+    "round": lambda r: np.round(r / 3, 2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("use", USES)
+def test_a_reduced_value_is_used_as_an_array(strategy, way, use):
+    """Whichever way it was reduced, and wherever it is: only its class may differ, and what comes of it is NumPy's."""
+    n = replicas(strategy)
+    if kind_of(strategy) == "default" and way == "all_reduce":
+        pytest.skip("the default context's one replica gets back what it gave")
+    x = mine(strategy, [np.float32(i + 1.0) for i in range(4)])
+    expected = np.asarray(np.float32(sum(range(1, n + 1))))
+    with strategy.scope():
+        found = USES[use](WAYS[way](strategy, x, variable(strategy, 0.0)))
+    if use.endswith("numpy"):
+        assert found == (np.ndarray if "type" in use else expected)
+    else:
+        wanted = USES[use](expected)
+        assert (found, type(found)) == (wanted, type(wanted))
+
+
+def test_reduced_arrays_have_their_elements(strategy):
+    """They are indexed, iterated over, and have a length, of any way to reduce them."""
+    n, v = replicas(strategy), variable(strategy)
+    x = mine(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)])
+    total = float(sum(range(1, n + 1)))
+    for way in WAYS.values():
+        with strategy.scope():
+            found = way(strategy, x, v)
+            assert (len(found), found.shape, float(found[1])) == (3, (3,), total)
+            assert [float(item) for item in found] == [total] * 3
+            assert (found * found).sum() == 3 * total**2
 
 
 # ---- batch_reduce_to, broadcast_to ----
@@ -330,6 +490,13 @@ def test_a_batch_of_reductions_is_each_of_them(strategy):
     assert (found[1].tolist(), found[1].dtype) == (mean, np.float64)
     assert np.asarray(strategy.experimental_local_results(found[2])[0]).tolist() == [mean] * 3
     assert strategy.extended.batch_reduce_to("sum", []) == []
+
+
+def test_a_batch_comes_as_a_zip(strategy):
+    """Pairs that are there once are enough."""
+    x, v = mine(strategy, [1.0] * 4), variable(strategy)
+    found = strategy.extended.batch_reduce_to("sum", zip([x, x], [x, v], strict=True))
+    assert [float(value[0] if value.ndim else value) for value in found] == [replicas(strategy)] * 2
 
 
 def test_a_batch_with_a_wrong_pair_reduces_nothing(strategy):

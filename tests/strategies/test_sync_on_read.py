@@ -35,7 +35,7 @@ def of_replicas(strategy, v):
 def read_across(aggregation, copies):
     """What is read across replicas that hold these values."""
     combined = {"sum": sum(copies), "mean": sum(copies) / len(copies), "only_first_replica": copies[0]}
-    return combined[aggregation.value]
+    return combined[aggregation.name.lower()]
 
 
 @pytest.mark.parametrize("aggregation", COMBINING)

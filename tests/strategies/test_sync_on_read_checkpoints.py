@@ -53,7 +53,7 @@ def count_up(strategy, v):
 @pytest.mark.parametrize("created", ["before the restore", "after the restore"])
 def test_the_aggregate_is_shared_out_among_the_replicas_of_now(before, after, created):
     """A sum in equal parts, a mean and a first replica's value whole; a variable without aggregation begins anew."""
-    kinds = {aggregation.value: aggregation for aggregation in AGGREGATION}
+    kinds = {aggregation.name.lower(): aggregation for aggregation in AGGREGATION}
 
     def fill(strategy):
         made = {name: create(strategy, name, aggregation) for name, aggregation in kinds.items()}

@@ -53,7 +53,8 @@ def test_the_documents_example(strategy):
 
 def test_what_the_function_returns_comes_back(strategy):
     """Nests of arrays, of the variable, of None and of what is no array at all; merged over the copies."""
-    v, u = variable(strategy, [1.0, 2.0, 3.0]), variable(strategy, [4.0, 5.0, 6.0])
+    v = variable(strategy, [1.0, 2.0, 3.0])
+    u = variable(strategy, [4.0, 5.0, 6.0], beside=v)
 
     def fn(v, u, x):
         old = v.value()
@@ -80,9 +81,21 @@ def test_ungrouped_results_are_lists_of_the_copies_results(strategy):
     assert found["twice"][1] == [None] * count
     assert all(own is copy for own, copy in zip(found["new"], strategy.experimental_local_results(v), strict=True))
     assert [np.asarray(own).tolist() for own in found["new"]] == [[2.0, 3.0, 4.0]] * count
-    where = strategy.extended.non_slot_devices([v])
-    found = strategy.extended.update_non_slot(where, lambda: v + 1.0, group=False)
-    assert [plain(x) for x in found] == [[3.0, 4.0, 5.0]] * (1 if kind_of(strategy) == "embedded" else len(where))
+
+
+def test_ungrouped_results_of_devices_are_lists_of_each_device_s(strategy):
+    """Of `update_non_slot` with `group=False`: one entry for each device that it was given."""
+    devices = strategy.extended.parameter_devices
+    made = [variable(strategy, beside=(device,)) for device in devices]
+    where = strategy.extended.non_slot_devices(made)
+    assert where == devices
+    count = variable(strategy, 4.0, beside=where)
+    found = strategy.extended.update_non_slot(
+        where, lambda c: {"new": c.assign_add(1.0), "twice": [c * 2, "word"]}, (count,), group=False
+    )
+    assert [plain(x) for x in found["twice"][0]] == [10.0] * len(where)
+    assert found["twice"][1] == ["word"] * len(where)
+    assert [np.asarray(x).tolist() for x in found["new"]] == [5.0] * len(where)
 
 
 def test_the_function_runs_once_for_each_copy(strategy):
@@ -207,7 +220,8 @@ def test_arguments_that_are_no_arrays_are_handed_on(strategy):
 
 def test_several_variables_are_assigned(strategy):
     """Arguments and by closures; each once for every copy, and each sees what was assigned before it."""
-    v, u, w = (variable(strategy, [1.0, 2.0, 3.0]) for _ in range(3))
+    v = variable(strategy, [1.0, 2.0, 3.0])
+    u, w = (variable(strategy, [1.0, 2.0, 3.0], beside=v) for _ in range(2))
 
     def fn(v, u):
         v.assign(u + w)
@@ -266,8 +280,12 @@ def test_an_error_in_the_function_leaves_the_variable(strategy):
 
 def test_methods_of_variables_are_update_functions(strategy):
     """As the documents say: `fn` can be `assign_add`."""
-    v, w = variable(strategy), variable(strategy, [1.0, 2.0, 3.0])
-    strategy.extended.update(v, lambda v, x: v.assign_add(x), (w,))
+    v = variable(strategy)
+    w = variable(strategy, [1.0, 2.0, 3.0], beside=v)
+    assert strategy.extended.update(v, ps.Variable.assign_add, (w,)) is v
+    strategy.extended.update(v, ps.Variable.assign, (w,))
+    for fn in (ps.Variable.assign_sub, ps.update_function(ps.Variable.assign_add)):
+        strategy.extended.update(v, fn, kwargs={"delta": np.ones(3, "float32")})
     strategy.extended.update_non_slot(strategy.extended.non_slot_devices([v]), v.assign_sub, (0.5,))
     assert v.numpy().tolist() == [0.5, 1.5, 2.5]
 

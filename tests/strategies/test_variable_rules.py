@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -25,7 +28,7 @@ def each(replica):
 def combined(aggregation, count):
     """What the aggregation makes of the values of `each`."""
     values = range(1, count + 1)
-    return {"sum": sum(values), "mean": sum(values) / count, "only_first_replica": 1.0}[aggregation.value]
+    return {"sum": sum(values), "mean": sum(values) / count, "only_first_replica": 1.0}[aggregation.name.lower()]
 
 
 def shown(v):
@@ -199,6 +202,29 @@ def test_in_cross_replica_context_one_value_is_assigned(strategy):
     assert shown(v) == [5.0] * 3
 
 
+@pytest.mark.parametrize("where", ["outside", "scope", "merge"])
+def test_a_variable_is_assigned_from_one_that_lies_anywhere(strategy, where):
+    """In cross-replica context, also from what was reduced to the other, and where both were just assigned."""
+    devices = strategy.extended.parameter_devices
+    v, first = (variable(strategy, [1.0, 2.0, 3.0], beside=(devices[place],)) for place in (0, -1))
+    assert (v.place != first.place) == (kind_of(strategy) == "embedded" and len(devices) > 1)
+    ones = strategy.experimental_distribute_values_from_function(lambda _: np.ones(3, "float32"))
+
+    def assign(strategy):
+        for _ in range(2):
+            first.assign_add(v)
+            v.assign(first)
+        v.assign_sub(strategy.extended.reduce_to("mean", ones, first))
+        first.assign(strategy.extended.update(v, lambda v: v * 10.0))
+
+    if where == "merge":
+        merged(strategy, assign)
+    else:
+        with strategy.scope() if where == "scope" else contextlib.nullcontext():
+            assign(strategy)
+    assert (shown(v), shown(first)) == ([3.0, 7.0, 11.0], [30.0, 70.0, 110.0])
+
+
 def test_an_update_function_assigns_what_it_is_given(strategy):
     """An aggregation has no say there."""
     for aggregation in AGGREGATION:
@@ -218,6 +244,59 @@ def test_values_are_broadcast_and_cast_within_their_kind(strategy):
     with pytest.raises((ValueError, ps.errors.ProgramError), match=f"'{v.name}'.*(3|4)"):
         v.assign(np.ones(4, "float32"))
     assert (shown(v), shown(count)) == ([2.0] * 3, [3, 3])
+
+
+MISFITS = {
+    "None": (None, TypeError),
+    "text": ("text", TypeError),
+    "an object": (object(), TypeError),
+    "complex": (np.ones(3, "complex64"), TypeError),
+    "a complex number": (1j, TypeError),
+    "words": (np.array(["a"]), TypeError),
+    "too long": (np.ones(4, "float32"), ValueError),
+    "too deep": (np.ones((2, 3), "float32"), ValueError),
+    "a short list": ([1.0, 2.0], ValueError),
+    "ragged": ([[1.0], [1.0, 2.0]], ValueError),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.parametrize("how", ["assign", "assign_add"])
+def test_what_cannot_be_assigned(strategy, name, how):
+    """The same class of error on every strategy, across replicas and within; in update functions one of it."""
+    value, error = MISFITS[name]
+    v = variable(strategy, [1.0, 2.0, 3.0], aggregation=AGGREGATION.MEAN)
+    for attempt in (lambda: getattr(v, how)(value), lambda: strategy.run(lambda: getattr(v, how)(value))):
+        with pytest.raises((TypeError, ValueError), match=r".") as raised:
+            attempt()
+        assert raised.type is error
+    with pytest.raises(error):
+        strategy.extended.update(v, lambda v, x: getattr(v, how)(x), (value,))
+    assert shown(v) == [1.0, 2.0, 3.0]
+
+
+def test_a_variable_is_copied_deeply(strategy):
+    """A new variable beside it, of the same value and traits, each replica's own value included."""
+    n = replicas(strategy)
+    v = variable(strategy, [1.0, 2.0, 3.0], trainable=False, aggregation=AGGREGATION.SUM)
+    own = variable(strategy, 0.0, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
+    in_replicas(strategy, lambda i, w: w.assign(np.float32(i + 1.0)), own)
+    new, again = copy.deepcopy({"v": [v, v]})["v"]
+    assert new is again
+    assert (new.trainable, new.aggregation, new.dtype, new.devices) == (False, AGGREGATION.SUM, v.dtype, v.devices)
+    assert strategy.extended.variable_created_in_scope(new)
+    v.assign_add(1.0)
+    assert (shown(new), shown(v)) == ([1.0, 2.0, 3.0], [2.0, 3.0, 4.0])
+    other = copy.deepcopy(own)
+    in_replicas(strategy, lambda i, w: w.assign(np.float32(10.0)), own)
+    found = [float(x) for x in strategy.experimental_local_results(other)]
+    assert (other.synchronization, found) == (SYNCHRONIZATION.ON_READ, [i + 1.0 for i in range(n)])
+    inside = in_replicas(strategy, lambda i, w: copy.deepcopy(w), own)
+    assert [float(w) for w in inside] == [10.0] * n
+    inside = in_replicas(strategy, lambda i, w: copy.deepcopy(w), v)
+    assert len({id(strategy.extended.value_container(w)) for w in inside}) == 1
+    assert [np.asarray(w).tolist() for w in inside] == [[2.0, 3.0, 4.0]] * n
+    assert all(strategy.extended.value_container(w) is not v for w in inside)
 
 
 def test_a_replica_is_given_what_is_as_good_as_the_variable(strategy):

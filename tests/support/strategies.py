@@ -11,11 +11,14 @@ import numpy as np
 
 import psclient as ps
 from psclient._src.processes.process import start_server
+from pstesting.in_process import InProcessCluster
 
 MIRRORED = ("mirrored-1", "mirrored-2", "mirrored-4")
 EMBEDDED = ("embedded-1", "embedded-2", "embedded-4")
-KINDS = ("default", *MIRRORED, *EMBEDDED)
-"""`default` is outside of every scope; `embedded-2` is a parameter server of this process's own, and two replicas."""
+CLUSTERS = ("servers-2x2",)
+KINDS = ("default", *MIRRORED, *EMBEDDED, *CLUSTERS)
+"""`default` is outside of every scope; `embedded-2` is a parameter server of this process's own, and two replicas;
+`servers-2x2` are two servers, which hold variables in turn, and two replicas."""
 
 _MADE = {"mirrored": ps.MirroredStrategy, "embedded": ps.ParameterServerStrategy}
 
@@ -26,27 +29,35 @@ _numbers = itertools.count()
 def opened(kind: str) -> Iterator[Any]:
     """A strategy of one of the `KINDS`, with CPU replicas; it is closed at the end.
 
-    Also `servers-3`: one replica, and variables on three servers in turn.
+    Also `servers-3`: one replica, and variables on three servers that are processes.
     """
     if kind == "default":
         yield ps.get_strategy()
         return
     name, _, count = kind.partition("-")
     if name == "servers":
-        with _on_servers(int(count)) as strategy:
+        servers, _, local = count.partition("x")
+        with _on_servers(int(servers), int(local or 1), in_process=bool(local)) as strategy:
             yield strategy
         return
-    with _MADE[name](devices=[f"cpu:{index}" for index in range(int(count))]) as strategy:
+    with _MADE[name](devices=_devices(int(count))) as strategy:
         yield strategy
 
 
+def _devices(replicas: int) -> list[str]:
+    return [f"cpu:{index}" for index in range(replicas)]
+
+
 @contextlib.contextmanager
-def _on_servers(count: int) -> Iterator[Any]:
+def _on_servers(servers: int, replicas: int, in_process: bool) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
-        addresses = [stack.enter_context(_server(task)) for task in range(count)]
-        spec = ps.ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:0"]})
-        resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
-        yield stack.enter_context(ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=resolver))
+        if in_process:
+            resolver = stack.enter_context(InProcessCluster(servers)).resolver()
+        else:
+            addresses = [stack.enter_context(_server(task)) for task in range(servers)]
+            spec = ps.ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:0"]})
+            resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
+        yield stack.enter_context(ps.ParameterServerStrategy(devices=_devices(replicas), cluster_resolver=resolver))
 
 
 @contextlib.contextmanager
@@ -71,10 +82,11 @@ def replicas(strategy: Any) -> int:
     return len(strategy.extended.worker_devices)
 
 
-def variable(strategy: Any, value: Any = (0.0, 0.0, 0.0), **options: Any) -> Any:
-    """A variable of the strategy, float32 unless the value says otherwise, whose name no other has."""
+def variable(strategy: Any, value: Any = (0.0, 0.0, 0.0), beside: Any = None, **options: Any) -> Any:
+    """A variable of the strategy, float32 unless the value says otherwise, whose name no other has; beside another."""
     initial = value if callable(value) or hasattr(value, "dtype") else np.asarray(value, "float32")
-    with strategy.scope():
+    place = contextlib.nullcontext() if beside is None else strategy.extended.colocate_vars_with(beside)
+    with strategy.scope(), place:
         return ps.Variable(initial, **{"name": f"v{next(_numbers)}", **options})
 
 

@@ -60,7 +60,7 @@ BRIEF: dict[str, str] = {
     "psclient._src.transport.grpc_calls.GrpcCalls._answer": "one attempt of until_answered, which bounds it",
     "psclient._src.transport.staging.fill": "for a copy from a GPU",
     "psclient._src.transport.staging.StagedParts.__iter__": "gRPC's thread, for what the process itself is copying; `end` ends it",
-    "psclient._src.distribute.replicas.ReplicaRunner.__init__": "makes threads; `close` waits for them",
+    "psclient._src.distribute.replicas.ReplicaRunner._pool": "makes threads; `close` waits for them",
     "psclient._src.distribute.replicas.ReplicaRunner.close": "for user's functions in threads of this process",
     "psclient._src.distribute.replicas.ReplicaRunner._run_threads": "for user's functions in threads of this process",
     "psclient._src.distribute.replicas._Meeting.call": "for user's functions in threads of this process, and their rounds, which speak",

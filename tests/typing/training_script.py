@@ -45,8 +45,8 @@ dataset = strategy.experimental_distribute_dataset(arrays)
 for batch in dataset:
     loss = strategy.run(step, args=(batch,))
     assert_type(loss, float)
-    mean = strategy.reduce("mean", loss, axis=None)
-    assert_type(mean, npt.NDArray[Any])
+    mean: npt.NDArray[Any] = strategy.reduce("mean", loss, axis=None)
+    assert_type(strategy.reduce("mean", loss, axis=None).numpy(), npt.NDArray[Any])
 assert_type(w.numpy(), npt.NDArray[Any])
 assert_type(strategy.num_replicas_in_sync, int)
 

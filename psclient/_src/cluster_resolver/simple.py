@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from psclient._src.cluster_resolver.base import ClusterResolver, url
@@ -120,15 +120,24 @@ class UnionResolver(ClusterResolver):
         return ClusterSpec({job: _merged(job, parts) for job, parts in found.items()})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The first resolver's master, or the address of a task where both its job and its index are given.
+        """What the resolver says whose task it is, where both its job and its index are given; else the first one.
 
         Raises:
             ValueError: the cluster has no such task.
         """
-        layer = rpc_layer or self.rpc_layer
-        if task_type is not None and task_id is not None:
-            return url(self.cluster_spec().task_address(task_type, task_id), layer)
-        return self._resolvers[0].master(rpc_layer=layer)
+        if task_type is None or task_id is None:
+            return self._resolvers[0].master(rpc_layer=rpc_layer or self.rpc_layer)
+        address = self.cluster_spec().task_address(task_type, task_id)
+        resolver, index = next(self._having(task_type, address))
+        return resolver.master(task_type, index, rpc_layer or self._rpc_layer or resolver.rpc_layer or self.rpc_layer)
+
+    def _having(self, job: str, address: str) -> Iterator[tuple[ClusterResolver, int]]:
+        """The resolvers that have a task, each with the task's index there: in the union it may have another one."""
+        for resolver in self._resolvers:
+            own = resolver.cluster_spec()
+            for index in own.task_indices(job) if job in own.jobs else ():
+                if own.task_address(job, index) == address:
+                    yield resolver, index
 
     @property
     def environment(self) -> str | None:

@@ -85,6 +85,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def between_graph(self) -> bool:
+        """Whether other processes run the same script."""
+        ...
+
+    @property
     def parameter_devices(self) -> tuple[str, ...]:
         """All devices that hold variables, by name."""
         ...

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from psclient._src import context, nest
-from psclient._src.arraylike import Readable, read
+from psclient._src.arraylike import HostArray, Mirrored, Readable, read, reduced_array
 from psclient._src.context import StrategyFace
-from psclient._src.devices import Device, Value, is_array, to_device, to_numpy
+from psclient._src.devices import Device, Value, is_array, local_devices, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
-from psclient._src.distribute.local import apply_to_copies
-from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
+from psclient._src.distribute.local import LocalBackend, apply_to_copies
+from psclient._src.distribute.reduction import EVERYONE, LocalValue, check_value, combine
+from psclient._src.distribute.replicas import ReplicaRunner
 from psclient._src.distribute.template import HostValue, travels_as
 from psclient._src.nest import Nest
 from psclient._src.options import ReduceOp, ReduceOpName
-from psclient._src.values import DistributedValues, Mirrored, PerReplica, container, local_results, merge_copies, unwrap
+from psclient._src.values import DistributedValues, PerReplica, container, local_results, merge_copies, unwrap
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
@@ -26,22 +28,58 @@ from pswire.model.tensor import Array
 Destination = Beside | tuple[Device, ...]
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What all `StrategyExtended` of one strategy have in common.
+
+    Attributes:
+        container: the strategy.
+        backend: what does what they say.
+        runner: runs the local replicas.
+        names: how many variables were created by each name.
+        colocated: where the calling thread's `colocate_vars_with` places variables.
+    """
+
+    container: StrategyFace
+    backend: Backend
+    runner: ReplicaRunner
+    names: dict[str, int]
+    colocated: ContextVar[ServerIds]
+
+    @classmethod
+    def of(cls, strategy: StrategyFace, backend: Backend | None) -> _Shared:
+        """The state of a strategy that is being made."""
+        backend = LocalBackend(local_devices(None)) if backend is None else backend
+        runner = ReplicaRunner(strategy, backend.group.devices, backend.group.slice, backend.section)
+        return cls(strategy, backend, runner, {}, ContextVar("colocated", default=()))
+
+
 class StrategyExtended:
     """Additional methods for algorithms that need to be distribution-aware.
 
     Methods for cross-replica context may also be called outside of every scope: they enter the strategy's scope.
 
+    Who writes a strategy puts what is special about it into a subclass, of which the strategy is made: the strategy's
+    own methods, its contexts and its variables call `call_for_each_replica`, `reduce`, `batch_reduce_to`, `update` and
+    `create_variable`.
+
+        class MyStrategy(ps.Strategy):
+            def __init__(self):
+                super().__init__(MyExtended(self))
+
     Source: `tf.distribute.StrategyExtended`.
 
     Args:
-        container_strategy: the strategy that has these methods; its backend does what they say.
+        container_strategy: whose methods these are. Where it has such methods already, these share their state.
+        backend: where its variables live, and how a reduction travels; by default this process, on all GPUs or one CPU.
     """
 
-    def __init__(self, container_strategy: StrategyFace) -> None:
+    def __init__(self, container_strategy: StrategyFace, backend: Backend | None = None) -> None:
         self._strategy = container_strategy
-        self._backend: Backend = container_strategy.backend
-        self._names: dict[str, int] = {}
-        self._colocated: ContextVar[ServerIds] = ContextVar("colocated", default=())
+        others = vars(container_strategy).get("extended")
+        shared = _Shared.of(container_strategy, backend) if others is None else others.shared
+        self.shared = shared
+        self._backend, self._names, self._colocated = shared.backend, shared.names, shared.colocated
 
     # ---- What it is ----
 
@@ -57,8 +95,8 @@ class StrategyExtended:
 
     @property
     def experimental_between_graph(self) -> bool:
-        """True: every worker runs the whole script. In any context."""
-        return True
+        """Whether every worker runs the whole script: True on parameter servers, else False. In any context."""
+        return self._backend.between_graph
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -82,6 +120,17 @@ class StrategyExtended:
     def should_save_summary(self) -> bool:
         """True in exactly one of the processes that run the script: the first in task order. In any context."""
         return self._backend.group.leads
+
+    # ---- Replicas ----
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs a function on each local replica, as `strategy.run`, which calls this. In cross-replica context."""
+        with self._cross_replica("run"):
+            if not context.in_merge_call():
+                self._strategy.begin_step()
+            return self._backend.run(lambda: self.shared.runner.run(fn, args, kwargs))
 
     # ---- Variables ----
 
@@ -119,9 +168,13 @@ class StrategyExtended:
             colocate_with_variable: a variable of this strategy, or what `non_slot_devices` returned.
 
         Raises:
-            ValueError: the variable is of another strategy, or the names are no parameter devices.
+            ValueError: it is a variable of another strategy, or no parameter device.
+            RuntimeError: on entering, outside of the strategy's scope.
         """
-        token = self._colocated.set(self._placed(colocate_with_variable))
+        place = self._placed(colocate_with_variable)
+        if context.get_strategy() is not self._strategy:
+            raise RuntimeError("colocate_vars_with is called outside of its scope; enter strategy.scope() first")
+        token = self._colocated.set(place)
         try:
             yield
         finally:
@@ -182,11 +235,12 @@ class StrategyExtended:
             experimental_hints: ignored.
 
         Returns:
-            A lazy value with the variable's locality, or an array, or a mirrored value.
+            A lazy value with the variable's locality, or an array, or a mirrored value: each may be used as an array,
+            and has `numpy()`.
 
         Raises:
-            ValueError: SUM of a plain value with several local replicas; shapes that differ; a variable of another
-                strategy, or a device of another process.
+            ValueError: SUM of a plain value with several local replicas, or of a mirrored one; shapes that differ; a
+                variable of another strategy, or a device of another process.
             TypeError: the value is no array of numbers; the destination is none.
             RuntimeError: called in replica or update context.
         """
@@ -196,14 +250,14 @@ class StrategyExtended:
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | ReduceOpName,
-        value_destination_pairs: Sequence[tuple[Value, object]],
+        value_destination_pairs: Iterable[tuple[Value, object]],
         experimental_hints: object = None,
     ) -> list[Value]:
         """Combines several values at once, as several `reduce_to`. In cross-replica context.
 
         Args:
             reduce_op: as in `reduce_to`.
-            value_destination_pairs: (value, destinations) pairs.
+            value_destination_pairs: (value, destinations) pairs, also as they come from a `zip`.
             experimental_hints: ignored.
 
         Returns:
@@ -223,14 +277,16 @@ class StrategyExtended:
             if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
                 local = self._first(value)
             else:
-                local = self._local(ReduceOp.parse(aggregation.value), value, None)
+                local = self._local(ReduceOp.parse(aggregation.name), value, None)
             if destination is None:
-                return self._here(local)
+                return self._here([local])[0]
             return self._reduced([(local, self._destination(destination, None))])[0]
 
-    def reduce(self, op: ReduceOp, value: object, axis: int | None) -> Array:
+    def reduce(self, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
         """Reduces a value and returns it to every process at once; see `StrategyFace.reduce`."""
-        return self._here(self._local(op, value, axis))
+        with self._cross_replica("reduce"):
+            local = [self._local(op, leaf, axis) for leaf in nest.flatten(value)]
+            return nest.pack_sequence_as(value, [array.view(HostArray) for array in self._here(local)])
 
     def contributions(self, values: Sequence[Value], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
         """Returns this process's contributions to sums like earlier ones, if they fit; else fewer items.
@@ -250,15 +306,15 @@ class StrategyExtended:
                 found.append(local)
         return found
 
-    def _here(self, local: LocalValue) -> Array:
-        (reduced,) = self._backend.reduce([(local, None)])
-        return to_numpy(read(reduced))
+    def _here(self, local: Sequence[LocalValue]) -> list[Array]:
+        reduced = self._backend.reduce([(each, None) for each in local]) if local else []
+        return [to_numpy(read(value)) for value in reduced]
 
     def _reduce_to(
-        self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Sequence[tuple[Value, object]]
+        self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Iterable[tuple[Value, object]]
     ) -> list[Value]:
         with self._cross_replica(what):
-            op = ReduceOp.parse(reduce_op)
+            op, pairs = ReduceOp.parse(reduce_op), list(pairs)
             # A look at a value ends the section: all are looked at before the first reduction is recorded.
             places = [self._destination(place, value) for value, place in pairs]
             local = [self._local(op, value, None) for value, _ in pairs]
@@ -272,18 +328,25 @@ class StrategyExtended:
             for value, (_, place) in zip(reduced, pairs, strict=True)
         ]
 
-    def _local(self, op: ReduceOp, value: object, axis: int | None) -> LocalValue:
+    def _local(self, op: ReduceOp, value: object, axis: int | Sequence[int] | None) -> LocalValue:
         replicas = len(self.worker_devices)
+        if isinstance(value, Mirrored) and op is ReduceOp.SUM:
+            raise ValueError(
+                "SUM of a Mirrored value, which is one value that all replicas have: it is reduced already; use it as "
+                "it is, or MEAN, which returns it"
+            )
         if isinstance(value, DistributedValues) and not isinstance(value, MirroredVariable):
             values = tuple(unwrap(value, replicas))
-        elif replicas == 1:
-            values = (value,)
-        elif op is ReduceOp.MEAN:
+        elif replicas == 1 or op is ReduceOp.MEAN:
             values = (value,) * replicas
         else:
+            if not isinstance(value, Readable):
+                check_value(value)  # What is no array is told so, however many replicas there are.
+            number = isinstance(value, bool | int | float | complex)
             raise ValueError(
                 f"SUM of {type(value).__name__}, which is not a per-replica value, with {replicas} local replicas: "
                 "give what strategy.run returned from each replica, or use MEAN"
+                + ("; of Python's numbers run makes one where all are equal, so return arrays" if number else "")
             )
         # A variable's copies count, whatever their replicas' batches are.
         empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
@@ -323,7 +386,7 @@ class StrategyExtended:
     def _bring(value: object, devices: Sequence[Device]) -> Value:
         """Copies a value to worker devices: returns an array for one device, else a mirrored value."""
         array = read(value)
-        copies = [to_device(array, device) for device in devices]
+        copies = [reduced_array(array, device) for device in devices]
         return copies[0] if len(copies) == 1 else Mirrored(copies)
 
     # ---- Updates ----
@@ -395,7 +458,9 @@ class StrategyExtended:
             place = self._placed(colocate_with)
             own, named = context.arguments("update_non_slot", args, kwargs)
             self._check_variables(own, named, False)
-            return _merged(self._backend.apply(self._strategy, place, fn, own, named), group)
+            results = self._backend.apply(self._strategy, place, fn, own, named)
+            # On several servers the function is traced once, and each of them computes its result.
+            return _merged(results if group or len(results) > 1 else results * len(place), group)
 
     def _check_variables(self, args: Sequence[object], kwargs: Mapping[str, object], by_replica: bool) -> None:
         """Checks variables among an update's arguments; `by_replica` is True if the result may differ by replica."""
@@ -416,7 +481,7 @@ class StrategyExtended:
 def _merged(results: Sequence[Nest], group: bool) -> Nest:
     """Merges the results of an update, one for each updated copy."""
     if group:
-        return merge_copies(results)
+        return merge_copies(results, Mirrored)
     return nest.map_structure(lambda *leaves: list(leaves), *results)
 
 

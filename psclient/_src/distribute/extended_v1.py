@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from psclient._src import context, values
+from psclient._src.arraylike import Mirrored
 from psclient._src.context import StrategyFace
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.devices import Value
@@ -13,7 +14,6 @@ from psclient._src.distribute import extended
 from psclient._src.distribute.backend import Beside
 from psclient._src.nest import Leaf, Nest
 from psclient._src.options import ReduceOp, ReduceOpName
-from psclient._src.values import Mirrored
 from psclient._src.variables.variable import Variable
 
 
@@ -23,7 +23,7 @@ class StrategyExtended(extended.StrategyExtended):
     Source: `tf.compat.v1.distribute.StrategyExtended`, r2.2 and r2.3.
 
     Args:
-        container_strategy: the strategy that has these methods.
+        container_strategy, backend: as `extended.StrategyExtended` has them.
     """
 
     def broadcast_to(self, tensor: Value, destinations: object) -> Value:
@@ -45,14 +45,8 @@ class StrategyExtended(extended.StrategyExtended):
             place = self._destination(destinations, tensor)
             return self._bring(tensor, self._backend.group.devices[:1] if isinstance(place, Beside) else place)
 
-    def call_for_each_replica(
-        self, fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
-    ) -> Nest:
-        """Runs a function on each replica: `StrategyFace.run` by its older name. In cross-replica context."""
-        return self._strategy.run(fn, args, kwargs)
-
-    def read_var(self, v: Variable) -> Value:
-        """Returns a variable's value; of an ON_READ variable in cross-replica context the aggregate. In any context.
+    def read_var(self, v: Variable) -> Any:
+        """A variable's value; of an ON_READ variable in cross-replica context the aggregate. In any context.
 
         Raises:
             TypeError: `v` is no variable.

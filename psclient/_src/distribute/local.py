@@ -71,8 +71,11 @@ class LocalBackend:
         devices: the devices of the local replicas.
 
     Attributes:
-        first_value: returns a restored checkpoint's value for a variable that is created later; None for nothing.
+        between_graph: False: no other process runs the script.
+        first_value: what a restored checkpoint has for a variable that is created later, None for nothing.
     """
+
+    between_graph = False
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
         self.group = LocalGroup(devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,29 +75,31 @@ class LocalValue:
         return value
 
 
-def combine(op: ReduceOp, values: Sequence[object], empty: frozenset[int], axis: int | None) -> LocalValue:
+def combine(
+    op: ReduceOp, values: Sequence[object], empty: frozenset[int], axis: int | Sequence[int] | None
+) -> LocalValue:
     """Combines the local replicas' values into what this process contributes.
 
     Args:
         op: "sum" or "mean"; in a mean integers become float64, float16 and bfloat16 float32.
         values: an array or a Python number from each local replica, in order.
         empty: replicas without examples, whose value does not count.
-        axis: reduced within each replica's array, or None.
+        axis: reduced within each replica's array, one or several; or None.
 
     Raises:
         ValueError: the shapes differ; where batches may be ragged, reduce over their axis. Or there is no such axis.
-        TypeError: a value is no array of numbers, or the axis is no number.
+        TypeError: a value is no array of numbers, or an axis is no number.
     """
-    axis = None if axis is None else _checked_axis(axis)
-    taken = [_checked_value(value, axis) for value in values]
+    axes = _checked_axes(axis)
+    taken = [_over(axes, check_value(value)) for value in values]
     common = taken[0].dtype if len(taken) == 1 else np.result_type(*(array.dtype for array in taken))
-    sum_dtype, dtype = _sum_dtypes(op, common, axis is not None)
+    sum_dtype, dtype = _sum_dtypes(op, common, bool(axes))
     weight = 0.0
     total: AnyArray = None
     for replica, value in enumerate(taken):
-        if axis is not None:
+        if axes:
             with device_scope(device_of(value)):
-                count, value = float(value.shape[axis]), value.sum(axis=axis, dtype=sum_dtype)
+                count, value = float(math.prod(value.shape[n] for n in axes)), value.sum(axis=axes, dtype=sum_dtype)
         else:
             count = float(replica not in empty)
             if value.dtype != sum_dtype:
@@ -115,22 +118,34 @@ def combine(op: ReduceOp, values: Sequence[object], empty: frozenset[int], axis:
     return LocalValue(op, weight, _spec(dtype, tuple(total.shape)), total)
 
 
-def _checked_axis(axis: SupportsIndex) -> int:
+def _checked_axes(axis: SupportsIndex | Sequence[SupportsIndex] | None) -> tuple[int, ...]:
+    """Returns the axes that are reduced within each replica's array; none for None."""
     try:
-        return operator.index(axis)
+        if axis is None:
+            return ()
+        return tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
     except TypeError:
         raise TypeError(f"axis is {axis!r}; give one number, usually 0 for the batch's axis, or None") from None
 
 
-def _checked_value(value: Value, axis: int | None) -> AnyArray:
+def check_value(value: Value) -> AnyArray:
+    """The array or the number that a replica gives, as an array; raises `TypeError` for all else."""
     array = as_array(value)
     if array.dtype.kind in "OUSMm":
         raise TypeError(
             f"a {type(value).__name__} cannot be reduced; give an array or a number from each replica, and of a nest "
             "one leaf after another, or the whole nest to get_replica_context().all_reduce"
         )
-    if axis is not None and not -array.ndim <= axis < array.ndim:
-        raise ValueError(f"an array of shape {tuple(array.shape)} has no axis {axis}; give axis=None for a scalar")
+    return array
+
+
+def _over(axes: tuple[int, ...], array: AnyArray) -> AnyArray:
+    """The array; raises `ValueError` if it does not have these axes, or has one of them twice."""
+    for axis in axes:
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(f"an array of shape {tuple(array.shape)} has no axis {axis}; give axis=None for a scalar")
+    if len({axis % array.ndim for axis in axes}) < len(axes):
+        raise ValueError(f"axis {axes} of an array of shape {tuple(array.shape)} names one twice")
     return array
 
 

@@ -62,9 +62,10 @@ class ReplicaRunner:
         self._strategy = strategy
         self._slice = slice
         self._cross_replica = cross_replica
-        self._busy = threading.Lock()  # held while a run is under way; never waited for
-        count = len(self.devices)
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="replica") if count > 1 else None
+        # Held while a run is under way, and never waited for; a merge function of the run may run replicas as well.
+        self._busy = threading.RLock()
+        self._running = 0  # runs, each within a merge call of the one before; guarded by being busy
+        self._pools: list[ThreadPoolExecutor] = []  # threads for each of them, since those of the outer ones wait
 
     def run(
         self, fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
@@ -80,7 +81,7 @@ class ReplicaRunner:
             The merged results, as `values.regroup_results` says.
 
         Raises:
-            RuntimeError: it is called inside a run, or the replicas made unequal numbers of merge calls.
+            RuntimeError: another thread runs replicas, or the replicas made unequal numbers of merge calls.
             TypeError: `args` is no tuple or list.
             ValueError: a distributed argument is of another number of replicas.
             Exception: the first that a replica or a merge function raised, with a note that names the
@@ -90,21 +91,24 @@ class ReplicaRunner:
         context.require_cross_replica(self._strategy, "strategy.run")
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
-                "strategy.run is called while another run of this strategy is under way; a merge function "
-                "and other threads have to wait until it has ended"
+                "strategy.run is called while another run of this strategy is under way; other threads have to wait "
+                "until it has ended"
             )
+        self._running += 1
         try:
             self._slice()  # It may have to wait for other processes: better here than in each replica.
             given = values.unwrap(context.arguments("run", args, kwargs), len(self.devices))
-            results = self._run_threads(fn, given) if self._pool else [self._run_here(fn, *given[0])]
+            alone = len(self.devices) == 1
+            results = [self._run_here(fn, *given[0])] if alone else self._run_threads(fn, given)
         finally:
+            self._running -= 1
             self._busy.release()
         return values.regroup_results(results)
 
     def close(self) -> None:
         """Ends the replicas' threads; waits for those that still run."""
-        if self._pool:
-            self._pool.shutdown()
+        for pool in self._pools:
+            pool.shutdown()
 
     def _call(self, replica: int, merge: context.MergeCall, fn: Callable[..., object], given: Nest) -> Nest:
         args, kwargs = given
@@ -165,10 +169,15 @@ class ReplicaRunner:
             meeting.end(replica)
             return result
 
-        if self._pool is None:
-            raise RuntimeError("a single replica has no thread")
         # The copy takes over what is set for the caller, such as numpy.errstate.
         return self._pool.submit(contextvars.copy_context().run, body)
+
+    @property
+    def _pool(self) -> ThreadPoolExecutor:
+        """The threads of the run that is under way."""
+        if len(self._pools) < self._running:
+            self._pools.append(ThreadPoolExecutor(len(self.devices), thread_name_prefix="replica"))
+        return self._pools[self._running - 1]
 
     def _describe(self, replica: int) -> str:
         first, count = self._slice()

@@ -8,22 +8,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 import numpy as np
 
 from psclient._src import context, nest, values
+from psclient._src.arraylike import HostArray
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
 from psclient._src.devices import Value
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
-from psclient._src.distribute.replicas import ReplicaRunner
 from psclient._src.nest import Nest
 from psclient._src.options import InputContext, InputOptions, ReduceOp, ReduceOpName, RunOptions, ValueContext
 from psclient._src.processes import shutdown
-from pswire.model.tensor import Array
 
 T = TypeVar("T")
 
@@ -36,22 +35,26 @@ class Strategy:
     Source: `tf.distribute.Strategy`.
 
     Args:
-        backend: decides where variables live, and how a reduction travels.
+        extended: what the strategy does, made with this strategy, or that of another one: then this is a second face
+            of it, and what it creates is the other's.
 
     Attributes:
         extended: additional methods, for algorithms that need to be distribution-aware.
-        backend: the constructor's backend.
+        backend: where variables live, and how a reduction travels.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.extended: extended_v1.StrategyExtended = extended_v1.StrategyExtended(self)
-        group = backend.group
-        self._runner = ReplicaRunner(self, group.devices, group.slice, backend.section)
+    def __init__(self, extended: extended_v1.StrategyExtended) -> None:
+        self.extended = extended
+        self.backend: Backend = extended.shared.backend
         self._datasets = 0
         self._passes = Passes(make_round=self._make_round)
         self._after_step: list[tuple[bool, Callable[[], object]]] = []  # (the step has begun, call)
         self._process = os.getpid()
+
+    @property
+    def _container(self) -> Strategy:
+        """The strategy that `extended` was made with: usually this one."""
+        return cast(Strategy, self.extended.shared.container)
 
     # ---- What it is ----
 
@@ -81,7 +84,7 @@ class Strategy:
         Raises:
             RuntimeError: on entering, another strategy is current.
         """
-        return _Scope(self)
+        return _Scope(self._container)
 
     def run(
         self,
@@ -102,20 +105,16 @@ class Strategy:
             options: see `RunOptions`; has no effect here.
 
         Returns:
-            The merged results: what is the same object from every replica comes back itself, all else, and Python
-            numbers always, as a per-replica value; with one local replica what `fn` returned. The type is that of
-            one replica's result: a per-replica value stands for it.
+            The merged results: what is the same object from every replica comes back itself, and so do Python's
+            numbers that are equal; all else as a per-replica value; with one local replica what `fn` returned. The
+            type is that of one replica's result: a per-replica value stands for it.
 
         Raises:
-            RuntimeError: called inside a run, or after `close`.
+            RuntimeError: called in replica or update context, while another thread runs replicas, or after `close`.
             TypeError: `args` is no tuple or list.
             ValueError: a distributed argument is of another number of replicas.
         """
-        with context.within(self):
-            context.require_cross_replica(self, "run")
-            self.backend.check_open()
-            self.begin_step()
-            return cast(T, self.backend.run(lambda: self._runner.run(fn, args, kwargs)))
+        return cast(T, self.extended.call_for_each_replica(fn, args, kwargs))
 
     def after_step(self, call: Callable[[], object]) -> None:
         """Calls a function once, when the next step is over. In any context.
@@ -123,9 +122,10 @@ class Strategy:
         What follows a `run` belongs to its step, such as updates with the gradients that it has returned: the step is
         over when `run` is called again, or the strategy is closed, or the process ends.
         """
-        shutdown.unregister(self.end_step)
-        shutdown.register(self.end_step)
-        self._after_step.append((False, call))
+        container = self._container
+        shutdown.unregister(container.end_step)
+        shutdown.register(container.end_step)
+        container._after_step.append((False, call))
 
     def begin_step(self) -> None:
         """Ends the step before, if there was one: see `after_step`."""
@@ -143,32 +143,30 @@ class Strategy:
             for _, call in waiting:
                 call()
 
-    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: object, axis: int | None) -> Array:
+    def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: Any, axis: int | Sequence[int] | None) -> HostArray:
         """Combines a value across all replicas of all workers, and gives it to each. In cross-replica context.
 
         Args:
             reduce_op: SUM or MEAN, also as a string in any case.
-            value: a per-replica value, such as `run` returned.
-            axis: also reduced within each replica's array, usually the batch's; MEAN then divides by the true
-                number of elements. None reduces across replicas only.
+            value: a per-replica value, such as `run` returned, or a nest of them.
+            axis: also reduced within each replica's array, usually the batch's, or several; MEAN then divides by the
+                true number of elements. None reduces across replicas only.
 
         Returns:
-            A host array, the same on every process.
+            A host array, the same on every process, which like all reduced values has a method `numpy()`; of a nest
+            one like it, of arrays.
 
         Raises:
-            ValueError: shapes that differ without an axis; SUM of a plain value with several local replicas.
+            ValueError: shapes that differ without an axis; SUM of a plain value with several local replicas, or of a
+                mirrored one.
             RuntimeError: called in replica context.
         """
         with self.scope():
-            context.require_cross_replica(self, "reduce")
-            self.backend.check_open()
-            return self.extended.reduce(ReduceOp.parse(reduce_op), value, axis)
+            return cast(HostArray, self.extended.reduce(ReduceOp.parse(reduce_op), value, axis))
 
-    def merge_call(
-        self, merge_fn: Callable[..., object], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
-    ) -> Nest:
+    def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Calls `get_replica_context().merge_call`, for code that has the strategy at hand. In replica context."""
-        return context.require_replica("merge_call", self).merge_call(merge_fn, args, kwargs)
+        return context.require_replica("merge_call", self._container).merge_call(merge_fn, args, kwargs)
 
     # ---- Values ----
 
@@ -189,7 +187,7 @@ class Strategy:
             ValueError: `value_fn` returns distributed values.
         """
         with self.scope():
-            context.require_cross_replica(self, "experimental_distribute_values_from_function")
+            context.require_cross_replica(self._container, "experimental_distribute_values_from_function")
             first, replicas = self.backend.group.slice()
             mine = range(first, first + len(self.backend.group.devices))
             found = [value_fn(ValueContext(replica, replicas)) for replica in mine]
@@ -225,7 +223,8 @@ class Strategy:
             ValueError: the dataset is not batched.
             TypeError: the dataset is of no known kind.
         """
-        return DistributedDataset(dataset, self.backend.group, self._number_dataset(), self._passes, options)
+        container = self._container
+        return DistributedDataset(dataset, self.backend.group, container._number_dataset(), container._passes, options)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
@@ -237,10 +236,10 @@ class Strategy:
                 batches of one replica's size.
             options: the device that batches are put on; None for the defaults.
         """
-        group = self.backend.group
+        group, container = self.backend.group, self._container
         place, count = group.pipeline
-        told = InputContext(count, place, group.replicas)
-        return DistributedDatasetFromFunction(dataset_fn, told, group, self._number_dataset(), self._passes, options)
+        told, number = InputContext(count, place, group.replicas), container._number_dataset()
+        return DistributedDatasetFromFunction(dataset_fn, told, group, number, container._passes, options)
 
     def _make_round(self) -> None:
         """Makes a round that says only whether this worker has data left."""
@@ -300,9 +299,12 @@ class Strategy:
 
     def close(self) -> None:
         """Ends the strategy: what needs its replicas or its servers raises from now on. In any context."""
-        self.end_step()
+        self._container.end_step()
         self.backend.close()
-        self._runner.close()
+        self.extended.shared.runner.close()
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError("a strategy cannot be copied, since both would make the same rounds; make another one")
 
     def __enter__(self) -> Self:
         return self

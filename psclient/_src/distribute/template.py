@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from psclient._src.arraylike import HostArray
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.update_function import Trace
 from pswire.model.plan import Plan
@@ -76,7 +77,8 @@ class HostValue(NamedTuple):
 def travels_as(value: object, spec: TensorSpec) -> bool:
     """Returns whether a value is a NumPy array that travels as it is, as a tensor of this dtype and shape."""
     return (
-        type(value) is np.ndarray
+        isinstance(value, np.ndarray)
+        and type(value) in (np.ndarray, HostArray)  # a class of the user's may mean something else
         and value.shape == spec.shape
         and value.dtype == DTYPES[spec.dtype]
         and value.flags.c_contiguous

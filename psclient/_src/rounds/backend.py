@@ -45,8 +45,11 @@ class RemoteBackend:
         placement: chooses the servers of new variables.
 
     Attributes:
-        checkpoints: the checkpoints that this process saves and restores.
+        between_graph: True: every worker runs the script.
+        checkpoints: those that this process saves and restores.
     """
+
+    between_graph = True
 
     def __init__(self, exchange: Exchange, placement: Placement) -> None:
         self._task = exchange.session.task
@@ -230,12 +233,16 @@ class RemoteBackend:
         """Runs replicas, behind what was begun; asynchronous ones read anew.
 
         Where this process takes part only from a section of this run on, and what they read until then is out of date,
-        they run again, in the same round: what they wrote into their copies of variables is taken back.
+        they run again, in the same round: what they wrote into their copies of variables is taken back. Within a
+        merge call it is the outer run that runs again.
         """
-        if self._mine() is None:
+        section = self._mine()
+        if section is not None:
+            section.give_back_unused()  # The merge function may look at what it began.
+        elif not context.in_merge_call():
             self._reads.begin_step()
         self.flush()
-        if self.group.alone or self.group.epoch is not None:
+        if self.group.alone or self.group.epoch is not None or self._before is not None:
             return replicas()
         self._before = [content for variable in self._copies for content in variable.contents()]
         try:

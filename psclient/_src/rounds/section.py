@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from psclient._src import context, nest
-from psclient._src.arraylike import Readable
+from psclient._src.arraylike import Mirrored, Readable
 from psclient._src.context import StrategyFace
 from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import LocalValue
@@ -27,7 +27,7 @@ from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, 
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.tracer import Tracer
 from psclient._src.tracing.update_function import Given, Trace, TracedCall, UpdateFunction
-from psclient._src.values import DistributedValues, Mirrored, PerReplica
+from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable
 from pswire.errors import LocalityError
@@ -41,12 +41,19 @@ class ServerValue(Readable):
 
     Pass it to `update` of a variable that lives there, or use it as an array: that ends the section, so
     that the value comes here.
+
+    Args:
+        section: that records it.
+        ref: what it is called there.
+        spec: dtype and shape.
+        place: the servers that have it; None where that is not settled yet.
     """
 
-    def __init__(self, section: Section, ref: Ref, spec: TensorSpec) -> None:
+    def __init__(self, section: Section, ref: Ref, spec: TensorSpec, place: tuple[int, ...] | None) -> None:
         self.section = section
         self.ref = ref
         self.spec = spec
+        self.place = place
 
     def _fetch(self) -> Array:
         return self.section.value(self.ref)
@@ -123,7 +130,7 @@ class Section:
             target: purpose of the value, in words, for messages.
         """
         self._check_more()
-        located = ServerValue(self, Ref("reduction", len(self._reductions)), local.spec)
+        located = ServerValue(self, Ref("reduction", len(self._reductions)), local.spec, servers)
         self._reductions.append(Reduction(local.op, local.spec, tuple(sorted(set(servers or ()))), target))
         self._local.append(local)
         if servers is None:
@@ -177,15 +184,17 @@ class Section:
             self._check_copies(inputs.variables[id], servers)
         self._written.update(written)
         self._applies.append(Apply(self._program(traced.program), servers, tuple(refs)))
-        return self._result(traced, refs, inputs.variables)
+        return self._result(traced, refs, inputs.variables, servers)
 
-    def _result(self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable]) -> Nest:
+    def _result(
+        self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable], servers: tuple[int, ...]
+    ) -> Nest:
         first, specs = self._results, traced.program.output_specs
         self._results += len(specs)
 
         def leaf(value: Leaf) -> Leaf:
             if isinstance(value, OutputLeaf):
-                return ServerValue(self, Ref("result", first + value.index), specs[value.index])
+                return ServerValue(self, Ref("result", first + value.index), specs[value.index], servers)
             return variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
 
         return None if traced.result is None else nest.map_structure(leaf, traced.result)

@@ -7,9 +7,9 @@ from typing import Any
 
 from psclient._src import context
 from psclient._src.devices import CPU, local_devices
+from psclient._src.distribute.extended_v1 import StrategyExtended
 from psclient._src.distribute.local import LocalBackend
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.options import RunOptions
 
 
 class MirroredStrategy(Strategy):
@@ -26,32 +26,32 @@ class MirroredStrategy(Strategy):
     """
 
     def __init__(self, devices: Sequence[str] | None = None) -> None:
-        super().__init__(LocalBackend(local_devices(devices)))
+        super().__init__(StrategyExtended(self, LocalBackend(local_devices(devices))))
+
+
+class DefaultExtended(StrategyExtended):
+    """What the default strategy does otherwise than others."""
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls the function, in replica context; in any thread at any time."""
+        with self._cross_replica("run"):
+            if not context.in_merge_call():
+                self._strategy.begin_step()
+            args, keys = context.arguments("run", args, kwargs)
+            with context.enter_default_replica():
+                return fn(*args, **keys)
 
 
 class DefaultStrategy(Strategy):
     """The strategy outside of every scope: one replica, in which library code runs unchanged."""
 
     def __init__(self) -> None:
-        super().__init__(LocalBackend((CPU,)))
+        super().__init__(DefaultExtended(self, LocalBackend((CPU,))))
 
     def close(self) -> None:
         """Nothing: it is there as long as the process."""
-
-    def run(
-        self,
-        fn: Callable[..., object],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        """Calls the function, in replica context; in any thread at any time."""
-        with self.scope():
-            context.require_cross_replica(self, "run")
-            self.begin_step()
-            args, keys = context.arguments("run", args, kwargs)
-            with context.enter_default_replica():
-                return fn(*args, **keys)
 
 
 context.install_default(DefaultStrategy())

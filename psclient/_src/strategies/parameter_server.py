@@ -14,6 +14,7 @@ from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import check_lane, job_from, lane_from, refused_from, security_from, timeouts_from
 from psclient._src.devices import local_devices
+from psclient._src.distribute.extended_v1 import StrategyExtended
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.options import Async, Sync
 from psclient._src.processes import shutdown
@@ -134,7 +135,7 @@ class ParameterServerStrategy(Strategy):
         self._exporter.add_worker(self._exchange, self._servers)
         limits = [server.status().memory_limit for server in self._servers]
         self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits))
-        super().__init__(self._remote)
+        super().__init__(StrategyExtended(self, self._remote))
 
     # ---- What it is ----
 
@@ -181,7 +182,7 @@ class ParameterServerStrategy(Strategy):
         error = "the script failed" if failed else ""
         if not error and hasattr(self, "extended"):
             error = self._flush_last()
-        if hasattr(self, "_runner"):
+        if hasattr(self, "extended"):
             super().close()
         if hasattr(self, "_session"):
             # Only the servers may know that the job cannot go on, and that its end need not be waited for.

@@ -87,6 +87,10 @@ class UnknownAttribute(ProgramError, AttributeError):
     """An attribute that arrays have and tracers do not: `hasattr` is False for it."""
 
 
+class WrongDtype(ProgramError, TypeError):
+    """A value of another kind, or none of numbers: a `TypeError` as well, as where variables are in this process."""
+
+
 def instead_of(name: str, functions: Sequence[str]) -> str:
     """Returns what to write in place of an attribute that tracers do not have.
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from psclient._src import nest
 from psclient._src.devices import Value, to_numpy
-from psclient._src.tracing.diagnostics import Brought, fail, refuse_result, warn_of_large
+from psclient._src.tracing.diagnostics import Brought, WrongDtype, fail, refuse_result, warn_of_large
 from psclient._src.tracing.guards import Surroundings
 from psclient._src.tracing.symbolic_numbers import Scalar, plain_number
 from psclient._src.tracing.tracer import DType, Tracer, VariableTracer, is_weak
@@ -121,10 +121,11 @@ class Recording:
         try:
             array = portable(np.array(to_numpy(value), order="C"))
             return Tracer(self, self._input("operand", spec_of(array), array))
-        except (InvalidRequest, TypeError, ValueError) as error:
-            if isinstance(error, ProgramError):
-                raise
-            fail(f"{type(value).__name__} cannot be used in an update function: {error}")
+        except ProgramError:
+            raise
+        except (TypeError, ValueError) as error:
+            unfit = WrongDtype if isinstance(error, TypeError | InvalidRequest) else ProgramError
+            fail(f"{type(value).__name__} cannot be used in an update function: {error}", unfit)
 
     def _scalar(self, value: Scalar, dtype: np.dtype[np.generic]) -> Tracer:
         return self._known_input("operand", TensorSpec(dtype.name, ()), ScalarOrigin(value.place, dtype))
@@ -204,7 +205,8 @@ class Recording:
         if not np.can_cast(tracer.dtype, variable.dtype, "same_kind"):
             fail(
                 f"{about}{tracer.dtype} cannot be assigned to {variable.dtype}; "
-                f"write value.astype({variable.dtype.name!r})"
+                f"write value.astype({variable.dtype.name!r})",
+                WrongDtype,
             )
         tracer = self.astype(tracer, variable.dtype)
         if tracer.shape == variable.shape:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any, NoReturn
 
 import numpy as np
 
 from psclient._src import context
-from psclient._src.arraylike import Readable, read
+from psclient._src.arraylike import Mirrored, Readable, read
 from psclient._src.context import StrategyFace
 from psclient._src.devices import AnyArray, Device, Value, as_array, device_scope, namespace, to_device, to_numpy
-from psclient._src.values import Component, DistributedValues, Mirrored
+from psclient._src.values import Component, DistributedValues, container
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import VariableSpec
@@ -57,6 +58,15 @@ class ServerVariable(Variable):
     def _fetch(self) -> Array:
         return self._fetch_handle(self.handle)
 
+    def _taken(self, how: str, value: Any) -> Any:
+        if isinstance(value, Variable) and value.strategy is not self.strategy:
+            return value  # which is refused later, with a word
+        if isinstance(value, Readable) or not isinstance(value, DistributedValues):
+            check_fits(self.name, self.spec, how, value)
+        # A value crosses servers by way of this process.
+        place = getattr(value, "place", None) if isinstance(value, Readable) else None
+        return value if place is None or set(self.place) <= set(place) else value.numpy()
+
     def _copy_on(self, device: Device) -> AnyArray:
         if device.kind == "cpu":
             return self._fetch()
@@ -67,6 +77,34 @@ class ServerVariable(Variable):
             copy = to_device(value, device)
             self._copies[device] = (value, copy)
         return copy
+
+
+def check_fits(name: str, spec: TensorSpec, how: str, value: Any) -> None:
+    """Raises what `Cell.write` raises, where a variable's value is not here."""
+    held = DTYPES[spec.dtype]
+    if type(value) in (bool, int, float, complex):
+        dtype, shape = np.result_type(held, value), ()
+    else:
+        array = value if isinstance(value, Readable) else as_array(value)
+        dtype, shape = array.dtype, tuple(array.shape)
+    if how != "assign" and dtype.kind not in "OUSMm":
+        dtype = np.result_type(held, dtype)
+    if not np.can_cast(dtype, held, "same_kind"):
+        raise _miscast(name, dtype, held)
+    try:
+        fits = np.broadcast_shapes(spec.shape, shape) == spec.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise _misfit(name, spec, shape)
+
+
+def _miscast(name: str, dtype: Any, held: Any) -> TypeError:
+    return TypeError(f"variable {name!r}: {dtype} cannot be assigned to {held}; write value.astype({held.name!r})")
+
+
+def _misfit(name: str, spec: TensorSpec, shape: tuple[int, ...]) -> ValueError:
+    return ValueError(f"variable {name!r} has shape {spec.shape}; a value of shape {shape} cannot be assigned to it")
 
 
 class Cell:
@@ -104,18 +142,10 @@ class Cell:
     def _changed(self, how: str, delta: object) -> AnyArray:
         """The array with something added or subtracted, in NumPy's dtype: what is assigned is rounded once, as by
         update programs."""
+        check_fits(self._name, self._spec, how, delta)
         weak = isinstance(delta, bool | int | float | complex) and not isinstance(delta, np.generic)
         delta = delta if weak else to_device(as_array(delta), self.device)
-        try:
-            return self.array + delta if how == "assign_add" else self.array - delta
-        except ValueError:
-            raise self._misfit(delta) from None
-
-    def _misfit(self, value: AnyArray) -> ValueError:
-        return ValueError(
-            f"variable {self._name!r} has shape {self._spec.shape}; a value of shape {tuple(value.shape)} "
-            "cannot be assigned to it"
-        )
+        return self.array + delta if how == "assign_add" else self.array - delta
 
     def fit(self, value: Value) -> AnyArray:
         """The value cast within its kind and broadcast, as NumPy does in place, and as update programs do.
@@ -128,14 +158,11 @@ class Cell:
             value = np.asarray(value, np.result_type(dtype, value))
         value = to_device(as_array(value), self.device)
         if not np.can_cast(value.dtype, dtype, "same_kind"):
-            raise TypeError(
-                f"variable {self._name!r}: {value.dtype} cannot be assigned to {dtype}; "
-                f"write value.astype({dtype.name!r})"
-            )
+            raise _miscast(self._name, value.dtype, dtype)
         try:
             return namespace(self.device).broadcast_to(value.astype(dtype), self._spec.shape)
         except ValueError:
-            raise self._misfit(value) from None
+            raise _misfit(self._name, self._spec, tuple(value.shape)) from None
 
 
 class LocalVariable(Variable):
@@ -215,6 +242,10 @@ class ReplicaCopy(Component, Readable):
     def assign_sub(self, delta: Value) -> Value:
         """Subtracts from the copy, under the rules of `assign`."""
         return self.distributed_container.assign_copy(self, "assign_sub", delta)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        whole = container(deepcopy(self.distributed_container, memo))
+        return whole.component(next(i for i, own in enumerate(self.distributed_container.values) if own is self))
 
     def __repr__(self) -> str:
         return _show(self.name, self.spec, self.cell.array)
@@ -316,6 +347,15 @@ class SyncOnReadVariable(CopiedVariable):
     def _copy_on(self, device: Device) -> AnyArray:
         mine = self._mine()
         return to_device(self._fetch() if mine is None else mine.cell.array, device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        made = super().__deepcopy__(memo)
+        for own, new in zip(self.values, container(made).values, strict=True):
+            new.cell.write("assign", own.cell.array)
+        return made
+
+    def _first(self) -> Array:
+        return to_numpy(self.component(0).cell.array)
 
     def assign_copy(self, copy: ReplicaCopy, how: str, value: Value) -> Value:
         copy.cell.write(how, value)

@@ -23,29 +23,37 @@ from pswire.model.tensor import Array, portable, spec_of
 InitialValue = npt.ArrayLike | Callable[[], npt.ArrayLike]
 
 
-class VariableSynchronization(enum.Enum):
+class _Named(enum.Enum):
     """The time at which the copies of a variable are made equal."""
 
-    AUTO = "auto"
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        return cls.__members__.get(str(value).upper())
+
+
+class VariableSynchronization(_Named):
+    """When the copies of a variable are made equal; the numbers are those of `tf.VariableSynchronization`."""
+
+    AUTO = 0
     """As the strategy prefers, which is ON_WRITE."""
-    NONE = "none"
+    NONE = 1
     """Never; variables cannot have it."""
-    ON_WRITE = "on_write"
+    ON_WRITE = 2
     """With each assignment: every replica reads the same value."""
-    ON_READ = "on_read"
+    ON_READ = 3
     """At a read in cross-replica context: each replica has a copy of its own that it assigns freely."""
 
 
-class VariableAggregation(enum.Enum):
+class VariableAggregation(_Named):
     """The operation that combines replicas' values: assigned ones of a variable, or the copies of one that is read."""
 
-    NONE = "none"
+    NONE = 0
     """No combination: assigning in replica context is an error."""
-    SUM = "sum"
+    SUM = 1
     """Sum of the replicas' values."""
-    MEAN = "mean"
+    MEAN = 2
     """Mean of the replicas' values."""
-    ONLY_FIRST_REPLICA = "only_first_replica"
+    ONLY_FIRST_REPLICA = 3
     """The value of replica 0."""
 
 
@@ -234,6 +242,17 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         """Its value, as `read_value`."""
         return self.read_value()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """A new variable beside this one, of the same value, whose name gets a number. In any context but update's."""
+        with context.within(self.strategy), self.strategy.extended.colocate_vars_with(self):
+            made = Variable(self._first(), self.trainable, self.name, None, self.synchronization, self.aggregation)
+        memo[id(self)] = made
+        return made
+
+    def _first(self) -> Array:
+        """The value that a new variable like this one begins with."""
+        return self.numpy()
+
     # ---- Writing ----
 
     def assign(self, value: Value) -> Value:
@@ -251,18 +270,19 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
             The variable.
 
         Raises:
-            ValueError: in replica context without an aggregation, or a shared value to be summed; in
-                cross-replica context a per-replica value, or an ON_READ variable without aggregation.
+            TypeError: its dtype is of another kind.
+            ValueError: its shape does not fit; in replica context without an aggregation, or a shared value to be
+                summed; in cross-replica context a per-replica value, or an ON_READ variable without aggregation.
         """
-        return self._assign("assign", value)
+        return _assigned(self, "assign", value)
 
     def assign_add(self, delta: Value) -> Value:
         """Adds to it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
-        return self._assign("assign_add", delta)
+        return _assigned(self, "assign_add", delta)
 
     def assign_sub(self, delta: Value) -> Value:
         """Subtracts from it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
-        return self._assign("assign_sub", delta)
+        return _assigned(self, "assign_sub", delta)
 
     def _assign(self, how: str, value: Value) -> Value:
         lift = context.update_lift()
@@ -270,7 +290,7 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
             return getattr(lift(self), how)(value)
         elsewhere = context.get_strategy() is not self.strategy  # refused there, with a message
         if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
-            return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (value,))
+            return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (self._taken(how, value),))
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"variable {self.name!r} is assigned in replica context, where each replica may have another value; "
@@ -278,6 +298,10 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
                 "cross-replica context"
             )
         return context.require_replica(how).merge_call(self._merge_assign, args=(how, value))
+
+    def _taken(self, how: str, value: Value) -> Value:
+        """The value as an update of this variable takes it, which may raise what `assign` raises."""
+        return value
 
     def _merge_assign(self, strategy: StrategyFace, how: str, value: Value) -> Value:
         self._check_summed(strategy, how, value)
@@ -296,6 +320,8 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         """
         reduced = strategy.extended.aggregate(self.aggregation, value, self)
         truth = self.spec.dtype == "bool"  # Reductions know none: it comes as an integer.
+        if not truth:
+            self._taken(how, reduced)
         return strategy.extended.update(self, lambda v, x: getattr(v, how)(x.astype(bool) if truth else x), (reduced,))
 
     def _check_summed(self, strategy: StrategyFace, how: str, value: object) -> None:
@@ -307,6 +333,11 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
                 "local replicas, and how often it counts is not clear; give each replica an array of its own, or take "
                 "aggregation MEAN or ONLY_FIRST_REPLICA"
             )
+
+
+def _assigned(variable: Any, how: str, value: Any) -> Any:
+    # `update(v, ps.Variable.assign_add, (x,))` calls the method itself with what stands for the variable.
+    return variable._assign(how, value) if isinstance(variable, Variable) else getattr(variable, how)(value)
 
 
 def _is_mirrored(value: object) -> bool:

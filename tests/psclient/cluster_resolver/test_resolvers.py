@@ -256,12 +256,12 @@ def two_resolvers() -> tuple[SimpleClusterResolver, SimpleClusterResolver]:
 
 
 def test_a_union_speaks_for_its_first_resolver() -> None:
-    """All but the cluster is the first resolver's; as in TensorFlow, but for the layer of a task's address."""
+    """All but the cluster is the first resolver's; but a task's address is told by the resolver whose task it is."""
     resolver = UnionResolver(*two_resolvers())
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "grpc")
     assert (resolver.environment, resolver.num_accelerators()) == ("e", {"GPU": 2})
     assert (resolver.master(), resolver.master(rpc_layer="z")) == ("grpc://m:1", "z://m:1")
-    assert (resolver.master("ps", 0), resolver.master("ps", 0, "q")) == ("grpc://p:1", "q://p:1")
+    assert (resolver.master("ps", 0), resolver.master("ps", 0, "q")) == ("other://p:1", "q://p:1")
 
 
 def test_what_is_given_to_a_union_goes_before_its_resolvers() -> None:

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from psclient._src import context, values
+from psclient._src.arraylike import Mirrored
 from psclient._src.context import ReplicaContext
 from psclient._src.devices import Device
 from psclient._src.distribute.replicas import ReplicaRunner, RunAgain
 from psclient._src.options import ReduceOp
-from psclient._src.values import Mirrored, PerReplica
+from psclient._src.values import PerReplica
 
 
 @pytest.fixture(autouse=True)
@@ -287,11 +288,29 @@ def test_an_error_in_a_merge_fn_is_raised_by_run(strategy: Strategy, swallow: bo
 
 
 def test_run_inside_run_raises(strategy: Strategy) -> None:
-    """In a replica's function, and in a merge function."""
+    """In a replica's function."""
     with pytest.raises(RuntimeError, match=r"strategy\.run needs cross-replica context"):
         strategy.run(lambda: strategy.run(lambda: None))
-    with pytest.raises(RuntimeError, match="another run"):
-        strategy.run(lambda: here().merge_call(lambda s: s.run(lambda: None)))
+    assert works(strategy)
+
+
+def test_a_merge_function_runs_replicas(strategy: Strategy) -> None:
+    """To any depth, in threads of their own; `RunAgain` and errors leave all of them."""
+
+    def deeper(depth: int) -> list[int]:
+        def merge(s: Strategy) -> list[int]:
+            return [depth, *s.run(deeper, (depth - 1,))] if depth else []
+
+        found: list[int] = here().merge_call(merge)
+        return found
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    assert strategy.run(deeper, (3,)) == [3, 2, 1]
+    for error in (KeyError("mine"), RunAgain()):
+        with pytest.raises(type(error)):
+            strategy.run(lambda error=error: here().merge_call(lambda s: s.run(fail, (error,))))
     assert works(strategy)
 
 
