@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import numpy as np
 
 import psclient as ps
-from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
+from psclient._src.launch.script import SERVER_LOST
+from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, add, gate, say
 
 
@@ -119,3 +121,22 @@ def test_a_chief_that_was_paused_goes_on(tmp_path):
         for task in (W0, W1):
             assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
         job.finish()
+
+
+def test_a_chief_that_was_paused_tells_that_a_server_was_lost_meanwhile(tmp_path):
+    """It alone decides that: when it runs again it says so at once, and every process ends."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
+    with ProcessCluster(drive, tmp_path, (20, 5), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", 10)
+        job.kill(CHIEF, signal.SIGSTOP)
+        with job.server(PS0) as server:
+            job.until(lambda: [s.state for s in server.status().sessions if s.drives] == ["lost"])
+        job.kill(PS1)
+        job.open("known")
+        job.kill(CHIEF, signal.SIGCONT)
+        began = time.monotonic()
+        for task in (CHIEF, W0, W1):
+            job.hear_error(task, f"error: {PS1}: was lost (nothing listens there any more")
+            assert job.exited(task) == SERVER_LOST
+        assert time.monotonic() - began < MARGIN

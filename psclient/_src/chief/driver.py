@@ -189,7 +189,7 @@ class Chief:
 
         Raises:
             Fenced: another chief is there, or this one is to end.
-            ServerLost: a server was replaced in the meantime.
+            ServerLost: a server was lost or replaced in the meantime.
         """
         if self._stop.is_set():
             raise error
@@ -199,6 +199,9 @@ class Chief:
             self._session.open(waits=False)
         except TaskTaken as taken:
             raise Fenced(f"{error.message}; {taken.message}", error.task) from None
+        except ServerLost as lost:
+            self._announce(lost)  # by the token that server 0 has just given
+            raise
         if self._session.incarnations != before:
             self._session.leave("a server was replaced")
             raise ServerLost("a server of the job was replaced while the chief was away; restart from a checkpoint")

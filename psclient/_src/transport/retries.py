@@ -152,7 +152,7 @@ class Attempts:
         """Raises what is to be told to the caller, if there is no use in trying again."""
         since = self._silent_since
         silence = 0.0 if since is None else time.monotonic() - since
-        if self.opened and verb.name != "Open":
+        if self.opened:
             if gone or (why == NOBODY and self._decides):
                 raise ServerLost(
                     f"was lost ({NOBODY} any more, at {self._address}); its variables are gone; "

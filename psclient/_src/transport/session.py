@@ -104,7 +104,7 @@ class Session:
         """
         key = secrets.randbits(62) | 1
         opened = [self._open_first(key) if waits else self._open_at(self.log_server, key)]
-        self.number = opened[0].session
+        self.number, self.token = opened[0].session, opened[0].token
         logging_setup.follow(lambda: (-1, self.number))
         self._hold()
         self._start_beating(0)
