@@ -9,7 +9,18 @@ import pytest
 
 from psserver.core.waiting import Read, Watch
 from pswire.errors import Diverged, Fenced, InvalidRequest, LocalityError, MemoryLimit, ProgramError, ServerLost
-from pswire.model.log import Approved, Created, Done, Epoch, EpochClosed, Position, Snapshotted, Start, Started
+from pswire.model.log import (
+    Approved,
+    Created,
+    Done,
+    Epoch,
+    EpochClosed,
+    JobStarted,
+    Position,
+    Snapshotted,
+    Start,
+    Started,
+)
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
@@ -92,6 +103,14 @@ def test_an_older_chief_is_refused(job, worker, server):
             job.verbs[server].approve(token, len(log(job)), [plan])
     assert plan not in log(job, server)
     assert job.verbs[server].approve(newer, len(log(job)), [plan]) == len(log(job, server))
+
+
+def test_before_there_is_a_chief_no_token_counts(serve):
+    """Neither that which a server begins with, nothing."""
+    for server in serve(2).verbs:
+        with pytest.raises(Fenced, match="newer chief"):
+            server.approve(0, 0, [JobStarted(0, (100, 101))])
+        assert server.status().log == 0
 
 
 def test_a_new_job_drops_everything(job, worker):

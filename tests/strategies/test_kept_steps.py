@@ -324,6 +324,11 @@ def doubled(x, factor):
 
 
 @ps.update_function
+def squared(x):
+    return x * x
+
+
+@ps.update_function
 def assigned(v, x):
     v.assign(x)
 
@@ -379,6 +384,16 @@ def test_what_depends_on_more_than_numbers_is_not_kept():
         section, (total,) = reduced(np.ones(2))
         section.apply((0,), fn, (total, *args), {})
         assert section.complete([2.0]) is None
+
+
+def test_functions_without_numbers_are_repeated_beside_others():
+    """They would do the same again, whatever the numbers are."""
+    recorded, (total,) = reduced(np.ones(2))
+    made = recorded.apply((0,), doubled, (total, 2.0), {})
+    recorded.apply((0,), squared, (made,), {})
+    section, _ = reduced(np.ones(2))
+    assert section.repeat(recorded.complete([2.0]), [5.0])
+    assert [float(operand) for operand in section.outgoing().operands] == [5.0]
 
 
 def test_nothing_is_recorded_behind_a_repeated_section():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,6 +122,19 @@ def test_a_read_is_of_its_moment(job, late):
     assert (reply.round, int(reply.payload.tensors([NUMBER])[0])) == (-1, 1)
 
 
+def test_values_on_a_gpu_are_fetched_by_array_work(job, late, monkeypatch):
+    """An answer that needs one comes when it is here: nobody waits for a device with the lock in hand."""
+    (one,) = job.join(A)
+    variables = [job.variable(one, np.array(value)) for value in (1, 5)]
+    plan = job.approve(sum_into(variables[0]), one)
+    monkeypatch.setattr(job.servers.cores[0].machine.store, "device", SimpleNamespace(gpu=0, get=np.copy))
+    answer = one.push(plan, [3], want=tuple(variable.id for variable in variables))
+    late.queue.popleft()()
+    assert (answer.done(), len(late.queue)) == (False, 1)
+    late.run()
+    assert [int(value) for value in given(answer.result(SOON), plan, 0, variables)] == [3, 4, 5]
+
+
 def test_a_restore_of_an_old_job_is_thrown_away(job, late):
     """It does not reach the new job's variables."""
     (one,) = job.join(A)
@@ -171,6 +186,22 @@ def test_leases_end_by_ticks_alone(job):
     job.servers.spend(11, job.opened.session, other.session)
     with pytest.raises(Fenced, match="lease"):
         job.verbs[0].beat(one.session, -1, b"")
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_signs_of_life_are_counted(job, server):
+    """On every server: sessions that are opened, and beats of those that have not ended; none of them, it ends."""
+    tally, verb = job.servers.cores[server].tally, job.verbs[server]
+    counted = [tally.signs]
+    (one,) = job.join(A)
+    counted.append(tally.signs)
+    verb.beat(one.session, -1, b"")
+    counted.append(tally.signs)
+    job.close([])
+    with pytest.raises(Fenced):
+        verb.beat(one.session, -1, b"")
+    counted.append(tally.signs)
+    assert [after - before for before, after in pairwise(counted)] == [1, 1, 0]
 
 
 def test_only_server_0_ends_sessions(job):

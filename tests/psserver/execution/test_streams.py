@@ -225,6 +225,19 @@ def test_returned_values_come_after_what_is_wanted(job, two, three):
     assert [[float(x[0]) for x in given(reply, plan, 0, (w, v))] for reply in replies] == [[2, 8, 2, 0, 2]] * 2
 
 
+def test_what_needs_no_contribution_waits_for_none(job, two, three):
+    """It is made as soon as everyone has begun."""
+    doubling = Program((Input("variable", VECTOR),), (Node("add", (0, 0)),), ((0, 1),), ())
+    other, adds = job.variable(two[0], np.full(SIZE, 7.0)), sum_into(*three, returned=False)
+    applies = (Apply(len(adds.programs), (0,), (Ref("variable", other.id),)), *adds.applies)
+    plan = job.approve(Plan(adds.reductions, (), (*adds.programs, doubling), applies), two[0])
+    sent = [Sending(worker, plan, full(1, 2, 3), want=ids(three)) for worker in two]
+    assert stored(job, other) == [14]
+    for sending in sent:
+        sending.come()
+    assert wanted(sent[0].reply.result(SOON), three) == [2, 4, 6]
+
+
 def test_a_reduction_that_no_program_uses_is_given(job, two):
     """It is made when all of it is there."""
     plan = job.approve(reduce_only(TensorSpec("float64", (2 * SIZE,)), "mean"), two[0])
@@ -237,21 +250,51 @@ def test_a_reduction_that_no_program_uses_is_given(job, two):
     assert [given(reply, plan)[0].tolist() for reply in replies] == [[2.0] * 2 * SIZE] * 2
 
 
-def test_steps_follow_one_another(tmp_path):
-    """All that is there is made as one piece of work: nothing that was queued meanwhile comes between."""
-    clock, queue = Clock(), deque()
+@pytest.fixture
+def queue():
+    """Array work that is made when the test says so."""
+    return deque()
+
+
+@pytest.fixture
+def queued(queue, tmp_path):
+    """A job on one core whose array work is in the `queue`."""
+    clock = Clock()
     cores = [core(0, 0, 0, tmp_path, clock, queue.append)]
-    job = Job(Servers(list(cores), cores, clock, tmp_path, False))
-    (worker,) = job.join(A)
-    *variables, other = (job.variable(worker, value) for value in zeros(4))
-    plan = job.approve(sum_into(*variables, returned=False), worker)
+    return Job(Servers(list(cores), cores, clock, tmp_path, False))
+
+
+def test_steps_follow_one_another(queued, queue):
+    """All that is there is made as one piece of work: nothing that was queued meanwhile comes between."""
+    (worker,) = queued.join(A)
+    *variables, other = (queued.variable(worker, value) for value in zeros(4))
+    plan = queued.approve(sum_into(*variables, returned=False), worker)
     sending = Sending(worker, plan, full(1, 2, 3), want=ids(variables)).come()
-    reading = job.verbs[0].pull(worker.session, [other.id], -1)
+    reading = queued.verbs[0].pull(worker.session, [other.id], -1)
     queue.popleft()()
     assert (sending.reply.done(), reading.done()) == (True, False)
     assert wanted(sending.reply.result(SOON), variables) == [1, 2, 3]
     queue.popleft()()
     assert (reading.done(), len(queue)) == (True, 0)
+
+
+def test_while_a_step_is_made_no_other_begins(queued, queue, monkeypatch):
+    """Whatever comes meanwhile."""
+    (worker,) = queued.join(A)
+    variables = [queued.variable(worker, value) for value in zeros(3)]
+    plan = queued.approve(sum_into(*variables, returned=False), worker)
+    sending = Sending(worker, plan, full(1, 2, 3), want=ids(variables))
+    begin, others = Execution._begin, []
+
+    def slow(execution):
+        begin(execution)
+        queued.servers.tick()
+        sending.come(LIMIT)
+        others.append(len(queue))
+
+    monkeypatch.setattr(Execution, "_begin", slow)
+    queue.popleft()()
+    assert (others, stored(queued, *variables)) == ([0], [1, 0, 0])
 
 
 def test_rounds_that_are_small_wait_for_everything(job, two, three):

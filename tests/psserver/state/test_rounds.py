@@ -314,7 +314,9 @@ def test_what_does_not_fit_is_told_to_its_sender(rounds):
     wrong = Future()
     rounds.push(Contribution(2, 1, 0, strange.id, (1.0,)), Payload.pack([np.zeros(2)]), wrong, 0.0)
     rounds.approve(PreparedPlan(strange, 0))
-    assert set(failed(rounds)) == {future, wrong}
+    errors = failed(rounds)
+    assert set(errors) == {future, wrong}
+    assert all("1 reductions, 1 of them here" in str(error) for error in errors.values())
     assert [waiting.missing for waiting in rounds.waiting()] == [(WORKERS[0], WORKERS[1])]
 
 
