@@ -16,16 +16,16 @@ Batch = namedtuple("Batch", "x y")
 
 
 def shares(count, batch, n):
-    """The examples that each replica gets, by batch: ceil(batch / n) of each, filled in order."""
-    size = -(-batch // n)
+    """The examples that each replica gets, by batch: ceil(its size / n) of each, filled in order."""
     for start in range(0, count, batch):
         rows = list(range(start, min(start + batch, count)))
+        size = -(-len(rows) // n)
         yield [rows[i * size : (i + 1) * size] for i in range(n)]
 
 
-@pytest.mark.parametrize(("count", "batch"), [(7, 6), (16, 8), (5, 8), (13, 4), (3, 1)])
+@pytest.mark.parametrize(("count", "batch"), [(7, 6), (9, 6), (16, 8), (5, 8), (13, 4), (3, 1)])
 def test_a_batch_is_shared_in_order(strategy, count, batch):
-    """Every replica a slice of the same size, as long as there are examples; the rest get empty arrays."""
+    """Every replica a slice of the same size, of a short batch too, while there are examples; the rest get none."""
     data = strategy.experimental_make_numpy_dataset(np.arange(count)).batch(batch)
     found = [
         [x.tolist() for x in strategy.experimental_local_results(x)]

@@ -155,13 +155,26 @@ def test_large_integers_are_shared_out_exactly(strategy):
     assert in_replicas(strategy, lambda _: int(v)) == (whole // n,) * n
 
 
-def test_across_replicas_nothing_is_added(strategy):
-    """The documents allow no such thing; the error says where to do it."""
-    for aggregation in AGGREGATION:
-        v = on_read(strategy, aggregation)
-        for how in ("assign_add", "assign_sub"):
-            with pytest.raises(ValueError, match=f"{how} of '{v.name}' in cross-replica context.*strategy.run"):
-                getattr(v, how)(1.0)
+@pytest.mark.parametrize("aggregation", [AGGREGATION.SUM, AGGREGATION.NONE])
+def test_across_replicas_nothing_is_added_to_a_sum(strategy, aggregation):
+    """Nor where there is no aggregation; the error says where to do it."""
+    v = on_read(strategy, aggregation)
+    for how in ("assign_add", "assign_sub"):
+        with pytest.raises(ValueError, match=f"{how} of '{v.name}' in cross-replica context.*strategy.run"):
+            getattr(v, how)(1.0)
+    assert of_replicas(strategy, v) == [0.0] * replicas(strategy)
+
+
+@pytest.mark.parametrize("aggregation", [AGGREGATION.MEAN, AGGREGATION.ONLY_FIRST_REPLICA])
+def test_across_replicas_each_copy_is_added_to(strategy, aggregation):
+    """As in TensorFlow, of the other aggregations: what is read changes by as much."""
+    n, v = replicas(strategy), on_read(strategy, aggregation)
+    in_replicas(strategy, lambda replica: v.assign(np.float32(replica)))
+    before = float(v)
+    assert v.assign_add(3.0) is v
+    v.assign_sub(1.0)
+    assert float(v) == before + 2.0
+    assert of_replicas(strategy, v) == [i + 2.0 for i in range(n)]
 
 
 def test_across_replicas_it_is_assigned_no_per_replica_value(strategy):

@@ -160,11 +160,15 @@ def test_in_replica_context_values_are_aggregated_first(strategy, aggregation, h
 
 @pytest.mark.parametrize("how", ["assign", "assign_add", "assign_sub"])
 def test_without_an_aggregation_a_replica_cannot_assign(strategy, how):
-    """The error names the variable, and what to create it with; outside of every scope there is nothing to combine."""
+    """The error names the variable, and what to create it with; where there is one replica nothing is to combine."""
     v = variable(strategy)
-    if kind_of(strategy) == "default":
-        getattr(v, how)(1.0)
-        assert abs(v.numpy()).tolist() == [1.0] * 3
+    if replicas(strategy) == 1:
+        strategy.run(lambda: getattr(v, how)(1.0))
+        strategy.run(lambda: getattr(v, how)(np.full(3, 1.0, "float32")))
+        assert shown(v) == {"assign": [1.0] * 3, "assign_add": [2.0] * 3, "assign_sub": [-2.0] * 3}[how]
+        truth = variable(strategy, np.array([True, False]))
+        assert strategy.run(lambda: truth.assign(np.array([False, True]))) is truth
+        assert (shown(truth), truth.dtype) == ([False, True], np.dtype(bool))
         return
     with pytest.raises(
         ValueError, match=f"'{v.name}' is assigned in replica context.*aggregation=.*SUM, MEAN or ONLY_FIRST"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Protocol
 
 from psclient._src import nest
@@ -24,13 +24,10 @@ class Batch:
     """One batch of a data epoch.
 
     Attributes:
-        size: number of examples by which it is shared out: the batch size of an `ArrayDataset`; of other datasets the
-            size of the data epoch's first batch, or its own if that is larger.
         examples: number of examples that it has.
         rows: gives its examples from one number to another; fewer, or none, at its end.
     """
 
-    size: int
     examples: int
     rows: Callable[[int, int], Nest]
 
@@ -79,7 +76,7 @@ class Arrays:
         """The batches of a data epoch; they share its order, and nothing is read before `rows` is called."""
         for index in range(start, self._dataset.batches(epoch)):
             examples = min(self._size, self._dataset.size - index * self._size)
-            yield Batch(self._size, examples, partial(self._dataset.rows, epoch, index))
+            yield Batch(examples, partial(self._dataset.rows, epoch, index))
 
     def spec(self) -> Nest:
         """From the arrays; nothing is read."""
@@ -101,13 +98,10 @@ class Iterated:
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of a data epoch; each is read when it is asked for, and once."""
-        size = 0
         for index, item in self._items(epoch, start):
             batch = self._described(item)
-            examples = len(nest.flatten(batch)[0])
-            size = size or examples
             if index >= start:
-                yield Batch(max(size, examples, 1), examples, partial(_rows, batch))
+                yield Batch(len(nest.flatten(batch)[0]), partial(_rows, batch))
 
     def spec(self) -> Nest:
         """From a batch that was read before, or else from the first one of data epoch 0."""
@@ -119,7 +113,7 @@ class Iterated:
         return self._spec
 
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
-        """The first item, all from `start` on, and whichever come on the way; each with its number."""
+        """Yields all items from `start` on, and whichever come on the way; each with its number."""
         return enumerate(self._dataset)
 
     def _described(self, item: object) -> Nest:
@@ -134,8 +128,7 @@ class Indexed(Iterated):
 
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         count = len(self._dataset)
-        # The first batch says how large a whole one is, also where a pass begins after it.
-        for index in chain(range(min(start, count, 1)), range(start, count)):
+        for index in range(start, count):
             item = self._dataset[epoch * count + index]
             if item is None:
                 raise ValueError(

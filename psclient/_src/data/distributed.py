@@ -271,10 +271,9 @@ class _Distributed:
 class DistributedDataset(_Distributed):
     """A dataset whose global batches are shared among all replicas of all workers.
 
-    A batch of B examples is cut into slices of ceil(B / R), handed out in the order of the replicas; at
-    the end of the data the last replicas get fewer examples, or empty arrays. B is the batch size of an
-    `ArrayDataset`, of other datasets the size of a data epoch's first batch. Iterating gives nests of `PerReplica`,
-    with one local replica of arrays: CuPy on a GPU, NumPy on a CPU.
+    A batch of B examples is cut into slices of ceil(B / R), handed out in the order of the replicas; the last replicas
+    may get fewer examples, or empty arrays. B is the batch's own size: a short one at the end of the data is shared by
+    all as well. Iterating gives nests of `PerReplica`, with one local replica of arrays: CuPy on a GPU, NumPy on a CPU.
 
     With the policy OFF every worker goes through all of the data, in steps of L * ceil(B / R) examples of a batch.
 
@@ -329,12 +328,12 @@ class DistributedDataset(_Distributed):
 
     def _slices(self, batch: Batch) -> list[Nest]:
         first, replicas = self._group.share()
-        return _cut(batch, first, len(self._group.devices), -(-batch.size // replicas))
+        return _cut(batch, first, len(self._group.devices), -(-batch.examples // replicas))
 
     def _pieces(self, epoch: int) -> Iterator[list[Nest]]:
         local = len(self._group.devices)
         for batch in self._source.batches(epoch, 0):
-            size = -(-batch.size // self._group.share()[1])
+            size = max(1, -(-batch.examples // self._group.share()[1]))
             for first in range(0, -(-batch.examples // size), local):
                 yield _cut(batch, first, local, size)
 

@@ -365,7 +365,8 @@ class SyncOnReadVariable(CopiedVariable):
         mine = self._mine()
         if mine is not None:
             return self.assign_copy(mine, how, value)
-        if how != "assign":
+        copied = self.aggregation in (VariableAggregation.MEAN, VariableAggregation.ONLY_FIRST_REPLICA)
+        if how != "assign" and not copied:
             raise ValueError(
                 f"{how} of {self.name!r} in cross-replica context: an ON_READ variable has a value for each replica; "
                 f"call {how} in the function given to strategy.run, or assign the whole value"
@@ -373,7 +374,7 @@ class SyncOnReadVariable(CopiedVariable):
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored | Variable):
             raise ValueError(f"{self.name!r} is assigned a per-replica value in cross-replica context; give one value")
         self._check_aggregation("assigned")
-        self._spread(value.component(0) if isinstance(value, Mirrored) else read(value))
+        self._spread(value.component(0) if isinstance(value, Mirrored) else read(value), how)
         return self
 
     def refuse_update(self) -> NoReturn:
@@ -392,14 +393,14 @@ class SyncOnReadVariable(CopiedVariable):
         if rest is not None and self.strategy.backend.group.slice()[0] == 0:
             self.component(0).cell.write("assign_add", rest)
 
-    def _spread(self, value: object) -> Array | None:
+    def _spread(self, value: object, how: str = "assign") -> Array | None:
         """As `share_out`; what an integer sum leaves over is given back, and nobody has it."""
         rest = None
         if self.aggregation is VariableAggregation.SUM:
             whole = to_numpy(self.component(0).cell.fit(value))
             value, rest = _share(whole, self.strategy.num_replicas_in_sync)
         for copy in self.values:
-            copy.cell.write("assign", value)
+            copy.cell.write(how, value)
         return rest
 
     def _check_aggregation(self, what: str) -> None:

@@ -48,7 +48,7 @@ class VariableAggregation(_Named):
     """The operation that combines replicas' values: assigned ones of a variable, or the copies of one that is read."""
 
     NONE = 0
-    """No combination: assigning in replica context is an error."""
+    """No combination: assigning in replica context is an error, unless there is one replica."""
     SUM = 1
     """Sum of the replicas' values."""
     MEAN = 2
@@ -260,8 +260,8 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
 
         In an update function this is part of the update. In cross-replica context, which is entered where
         there is no scope, it is an update of its own, with a value that every process has alike. In replica
-        context the replicas' values are combined as `aggregation` says, and assigned once; an ON_READ
-        variable's replica assigns its own copy.
+        context the replicas' values are combined as `aggregation` says, and assigned once, the value of an only
+        replica as it is; an ON_READ variable's replica assigns its own copy.
 
         Args:
             value: an array or number of its shape, or one that NumPy would broadcast to it; cast within its kind.
@@ -271,17 +271,24 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
 
         Raises:
             TypeError: its dtype is of another kind.
-            ValueError: its shape does not fit; in replica context without an aggregation, or a shared value to be
-                summed; in cross-replica context a per-replica value, or an ON_READ variable without aggregation.
+            ValueError: its shape does not fit; in replica context a shared value to be summed, or no aggregation
+                where several replicas are in sync; in cross-replica context a per-replica value, or an ON_READ
+                variable without aggregation.
         """
         return _assigned(self, "assign", value)
 
     def assign_add(self, delta: Value) -> Value:
-        """Adds to it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
+        """Adds to it; as `assign`.
+
+        In cross-replica context that is done to each copy of an ON_READ variable; SUM and NONE refuse it.
+        """
         return _assigned(self, "assign_add", delta)
 
     def assign_sub(self, delta: Value) -> Value:
-        """Subtracts from it; as `assign`. An ON_READ variable refuses it in cross-replica context."""
+        """Subtracts from it; as `assign`.
+
+        In cross-replica context that is done to each copy of an ON_READ variable; SUM and NONE refuse it.
+        """
         return _assigned(self, "assign_sub", delta)
 
     def _assign(self, how: str, value: Value) -> Value:
@@ -291,13 +298,14 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         elsewhere = context.get_strategy() is not self.strategy  # refused there, with a message
         if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
             return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (self._taken(how, value),))
-        if self.aggregation is VariableAggregation.NONE:
+        replica = context.require_replica(how)
+        if self.aggregation is VariableAggregation.NONE and replica.num_replicas_in_sync > 1:
             raise ValueError(
                 f"variable {self.name!r} is assigned in replica context, where each replica may have another value; "
                 "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or assign it in "
                 "cross-replica context"
             )
-        return context.require_replica(how).merge_call(self._merge_assign, args=(how, value))
+        return replica.merge_call(self._merge_assign, args=(how, value))
 
     def _taken(self, how: str, value: Value) -> Value:
         """The value as an update of this variable takes it, which may raise what `assign` raises."""
@@ -318,7 +326,9 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         Returns:
             The variable.
         """
-        reduced = strategy.extended.aggregate(self.aggregation, value, self)
+        none = self.aggregation is VariableAggregation.NONE  # then there is one replica, which is the first
+        combining = VariableAggregation.ONLY_FIRST_REPLICA if none else self.aggregation
+        reduced = strategy.extended.aggregate(combining, value, self)
         truth = self.spec.dtype == "bool"  # Reductions know none: it comes as an integer.
         if not truth:
             self._taken(how, reduced)

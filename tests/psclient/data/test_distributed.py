@@ -47,9 +47,10 @@ def test_each_example_is_visited_once_per_epoch(split: tuple[int, ...], size: in
             parts = [part for batch in batches for part in values.local_results(batch)]
             assert np.concatenate([part["x"] for part in parts]).tolist() == whole["x"].tolist()
             assert all((part["y"] == part["x"] * 2).all() for part in parts)
-            assert all(len(part["x"]) <= -(-size // replicas) for part in parts)
+            share = -(-len(whole["x"]) // replicas)
+            assert all(len(part["x"]) <= share for part in parts)
             sizes = [len(part["x"]) for part in parts]
-            assert all(a == -(-size // replicas) or b == 0 for a, b in pairwise(sizes))
+            assert all(a == share or b == 0 for a, b in pairwise(sizes))
 
 
 def test_one_local_replica_gets_bare_arrays() -> None:
@@ -396,14 +397,14 @@ def test_auto_shares_by_data(policy: AutoShardPolicy) -> None:
 
 
 def test_without_sharding_each_worker_sees_all_in_smaller_steps() -> None:
-    """Ten examples in batches of 6 over four replicas, two of them here: slices of two, twice for the first batch."""
+    """Ten examples in batches of 6 over four replicas, two of them here: slices of two, then of one, twice."""
     worker = Worker(2, 2, 4)
     source = distributed(ArrayDataset(np.arange(10)).batch(6), worker, options=InputOptions(True, AutoShardPolicy.OFF))
     taken = [(rows(batch), sorted(worker.empty), worker.next[0].index) for batch in source]
-    assert taken == [([[0, 1], [2, 3]], [], 1), ([[4, 5], []], [1], 2), ([[6, 7], [8, 9]], [], 3)]
+    assert taken == [([[0, 1], [2, 3]], [], 1), ([[4, 5], []], [1], 2), ([[6], [7]], [], 3), ([[8], [9]], [], 4)]
     late = Worker(2, 2, 4, at=Position(0, 0, 2))
     source = distributed(ArrayDataset(np.arange(10)).batch(6), late, options=InputOptions(True, AutoShardPolicy.OFF))
-    assert [rows(batch) for batch in source] == [[[6, 7], [8, 9]]]
+    assert [rows(batch) for batch in source] == [[[6], [7]], [[8], [9]]]
     assert list(distributed(ArrayDataset(np.arange(0)).batch(6), worker, options=InputOptions(True, -1))) == []  # type: ignore[arg-type]
 
 
