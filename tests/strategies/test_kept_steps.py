@@ -373,6 +373,9 @@ def test_only_the_same_reductions_are_repeated():
     section.apply((0,), doubled, (total, 2.0), {})
     assert not section.repeat(kept(), [2.0])
     section, (total,) = reduced(np.ones(2))
+    section.apply((0,), squared, (total,), {})
+    assert not section.repeat(kept(), [2.0])
+    section, (total,) = reduced(np.ones(2))
     section.give_back(total)
     assert not section.repeat(kept(), [2.0])
 

@@ -33,6 +33,14 @@ def test_a_reduction_without_a_place_gets_it_where_it_is_used():
     assert [reduction.servers for reduction in section.outgoing().plan.reductions] == [(0,), (2,)]
 
 
+def test_a_reduction_that_nothing_uses_is_made_beside_the_rest():
+    """Where another one is made, or a program runs, so that the round has one server less."""
+    reducing, _ = reduced(None, (2,))
+    updating, _ = reduced(None)
+    updating.apply((1,), doubled, (np.ones(2),), {})
+    assert [section.outgoing().plan.reductions[0].servers for section in (reducing, updating)] == [(2,), (1,)]
+
+
 def test_a_reduction_without_a_place_comes_back():
     """Though a program takes it, and nobody has looked at it before the section ends."""
     section, (anywhere,) = reduced(None)

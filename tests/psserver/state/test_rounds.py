@@ -306,6 +306,14 @@ def test_a_plan_that_was_refused_runs_nowhere(rounds):
     assert sessions(rounds.next_job()) == [1, 2], "its round is over, and does not stop the next one"
 
 
+def test_who_comes_to_a_round_that_has_failed_is_told_why(rounds):
+    """Whatever its plan is: that it differs, too, is no news."""
+    push(rounds, 1)
+    rounds.refuse(PLAN.id, MemoryLimit("too large"))
+    with pytest.raises(MemoryLimit, match="too large"):
+        refused(rounds, 2, plan=OTHER)
+
+
 def test_what_does_not_fit_is_told_to_its_sender(rounds):
     """Its place in the round is free again; what was approved too late is looked at then."""
     strange = reduce_only(TensorSpec("int64", (3,)), target="strange")

@@ -399,6 +399,17 @@ def test_a_new_job_knows_who_is_there(members):
             members.check(number)
 
 
+def test_who_came_for_a_new_job_counts_in_it():
+    """Of those that it may have had in all."""
+    few = begun(limit=1)
+    number = opened(few, A)
+    few.begin_anew([])
+    for _ in range(REMEMBERED - 1):
+        number = again(few, number, A)
+    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times already"):
+        again(few, number, A)
+
+
 def test_the_end_of_a_chief(members):
     """The newest one's own farewell is what counts."""
     assert not members.chief_left()
