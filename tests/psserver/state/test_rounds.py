@@ -309,7 +309,7 @@ def test_a_plan_that_was_refused_runs_nowhere(rounds):
 def test_who_comes_to_a_round_that_has_failed_is_told_why(rounds):
     """Whatever its plan is: that it differs, too, is no news."""
     push(rounds, 1)
-    rounds.refuse(PLAN.id, MemoryLimit("too large"))
+    rounds.refuse(PreparedPlan(PLAN, 0), MemoryLimit("too large"))
     with pytest.raises(MemoryLimit, match="too large"):
         refused(rounds, 2, plan=OTHER)
 
