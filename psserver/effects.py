@@ -25,7 +25,10 @@ Submit = Callable[[Callable[[], object]], object]
 """Puts work into a queue: a thread pool's in a server; in a test, a function that runs it at once."""
 
 
-@dataclass(frozen=True, slots=True)
+# Nobody changes an effect. They are not frozen, since that would take a small round several microseconds.
+
+
+@dataclass(slots=True)
 class Reply:
     """Answers a call. A caller that has gone away is skipped: the call has taken effect all the same."""
 
@@ -33,7 +36,7 @@ class Reply:
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fail:
     """Answers a call with an error. A caller that has gone away is skipped."""
 
@@ -41,7 +44,7 @@ class Fail:
     error: PSError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """Calls a short function that does not block, at once."""
 
@@ -49,7 +52,7 @@ class Run:
     args: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Await:
     """Enters the `look` stimulus once a payload has arrived up to an offset, in bytes."""
 
@@ -61,7 +64,7 @@ Then = Callable[[Any, PSError | None, float], "list[Effect]"]
 """Takes the result or the error of work, and the time in seconds. Called under the lock."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """Calls a function in a queue's thread.
 
@@ -85,7 +88,7 @@ class Work:
     follows: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Send:
     """Says a vote to another server, which hears it once or several times, or is asked for again."""
 

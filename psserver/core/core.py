@@ -122,21 +122,20 @@ class Core:
         """Carries out effects in order; returns the work that the calling thread continues with, if any."""
         next = None
         for effect in effects:
-            match effect:
-                case Reply(future, value):
-                    settle(future, value)
-                case Fail(future, error):
-                    settle(future, None, error)
-                case Run(call, args):
-                    call(*args)
-                case Await(payload, offset):
-                    payload.reach(offset, self._look)
-                case Send(server, vote):
-                    self.peers(server, vote)
-                case Work(follows=True):
-                    next = effect
-                case Work(queue=queue):
-                    self._queues[queue](partial(self._work, effect))
+            if isinstance(effect, Reply):
+                settle(effect.future, effect.value)
+            elif isinstance(effect, Run):
+                effect.call(*effect.args)
+            elif isinstance(effect, Fail):
+                settle(effect.future, None, effect.error)
+            elif isinstance(effect, Await):
+                effect.payload.reach(effect.offset, self._look)
+            elif isinstance(effect, Send):
+                self.peers(effect.server, effect.vote)
+            elif effect.follows:
+                next = effect
+            else:
+                self._queues[effect.queue](partial(self._work, effect))
         return next
 
     def _work(self, work: Work | None) -> None:

@@ -6,6 +6,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from psserver.core.machine import NUMBERS
@@ -38,6 +39,11 @@ def _entries(entries: list[Any]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
+@cache
+def _named(name: str, queue: str) -> str:
+    return f"{name.strip('_').replace('_', ' ')} ({queue})"
+
+
 SHORTEN: dict[type, Callable[[Any], object]] = {
     **dict.fromkeys((bool, int, float, type(None), Task), lambda same: same),
     str: _cut,
@@ -52,7 +58,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     Start: lambda start: (start.epoch, start.round),
     Vote: lambda vote: (vote.round, vote.attempt, _cut(vote.error.message) if vote.error else ""),
     VariableSpec: lambda spec: _cut(str(spec)),
-    Work: lambda work: f"{work.call.__name__.strip('_').replace('_', ' ')} ({work.queue})",
+    Work: lambda work: _named(work.call.__name__, work.queue),
 }
 """What is kept of an argument, by its type; of others nothing. No payload, array or traceback may be held by it."""
 
@@ -95,7 +101,7 @@ class Stimuli:
         if self.record is not None:
             self.record(Stimulus(time, name, args))
         if name not in QUIET:
-            self.keep(time, name, args, next((arg for arg in args if isinstance(arg, PSError)), None))
+            self.keep(time, name, args, args[2] if name == "worked" else None)
 
     def made(self, time: float, work: Work, result: object, error: PSError | None) -> None:
         """Notes work that is over and that the machine does not hear of; it is kept only where it failed."""
@@ -112,7 +118,7 @@ class Stimuli:
 
     def keep(self, time: float, name: str, args: tuple[Any, ...], error: PSError | None) -> None:
         """Keeps the newest, made short, for people."""
-        short = tuple(SHORTEN.get(type(arg), _nothing)(arg) for arg in args)
+        short = tuple([SHORTEN.get(type(arg), _nothing)(arg) for arg in args])
         why = "" if error is None else _cut(f"{type(error).__name__}: {error.message}")
         self._last.append((time, name, short, why))
 

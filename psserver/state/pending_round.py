@@ -11,13 +11,13 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
 from pswire.api import Contribution, RoundReply
 from pswire.errors import PSError
-from pswire.model.log import Member, Position
+from pswire.model.log import Member, Mode, Position
 from pswire.transport.payload import Payload
 
 Waiter = tuple[Contribution, Future[RoundReply]]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Push:
     """One arrival of a contribution.
 
@@ -84,13 +84,17 @@ class PendingRound:
 
     def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
         """Returns the servers that agree on whose contributions it has; none where each decides alone."""
-        whole = len(plan.plan.servers) > 1 and all(member.mode == "whole" for member in self.members)
-        return plan.plan.servers if whole else ()
+        servers = plan.plan.servers
+        return servers if len(servers) > 1 and self._mode == "whole" else ()
 
     def streams(self, plan: PreparedPlan) -> bool:
         """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
-        together = all(member.mode != "async" for member in self.members)
-        return together and plan.streams and not self.voters(plan)
+        return plan.streams and self._mode != "async" and not self.voters(plan)
+
+    @property
+    def _mode(self) -> Mode:
+        """The mode of its members, which is the same for all of a job."""
+        return self.members[0].mode if self.members else "sync"
 
     def awaits(self, plan: PreparedPlan | None, fenced: Set[int]) -> bool:
         """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin."""
