@@ -42,10 +42,14 @@ class Registry:
     Args:
         server: this server's task, for messages.
         limit: maximum number of concurrent sessions.
+
+    Attributes:
+        version: changes with every session that is entered or retired.
     """
 
     def __init__(self, server: Task, limit: int = MAX_SESSIONS) -> None:
         self.limit = limit
+        self.version = 0
         self._server = str(server)
         self._sessions: dict[int, Registered] = {}
         self._past: dict[int, None] = {}  # of jobs that are over: their processes are told so
@@ -67,6 +71,7 @@ class Registry:
             self._sessions.setdefault(number, Registered(task, secrets.token_bytes(LANE_TOKEN_BYTES)))
             self._past.pop(number, None)
             self._compare(None)
+            self.version += 1
 
     def check_room(self) -> None:
         """Raises `ConfigError` if the job can have no more sessions. Ended sessions count as well."""
@@ -122,6 +127,7 @@ class Registry:
 
         As many are remembered as one job may have.
         """
+        self.version += 1
         self._past |= dict.fromkeys(number for number in numbers if number in self._sessions)
         while len(self._past) > REMEMBERED * self.limit:
             oldest = next(iter(self._past))

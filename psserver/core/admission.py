@@ -28,6 +28,19 @@ class Admission:
         self._members = members
         self._rounds = rounds
         self._runner = runner
+        self._seen: tuple[object, ...] = ()
+
+    def changed(self) -> bool:
+        """Returns True if a session may have ended since the last time that this was asked."""
+        seen = (
+            self._members.version,
+            self._rounds.epoch,
+            len(self._rounds.fenced),
+            self._runner.broken,
+            self._registry.version,
+        )
+        changed, self._seen = seen != self._seen, seen
+        return changed
 
     def check(self, session: int, now: float) -> None:
         """Raises why a session may do nothing here; else the call is a sign of its life."""

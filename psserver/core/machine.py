@@ -104,10 +104,11 @@ class Machine:
     def progress(self, now: float) -> list[Effect]:
         """Returns the effects that have become possible: answers and rounds. Called after every stimulus."""
         effects: list[Effect] = []
-        for session in self.rounds.sessions():
-            error = self._admission.ended(session)
-            if error is not None:
-                effects += self._heard(self.rounds.fail_session(session, error))
+        if self._admission.changed():  # else no session has ended, and who pushes is looked at when it does
+            for session in self.rounds.sessions():
+                error = self._admission.ended(session)
+                if error is not None:
+                    effects += self._heard(self.rounds.fail_session(session, error))
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended)
         effects += self.snapshots.hopeless()
