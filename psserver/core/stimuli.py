@@ -100,12 +100,8 @@ class Stimuli:
         """Notes a stimulus before it is let in; work that is over may bring its own error."""
         if self.record is not None:
             self.record(Stimulus(time, name, args))
-        if name == "worked":
-            work, _, error = args
-            if work.queue == "files" or error is not None:  # a step of a round says little, and each round has one
-                self.keep(time, name, args, error)
-        elif name not in QUIET:
-            self.keep(time, name, args, None)
+        if name not in QUIET:
+            self.keep(time, name, args, args[2] if name == "worked" else None)
 
     def made(self, time: float, work: Work, result: object, error: PSError | None) -> None:
         """Notes work that is over and that the machine does not hear of; it is kept only where it failed."""

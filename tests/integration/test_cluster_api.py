@@ -104,7 +104,7 @@ def asked(strategy):
     kinds = ps.VariableAggregation
     with strategy.scope():
         totals = {
-            how: ps.Variable(1.0, name=how.value, synchronization=ps.VariableSynchronization.ON_READ, aggregation=how)
+            how: ps.Variable(1.0, name=how.name, synchronization=ps.VariableSynchronization.ON_READ, aggregation=how)
             for how in (kinds.SUM, kinds.MEAN, kinds.ONLY_FIRST_REPLICA, kinds.NONE)
         }
     read = [kinds.SUM, kinds.MEAN, kinds.ONLY_FIRST_REPLICA]
