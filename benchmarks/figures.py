@@ -28,6 +28,7 @@ SETTINGS = {
     "optimizer": "{}",
     "allocator": "{} allocator",
     "security": "{}",
+    "consistency": "rounds: {}",
     "ps_strategy": "{}",
 }
 """What clusters differ by beside lane and chief: the key in the report, and words. What all have is in the title."""
@@ -95,6 +96,8 @@ def _cells(row: dict[str, Any], differing: Sequence[str]) -> dict[str, str]:
         cells["/ sgd"] = f"{row['to_sgd']:.2f}" if row["to_sgd"] else "-"
     if "security" in differing:
         cells["/ token"] = f"{row['to_token']:.2f}" if row["to_token"] else "-"
+    if "consistency" in differing:
+        cells["/ each"] = f"{row['to_each']:.2f}" if row["to_each"] else "-"
     cells |= {"GB/s": f"{row['gb_per_s']:.2g}", "/ limit": f"{row[key]:.2g} {limit}"}
     cells |= {"server CPU": f"{row['server_cpu_ms']:.3g}", "worker CPU": f"{row['worker_cpu_ms']:.3g}"}
     return cells | {"server MB": f"{row['server_rss_mb']:.0f} ({round(row['server_growth_mb']):+d})"}

@@ -16,6 +16,7 @@ Not measured unless asked for, since they are long or large:
     --optimizer sgd --optimizer adam       beside each other
     --allocator tuned --allocator plain    with what our launcher tells the allocator, and without
     --security token --security tls        with a token alone, and with mutual TLS as well
+    --servers 2 --consistency each --consistency whole    without and with votes on whose contributions a round has
 
 `--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md says what is in it.
 """
@@ -79,6 +80,9 @@ OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
     "adam": lambda: ps.optimizers.Adam(1e-3),
 }
 
+CONSISTENCY = {"whole": ps.Sync(), "each": ps.Sync(whole_rounds=False)}
+"""Whether servers vote on whose contributions a round has, or each decides by itself."""
+
 LOOK = "look"
 """What worker 0 prints while all workers wait; they go on when a byte has come through the gate."""
 
@@ -97,6 +101,7 @@ class Setting:
         optimizer: a key of `OPTIMIZERS`.
         allocator: a key of `ALLOCATORS`.
         security: one of `SECURITY`.
+        consistency: a key of `CONSISTENCY`.
     """
 
     lane: str
@@ -106,11 +111,12 @@ class Setting:
     optimizer: str
     allocator: str
     security: str
+    consistency: str
 
     def __str__(self) -> str:
         return (
             f"{self.lane} lane, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
-            f"{self.optimizer}, {self.allocator} allocator, {self.security}"
+            f"{self.optimizer}, {self.allocator} allocator, {self.security}, rounds: {self.consistency}"
         )
 
 
@@ -171,7 +177,8 @@ class Options:
     def args(self, setting: Setting, gate: Path) -> tuple[str, ...]:
         """The arguments of the worker script, which is this file."""
         sizes = [arg for size in self.sizes for arg in ("--sizes", size)]
-        chosen = ("--optimizer", setting.optimizer, "--ps-strategy", self.ps_strategy)
+        cluster = ("--optimizer", setting.optimizer, "--consistency", setting.consistency)
+        chosen = (*cluster, "--ps-strategy", self.ps_strategy)
         rounds = [] if self.rounds is None else ["--rounds", str(self.rounds)]
         return ("--as-worker", str(gate), *sizes, *chosen, *rounds, *["--quick"] * self.quick)
 
@@ -189,15 +196,18 @@ class Worker:
     Args:
         options: what to do.
         optimizer: a key of `OPTIMIZERS`.
+        consistency: a key of `CONSISTENCY`.
         gate: a pipe through which the launcher lets worker 0 go on.
     """
 
-    def __init__(self, options: Options, optimizer: str, gate: Path) -> None:
+    def __init__(self, options: Options, optimizer: str, consistency: str, gate: Path) -> None:
         self._options = options
         self._optimizer = optimizer
         self._gate = gate
         self._lanes = _Lanes()
-        self._strategy = ps.ParameterServerStrategy(devices=["cpu:0"], ps_strategy=options.ps_strategy)
+        self._strategy = ps.ParameterServerStrategy(
+            devices=["cpu:0"], ps_strategy=options.ps_strategy, consistency=CONSISTENCY[consistency]
+        )
 
     def run(self) -> None:
         """Everything, to its end."""
@@ -371,6 +381,7 @@ def report(limits: Limits, total: dict[tuple[str, Setting], Measured], options: 
     for each in rows:
         each["to_sgd"] = _ratio(each, rows, "optimizer", "sgd")
         each["to_token"] = _ratio(each, rows, "security", "token")
+        each["to_each"] = _ratio(each, rows, "consistency", "each")
     return {"format": FORMAT, "machine": machine(), "limits": limits.report(), "rounds": rows}
 
 
@@ -418,6 +429,7 @@ def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str)
 @_choices("--optimizer", list(OPTIMIZERS), ("sgd",), "With sgd and adam, the table has their ratio.")
 @_choices("--allocator", list(ALLOCATORS), ("tuned",), "As our launcher sets it, with huge pages, or not at all.")
 @_choices("--security", SECURITY, SECURITY[:1], "With token and tls, the table has their ratio.")
+@_choices("--consistency", list(CONSISTENCY), ("whole",), "With whole and each, the table has their ratio.")
 @click.option("--ps-strategy", type=click.Choice(get_args(PsStrategy)), default="greedy", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), help="How many to measure at a time [default: the model's].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
@@ -439,7 +451,7 @@ def main(
     """Measures, or is a worker of a cluster that is measured."""
     options = Options(sizes, quick, rounds, ps_strategy)
     if gate:
-        Worker(options, chosen["optimizer"][0], gate).run()
+        Worker(options, chosen["optimizer"][0], chosen["consistency"][0], gate).run()
         return
     console = Console()
     settings = [Setting(*each) for each in product(*(chosen[each.name] for each in fields(Setting)))]

@@ -1,6 +1,6 @@
 """Train on parameter servers, without TensorFlow, as with `tf.distribute`."""
 
-from psclient import cluster_resolver, compat, metrics, ops, optimizers, summary, train
+from psclient import cluster_resolver, compat, losses, metrics, ops, optimizers, summary, train
 from psclient._src.arraylike import Mirrored
 from psclient._src.context import (
     ReplicaContext,
@@ -10,8 +10,8 @@ from psclient._src.context import (
     in_cross_replica_context,
 )
 from psclient._src.data.array_dataset import ArrayDataset
-from psclient._src.data.distributed import DistributedDataset
-from psclient._src.distribute.strategy import Strategy
+from psclient._src.data.distributed import DistributedDataset, DistributedIterator
+from psclient._src.distribute.strategy import Strategy, experimental_set_strategy
 from psclient._src.options import (
     ArraySpec,
     Async,
@@ -20,6 +20,7 @@ from psclient._src.options import (
     InputOptions,
     PerReplicaSpec,
     ReduceOp,
+    Round,
     RunOptions,
     Sync,
     ValueContext,
@@ -36,6 +37,7 @@ from psclient.cluster_resolver import (
     TFConfigClusterResolver,
     UnionResolver,
 )
+from psclient.ops import clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from pswire import errors
 from pswire.cluster import ClusterSpec
 from pswire.errors import PSError
@@ -49,6 +51,7 @@ __all__ = [
     "ClusterResolver",
     "ClusterSpec",
     "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "InputContext",
     "InputOptions",
@@ -60,6 +63,7 @@ __all__ = [
     "PerReplicaSpec",
     "ReduceOp",
     "ReplicaContext",
+    "Round",
     "RunOptions",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
@@ -73,13 +77,19 @@ __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
     "__version__",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
     "cluster_resolver",
     "compat",
     "errors",
+    "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
+    "global_norm",
     "has_strategy",
     "in_cross_replica_context",
+    "losses",
     "metrics",
     "ops",
     "optimizers",

@@ -1,9 +1,9 @@
 """The ops of update functions, by their names in the Python array API standard.
 
 They work alike on tracers, NumPy arrays and CuPy arrays; a test holds that there is one for each row of
-`pswire.model.program.OPS`, beside `clip` and `vector_norm`, which are made of several. NumPy's own functions do the
-same in update functions; these are for what has no NumPy name that CuPy shares, and for those who like one place to
-look.
+`pswire.model.program.OPS`, beside those that are made of several: `clip`, `vector_norm`, and TensorFlow's functions
+that clip gradients, which are in `psclient` too. NumPy's own functions do the same in update functions; these are for
+what has no NumPy name that CuPy shares, and for those who like one place to look.
 """
 
 from __future__ import annotations
@@ -128,6 +128,110 @@ def vector_norm(x: Value, /, *, axis: Axis = None, keepdims: bool = False, ord: 
     return np.linalg.vector_norm(x, axis=axes, keepdims=keepdims, ord=ord)
 
 
+# ---- Clipping, as TensorFlow does it ----
+
+
+def clip_by_value(t: Value, clip_value_min: Value, clip_value_max: Value) -> Value:
+    """The array with elements below a bound replaced by it, and those above the other. In any context.
+
+    Source: `tf.clip_by_value`: `maximum(minimum(t, clip_value_max), clip_value_min)`.
+
+    Args:
+        t: an array or number.
+        clip_value_min, clip_value_max: numbers, or arrays that can be broadcast to the shape of `t`.
+
+    Raises:
+        ValueError: a bound cannot be broadcast to the shape of `t`.
+    """
+    t = _array(t)
+    clipped = np.maximum(np.minimum(t, clip_value_max), clip_value_min)
+    if clipped.shape != t.shape:
+        raise ValueError(f"bounds that make the shape {clipped.shape} cannot clip an array of shape {t.shape}")
+    return clipped
+
+
+def clip_by_norm(t: Value, clip_norm: Value, axes: Axis = None) -> Value:
+    """The array, made smaller where its norm is more than `clip_norm`. In any context.
+
+    Source: `tf.clip_by_norm`: `t * clip_norm / max(norm, clip_norm)`.
+
+    Args:
+        t: an array of floats.
+        clip_norm: greatest norm, more than 0.
+        axes: dimensions over which a norm is taken; None for all of them.
+    """
+    t = _array(t)
+    squares = np.sum(np.square(t), axis=tuple(axes) if isinstance(axes, Sequence) else axes, keepdims=True)
+    known = squares > 0
+    norm = np.where(known, np.sqrt(np.where(known, squares, np.ones_like(squares))), squares)
+    return ((t * clip_norm) / np.maximum(norm, clip_norm)).astype(t.dtype)
+
+
+def global_norm(t_list: Sequence[Value | None]) -> Value:
+    """The norm of all elements of several arrays: the root of the sum of their squares. In any context.
+
+    Source: `tf.linalg.global_norm`.
+
+    Args:
+        t_list: arrays of floats, on one device; None is left out. Half precision is summed in float32.
+
+    Raises:
+        TypeError: it is no list.
+        ValueError: there is no array in it.
+    """
+    given = [_single(_array(t)) for t in _listed("global_norm", t_list) if t is not None]
+    if not given:
+        raise ValueError("global_norm is given no arrays; give at least one that is not None")
+    squares = [np.sum(np.square(t)) for t in given]
+    total = squares[0]
+    for square in squares[1:]:
+        total = total + square
+    return np.sqrt(total)
+
+
+def clip_by_global_norm(
+    t_list: Sequence[Value | None], clip_norm: Value, use_norm: Value | None = None
+) -> tuple[list[Value | None], Value]:
+    """Several arrays, all made smaller by one factor if their norm together is more than `clip_norm`. In any context.
+
+    Source: `tf.clip_by_global_norm`; Pascanu et al., "On the difficulty of training Recurrent Neural Networks", 2012.
+
+    Args:
+        t_list: arrays of floats, on one device; None stays None.
+        clip_norm: greatest norm, more than 0.
+        use_norm: the norm of the arrays where it is known; None to take `global_norm`.
+
+    Returns:
+        A list of the arrays, and their norm before. Where that is not finite, all elements are NaN.
+
+    Raises:
+        TypeError, ValueError: as `global_norm`.
+    """
+    given = list(_listed("clip_by_global_norm", t_list))
+    norm = _array(global_norm(given) if use_norm is None else use_norm)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factor = clip_norm * np.minimum(1.0 / norm, np.ones_like(norm) / clip_norm) + (norm - norm)
+    clipped = [None if t is None else (_array(t) * factor).astype(_array(t).dtype) for t in given]
+    return clipped, norm
+
+
+def _listed(what: str, arrays: Sequence[Value]) -> Sequence[Value]:
+    if not isinstance(arrays, list | tuple):
+        raise TypeError(f"{what} takes a list of arrays, and not a {type(arrays).__name__}; write [x]")
+    return arrays
+
+
+def _array(t: Value) -> Value:
+    if hasattr(t, "dtype"):
+        return t
+    array = np.asarray(t)
+    return array.astype(np.float32) if array.dtype == np.float64 else array  # Python's floats, as in variables
+
+
+def _single(t: Value) -> Value:
+    return t.astype(np.float32) if t.dtype.name in ("float16", "bfloat16") else t
+
+
 __all__ = [
     "abs",
     "add",
@@ -137,6 +241,9 @@ __all__ = [
     "broadcast_to",
     "ceil",
     "clip",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
     "cos",
     "divide",
     "equal",
@@ -144,6 +251,7 @@ __all__ = [
     "expm1",
     "floor",
     "floor_divide",
+    "global_norm",
     "greater",
     "greater_equal",
     "isfinite",

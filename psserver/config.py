@@ -48,6 +48,7 @@ class ServerConfig:
         timeouts: timeouts of sessions and calls.
         security: the certificate and token it shows, and those it asks clients for.
         metrics_host, metrics_port: the address of its metrics; port 0 picks a free one, None serves no metrics.
+        addresses: the addresses of all servers in `TF_CONFIG`; empty without one: then the chief says them.
     """
 
     task: Task
@@ -67,6 +68,7 @@ class ServerConfig:
     max_sessions: int = ServerOptions.max_sessions
     metrics_host: str = LOCAL_HOST
     metrics_port: int | None = None
+    addresses: tuple[str, ...] = ()
 
     @property
     def max_payload_bytes(self) -> int:
@@ -142,6 +144,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         max_sessions=given.max_sessions,
         metrics_host=given.metrics_host or host,
         metrics_port=given.metrics_port,
+        addresses=tuple(cluster.cluster.address(task) for task in cluster.cluster.tasks("ps")) if cluster else (),
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from pswire.api import Vote
 from pswire.cluster import Task
@@ -88,6 +88,26 @@ class Work:
     follows: bool = False
 
 
+@dataclass(frozen=True)
+class Peer:
+    """One server of a job, as the others reach it.
+
+    Attributes:
+        address: `host:port`; "" if nobody has said it.
+        incarnation: the incarnation that the job began with.
+    """
+
+    address: str
+    incarnation: int
+
+
+@dataclass(slots=True)
+class Know:
+    """Says where the servers of a job that begins are, in order."""
+
+    servers: tuple[Peer, ...]
+
+
 @dataclass(slots=True)
 class Send:
     """Says a vote to another server, which hears it once or several times, or is asked for again."""
@@ -96,7 +116,17 @@ class Send:
     vote: Vote
 
 
-Effect = Reply | Fail | Run | Await | Work | Send
+class Others(Protocol):
+    """The other servers of a job, as this one reaches them. Methods return at once, and may be called by any thread."""
+
+    def know(self, servers: Sequence[Peer]) -> None:
+        """Takes where the servers of a job that begins are, in order."""
+
+    def say(self, server: int, vote: Vote) -> None:
+        """Says a vote to a server, if there is a connection; one is made if it was never tried."""
+
+
+Effect = Reply | Fail | Run | Await | Work | Know | Send
 """One action to carry out without the lock."""
 
 

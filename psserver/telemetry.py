@@ -97,6 +97,25 @@ ROWS: tuple[Row[Seen], ...] = (
         lambda s: {ALL: s.tally.left_out},
     ),
     Row(
+        SERVER + "votes",
+        "counter",
+        "Votes on whose contributions a round of several servers has.",
+        lambda s: {(direction,): count for direction, count in s.tally.votes.items()},
+        ("direction",),
+    ),
+    Row(
+        SERVER + "vote_seconds",
+        "histogram",
+        "From this server's vote until the round was decided.",
+        lambda s: {ALL: s.tally.voting},
+    ),
+    Row(
+        SERVER + "servers_missing",
+        "gauge",
+        "Other servers that it has votes for and no connection to.",
+        lambda s: {ALL: len(s.status.missed)},
+    ),
+    Row(
         SERVER + "nonfinite_contributions",
         "counter",
         "Contributions with NaN or infinity, one for each member, reduction and round.",

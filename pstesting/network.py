@@ -1,6 +1,6 @@
 """A network that loses a connection without a word: nothing is refused or reset, and nothing arrives any more.
 
-A test starts a `Relay`; a program of a job has its lanes go `through` it.
+A test starts a `Relay`. A program of a job has its lanes go `through` it, or takes it for a server.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from pswire.security.names import certificate_name
 WAYS = ("up", "down")
 """From the client, and to it."""
 
-_PORT = struct.Struct("!H")
+_PORT_BYTES = 2
 _BYTES = 1 << 16
 
 
@@ -28,21 +27,32 @@ class Relay:
 
     Args:
         stack: ends the relay.
+        host: the address of this host on which it listens. Lanes of a server are not at another one than its own, so
+            that only gRPC reaches it there.
 
     Attributes:
-        port: port on which it listens, on this host.
+        port: port on which it listens.
+        to: port of the server to which it leads; 0 where each connection says it, as `through` does.
         count: connections that have come.
     """
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, host: str = "127.0.0.1") -> None:
         self.count = 0
-        self._lock = threading.Lock()  # guards the two below
+        self.to = 0
+        self._host = host
+        self._lock = threading.Lock()  # guards the three below
+        self._cut = False
         self._open: list[socket.socket] = []
         self._silent = {way: threading.Event() for way in WAYS}  # of the connections that are there now
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((host, 0))
         self.port: int = self._listener.getsockname()[1]
         stack.callback(self._close)
         _start(self._accept)
+
+    @property
+    def address(self) -> str:
+        """The relay's `host:port`, in place of the server's."""
+        return f"{self._host}:{self.port}"
 
     def swallow(self, ways: Sequence[str] = WAYS) -> None:
         """From now on nothing arrives on the connections that are there, in these directions; later ones are well."""
@@ -51,24 +61,53 @@ class Relay:
                 self._silent[way].set()
             self._silent = {way: threading.Event() for way in WAYS}
 
+    def cut(self) -> None:
+        """From now on nothing arrives, on later connections neither, until `mend`."""
+        with self._lock:
+            self._cut = True
+        self.swallow()
+
+    def mend(self) -> None:
+        """Ends all connections; later ones are well."""
+        with self._lock:
+            self._cut = False
+            for sock in self._open:
+                _shut(sock)
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self._listener.accept()
-                (port,) = _PORT.unpack(near.recv(_PORT.size, socket.MSG_WAITALL))
-                far = socket.create_connection(("127.0.0.1", port))
-                with self._lock:
-                    self.count += 1
-                    self._open += [near, far]
-                    silent = self._silent
-                _start(partial(_pump, near, far, silent["up"]))
-                _start(partial(_pump, far, near, silent["down"]))
+                self._lead(self._listener.accept()[0])
+
+    def _lead(self, near: socket.socket) -> None:
+        said = b"" if self.to else near.recv(_PORT_BYTES, socket.MSG_WAITALL)
+        port = self.to or int.from_bytes(said, "big")
+        with self._lock:
+            self.count += 1
+            self._open.append(near)
+            if self._cut:
+                return
+            silent = self._silent
+        try:
+            far = socket.create_connection(("127.0.0.1", port))
+        except OSError:  # also where it ended before it said a port
+            _shut(near)
+            return
+        with self._lock:
+            self._open.append(far)
+        _start(partial(_pump, near, far, silent["up"]))
+        _start(partial(_pump, far, near, silent["down"]))
 
     def _close(self) -> None:
         for sock in [self._listener, *self._open]:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+            _shut(sock)
             sock.close()
+
+
+def _shut(sock: socket.socket) -> None:
+    """Ends a connection, and wakes the thread that waits for it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _start(run: Callable[[], object]) -> None:
@@ -82,8 +121,7 @@ def _pump(source: socket.socket, sink: socket.socket, silent: threading.Event) -
             if not silent.is_set():
                 sink.sendall(data)
     if not silent.is_set():
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
+        _shut(sink)
 
 
 def through(relay: int, server: int) -> None:
@@ -101,7 +139,7 @@ def through(relay: int, server: int) -> None:
         if kind != "tcp" or offer.name != name:
             return connect(kind, offer, *rest)  # type: ignore[arg-type]
         sock = connect(kind, dataclasses.replace(offer, port=relay), *rest)  # type: ignore[arg-type]
-        sock.sendall(_PORT.pack(offer.port))
+        sock.sendall(offer.port.to_bytes(_PORT_BYTES, "big"))
         return sock
 
     lane._connect = relayed  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from psclient._src.launch.cluster import Cluster
+from psclient._src.launch.cluster import NAME_ONLY, Cluster
 from psclient._src.launch.outcome import Outcome
 from psclient._src.processes.output import Line
 from psclient._src.transport.remote_server import RemoteServer
@@ -70,6 +70,8 @@ class ProcessCluster:
         args: arguments of the program: literals.
         helpers: other functions that the program calls, by their sources as well.
         gates: names for `gate`.
+        between: the addresses, in order, at which servers reach one another, as their own `TF_CONFIG` says them; by
+            default those at which they listen.
         keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`, `lane`,
             `timeouts`, ...
 
@@ -84,6 +86,7 @@ class ProcessCluster:
         args: Sequence[Any] = (),
         helpers: Sequence[Callable[..., object]] = (),
         gates: Collection[str] = (),
+        between: Sequence[str] = (),
         **keys: Any,
     ) -> None:
         sources = [textwrap.dedent(inspect.getsource(function)) for function in (*helpers, program)]
@@ -97,7 +100,9 @@ class ProcessCluster:
         self._heard: dict[tuple[Task, bool], int] = {}
         root = ServerOptions(checkpoint_root=str(directory / "checkpoints"))
         given = {"script": str(script), "chief": "none", "timeouts": CALM, "server": root, **keys}
-        self.cluster = Cluster(sink=self._take, **given)
+        jobs = {"ps": list(between), "worker": [NAME_ONLY]}
+        config = json.dumps({"cluster": jobs, "task": {"type": "ps", "index": 0}})  # --task says which
+        self.cluster = Cluster(sink=self._take, servers_more={"TF_CONFIG": config} if between else {}, **given)
 
     def __enter__(self) -> ProcessCluster:
         self.cluster.start()

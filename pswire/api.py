@@ -76,6 +76,7 @@ class Contribution:
         observes: True if it takes part without contributing, operands included: this worker computed its section
             before it was taken in.
         start: the first round of this session: a difference in that round is the newcomer's alone; -1 does not say.
+        nonfinite: numbers of the reductions to which it contributes NaN or infinity, where the plan asks for them.
     """
 
     session: int
@@ -88,6 +89,7 @@ class Contribution:
     want: tuple[int, ...] = ()
     observes: bool = False
     start: int = -1
+    nonfinite: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class RoundReply:
         left_out: members whose contribution is not in this round.
         payload: the wanted variables, then the plan's returned values of this server.
         warnings: messages about the round for people; each is told once.
+        observers: members that took part without contributing.
     """
 
     round: int
@@ -132,6 +135,7 @@ class RoundReply:
     left_out: tuple[Task, ...]
     payload: Payload
     warnings: tuple[str, ...] = ()
+    observers: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,13 @@ Begun = Callable[[Payload], object]
 
 
 class ParameterServer(Protocol):
-    """One server, as its clients see it. All methods may be called from any thread."""
+    """One server, as its clients see it. All methods may be called from any thread.
+
+    Attributes:
+        address: the address at which this process reaches it, `host:port`; "" if it is in this process.
+    """
+
+    address: str
 
     def open(
         self,

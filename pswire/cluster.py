@@ -50,23 +50,51 @@ Addresses = Sequence[str] | Mapping[int, str] | Mapping[str, str]
 """The tasks of one job: addresses in task order, or task index to address, where indices may be missing."""
 
 
+@dataclass(frozen=True)
+class JobDef:
+    """One job of a `ClusterDef`.
+
+    Attributes:
+        name: of the job.
+        tasks: its addresses by task index, ascending.
+    """
+
+    name: str
+    tasks: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class ClusterDef:
+    """A cluster as TensorFlow's message of this name has it, as plain values.
+
+    Attributes:
+        job: the jobs, sorted by name.
+    """
+
+    job: tuple[JobDef, ...]
+
+    def as_dict(self) -> dict[str, Mapping[int, str]]:
+        """Job names to addresses by task index."""
+        return {job.name: job.tasks for job in self.job}
+
+
 class ClusterSpec:
     """The addresses of all tasks, with the names of `tf.train.ClusterSpec`.
 
     It may have any jobs; what a parameter-server cluster needs is checked where one is built, by `check_cluster`.
-    Only `ps` tasks listen, the other addresses are names. There is no protobuf form, hence no `as_cluster_def`.
+    Only `ps` tasks listen, the other addresses are names.
 
     Args:
         cluster: job name to the addresses of its tasks: a list, or a mapping from task index to address, in which
-            indices may be missing; or another `ClusterSpec`, to copy.
+            indices may be missing; or another `ClusterSpec`, or its `ClusterDef`, to copy.
 
     Raises:
         TypeError: the cluster is no mapping, a job name or an address no text, or a job neither a list nor a mapping.
         ValueError: a task index is no whole number from 0, or comes twice.
     """
 
-    def __init__(self, cluster: Mapping[str, Addresses] | ClusterSpec) -> None:
-        jobs = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
+    def __init__(self, cluster: Mapping[str, Addresses] | ClusterSpec | ClusterDef) -> None:
+        jobs = cluster.as_dict() if isinstance(cluster, ClusterSpec | ClusterDef) else cluster
         if not isinstance(jobs, Mapping):
             raise TypeError(f"a cluster must be a dict of job names and addresses, not {type(cluster).__name__}")
         self._jobs = {job: _addresses(job, tasks) for job, tasks in jobs.items()}
@@ -112,6 +140,10 @@ class ClusterSpec:
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """Job names to lists of addresses, or to a dict by task index where indices are missing or there is no task."""
         return {job: list(tasks.values()) if _dense(tasks) else dict(tasks) for job, tasks in self._jobs.items()}
+
+    def as_cluster_def(self) -> ClusterDef:
+        """Returns the cluster with the fields of TensorFlow's protocol buffer: its jobs by name, sorted."""
+        return ClusterDef(tuple(JobDef(job, dict(tasks)) for job, tasks in sorted(self._jobs.items())))
 
     def tasks(self, job: str) -> list[Task]:
         """The tasks of one job, in order; none if there is no such job."""

@@ -15,7 +15,9 @@
     ├── VariableMismatch     two processes, or a checkpoint, disagree on a variable
     ├── LocalityError        values that live on different servers meet in one update
     ├── ProgramError         an update function cannot be traced, or a program is refused
+    │   └── NonfiniteError   a contribution has NaN or infinity, and the job asks for an error
     ├── MemoryLimit          a server would exceed its memory limit
+    ├── PushAgain            a server asks for a contribution once more; no user sees it
     ├── RoundTimeout         a round did not complete before its deadline
     ├── CheckpointError      a checkpoint cannot be written or read
     │   ├── DamagedCheckpoint its files are not what was saved
@@ -102,8 +104,19 @@ class ProgramError(PSError, ValueError):
     """An update function cannot be traced, or a program was refused by the verifier."""
 
 
+class NonfiniteError(ProgramError):
+    """A contribution has NaN or infinity; nothing of its round was applied."""
+
+
 class MemoryLimit(PSError, MemoryError):
     """A server would exceed its memory limit."""
+
+
+class PushAgain(PSError):
+    """A server has used up a contribution of which nothing counts: a member of the round was lost meanwhile.
+
+    The client sends it once more.
+    """
 
 
 class RoundTimeout(PSError, TimeoutError):
@@ -147,7 +160,9 @@ BY_NAME: dict[str, type[PSError]] = {
         VariableMismatch,
         LocalityError,
         ProgramError,
+        NonfiniteError,
         MemoryLimit,
+        PushAgain,
         RoundTimeout,
         CheckpointError,
         DamagedCheckpoint,

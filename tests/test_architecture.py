@@ -28,7 +28,8 @@ ONLY_IN = {
         "psserver.transport.health",
         "psclient._src.transport.retries",
         "psclient._src.transport.grpc_calls",
-        "psclient._src.transport.grpc_channel",
+        "pswire.transport.grpc_channel",
+        "psserver.transport.peers",
         "psclient._src.transport.remote_server",
         "psclient.psctl.health",
         "pstesting.faults",
@@ -152,7 +153,7 @@ WALL_CLOCK_IN = {
     "psclient.psctl.observer",  # the same
     "psclient.psctl.status",  # since when a server is up
     "psclient.train.manager",  # keep_checkpoint_every_n_hours
-    "psclient.summary",  # TensorBoard
+    "psclient.summary.writer",  # TensorBoard
 }
 
 

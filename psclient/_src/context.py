@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, SupportsIndex, cast
 
 from psclient._src import nest, values
 from psclient._src.devices import CPU, Device, Value
@@ -72,6 +72,12 @@ class Extended(Protocol):
 
     def aggregate(self, aggregation: Any, value: Value, destination: Any) -> Value:
         """Reduces a value by a variable's aggregation."""
+
+    def gather(self, value: Nest, axis: SupportsIndex) -> Nest:
+        """Concatenates values over all replicas."""
+
+    def all_gather(self, value: Nest, axis: SupportsIndex) -> Nest:
+        """Concatenates values over all replicas, for each of them."""
 
     def update(self, var: Any, fn: Callable[..., Nest], args: Sequence[Nest] = ()) -> Nest:
         """Runs an update function beside a variable."""
@@ -224,6 +230,25 @@ class ReplicaContext:
         reduced = self.merge_call(_reduce_boxes, (op, Box(tuple(nest.flatten(value)))))
         return nest.pack_sequence_as(value, reduced)
 
+    def all_gather(self, value: Nest, axis: SupportsIndex) -> Nest:
+        """Concatenates values over all replicas of all workers, and gives every replica the result.
+
+        Args:
+            value: a nest of arrays, of the same structure in all replicas, and of one shape but for the size of `axis`.
+            axis: the dimension along which they are joined, from 0.
+
+        Returns:
+            A nest like `value`, see `Strategy.gather`, of arrays on the replica's device. In the default context, where
+            there is one replica, `value` itself.
+
+        Raises:
+            ValueError, TypeError: as `Strategy.gather`; or replicas name different axes.
+            RuntimeError: as `merge_call`.
+        """
+        self._check_current("all_gather")
+        joined = self.merge_call(_gather_boxes, (Box((axis,)), Box(tuple(nest.flatten(value)))))
+        return value if is_default(self.strategy) else nest.pack_sequence_as(value, joined)
+
     def _check_current(self, what: str) -> None:
         if get_replica_context() is not self:
             raise RuntimeError(
@@ -271,6 +296,13 @@ def unbox(boxes: Nest) -> list[Leaf]:
 
 def _reduce_boxes(strategy: StrategyFace, reduce_op: ReduceOp, boxes: Nest) -> list[Value]:
     return list(strategy.extended.batch_reduce_to(reduce_op, [(column, column) for column in unbox(boxes)]))
+
+
+def _gather_boxes(strategy: StrategyFace, axes: Nest, boxes: Nest) -> Nest:
+    named = [box.leaves[0] for box in values.local_results(axes)]
+    if any(axis != named[0] for axis in named):
+        raise ValueError(f"replicas gather along different dimensions: {named}; give all the same axis")
+    return strategy.extended.all_gather(unbox(boxes), named[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,6 +400,11 @@ def get_strategy() -> Any:
 def has_strategy() -> bool:
     """Returns whether the calling thread is in the scope of a strategy other than the default one. In any context."""
     return not is_default(_current().strategy)
+
+
+def depth() -> int:
+    """Returns how many contexts the calling thread has entered, and not left."""
+    return len(_stack.entries)
 
 
 def get_replica_context() -> ReplicaContext | None:

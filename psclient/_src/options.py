@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
 from pswire.model.log import Mode
+from pswire.model.plan import Nonfinite
 from pswire.model.plan import ReduceOp as OpName
 
 
@@ -164,6 +165,14 @@ class ReduceOp(enum.Enum):
         """Its name in plans."""
         return "sum" if self is ReduceOp.SUM else "mean"
 
+    @staticmethod
+    def from_variable_aggregation(aggregation: enum.Enum) -> ReduceOp:
+        """Returns the reduction of a `VariableAggregation`, SUM or MEAN; raises `ValueError` for any other."""
+        name = getattr(aggregation, "name", "")
+        if name not in ReduceOp.__members__:
+            raise ValueError(f"{aggregation} is no reduction; there is one for VariableAggregation.SUM and MEAN")
+        return ReduceOp[name]
+
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
         """The op of a name in any case; raises `ValueError` for an unknown one."""
@@ -176,14 +185,59 @@ class ReduceOp(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Round:
+    """A round that is over.
+
+    Attributes:
+        number: its number; of an asynchronous worker its own count.
+        epoch: number of the epoch whose members made it.
+        contributors: the tasks whose contributions it has, such as `/job:worker/task:0`, in order.
+        left_out: members that it was completed without, since they were lost.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    number: int
+    epoch: int
+    contributors: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def check_nonfinite(choice: str) -> None:
+    """Raises `ValueError` for an unknown choice of what becomes of updates with NaN or infinity."""
+    if choice not in get_args(Nonfinite):
+        raise ValueError(f"unknown nonfinite {choice!r}; choose 'apply', 'skip' or 'raise'")
+
+
+@dataclass(frozen=True)
 class Sync:
     """Synchronous rounds: every update includes each worker's contribution once and whole.
 
     Attributes:
-        mode: "sync".
+        whole_rounds: True if a round has the same contributions on all servers of its section, whoever is lost while it
+            is made: the servers agree before anything of it is visible. False saves that message; a worker that dies
+            may then be counted on some servers and not on others. On one server both are the same.
+        nonfinite: what becomes of a round's updates if what a process contributes to one of them has NaN or infinity.
+            "apply": they are applied, with a warning. "skip": none of them is applied, slots and `iterations` included,
+            with a warning. "raise": none is applied, and every process raises `NonfiniteError`. For the last two each
+            process tests what it sends, and large rounds do not stream.
+
+    Raises:
+        ValueError: there is no such choice; or rounds that are not whole should be skipped as a whole.
     """
 
-    mode: ClassVar[Mode] = "sync"
+    whole_rounds: bool = True
+    nonfinite: Nonfinite = "apply"
+
+    def __post_init__(self) -> None:
+        check_nonfinite(self.nonfinite)
+        if self.nonfinite != "apply" and not self.whole_rounds:
+            raise ValueError(f"nonfinite={self.nonfinite!r} needs whole rounds: leave whole_rounds=False out")
+
+    @property
+    def mode(self) -> Mode:
+        """The way in which rounds are made, as servers know it."""
+        return "whole" if self.whole_rounds else "sync"
 
 
 @dataclass(frozen=True)
@@ -195,6 +249,15 @@ class Async:
 
     Attributes:
         mode: "async".
+        nonfinite: as of `Sync`; a round has one contribution here, and `NonfiniteError` is raised in its process.
+
+    Raises:
+        ValueError: there is no such choice.
     """
 
     mode: ClassVar[Mode] = "async"
+
+    nonfinite: Nonfinite = "apply"
+
+    def __post_init__(self) -> None:
+        check_nonfinite(self.nonfinite)

@@ -55,6 +55,11 @@ def _rounds(worker: Worker) -> Values:
     return {(outcome,): count for outcome, count in worker.exchange.measures.rounds.items()}
 
 
+def _last_round(worker: Worker) -> Values:
+    last = worker.exchange.last_round
+    return {} if last is None else {("counted",): len(last.contributors), ("left_out",): len(last.left_out)}
+
+
 WORKER = "paramserver_worker_"
 CHIEF = "paramserver_chief_"
 
@@ -80,6 +85,14 @@ OF_WORKERS: tuple[Row[Worker], ...] = (
         "counter",
         "Contributions of others that this process's rounds were completed without, on each server.",
         lambda w: {ALL: w.exchange.measures.left_out},
+    ),
+    Row(
+        WORKER + "last_round_members",
+        "gauge",
+        "Members of the last round that came back: those whose contributions it has, and those that it was completed "
+        "without.",
+        _last_round,
+        ("outcome",),
     ),
 )
 

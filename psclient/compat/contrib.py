@@ -8,12 +8,12 @@ with distribution.scope():
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
-from psclient._src import context, nest, values
-from psclient._src.arraylike import Mirrored, read
+from psclient._src import arraylike, context, nest, values
+from psclient._src.arraylike import read
 from psclient._src.context import ReplicaContext
 from psclient._src.data.distributed import DistributedDatasetFromFunction, DistributedIterator
 from psclient._src.devices import Device, Value, to_device
@@ -22,6 +22,94 @@ from psclient._src.nest import Nest
 from psclient._src.variables.variable import Variable, VariableAggregation, on_read_scope
 
 _CPU = "/device:CPU:0"
+
+
+class _Index:
+    """A map from device to values. Its order is that of the current strategy's towers, where it has one for each."""
+
+    values: Any
+    """The values, in order."""
+
+    def _keep(self, index: Mapping[str, object]) -> list[object]:
+        kept = {Device.parse(name): (name, value) for name, value in index.items()}
+        if len(kept) < len(index) or not kept:
+            raise ValueError(f"a map from device to values needs devices that differ, and has {', '.join(index)}")
+        towers = [Device.parse(name) for name in context.get_strategy().extended.worker_devices]
+        order = towers if {*towers} == kept.keys() else [*kept]
+        self._places = {device: place for place, device in enumerate(order)}
+        self._names = [kept[device][0] for device in order]
+        return [kept[device][1] for device in order]
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices that have a value."""
+        return list(self._names)
+
+    def on_device(self, device: str) -> bool:
+        """Returns whether a device, given by a long or a short name, has a value."""
+        return Device.parse(device) in self._places
+
+    def get(self, device: str | None = None) -> Any:
+        """Returns the value of a device.
+
+        Args:
+            device: its long or short name; None for that of the tower, or of the update, in whose function the thread
+                is; elsewhere of mirrored values the first.
+
+        Raises:
+            ValueError: it has no value; or none is named, and the thread is in no such function.
+        """
+        here = context.replica_device() if device is None else Device.parse(device)
+        if here is None and isinstance(self, Mirrored):
+            return self.values[0]
+        if here is None:
+            raise ValueError("get() in cross-tower context: values may differ by device; name one of them")
+        if here not in self._places:
+            raise ValueError(f"device {here} has no value here; these have one: {', '.join(self._names)}")
+        return self.values[self._places[here]]
+
+
+class PerDevice(_Index, values.PerReplica):
+    """A value that may differ by device, as `call_for_each_tower` returns it.
+
+    Source: "Wrapped values" of `tf.contrib.distribute.DistributionStrategy`.
+
+    Args:
+        index: values by device, one for each tower. Inside of a scope in any order, elsewhere in that of the towers.
+
+    Raises:
+        ValueError: there are none, or one device twice.
+        ConfigError: a name is that of no device.
+    """
+
+    def __init__(self, index: Mapping[str, object]) -> None:
+        super().__init__(self._keep(index))
+
+
+class Mirrored(_Index, arraylike.Mirrored):
+    """A value that is the same on all of its devices, as `reduce` and `broadcast` return it.
+
+    Source: "Wrapped values" of `tf.contrib.distribute.DistributionStrategy`.
+
+    Args:
+        index: copies by device.
+
+    Raises:
+        ValueError, ConfigError: as `PerDevice`.
+    """
+
+    def __init__(self, index: Mapping[str, object]) -> None:
+        super().__init__(self._keep(index))
+
+
+def _mapped(value: Nest, devices: Sequence[str]) -> Nest:
+    """Returns a nest whose values that have one for each of some devices are maps from device to value."""
+
+    def made(leaf: Any) -> Any:
+        kind = {values.PerReplica: PerDevice, arraylike.Mirrored: Mirrored}.get(type(leaf))
+        return kind(dict(zip(devices, leaf.values, strict=True))) if kind and len(leaf.values) == len(devices) else leaf
+
+    return nest.map_structure(made, value)
 
 
 class DistributionStrategy:
@@ -62,7 +150,11 @@ class DistributionStrategy:
     @property
     def worker_device_index(self) -> Any:
         """For `call_for_each_tower`: each tower gets its number in `worker_devices`; 0 if there is one."""
-        return values.per_replica(range(len(self.worker_devices)))
+        return self._towers(values.per_replica(range(len(self.worker_devices))))
+
+    def _towers(self, value: Nest) -> Any:
+        """Returns a nest in which values with one for each tower are maps from device to value."""
+        return _mapped(value, self.worker_devices)
 
     def configure(self, session_config: object = None) -> None:
         """Does nothing: there are no sessions to configure."""
@@ -99,10 +191,10 @@ class DistributionStrategy:
                 of `fn`, and has no effect.
 
         Returns:
-            The merged results, as `Strategy.run` returns them.
+            The merged results, as `Strategy.run` returns them; of towers that differ a `PerDevice`.
         """
         kwargs.pop("run_concurrently", None)
-        return self.strategy.run(fn, args, kwargs)
+        return self._towers(self.strategy.run(fn, args, kwargs))
 
     def unwrap(self, value: Value) -> list[Value]:
         """The list of the local towers' values; `[value]` of what is not distributed. In any context."""
@@ -115,19 +207,29 @@ class DistributionStrategy:
 
     # ---- Values ----
 
-    def distribute_dataset(self, dataset_fn: Callable[[], object]) -> PerDeviceDataset:
+    def distribute_dataset(self, dataset_fn: Any) -> PerDeviceDataset:
         """Each worker makes its own dataset, from which each tower takes a batch in each step. In any context.
 
         Args:
-            dataset_fn: without arguments; returns what `experimental_distribute_datasets_from_function` takes.
+            dataset_fn: without arguments; returns what `experimental_distribute_datasets_from_function` takes. Or that
+                dataset itself, of which every worker goes through the whole.
+
+        Raises:
+            TypeError, ValueError: as `experimental_distribute_datasets_from_function`.
         """
-        dataset = self.strategy.experimental_distribute_datasets_from_function(lambda _: dataset_fn())
-        return PerDeviceDataset(dataset)
+        dataset = self.strategy.experimental_distribute_datasets_from_function(
+            lambda _: dataset_fn() if callable(dataset_fn) else dataset_fn
+        )
+        return PerDeviceDataset(dataset, self.worker_devices)
 
     def broadcast(self, tensor: Value, destinations: object = None) -> Value:
         """Mirrors a value to a variable's locality, or to devices; by default the towers'. In cross-tower context."""
         to = self.worker_devices if destinations is None else destinations
-        return self.strategy.extended.broadcast_to(tensor, to)
+        return self._placed(self.strategy.extended.broadcast_to(tensor, to), to)
+
+    def _placed(self, value: Value, destinations: object) -> Value:
+        named = isinstance(destinations, list | tuple) and all(isinstance(name, str) for name in destinations)
+        return _mapped(value, cast(Sequence[str], destinations)) if named else self._towers(value)
 
     def reduce(self, method_string: str, value: Value, destinations: object = None) -> Value:
         """Combines a value across all towers of all workers. In cross-tower context.
@@ -138,12 +240,13 @@ class DistributionStrategy:
             destinations: a variable, a device or a list of them; by default where `value` is.
         """
         to = value if destinations is None else destinations
-        return self.strategy.extended.reduce_to(_checked(method_string), value, to)
+        return self._placed(self.strategy.extended.reduce_to(_checked(method_string), value, to), to)
 
     def batch_reduce(self, method_string: str, value_destination_pairs: Sequence[tuple[object, object]]) -> list[Value]:
         """Several `reduce` at once, of (value, destinations) pairs. In cross-tower context."""
         pairs = [(value, value if to is None else to) for value, to in value_destination_pairs]
-        return self.strategy.extended.batch_reduce_to(_checked(method_string), pairs)
+        reduced = self.strategy.extended.batch_reduce_to(_checked(method_string), pairs)
+        return [self._placed(value, to) for value, (_, to) in zip(reduced, pairs, strict=True)]
 
     def fetch(self, val: Value, destination: str = _CPU, fn: Callable[[Value], Value] = lambda x: x) -> Value:
         """Copies `fn(val)` to a device of this process; of a tower-local variable its combined value.
@@ -151,18 +254,29 @@ class DistributionStrategy:
         In cross-tower context.
 
         Args:
-            val: an array, a variable, or a mirrored value.
+            val: an array, a variable, a mirrored value; or a per-device value, of which the device's own is taken.
             destination: name of the device, such as "/cpu:0".
             fn: applied before the value is copied.
 
         Raises:
-            ValueError: `val` is a per-device value, which has to be reduced first.
+            ValueError: `val` is a per-device value, and has none of that device: it has to be reduced first.
         """
-        if isinstance(val, values.PerReplica):
-            raise ValueError("fetch takes one value, and not one for each tower; combine them with reduce first")
+        device = Device.parse(destination)
         with self.scope():
-            found = val.component(0) if isinstance(val, Mirrored) else read(val)
-            return to_device(fn(found), Device.parse(destination))
+            if isinstance(val, values.PerReplica):
+                found = self._of_tower(val, device)
+            else:
+                found = val.component(0) if isinstance(val, arraylike.Mirrored) else read(val)
+            return to_device(fn(found), device)
+
+    def _of_tower(self, value: values.PerReplica, device: Device) -> Value:
+        known = self._towers(value)
+        if not isinstance(known, PerDevice) or not known.on_device(str(device)):
+            raise ValueError(
+                f"fetch takes one value, and not one for each tower, of which none is on {device}; combine them with "
+                "reduce first, or name a tower's device"
+            )
+        return known.get(str(device))
 
     # ---- Updates ----
 
@@ -186,14 +300,16 @@ class PerDeviceDataset:
 
     Args:
         dataset: as the strategy distributes it.
+        devices: the towers'.
     """
 
-    def __init__(self, dataset: DistributedDatasetFromFunction) -> None:
+    def __init__(self, dataset: DistributedDatasetFromFunction, devices: Sequence[str]) -> None:
         self._dataset = dataset
+        self._devices = devices
 
     def make_one_shot_iterator(self) -> PerDeviceIterator:
         """An iterator over one pass."""
-        return PerDeviceIterator(iter(self._dataset))
+        return PerDeviceIterator(iter(self._dataset), self._devices)
 
     make_initializable_iterator = make_one_shot_iterator
 
@@ -206,6 +322,7 @@ class PerDeviceIterator:
 
     Args:
         batches: the pass over the distributed dataset.
+        devices: the towers'.
 
     Attributes:
         initializer: None, as there is no session that would have to run it.
@@ -213,12 +330,13 @@ class PerDeviceIterator:
 
     initializer = None
 
-    def __init__(self, batches: DistributedIterator) -> None:
+    def __init__(self, batches: DistributedIterator, devices: Sequence[str]) -> None:
         self._batches = batches
+        self._devices = devices
 
     def get_next(self) -> Nest:
         """The next step's batches; raises `StopIteration` at the end of the pass."""
-        return next(self._batches)
+        return _mapped(next(self._batches), self._devices)
 
     __next__ = get_next
 
@@ -267,7 +385,9 @@ class TowerContext:
         """Meets the other local towers and runs `merge_fn(distribution, *args, **kwargs)` once. In tower context."""
 
         def merge(strategy: Strategy, *given: object, **named: object) -> Nest:
-            return merge_fn(DistributionStrategy(strategy), *given, **named)
+            distribution = DistributionStrategy(strategy)
+            own, by_name = distribution._towers((given, named))
+            return merge_fn(distribution, *own, **by_name)
 
         merge.__qualname__ = getattr(merge_fn, "__qualname__", merge.__qualname__)  # its name in messages
         return self._replica.merge_call(merge, args, kwargs)

@@ -15,9 +15,10 @@ from psclient._src import context, values
 from psclient._src.devices import Value
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
-from psclient._src.tracing.hyperparameters import Configured, Settings, is_view
+from psclient._src.tracing.hyperparameters import Settings, is_view
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import Exclusions, check_variables
+from psclient.optimizers.configs import Described
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate, rate_now
 from psclient.optimizers.ranges import Range, check_number
@@ -27,7 +28,7 @@ from psclient.optimizers.step_functions import become, state_dtype
 from pswire.model.tensor import Array
 
 
-class Optimizer(Configured):
+class Optimizer(Described):
     """Base of all optimizers. Create it inside `strategy.scope()`.
 
     Source: `keras.optimizers.Optimizer`, whose names, defaults and formulas these are.
@@ -190,6 +191,14 @@ class Optimizer(Configured):
         """
         return np.zeros(v.shape, state_dtype(v.dtype))
 
+    @classmethod
+    def _arguments(cls) -> list[str]:
+        # Those that a subclass takes as **options are the base's.
+        return list(dict.fromkeys((*super()._arguments(), "name", *sorted(OPTIONS))))
+
+    def _argument(self, name: str) -> object:
+        return self._learning_rate if name == "learning_rate" else super()._argument(name)
+
     # ---- State ----
 
     def build(self, variables: Sequence[Variable]) -> None:
@@ -340,6 +349,36 @@ class Optimizer(Configured):
                 replica = context.require_replica("apply_gradients")
                 # Replicas that were given one gradient object have a gradient each: it counts once for each.
                 replica.merge_call(self._driver.apply_boxes, args=(context.Box(tuple(grads)), variables))
+
+    def _distributed_apply(
+        self,
+        distribution: Any,
+        grads_and_vars: Iterable[tuple[Value, Variable]],
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> None:
+        """The steps of `apply_gradients` by the name that r1.9 has for them in cross-tower context.
+
+        Args:
+            distribution: the variables' strategy, or its `compat.contrib.DistributionStrategy`.
+            grads_and_vars: (per-device gradient, variable) pairs.
+            global_step: a variable to be counted up by one; or None.
+            name: ignored.
+
+        Raises:
+            RuntimeError: called in replica or update context.
+            ValueError, TypeError: as `apply_gradients`; or a variable is of another strategy.
+        """
+        strategy: Strategy = getattr(distribution, "strategy", distribution)
+        pairs = list(grads_and_vars)
+        with context.within(strategy):
+            context.require_cross_replica(strategy, "_distributed_apply")
+            for v in (*(v for _, v in pairs), *(() if global_step is None else (global_step,))):
+                if isinstance(values.container(v), Variable):
+                    values.container(v).check_strategy(strategy)
+            self.apply_gradients(pairs)
+            if global_step is not None:
+                strategy.extended.update(global_step, lambda step: step.assign_add(1))
 
     def settings(self) -> Settings:
         """Returns what update functions see of it, as of now."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from psclient._src.tracing.hyperparameters import Configured
+from psclient.optimizers.configs import Described
 from psclient.optimizers.ranges import Range, check_count, check_number
 
 _FLOAT32 = np.finfo(np.float32)
 _SINGLE = Range("a float32 of more than 0", lambda x: float(_FLOAT32.tiny) <= x <= float(_FLOAT32.max))
 
 
-class DynamicLossScale(Configured):
+class DynamicLossScale(Described):
     """Keeps small gradients of half precision away from zero: `Optimizer(..., loss_scale_factor=DynamicLossScale())`.
 
     The loss is multiplied by the scale, and the gradients divided by it. A step whose gradients are not all finite is

@@ -7,16 +7,17 @@ that come late or restore a checkpoint. On a plain number it gives the rate of t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 
 from psclient._src.devices import Value
-from psclient._src.tracing.hyperparameters import Configured
+from psclient.optimizers.configs import CustomObjects, Described
 from psclient.optimizers.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, check_number
 
 
-class LearningRateSchedule(Configured):
+class LearningRateSchedule(Described):
     """Base of all schedules: a subclass keeps numbers as attributes and computes the rate in `__call__`.
 
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
@@ -30,6 +31,13 @@ class LearningRateSchedule(Configured):
                 functions, and `np.where` in place of `if`.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what the rate is; write __call__(self, step)")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], custom_objects: CustomObjects | None = None) -> Self:
+        """As of optimizers; the `name` that Keras's schedules have is left out where the constructor takes none."""
+        known = cls._arguments()
+        kept = {name: value for name, value in config.items() if name != "name" or name in known}
+        return super().from_config(kept, custom_objects)
 
 
 class Constant(LearningRateSchedule):

@@ -134,9 +134,13 @@ class State:
         """Returns what steps share, where a variable lives."""
         return next(shared for shared in self._shared if self._covers(shared, v))
 
+    def has(self, v: Variable) -> bool:
+        """Returns whether a variable has anything beside it."""
+        return id(v) in self._own
+
     def of(self, v: Variable) -> Own:
         """Returns what a variable has beside it; raises `RuntimeError` if it has nothing yet."""
-        if id(v) not in self._own:
+        if not self.has(v):
             raise RuntimeError(f"the optimizer keeps nothing of {v.name!r} yet; apply gradients first, or call build")
         return self._own[id(v)]
 

@@ -9,12 +9,12 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2
 
-from psclient._src.transport.grpc_channel import REASONS, open_channel, stub
 from psclient._src.transport.tls_diagnosis import PROTOCOL, mismatch
 from psclient.psctl.settings import CommandSettings, options, settings
 from pswire.cluster import check_address
 from pswire.security.identity import Security
 from pswire.security.names import ADMIN, certificate_name
+from pswire.transport.grpc_channel import open_channel, reason, stub
 
 PATH = "/grpc.health.v1.Health/Check"
 """Of the method, in the health service's own .proto."""
@@ -68,8 +68,7 @@ def _failure(error: grpc.RpcError) -> str:
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
     if code == grpc.StatusCode.UNIMPLEMENTED:
         return "what answers there knows no health service: it is no server of this version; correct the address"
-    found = (words for part, words in REASONS.items() if part in details)
-    return next(found, details or code.name.lower())
+    return reason(details, details or code.name.lower())
 
 
 @click.command()

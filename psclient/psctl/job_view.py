@@ -14,7 +14,7 @@ from psclient.psctl.observer import LOG_SERVER, Looked
 from pswire.cluster import Task
 from pswire.errors import Unreachable
 from pswire.model.log import Epoch
-from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState
+from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, held_up
 
 CHIEF = "the chief"
 """The one that a plan waits for that nobody has approved."""
@@ -89,7 +89,7 @@ class TaskView:
         state: "open", "left" (cleanly), "failed", "lost" (its lease ended), "hung" (it held a round up), or "missing".
         session: number of the session, 0 for a missing one.
         replicas: number of its replicas.
-        mode: "sync" or "async"; "" where it makes no rounds.
+        mode: as in `JobView`; "" where it makes no rounds.
         silent_seconds: seconds since its last sign of life.
         takes_part: True if it is in the newest epoch.
         round: the last round that it has contributed to; -1 for none. Of an asynchronous task its own count.
@@ -119,7 +119,8 @@ class JobView:
     Attributes:
         state: "none" (no chief has begun a job), "starting" (nobody takes part yet), "running", "over", "broken", or
             "unknown" (no server answers).
-        mode: "sync" or "async"; "" while nobody takes part.
+        mode: "whole" (synchronous rounds, which have the same contributions on all servers), "sync" (the same without
+            that) or "async"; "" while nobody takes part.
         epoch: number of the newest epoch, 0 for none.
         round: the newest round of any server, complete or not; -1 for none.
         replicas: R, of the newest epoch.
@@ -246,6 +247,11 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
         elif job and status.incarnation not in job:
             message = "it was started anew since the job began, and its variables are gone"
             yield Problem("replaced", task, f"{message}; restart the job from a checkpoint")
+    for server, missed in held_up([found.status for found in looked if found.status]):
+        said = (
+            f"it has not reached {Task('ps', missed.server)} for {missed.seconds:.0f} s ({missed.reason}); rounds wait"
+        )
+        yield Problem("cut_off", str(Task("ps", server)), said)
     if log_server is None and seen:
         yield Problem("no_keeper", str(Task("ps", LOG_SERVER)), "it keeps the sessions: nobody else knows who is there")
     if job and len(job) != len(looked):

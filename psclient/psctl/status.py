@@ -26,6 +26,8 @@ STATES = {
     "unknown": "no server answers",
 }
 
+MODES = {"": "nobody takes part", "whole": "sync", "sync": "sync without whole rounds", "async": "async"}
+
 COLOURS = {"up": "green", "open": "green", "left": "dim", "over": "dim"}
 """Of states; those that are not here are red."""
 
@@ -75,7 +77,7 @@ def heading(view: JobView) -> Text:
     said = STATES[view.state]
     if view.epoch:
         rounds = f"round {view.round}" if view.round >= 0 else "no round yet"
-        said += f": epoch {view.epoch}, {rounds}, {view.replicas} replicas, {view.mode or 'nobody takes part'}"
+        said += f": epoch {view.epoch}, {rounds}, {view.replicas} replicas, {MODES[view.mode]}"
     return Text(said, style="bold")
 
 

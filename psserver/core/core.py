@@ -17,7 +17,7 @@ from psserver.config import ServerConfig
 from psserver.core.machine import Machine, Outcome
 from psserver.core.stimuli import Stimuli, told
 from psserver.devices import Device, owned
-from psserver.effects import Await, Effect, Fail, Queue, Reply, Run, Send, Submit, Work, attempt, settle
+from psserver.effects import Await, Effect, Fail, Know, Others, Queue, Reply, Run, Send, Submit, Work, attempt, settle
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.sessions import DRAWN
@@ -62,6 +62,8 @@ class Core:
         kernels: run update programs.
     """
 
+    address = ""  # nobody needs the network to reach it here
+
     def __init__(
         self,
         config: ServerConfig,
@@ -80,8 +82,8 @@ class Core:
         self._clock = clock
         self._queues: dict[Queue, Submit] = {"arrays": arrays, "files": files or arrays}
         self._lock = threading.Lock()
-        self.peers: Callable[[int, Vote], object] = lambda server, vote: None
-        """Says a vote to another server."""
+        self.others: Others | None = None
+        """The other servers of the job; None for a server that reaches none."""
 
     # ---- Stimuli and effects ----
 
@@ -98,9 +100,12 @@ class Core:
         Raises:
             PSError: why the stimulus was refused; then it has no effects.
         """
-        return self._let_in(stimulus, *args)[0]
+        answer, effects = self._let_in(stimulus, *args)
+        self._carry_out(effects)
+        return answer
 
-    def _let_in(self, stimulus: Callable[..., Outcome[T]], *args: Any) -> tuple[T, Work | None]:
+    def _let_in(self, stimulus: Callable[..., Outcome[T]], *args: Any) -> Outcome[T]:
+        """Passes one stimulus to the machine; returns its answer, and the effects, which are not carried out yet."""
         with self._lock:
             now = self._clock()
             name = stimulus.__name__
@@ -112,16 +117,18 @@ class Core:
                 raise
             if (refusal := _refusal(answer, effects, args)) is not None:
                 self.stimuli.refused(now, name, args, refusal)
-            effects = effects + self.machine.progress(now)
-        return answer, self._carry_out(effects)
+            return answer, effects + self.machine.progress(now)
 
     def _look(self) -> None:
         self._enter(self.machine.look)
 
-    def _carry_out(self, effects: Sequence[Effect]) -> Work | None:
-        """Carries out effects in order; returns the work that the calling thread continues with, if any."""
+    def _carry_out(self, effects: list[Effect]) -> Work | None:
+        """Carries out effects in order, and drops them; returns the work that the calling thread continues with."""
         next = None
-        for effect in effects:
+        effects.reverse()
+        # A round writes in place only what nobody else holds: an answer must not hold values any longer than it takes.
+        while effects:
+            effect = effects.pop()
             if isinstance(effect, Reply):
                 settle(effect.future, effect.value)
             elif isinstance(effect, Run):
@@ -131,7 +138,11 @@ class Core:
             elif isinstance(effect, Await):
                 effect.payload.reach(effect.offset, self._look)
             elif isinstance(effect, Send):
-                self.peers(effect.server, effect.vote)
+                if self.others is not None:
+                    self.others.say(effect.server, effect.vote)
+            elif isinstance(effect, Know):
+                if self.others is not None:
+                    self.others.know(effect.servers)
             elif effect.follows:
                 next = effect
             else:
@@ -143,15 +154,18 @@ class Core:
         while work is not None:
             ask = () if work.asks is None else (partial(self._ask, work),)
             result, error = attempt(partial(work.call, *work.args, *ask))
-            next = None
+            effects: list[Effect] = []
             if work.then is not None:
-                next = self._let_in(self.machine.worked, work, result, error)[1]
+                _, effects = self._let_in(self.machine.worked, work, result, error)
             elif error is not None or self.stimuli.record is not None:
                 with self._lock:
                     self.stimuli.made(self._clock(), work, result, error)
-            if work.future is not None:
-                settle(work.future, result, error)
-            work = next
+            future, work = work.future, None
+            if future is None:
+                result = None  # answers come before the next contributions, which write what it holds
+            work = self._carry_out(effects)
+            if future is not None:
+                settle(future, result, error)
 
     def _ask(self, work: Work, *args: object) -> object:
         """Answers a question of running work."""
@@ -248,6 +262,12 @@ class Core:
         self._enter(self.machine.push, contribution, payload, begun, future)
         return future
 
+    # ---- Other servers ----
+
+    def introduce(self, server: int, incarnation: int) -> None:
+        """Lets another server vote here."""
+        self._enter(self.machine.introduce, server, incarnation)
+
     def hear(self, server: int, vote: Vote) -> None:
         """Takes in a vote of another server."""
         self._enter(self.machine.hear, server, vote)
@@ -255,6 +275,10 @@ class Core:
     def meet(self, server: int) -> None:
         """Another server is connected, for the first time or anew."""
         self._enter(self.machine.meet, server)
+
+    def miss(self, server: int, reason: str) -> None:
+        """Another server is not connected, or no more."""
+        self._enter(self.machine.miss, server, reason)
 
     # ---- Checkpoints ----
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from psserver.checkpoints.snapshots import Snapshots
-from psserver.effects import Effect
+from psserver.effects import Effect, Know, Peer
 from psserver.plans.divergence import PlanText
 from psserver.plans.prepared import PreparedPlan
 from psserver.sizes import human
@@ -43,9 +43,11 @@ class Log:
         store: declares variables.
         rounds: approves plans and closes epochs.
         snapshots: orders checkpoints.
+        addresses: the addresses of all servers, as this server's configuration says; empty if it says none.
     """
 
-    def __init__(self, store: Store, rounds: Rounds, snapshots: Snapshots) -> None:
+    def __init__(self, store: Store, rounds: Rounds, snapshots: Snapshots, addresses: tuple[str, ...] = ()) -> None:
+        self._addresses = addresses
         self._store = store
         self._rounds = rounds
         self._snapshots = snapshots
@@ -115,6 +117,7 @@ class Log:
                 self.proposed.pop(entry.plan.id, None)
             case JobStarted():
                 self._rounds.votes.begin(entry.job)
+                effects.append(Know(self._places(entry)))
             case EpochClosed():
                 effects = self._rounds.close_epoch(entry.epoch)
             case Snapshotted():
@@ -125,6 +128,11 @@ class Log:
                 self.lost = ServerLost(entry.reason, str(Task("ps", entry.server)))
         self.entries.append(entry)
         return effects
+
+    def _places(self, job: JobStarted) -> tuple[Peer, ...]:
+        """Returns where the servers of a job are: where this server's own configuration says, else where the chief."""
+        addresses = self._addresses or job.addresses or ("",) * len(job.incarnations)
+        return tuple(map(Peer, addresses, job.incarnations))
 
     # Decisions stand: a server that cannot carry one out tells the callers that need it, and not the chief.
 
@@ -257,12 +265,20 @@ class Log:
         """Raises `PSError` if a plan may not run here."""
         plan = prepared.plan.verify(self._store.variables, self.servers)
         limit, need = self._store.memory_limit, prepared.nbytes
+        if self._rounds.epoch is not None and self._rounds.epoch.whole:
+            need += self._second_bytes(prepared)
         if need > limit:
             raise MemoryLimit(
                 f"a section needs {human(need)} while it runs, and the limit is {human(limit)}; raise --memory-limit, "
                 f"or make several sections of it ({PlanText(plan, self._store.variables)})",
                 str(self._store.task),
             )
+
+    def _second_bytes(self, prepared: PreparedPlan) -> int:
+        """Returns the bytes of the second arrays that a whole round of several servers writes while it streams."""
+        if not (self._store.memory_limit and prepared.streams and len(prepared.plan.servers) > 1):
+            return 0
+        return sum(self._store.variables[id].spec.tensor.nbytes for id in prepared.writes)
 
     def describe(self, plan_id: bytes) -> str:
         """Returns a section in words, for messages; a `PlanText` if the plan is known here."""

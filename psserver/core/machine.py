@@ -15,6 +15,7 @@ from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
 from psserver.core.admission import Admission
+from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
@@ -93,10 +94,11 @@ class Machine:
         )
         self.restores = Restores(self.store, root, self.tally)
         self.snapshots = Snapshots(self.store, self.rounds, self.restores, root, config.snapshot_limit, self.tally)
-        self.log = Log(self.store, self.rounds, self.snapshots)
+        self.log = Log(self.store, self.rounds, self.snapshots, config.addresses)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
+        self._links = Links(self.task, self.rounds)
         self._token = 0
         self._job = 0
         self.began = self._ticked = clock()
@@ -316,7 +318,7 @@ class Machine:
         effects = self._abandon(error, lambda session: session in ended)
         self._job += 1
         self.members.begin_anew(ended)
-        for part in (self.log, self.store, self.rounds, self.runner):
+        for part in (self.log, self.store, self.rounds, self.runner, self._links):
             part.clear()
         return effects
 
@@ -343,8 +345,18 @@ class Machine:
             effects.append(Await(payload, payload.size))
         return None, effects
 
+    # ---- Other servers ----
+
+    def introduce(self, now: float, server: int, incarnation: int) -> Outcome[None]:
+        """Lets another server vote here: its incarnation names it as a session names a client."""
+        if server == self.server:
+            raise InvalidRequest(f"a server calls itself {self.task}, as this one", str(self.task))
+        self.registry.enter(incarnation, Task("ps", server))
+        return None, []
+
     def hear(self, now: float, server: int, vote: Vote) -> Outcome[None]:
         """Another server has voted."""
+        self.tally.votes["received"] += 1
         self.rounds.votes.hear(server, vote, self.rounds.last)
         if vote.job == self.rounds.votes.job:
             self.rounds.open(vote, now)
@@ -352,7 +364,12 @@ class Machine:
 
     def meet(self, now: float, server: int) -> Outcome[None]:
         """Another server is connected anew: what was said to it may be lost."""
-        return None, self.rounds.votes.repeat(server)
+        return None, self._links.meet(server)
+
+    def miss(self, now: float, server: int, reason: str) -> Outcome[None]:
+        """Another server is not connected."""
+        self._links.miss(server, reason, now)
+        return None, []
 
     def _reply(self, again: Resend) -> list[Effect]:
         return self.runner.replies(again.record, [(again.said, again.future)])
@@ -377,8 +394,9 @@ class Machine:
 
     def status(self, now: float) -> ServerStatus:
         """Returns the server's status: its state, and the open rounds with the members they wait for."""
+        missed = self._links.missed(now)
         return status_of(
-            self.incarnation, self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, now
+            self.incarnation, self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, now, missed
         )
 
     def close(self, now: float) -> Outcome[None]:

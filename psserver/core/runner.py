@@ -8,15 +8,15 @@ directions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
-from psserver.effects import Await, Effect, Fail, Reply, Run, Work
+from psserver.core.answers import Answers
+from psserver.effects import Await, Effect, Run, Work
 from psserver.execution.execution import Execution
 from psserver.execution.nonfinite import NonfiniteValues, NonfiniteVariables
 from psserver.plans.round import Commit, ReadyRound
@@ -27,40 +27,12 @@ from psserver.state.rounds import Rounds
 from psserver.state.strands import Record
 from psserver.state.variables import Store
 from pswire.api import Begun, Contribution, RoundReply, Vote
-from pswire.errors import Fenced, PSError, ServerLost
+from pswire.errors import NonfiniteError, PSError, ServerLost
 from pswire.model.plan import Ref
 from pswire.model.status import OpenRound
-from pswire.model.tensor import Array, TensorSpec, as_bytes, layout
-from pswire.transport.payload import Payload
+from pswire.model.tensor import Array
 
 log = logging.getLogger("psserver")
-
-
-class GrowingAnswer:
-    """An answer's payload that grows as values become ready. Members that want the same variables share it.
-
-    Args:
-        want: numbers of the wanted variables, which come first, in order.
-        given: returned values that come after them.
-        specs: the tensors of all these, in order.
-    """
-
-    def __init__(self, want: Sequence[int], given: Sequence[Ref], specs: Sequence[TensorSpec]) -> None:
-        offsets, size = layout(specs)
-        self.payload = Payload((), size)
-        self._order: list[tuple[int | Ref, int]] = list(zip((*want, *given), offsets, strict=True))
-        self._order.reverse()
-        self._wanted = {*want, *given}
-        self._early: dict[int | Ref, Array] = {}
-
-    def put(self, values: Mapping[int, Array] | Mapping[int | Ref, Array]) -> None:
-        """Adds values that are ready, on the host."""
-        self._early.update({name: value for name, value in values.items() if name in self._wanted})
-        while self._order and self._order[-1][0] in self._early:
-            name, offset = self._order.pop()
-            array = self._early.pop(name)
-            if array.nbytes:
-                self.payload.add(offset, as_bytes(array))
 
 
 @dataclass(frozen=True)
@@ -125,8 +97,9 @@ class Runner:
         self._awaits: Await | None = None  # the payload that the running round waits for
         self._held: ReadyRound | None = None
         self._ballot: _Ballot | None = None  # of the round that is not decided
-        self._deliveries: dict[tuple[int, ...], GrowingAnswer] = {}
-        self._begun: WeakKeyDictionary[Future[RoundReply], Begun] = WeakKeyDictionary()
+        self._voted = 0.0  # when this server voted in it
+        self._assigned: dict[int, Array] = {}  # the values of a trial run so far
+        self._answers = Answers(store)
         self.broken: PSError | None = None
 
     def clear(self) -> None:
@@ -135,20 +108,24 @@ class Runner:
         self._nonfinite.clear()
         self.broken = None
         self._execution = self._held = self._awaits = self._ballot = None
-        self._deliveries = {}
+        self._assigned = {}
+        self._answers.drop()
 
     def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun) -> list[Effect]:
         """Registers a callback for when the answer to a contribution begins to stream."""
-        delivery = self._deliveries.get(said.want)
-        if delivery is None or self._execution is None or self._execution.job.round != said.round:
-            self._begun[future] = begun
-            return []
-        return [Run(begun, (delivery.payload,))]
+        runs = self._execution is not None and self._execution.job.round == said.round
+        return self._answers.listen(said, future, begun, runs)
+
+    def replies(self, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:
+        """Returns answers with the wanted variables as they are now, before the next round."""
+        return self._answers.replies(record, waiters, self.broken)
 
     def next(self) -> list[Effect]:
         """Begins the next round that can run, or continues the running one once its data has arrived."""
         if self._execution is not None:
-            self._execution.contributions.drop(self._rounds.fenced)
+            lost = self._execution.contributions.drop(self._rounds.fenced)
+            if lost and self._ballot is not None:
+                return self._again(self._ballot, self._execution)
             if self._awaits is None or self._awaits == self._execution.awaits():
                 return []
             return self._go_on(self._execution)
@@ -158,23 +135,30 @@ class Runner:
         if job is None or self._holds(job):
             return []
         self._tally.round = job.round
-        return self._elect(_Ballot(job)) if job.voters else self._start(job)
+        return self._elect(_Ballot(job, job.attempt)) if job.voters else self._start(job)
 
     def _start(self, job: ReadyRound) -> list[Effect]:
         """Begins a round of which it is known whose contributions it has, or which this server decides alone."""
+        if self._ballot is None and (failed := self._refused(job, None)) is not None:
+            return failed
         execution = self._execution = Execution(job, self._kernels)
+        self._assigned = {}
         if job.commit is Commit.ATOMIC:
             return self._go_on(execution)
-        begins = [begin for waiter in self._rounds.waiters(job) for begin in self._begin(execution, *waiter)]
+        begins = self._answers.begin(execution, self._rounds.waiters(job))
         return [Work("arrays", self._tell, (begins,), then=partial(self._told, execution))]
 
     # ---- Rounds of several servers ----
 
     def _elect(self, ballot: _Ballot) -> list[Effect]:
-        """Votes in a round, once it is known whether it can run: if it may refuse a value, after a trial run."""
+        """Votes in a round, once it is known whether it can run: if it may refuse a value, after a trial run.
+
+        A round that streams runs as its contributions come, on trial, since its vote says whose are whole.
+        """
         job = ballot.job
         self._ballot = ballot
-        if job.error is None and job.prepared.may_refuse and ballot.trial is None:
+        tries = job.prepared.may_refuse or job.commit is Commit.PROGRESSIVE
+        if tries and job.error is None and ballot.trial is None:
             return self._start(job)
         whole = job.sessions if job.error is None else frozenset[int]()
         vote = Vote(
@@ -187,6 +171,8 @@ class Runner:
             job.error,
             self._rounds.last,
         )
+        self._voted = self._tally.clock()
+        self._tally.votes["sent"] += len(job.voters) - 1
         return self._rounds.votes.cast(vote, job.voters) + self._count(ballot)
 
     def _count(self, ballot: _Ballot) -> list[Effect]:
@@ -196,24 +182,63 @@ class Runner:
         if verdict is None:
             return []
         self._ballot = None
+        self._tally.voting.observe(self._tally.clock() - self._voted)
         trial, agreed = ballot.trial, job.only(verdict.whole)
         if verdict.error is not None:
-            return self._close(job, *self._rounds.fail(job, verdict.error))
+            return self._close(job, trial, *self._rounds.fail(job, verdict.error))
         if not agreed.parts:
-            return self._close(agreed, *self._rounds.complete(agreed, ()))
+            return self._close(agreed, trial, *self._rounds.complete(agreed, ()))
+        if job.prepared.revotes and not verdict.unanimous:  # somebody has to run it again, and may then fail
+            if trial is not None and agreed.parts != job.parts:
+                if job.commit is Commit.PROGRESSIVE:
+                    return self._again(ballot, trial.execution, verdict.whole)
+                trial = None
+            return self._elect(_Ballot(agreed, ballot.attempt + 1, trial))
         if trial is None:
             return self._start(agreed)
-        if not verdict.unanimous:  # somebody has to try again, and may then fail
-            again = None if agreed.parts != job.parts else trial
-            return self._elect(_Ballot(agreed, ballot.attempt + 1, again))
-        self._store.commit(trial.assigned)
-        return self._end(trial.execution, trial.ready, None, self._tally.clock())
+        if (failed := self._refused(agreed, trial)) is not None:
+            return failed
+        if not agreed.skipped:
+            self._store.commit(trial.assigned)
+        ready = {} if agreed.skipped else trial.ready
+        ends = self._end(trial.execution, ready, None, self._tally.clock())
+        return [Run(trial.execution.close), *ends]
 
-    def _close(self, job: ReadyRound, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:
+    def _refused(self, job: ReadyRound, trial: _Trial | None) -> list[Effect] | None:
+        """Fails a round of which it is known now that a contribution has NaN or infinity, if its plan asks for that."""
+        if job.plan.nonfinite != "raise" or not job.accused:
+            return None
+        self._tally.nonfinite_contributions += len(job.accused)
+        error = NonfiniteError(
+            f"round {job.round} was not applied: {self._nonfinite.refusal(job)} (nonfinite='raise'); look at that "
+            "step's loss and gradients"
+        )
+        return self._close(job, trial, *self._rounds.fail(job, error))
+
+    def _close(self, job: ReadyRound, trial: _Trial | None, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:
         """A round is over that has changed nothing."""
         self._store.end_loan()
+        self._answers.drop()
         self._tally.over(job, record, self._rounds.last, 0.0, self._tally.clock())
-        return self.replies(record, waiters)
+        ends = [] if trial is None else [Run(trial.execution.close)]
+        return [*ends, *self.replies(record, waiters)]
+
+    def _again(self, ballot: _Ballot, execution: Execution, agreed: frozenset[int] | None = None) -> list[Effect]:
+        """Drops a streamed run, whose contributions are used up: others count than it has.
+
+        Args:
+            ballot: the round.
+            execution: its run, which may still be in the thread for arrays.
+            agreed: the sessions that its vote has left; None before that.
+        """
+        job = ballot.job
+        self._store.end_loan()
+        self._execution = self._awaits = self._ballot = None
+        self._answers.drop()
+        attempt = job.attempt if agreed is None else ballot.attempt + 1
+        asks = self._rounds.again(job, attempt, agreed)
+        log.info("round %d is made once more: a member was lost while it streamed", job.round)
+        return [*asks, Run(execution.close), *self.next()]
 
     def explain(self, waiting: Sequence[OpenRound]) -> tuple[OpenRound, ...]:
         """Adds to the round that waits for a checkpoint, if there is one, that it does."""
@@ -235,10 +260,9 @@ class Runner:
             return [self._awaits]
         if not execution.begun:
             self._store.lend(execution.job.prepared.writes)  # nobody reads half a round
-        reads = execution.reads()
-        # Before there is one who holds them; and what may come to nothing writes nowhere.
-        alone = self._store.alone(reads) if self._ballot is None else frozenset[int]()
-        step = execution, self._store.values_of(reads), alone
+        # What may come to nothing writes nowhere.
+        in_place = self._ballot is None and not execution.job.skipped
+        step = execution, execution.reads(), in_place
         return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows)]
 
     # ---- In the thread for arrays, without the lock ----
@@ -249,10 +273,17 @@ class Runner:
             begin.call(*begin.args)
 
     def _step(
-        self, execution: Execution, values: dict[int, Array | None], alone: frozenset[int]
+        self, execution: Execution, reads: Collection[int], in_place: bool
     ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
-        """Runs one step. Drops the values afterwards, so that the next step may write in place."""
+        """Runs one step. Drops the values afterwards, so that the next step may write in place.
+
+        Nobody else changes the values that it reads, or can get those that it writes: they are lent. This thread may
+        have held some until now, to answer the round before.
+        """
         began = self._tally.clock()
+        alone = self._store.alone(reads) if in_place else frozenset[int]()  # before there is one who holds them
+        values = self._store.values_of(reads)
+        values |= {id: self._assigned[id] for id in self._assigned.keys() & values.keys()}
         try:
             return execution.step(values, alone)
         finally:
@@ -294,11 +325,16 @@ class Runner:
         if over and error is None:
             assigned, error = self._restored(execution.job, assigned)
         if self._ballot is not None:
-            return self._try(self._ballot, execution, assigned, ready, error)
-        self._store.commit(assigned)
+            self._assigned |= assigned
+        elif execution.job.skipped:
+            ready = {}  # the variables stay, and what is given is in the record
+        else:
+            self._store.commit(assigned)
+        effects = self._answers.put(ready)
+        if over and self._ballot is not None:
+            return effects + self._try(self._ballot, execution, ready, error)
         if execution.job.plan.restore is not None:
             self._nonfinite.restore(assigned)
-        effects: list[Effect] = [Run(delivery.put, (ready,)) for delivery in self._deliveries.values()]
         if not over:
             return effects + self._go_on(execution, follows=True)
         return [*effects, Run(execution.close), *self._end(execution, ready, error, now)]
@@ -307,13 +343,12 @@ class Runner:
         self,
         ballot: _Ballot,
         execution: Execution,
-        assigned: Mapping[int, Array],
         ready: Mapping[int | Ref, Array],
         error: PSError | None,
     ) -> list[Effect]:
         """A trial run is over, which has changed nothing: now this server can vote."""
         self._execution = None
-        trial = _Trial(execution, assigned, ready)
+        trial, self._assigned = _Trial(execution, self._assigned, ready), {}
         return self._elect(_Ballot(replace(ballot.job, error=error), ballot.attempt, trial))
 
     def _restored(self, job: ReadyRound, assigned: Mapping[int, Array]) -> tuple[Mapping[int, Array], PSError | None]:
@@ -325,7 +360,7 @@ class Runner:
 
     def _break(self, execution: Execution, error: PSError, now: float) -> list[Effect]:
         """Ends a round after a bug: it is unknown how far it came."""
-        self._deliveries = {}
+        self._answers.drop()
         if not self._rounds.runs(execution.job):
             self._execution = None
             return []
@@ -351,76 +386,22 @@ class Runner:
             log.warning("round %d failed: %s", job.round, error)
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
-        delivered, self._deliveries, self._execution = self._deliveries, {}, None
-        return [*effects, *self.replies(record, waiters, ready, delivered), Run(self._tally.answered, (now,))]
+        self._execution = None
+        replies = self._answers.replies(record, waiters, self.broken, ready)
+        self._answers.drop()
+        return [*effects, *replies, Run(self._tally.answered, (now,))]
 
     def _judge(self, job: ReadyRound, found: NonfiniteValues) -> tuple[str, ...]:
         """Counts NaN and infinite values after a round; returns the warnings for its members."""
+        if job.skipped:
+            self._tally.nonfinite_contributions += len(job.accused)
+            warning = f"round {job.round} was skipped: {self._nonfinite.refusal(job)} (nonfinite='skip')"
+            log.warning("%s", warning)
+            return (warning,)
         warnings = self._nonfinite.over(job, found)
         self._tally.nonfinite_contributions += len(found.contributions)
         self._tally.nonfinite_variables = len(self._nonfinite.ids)
         return warnings
-
-    # ---- Answers ----
-
-    def _begin(self, execution: Execution, said: Contribution, future: Future[RoundReply]) -> list[Run]:
-        """Hands a member the payload of its answer; a member that wants variables not known here gets it at the end."""
-        begun, prepared = self._begun.pop(future, None), execution.job.prepared
-        known = execution.wanted.issuperset(said.want) and all(map(self._store.initialized, said.want))
-        if begun is None or not known:
-            return []
-        if (delivery := self._deliveries.get(said.want)) is not None:
-            return [Run(begun, (delivery.payload,))]
-        given, variables = prepared.given, self._store.variables
-        specs = [*(variables[id].spec.tensor for id in said.want), *(spec for _, spec in given)]
-        delivery = self._deliveries[said.want] = GrowingAnswer(said.want, [ref for ref, _ in given], specs)
-        unchanged = {id: self._store.value(id) for id in set(said.want).difference(prepared.writes)}
-        return [Run(begun, (delivery.payload,)), Run(self._put, (delivery, unchanged))]
-
-    def _put(self, delivery: GrowingAnswer, values: Mapping[int, Array]) -> None:
-        """Begins an answer with the values that the round does not change."""
-        delivery.put({id: self._store.device.get(value) for id, value in values.items()})
-
-    def replies(
-        self,
-        record: Record,
-        waiters: Sequence[Waiter],
-        ready: Mapping[int | Ref, Array] | None = None,
-        delivered: Mapping[tuple[int, ...], GrowingAnswer] | None = None,
-    ) -> list[Effect]:
-        """Returns the answers to members, with the wanted variables as they are now, before the next round.
-
-        Args:
-            record: the round's record.
-            waiters: the contributions to answer, with their futures.
-            ready: values that are on the host already.
-            delivered: payloads that are already being sent, by the variables they hold.
-        """
-        fresh: dict[int | Ref, Array] = dict(ready or {})
-        payloads = {want: delivery.payload for want, delivery in (delivered or {}).items()}
-        answers: list[Effect] = []
-        for said, future in waiters:
-            try:
-                if error := record.error or self.broken:
-                    raise error
-                if said.session not in record.sessions:
-                    raise Fenced(f"round {said.round} was made without this session; restart the process")
-                if said.want not in payloads:
-                    here: dict[int | Ref, Array] = {id: self._store.value(id) for id in said.want if id not in fresh}
-                    if here and self._store.device.gpu is not None:
-                        wanted = [(fresh | here)[id] for id in said.want]
-                        answers.append(Work("arrays", self._fetch, (said, record, wanted), future=future))
-                        continue
-                    fresh |= here
-                    payloads[said.want] = Payload.pack([*(fresh[id] for id in said.want), *record.given])
-                answers.append(Reply(future, _reply(said, record, payloads[said.want])))
-            except PSError as error:
-                answers.append(Fail(future, error))
-        return answers
-
-    def _fetch(self, said: Contribution, record: Record, wanted: Sequence[Array]) -> RoundReply:
-        """Copies a member's wanted values to the host, for its answer; in the thread for arrays."""
-        return _reply(said, record, Payload.pack([*map(self._store.device.get, wanted), *record.given]))
 
 
 def _halfway(job: ReadyRound, error: PSError) -> PSError:
@@ -429,9 +410,3 @@ def _halfway(job: ReadyRound, error: PSError) -> PSError:
         "restart from a checkpoint",
         error.task,
     )
-
-
-def _reply(said: Contribution, record: Record, payload: Payload) -> RoundReply:
-    if record.epoch is None:
-        raise PSError("a round without an epoch")
-    return RoundReply(said.round, record.epoch, record.more, record.left_out, payload, record.warnings)

@@ -8,7 +8,7 @@ from psserver.core.runner import Runner
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.variables import Store
-from pswire.model.status import ServerStatus
+from pswire.model.status import MissedPeer, ServerStatus
 
 
 def status_of(
@@ -20,6 +20,7 @@ def status_of(
     snapshots: Snapshots,
     runner: Runner,
     now: float,
+    missed: tuple[MissedPeer, ...],
 ) -> ServerStatus:
     """Returns a server's status; `now` is a time of the core's clock, in seconds."""
     return ServerStatus(
@@ -44,4 +45,5 @@ def status_of(
         broken=runner.broken.message if runner.broken else "",
         device=str(store.device),
         job=members.job,
+        missed=missed,
     )

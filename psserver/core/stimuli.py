@@ -63,7 +63,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
 """What is kept of an argument, by its type; of others nothing. No payload, array or traceback may be held by it."""
 
 
-QUIET = frozenset(("tick", "beat", "watch", "holds", "initialize", "look", "asked"))
+QUIET = frozenset(("tick", "beat", "watch", "holds", "initialize", "look", "asked", "miss"))
 """Stimuli that come by themselves or with another one, and say little: they are kept only where they were refused."""
 
 Short = tuple[float, str, tuple[Any, ...], str]
@@ -188,8 +188,12 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"{who(session)}: round {round} of epoch {epoch}, {human(size)}"
         case "hear", (int(server), (int(round), int(attempt), error)):
             return f"server {server} votes in round {round}" + (", again" if attempt else "") + (error and f": {error}")
+        case "introduce", (int(server), _):
+            return f"server {server}"
         case "meet", (int(server),):
             return f"server {server} is connected"
+        case "miss", (int(server), str(reason)):
+            return f"server {server} is not connected: {reason}"
         case "snapshot", (_, str(plan), str(manifest), *_):
             return f"plan {plan}, " + ("the manifest" if manifest else "the shard")
         case "restore", (int(session), str(path), _, str(stage), *_):

@@ -7,11 +7,8 @@ values are applied all the same.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from psserver.devices import Device
 from psserver.execution.contributions import Contributions
@@ -19,49 +16,16 @@ from psserver.plans.outline import Application
 from psserver.plans.round import ReadyRound
 from psserver.state.variables import Store
 from pswire.cluster import Task
+from pswire.model.finite import EXPONENTS, NO_SIGN, is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
-from pswire.model.tensor import DTYPES, Array
 
 log = logging.getLogger("psserver")
-
-CHUNK = 1 << 17
-"""Elements that are tested together: the first chunk with such a value ends the search."""
-
-SMALL = 1 << 13
-"""Most elements for which a dot product with itself is the fastest test; for more it would start threads."""
 
 MAX_LINES = 10
 """Most warnings of one round; further variables are only counted."""
 
 MAX_NAMES = 4
 """Most variables, or tasks, that one warning names."""
-
-_EXPONENTS = {DTYPES["float16"]: 0x7C00, DTYPES["bfloat16"]: 0x7F80}
-"""The exponent bits of half-precision dtypes, all set in a non-finite value; NumPy's own test of them is slow."""
-
-_NO_SIGN = 0x7FFF
-
-
-def may_be_nonfinite(dtype: np.dtype[Any]) -> bool:
-    """Returns True if a dtype has NaN and infinities."""
-    return dtype.kind in "fc" or dtype in _EXPONENTS
-
-
-def is_finite(array: Array) -> bool:
-    """Returns True if a contiguous array on the host, of any dtype and shape, has neither NaN nor infinities."""
-    if not may_be_nonfinite(array.dtype):
-        return True
-    flat: Any = array.reshape(-1)
-    exponent = _EXPONENTS.get(flat.dtype)
-    if exponent is None and flat.dtype.kind == "f" and flat.size <= SMALL and math.isfinite(np.vdot(flat, flat)):
-        return True  # for large numbers the product is infinite and tells nothing
-    if exponent is not None:
-        flat = flat.view(np.uint16)
-    for at in range(0, flat.size, CHUNK):
-        chunk = flat[at : at + CHUNK]
-        if not (np.isfinite(chunk).all() if exponent is None else (chunk & _NO_SIGN).max() < exponent):
-            return False
-    return True
 
 
 def finite_flag(array: Any, xp: Any) -> Any:
@@ -71,10 +35,10 @@ def finite_flag(array: Any, xp: Any) -> Any:
         array: an array of floating-point numbers.
         xp: its array namespace.
     """
-    exponent = _EXPONENTS.get(array.dtype)
+    exponent = EXPONENTS.get(array.dtype)
     if exponent is None:
         return xp.all(xp.isfinite(array))
-    return xp.all((array.view(xp.uint16) & _NO_SIGN) < exponent)
+    return xp.all((array.view(xp.uint16) & NO_SIGN) < exponent)
 
 
 class NonfiniteValues:
@@ -188,6 +152,19 @@ class NonfiniteVariables:
         for line in lines:
             log.warning("%s", line)
         return tuple(lines)
+
+    def refusal(self, job: ReadyRound) -> str:
+        """Returns which contributions are the reason that nothing of a round is applied, in words."""
+        tasks: dict[int, set[Task]] = {}
+        for reduction, task in job.accused:
+            tasks.setdefault(reduction, set()).add(task)
+        lines = []
+        for reduction, senders in sorted(tasks.items()):
+            target = job.plan.reductions[reduction].target or f"reduction {reduction}"
+            lines.append(f"the contribution of {_some(list(map(str, sorted(senders))))} for {target}")
+        more = len(lines) - MAX_NAMES
+        lines[MAX_NAMES:] = [f"those for {more} more"] if more > 0 else []
+        return f"NaN or infinity in {'; '.join(lines)}"
 
     def _line(self, application: Application, senders: Sequence[Task], found: NonfiniteValues) -> str:
         """Returns the warning for an application; empty if it is no news."""

@@ -44,6 +44,7 @@ class PlanText(str):
         yield [[f"{describe_ref(ref, variables)} comes back"] for ref in plan.returned]
         made = plan.snapshot
         yield [[f"a checkpoint {made.path!r} of round {made.round} is made"]] if made else []
+        yield [[f"what NaN and infinity do to it is {plan.nonfinite!r}"]] if plan.nonfinite != "apply" else []
         read = plan.restore
         yield [[f"{read.path!r} is restored, {read.turn}, choice {read.choice}"]] if read else []
 

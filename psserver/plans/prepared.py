@@ -58,6 +58,11 @@ class PreparedPlan:
         return self.plan.restore is not None or any(program.may_refuse for program in self.plan.programs)
 
     @cached_property
+    def revotes(self) -> bool:
+        """Whether servers run it before they vote, some of them: then all vote again where others count than ran."""
+        return self.may_refuse or bool(self.plan.streams)
+
+    @cached_property
     def writes(self) -> tuple[int, ...]:
         """Numbers of the assigned variables, in the order in which their last values are ready."""
         return self.plan.writes(self.server)

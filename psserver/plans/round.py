@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 from psserver.plans.prepared import PreparedPlan
 from pswire.api import Contribution
@@ -61,6 +62,7 @@ class ReadyRound:
         epoch: the number of the epoch in its contributions.
         voters: the servers that agree on its contributions, this one included; empty if this one decides alone.
         error: the reason why it cannot run; None if it can.
+        attempt: how many votes of it there were before.
     """
 
     round: int
@@ -74,6 +76,7 @@ class ReadyRound:
     epoch: int = 0
     voters: tuple[int, ...] = ()
     error: PSError | None = None
+    attempt: int = 0
 
     @property
     def sessions(self) -> frozenset[int]:
@@ -85,6 +88,18 @@ class ReadyRound:
         parts = tuple(part for part in self.parts if part.said.session in sessions)
         out = (part.member.task for part in self.parts if part.said.session not in sessions)
         return replace(self, parts=parts, left_out=tuple(sorted((*self.left_out, *out))))
+
+    @cached_property
+    def accused(self) -> tuple[tuple[int, Task], ...]:
+        """Contributions with NaN or infinity, where the plan does not apply them: the reduction, and whose it is."""
+        if self.plan.nonfinite == "apply":
+            return ()
+        return tuple((index, part.member.task) for part in self.contributors for index in part.said.nonfinite)
+
+    @property
+    def skipped(self) -> bool:
+        """True if nothing of it is applied, though it is over as any other."""
+        return self.plan.nonfinite == "skip" and bool(self.accused)
 
     @property
     def plan(self) -> Plan:

@@ -26,7 +26,7 @@ class ServerCounters:
 
     Attributes:
         round: the round begun last, -1 before the first.
-        rounds: number of rounds by outcome: "completed" or "failed".
+        rounds: number of rounds by outcome: "completed", "failed", or "skipped": over, and not applied.
         left_out: contributions that rounds were completed without.
         nonfinite_contributions: contributions with NaN or infinity, each counted once per reduction.
         nonfinite_variables: number of variables that have such values now.
@@ -40,12 +40,14 @@ class ServerCounters:
         shard_bytes: bytes of saved shards.
         writing: seconds from the end of a shard's round until it was written.
         restores: number of restores by outcome: "restored" or "failed".
+        votes: votes on whose contributions a round has, by direction: "sent" or "received".
+        voting: seconds from a server's vote until a round was decided.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.round = -1
-        self.rounds = Counter[str](completed=0, failed=0)
+        self.rounds = Counter[str](completed=0, failed=0, skipped=0)
         self.left_out = self.lost = self.signs = 0
         self.nonfinite_contributions = self.nonfinite_variables = 0
         self.waiting, self.applying, self.answering = Histogram(), Histogram(), Histogram()
@@ -54,6 +56,8 @@ class ServerCounters:
         self.shard_bytes = 0
         self.writing = Histogram()
         self.restores = Counter[str](restored=0, failed=0)
+        self.votes = Counter[str](sent=0, received=0)
+        self.voting = Histogram()
         self._seen: dict[int, int] = {}  # the last round in the oldest values of each session
 
     def read(self, session: int, last: int) -> None:
@@ -70,7 +74,7 @@ class ServerCounters:
             ran: seconds for which it ran.
             now: the time of its end.
         """
-        self.rounds["failed" if record.error else "completed"] += 1
+        self.rounds["failed" if record.error else "skipped" if job.skipped else "completed"] += 1
         self.left_out += len(record.left_out)
         self.waiting.observe(max(now - job.since - ran, 0.0))
         self.applying.observe(ran)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from psserver.effects import Effect, Fail
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
 from pswire.api import Contribution, RoundReply
-from pswire.errors import PSError
+from pswire.errors import PSError, PushAgain
 from pswire.model.log import Member, Mode, Position
 from pswire.transport.payload import Payload
 
@@ -47,6 +47,9 @@ class PendingRound:
         waiters: the answers that members wait for.
         error: the error of a failed round; None otherwise.
         doubtful: pushes of newcomers that differ from it, before an older member has pushed.
+        attempt: how many votes of it there were before.
+        agreed: the sessions that those votes have left; None before the first.
+        restarted: True if contributions were used up of which nothing counts: what is pushed again is taken in whole.
     """
 
     plan_id: bytes
@@ -57,6 +60,9 @@ class PendingRound:
     waiters: list[Waiter] = field(default_factory=list)
     error: PSError | None = None
     doubtful: list[Push] = field(default_factory=list)
+    attempt: int = 0
+    agreed: frozenset[int] | None = None
+    restarted: bool = False
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -75,11 +81,17 @@ class PendingRound:
     def missing(self, fenced: Set[int]) -> list[Member]:
         """Returns the members, without fenced ones, whose contributions are not whole."""
         whole = {session for session, part in self.parts.items() if part.payload.whole}
-        return [m for m in self.members if m.session not in whole | fenced]
+        return [member for member in self._counted if member.session not in whole | fenced]
+
+    @property
+    def _counted(self) -> Iterable[Member]:
+        """The members that votes have not left out."""
+        return (m for m in self.members if self.agreed is None or m.session in self.agreed)
 
     def usable(self, fenced: Set[int]) -> list[MemberShare]:
         """Returns the contributions that count, in task order; an incomplete one of a fenced member does not."""
-        parts = sorted(self.parts.values(), key=lambda part: part.member.task)
+        found = filter(None, (self.parts.get(member.session) for member in self._counted))
+        parts = sorted(found, key=lambda part: part.member.task)
         return [part for part in parts if part.payload.whole or part.member.session not in fenced]
 
     def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
@@ -89,7 +101,7 @@ class PendingRound:
 
     def streams(self, plan: PreparedPlan) -> bool:
         """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
-        return plan.streams and self._mode != "async" and not self.voters(plan)
+        return plan.streams and self._mode != "async" and not self.restarted
 
     @property
     def _mode(self) -> Mode:
@@ -99,7 +111,7 @@ class PendingRound:
     def awaits(self, plan: PreparedPlan | None, fenced: Set[int]) -> bool:
         """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin."""
         streams = plan is not None and self.streams(plan)
-        for member in self.members:
+        for member in self._counted:
             part = self.parts.get(member.session)
             if member.session not in fenced and (part is None or not (streams or part.payload.whole)):
                 return True
@@ -116,8 +128,27 @@ class PendingRound:
         commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
         voters, error = self.voters(plan), self.error
         return ReadyRound(
-            number, plan, tuple(parts), left_out, section, key, commit, self.since, self.epoch, voters, error
+            number,
+            plan,
+            tuple(parts),
+            left_out,
+            section,
+            key,
+            commit,
+            self.since,
+            self.epoch,
+            voters,
+            error,
+            self.attempt,
         )
+
+    def again(self, attempt: int, agreed: frozenset[int] | None) -> list[Effect]:
+        """Asks for all contributions once more, since they are used up; they will be taken in whole."""
+        self.attempt, self.agreed, self.restarted = attempt, agreed, True
+        self.parts.clear()
+        waiters, self.waiters = self.waiters, []
+        error = PushAgain("a member of the round was lost; the contribution has to be sent once more")
+        return [Fail(future, error) for _, future in waiters]
 
     def fail(self, error: PSError) -> list[Effect]:
         """Fails the round for all its waiters."""

@@ -338,6 +338,17 @@ class Rounds:
         record = Record(job.plan.id, error=type(error)(error.message, error.task))
         return record, self._close(job.strand, job.round, record)
 
+    def again(self, job: ReadyRound, attempt: int, agreed: frozenset[int] | None) -> list[Effect]:
+        """A round that has run, of which nothing counts, waits for its contributions once more.
+
+        Args:
+            job: the round.
+            attempt: the number of its next vote.
+            agreed: the sessions that the votes so far have left; None before the first.
+        """
+        self._running = False
+        return self.strands[job.strand].open[job.round].again(attempt, agreed)
+
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = False
         self.last = self.last + 1 if key else number

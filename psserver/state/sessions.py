@@ -34,6 +34,13 @@ PARTED_BEATS = 2
 One that ends later may be cut off.
 """
 
+CONSISTENCY: dict[Mode, str] = {
+    "whole": "ps.Sync()",
+    "sync": "ps.Sync(whole_rounds=False), or a version of paramserver that knows no whole rounds",
+    "async": "ps.Async()",
+}
+"""What a process says to make its rounds in each way."""
+
 JOIN_POINT = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
 """Form of a join point, which every process is told."""
 
@@ -215,8 +222,8 @@ class Membership:
         for other in (session.member for session in self._open()):
             if other.task != task and other.mode != mode:
                 raise ConfigError(
-                    f"{task} runs with consistency {mode!r}, and {other.task} with {other.mode!r}; "
-                    "give every process of the job the same: ps.Sync() or ps.Async()"
+                    f"{task} runs with {CONSISTENCY[mode]}, and {other.task} with {CONSISTENCY[other.mode]}; "
+                    "give every process of the job the same consistency"
                 )
 
     def check(self, number: int) -> None:

@@ -26,7 +26,7 @@ class Record:
     """The answer to a round.
 
     Attributes:
-        plan_id, epoch, more, left_out, positions: as in `RoundReply`.
+        plan_id, epoch, more, left_out, observers: as in `RoundReply`.
         given: the plan's returned values of this server.
         warnings: as in `RoundReply`.
         sessions: sessions whose contributions are in it; no other gets the answer.
@@ -41,6 +41,7 @@ class Record:
     given: tuple[Array, ...] = ()
     error: PSError | None = None
     warnings: tuple[str, ...] = ()
+    observers: tuple[Task, ...] = ()
 
     @classmethod
     def of(
@@ -60,6 +61,7 @@ class Record:
             tuple(sorted((*job.left_out, *dropped))),
             tuple(given),
             warnings=tuple(warnings),
+            observers=tuple([part.member.task for part in job.parts if part.said.observes]),
         )
 
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from psserver.effects import Effect, Send
 from pswire.api import Vote
-from pswire.errors import PSError
+from pswire.errors import InvalidRequest, PSError
+
+MAX_HEARD = 1024
+"""Votes of rounds that are not over here, beyond which none is kept: a server that works is one round ahead."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Votes:
     def hear(self, server: int, vote: Vote, last: int) -> None:
         """Takes in another server's vote; `last` is the last round that is over here."""
         if vote.job != self.job or vote.round > last:
+            if len(self._heard) >= MAX_HEARD:
+                raise InvalidRequest(f"server {server} votes in round {vote.round}; no server is so far ahead")
             self._heard[vote.job, vote.round, vote.attempt][server] = vote
         if vote.job == self.job:
             self._closed[server] = max(self._closed[server], vote.closed)
@@ -78,13 +83,17 @@ class Votes:
                 if key[0] <= min(last, *(self._closed[other] for other in others)):
                     del self._cast[key]
 
-    def repeat(self, server: int) -> list[Effect]:
+    def repeat(self, server: int) -> list[Send]:
         """Says again to a server, whose connection was lost, what it may not have heard."""
         return [
             Send(server, vote)
             for vote, others in self._cast.values()
             if server in others and self._closed[server] < vote.round
         ]
+
+    def kept(self, server: int) -> int:
+        """Returns the newest round with a vote that a server may not have heard; -1 if it has heard all."""
+        return max((effect.vote.round for effect in self.repeat(server)), default=-1)
 
     def verdict(self, round: int, attempt: int, servers: Sequence[int]) -> Verdict | None:
         """Returns the outcome; None while a vote is missing."""

@@ -44,6 +44,7 @@ class Access:
             "session": self._check_session,
             "reader": self._check_reader,
             "chief": self._check_chief,
+            "server": self._check_server,
             "anyone": self._check_known,
         }
 
@@ -76,6 +77,13 @@ class Access:
         if found is None or not hmac.compare_digest(found.lane_token, hello.token):
             raise InvalidRequest("a connection has not shown whose it is")
         self.check(VERBS["Push"], hello, names)
+
+    def voter(self, session: int) -> int:
+        """Returns the server that has introduced itself with an incarnation; raises `Forbidden` if none has."""
+        found = self.registry.find(session)
+        if found is None or found.task.job != "ps":
+            raise Forbidden("only a server that has introduced itself votes here", self._server)
+        return found.task.index
 
     def check(self, verb: Verb, request: Any, names: Names) -> None:
         """Raises `Forbidden` if the holder of a certificate may not make a request.
@@ -139,6 +147,15 @@ class Access:
             raise Forbidden(
                 "only a chief task, or worker 0 where there is none, approves plans and commits checkpoints, and the "
                 f"caller's certificate is {_whose(names)}; start the chief with its own (psctl certs makes chief-0)",
+                self._server,
+            )
+
+    def _check_server(self, names: frozenset[str], request: Any) -> None:
+        said = Task("ps", request.server)
+        if task_name(said) not in names:
+            raise Forbidden(
+                f"the caller says that it is {said}, and its certificate is {_whose(names)}; start {said} with the "
+                f"certificate of {certificate_name(task_name(said))} (--tls-cert, PS_TLS_CERT)",
                 self._server,
             )
 

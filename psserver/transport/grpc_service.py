@@ -23,6 +23,7 @@ from psserver.transport.access import Access
 from psserver.transport.grpc_answers import Bell, Frames, GrpcAnswer
 from psserver.transport.lane_server import LaneServer
 from psserver.transport.process import process_status
+from psserver.transport.served import Served
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
 from pswire.encoding import messages
@@ -160,7 +161,7 @@ class Service(grpc.GenericRpcHandler):
         access: checks every call.
     """
 
-    def __init__(self, core: ParameterServer, task: Task, incarnation: int, lanes: LaneServer, access: Access) -> None:
+    def __init__(self, core: Served, task: Task, incarnation: int, lanes: LaneServer, access: Access) -> None:
         self._core = core
         self._lanes = lanes
         self._access = access
@@ -175,6 +176,8 @@ class Service(grpc.GenericRpcHandler):
             "Push": self._push,
             "Pull": self._pull,
             "Status": self._status,
+            "Introduce": self._introduce,
+            "Vote": self._vote,
         }
         prompt = {name: self._prompt(row) for name, row in PROMPT.items()}
         waiting = {name: self._waiting(ask) for name, ask in WAITING.items()}
@@ -263,6 +266,17 @@ class Service(grpc.GenericRpcHandler):
     async def _status(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
         status = replace(self._core.status(), process=process_status(self._lanes))
         return messages.STATUS.to_pb(status).SerializeToString()
+
+    async def _introduce(self, m: pb.IntroduceRequest, context: Context, first: Frame) -> bytes:
+        check_protocol(m.protocol, str(Task("ps", m.server)), self._task)
+        self._core.introduce(m.server, m.incarnation)
+        token = self._access.registry.lane_token(m.incarnation)
+        reply = pb.IntroduceReply(data_port=self._lanes.port, lane_token=token, protocol=PROTOCOL)
+        return reply.SerializeToString()
+
+    async def _vote(self, m: pb.ServerVote, context: Context, first: Frame) -> bytes:
+        await asyncio.to_thread(self._core.hear, self._access.voter(m.session), messages.vote_from_pb(m))
+        return pb.Empty().SerializeToString()
 
     def _prompt(self, row: Prompt) -> Handler:
         async def handler(m: Any, context: Context, first: Frame) -> bytes:

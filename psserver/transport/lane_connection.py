@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 from psserver.transport.access import Access, Names
 from psserver.transport.client_memory import ClientMemory
-from pswire.api import ParameterServer, PullReply, RoundReply
+from psserver.transport.served import Served
+from pswire.api import PullReply, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.protocol import check_protocol
 from pswire.encoding.verbs import VERBS, Verb, parse, refusal_to_pb
@@ -32,7 +33,7 @@ log = logging.getLogger("psserver.lanes")
 
 T = TypeVar("T")
 
-PUSH, PULL = VERBS["Push"], VERBS["Pull"]
+PUSH, PULL, VOTE = VERBS["Push"], VERBS["Pull"], VERBS["Vote"]
 """The verbs of lanes."""
 
 HELLO_SECONDS = 10.0
@@ -57,7 +58,7 @@ LEAST_WORD_SECONDS = 0.05
 class Hub(Protocol):
     """The acceptor of connections, and the state they share. All of it belongs to the event loop."""
 
-    core: ParameterServer
+    core: Served
     access: Access
     task: str
     in_flight: int
@@ -77,6 +78,42 @@ class Hub(Protocol):
 
     def assembly(self, size: int, lane: LaneName) -> Assembly:
         """Returns the assembly for a new message's payload."""
+
+
+class Heartbeat:
+    """Signs of life to a client, in equal intervals, as long as it waits. Belongs to the event loop.
+
+    Args:
+        loop: the event loop.
+        waits: returns True while the client waits.
+        beat: sends a sign of life.
+
+    Attributes:
+        seconds: the interval; 0 if the client wants no sign of life.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, waits: Callable[[], bool], beat: Callable[[], object]) -> None:
+        self.seconds = 0.0
+        self._loop = loop
+        self._waits = waits
+        self._send = beat
+        self._next: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begins to beat, unless it does already: the client waits."""
+        if self.seconds and self._next is None:
+            self._next = self._loop.call_later(self.seconds, self._beat)
+
+    def _beat(self) -> None:
+        self._next = None
+        if self._waits():
+            self._send()
+            self.start()
+
+    def stop(self) -> None:
+        """Beats no more."""
+        if self._next is not None:
+            self._next.cancel()
 
 
 class Connection:
@@ -105,8 +142,9 @@ class Connection:
         self._memory: ClientMemory | None = None
         self._assemblies: dict[int, Assembly] = {}
         self._under_way: dict[Future[Any], int] = {}
-        self._word_seconds = 0.0  # seconds between two signs of life; 0 if the client wants none
-        self._word: asyncio.TimerHandle | None = None  # the next sign of life
+        self._heartbeat = Heartbeat(
+            self._loop, lambda: not self._closed and bool(self._under_way or self._channel.sending), self._speak
+        )
         self._closed = self._armed = self._paused = False
         self._late = self._loop.call_later(HELLO_SECONDS, self._check_hello)
         self._loop.add_reader(sock, self._readable)
@@ -129,8 +167,7 @@ class Connection:
             return
         self._closed = True
         self._late.cancel()
-        if self._word is not None:
-            self._word.cancel()
+        self._heartbeat.stop()
         if not self._paused:
             self._loop.remove_reader(self.sock)
         if self._armed:
@@ -280,6 +317,8 @@ class Connection:
                 self._part(message)
             case Kind.FREED:
                 self._channel.freed(message.place)
+            case Kind.VOTE:
+                self._vote(message)
             case _:
                 raise InvalidRequest(f"a client sends no {message.kind.name}")
 
@@ -294,8 +333,7 @@ class Connection:
         self.session = hello.session
         self._late.cancel()
         self._link.trust()
-        if hello.lease > 0:
-            self._word_seconds = max(hello.lease / WORDS, LEAST_WORD_SECONDS)
+        self._heartbeat.seconds = max(hello.lease / WORDS, LEAST_WORD_SECONDS) if hello.lease > 0 else 0.0
         if hello.replaces:
             self._lanes.replace(self)
         self._channel.tell(Kind.WELCOME)
@@ -340,6 +378,14 @@ class Connection:
         except PSError as error:
             self._refuse(call, error)
 
+    def _vote(self, message: Message) -> None:
+        """Takes another server's vote, which has no answer."""
+        vote = parse(pb.ServerVote, message.header)
+        if vote.session != self.session:
+            raise InvalidRequest(f"this lane is of session {self.session}, not of {vote.session}")
+        self._lanes.access.check(VOTE, vote, self.names)
+        self._lanes.core.hear(self._lanes.access.voter(vote.session), messages.vote_from_pb(vote))
+
     def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest) -> None:
         """Checks a call.
 
@@ -360,20 +406,15 @@ class Connection:
     def _wait(self, future: Future[T], call: int, answer: Callable[[Future[T]], object]) -> None:
         """Answers a call once its future is done."""
         self._under_way[future] = call
-        if self._word_seconds and self._word is None:
-            self._word = self._loop.call_later(self._word_seconds, self._speak)
+        self._heartbeat.start()
         future.add_done_callback(self._under_way.pop)
         future.add_done_callback(answer)
 
     def _speak(self) -> None:
-        """Sends a sign of life while a call is under way."""
-        self._word = None
-        if self._closed or not (self._under_way or self._channel.sending):
-            return
+        """Sends a sign of life."""
         if not self._link.waiting:  # else the waiting messages are signs of life
             alive = pb.LaneAlive(received=self._link.received, paused=self._paused)
             self._channel.tell(Kind.ALIVE, header=alive.SerializeToString())
-        self._word = self._loop.call_later(self._word_seconds, self._speak)
 
     def end(self, error: PSError) -> None:
         """Fails all calls that wait with an error."""

@@ -18,8 +18,8 @@ from psserver.config import ServerConfig
 from psserver.transport import unix_socket
 from psserver.transport.access import Access
 from psserver.transport.lane_connection import Connection
+from psserver.transport.served import Served
 from psserver.transport.tls_handshake import Handshake
-from pswire.api import ParameterServer
 from pswire.errors import MemoryLimit, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import named
@@ -57,7 +57,7 @@ class LaneServer:
         access: checks clients and their calls.
     """
 
-    def __init__(self, core: ParameterServer, config: ServerConfig, access: Access) -> None:
+    def __init__(self, core: Served, config: ServerConfig, access: Access) -> None:
         self.in_flight = config.in_flight
         self._shared_memory = config.shared_memory
         self.core = core

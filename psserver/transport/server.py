@@ -10,17 +10,17 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from psserver.config import ServerConfig
-from psserver.registry import Registry
 from psserver.transport.access import Access
 from psserver.transport.grpc_service import Service
 from psserver.transport.health import Health
 from psserver.transport.lane_server import LaneServer
-from pswire.api import ParameterServer
+from psserver.transport.peers import Peers
+from psserver.transport.served import Served
 from pswire.cluster import join_address
 from pswire.errors import ConfigError
 from pswire.security.identity import Security
@@ -43,12 +43,6 @@ EXPOSED = (
 )
 
 
-class Served(ParameterServer, Protocol):
-    """A `ParameterServer` that shows its sessions to the rims."""
-
-    registry: Registry
-
-
 class Server:
     """The network side of a server: serves a core over gRPC and lanes. All methods belong to one event loop.
 
@@ -64,6 +58,7 @@ class Server:
         access = Access(config.task, config.security, core.registry)
         self._lanes = LaneServer(core, config, access)
         self._service = Service(core, config.task, core.status().incarnation, self._lanes, access)
+        self._peers = core.others = Peers(core, config)
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -98,6 +93,7 @@ class Server:
     async def stop(self, grace: float) -> None:
         """Ends the server: waiting calls fail with `ServerLost`; answers under way get `grace` seconds."""
         self._service.close()
+        await asyncio.to_thread(self._peers.close)
         await self._health.stop()
         if self._server:
             await self._server.stop(grace)

@@ -16,14 +16,16 @@ from pswire.api import (
     RestoreStage,
     RoundReply,
     Shard,
+    Vote,
     Watched,
 )
 from pswire.cluster import JOBS, Task
 from pswire.encoding.mapper import Codec, Mapper, Words
+from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
-from pswire.model.plan import PlacedVariable, Plan, ReduceOp, RefKind, Turn, VariableSpec
+from pswire.model.plan import Nonfinite, PlacedVariable, Plan, ReduceOp, RefKind, Turn, VariableSpec
 from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
 from pswire.model.status import Happened, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
@@ -102,6 +104,7 @@ MAPPER = Mapper()
 MODES: Words[Mode] = MAPPER.words(Mode, pb.Mode, "unknown mode {}")
 MAPPER.words(InputKind, pb.Input.Kind, "unknown kind of input {}")
 MAPPER.words(RefKind, pb.Ref.Kind, "unknown kind of value {}")
+MAPPER.words(Nonfinite, pb.Nonfinite, "unknown choice {} for NaN and infinity")
 MAPPER.words(ReduceOp, pb.Reduction.Op, "unknown reduction {}")
 MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
 
@@ -151,6 +154,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         observes=contribution.observes,
         start=contribution.start,
         size=size,
+        nonfinite=contribution.nonfinite,
     )
 
 
@@ -167,6 +171,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         tuple(message.want),
         message.observes,
         message.start,
+        tuple(message.nonfinite),
     )
 
 
@@ -179,6 +184,7 @@ def round_to_pb(reply: RoundReply) -> pb.RoundHeader:
         left_out=[TASK.to_pb(task) for task in reply.left_out],
         size=reply.payload.size,
         warnings=reply.warnings,
+        observers=[TASK.to_pb(task) for task in reply.observers],
     )
 
 
@@ -191,6 +197,7 @@ def round_from_pb(message: pb.RoundHeader, payload: Payload) -> RoundReply:
         tuple([TASK.from_pb(task) for task in message.left_out]),
         payload,
         tuple(message.warnings),
+        tuple([TASK.from_pb(task) for task in message.observers]),
     )
 
 
@@ -202,3 +209,27 @@ def pull_to_pb(reply: PullReply) -> pb.PullHeader:
 def pull_from_pb(message: pb.PullHeader, payload: Payload) -> PullReply:
     """Reads the header of the answer to a pull, which came with a payload."""
     return PullReply(message.round, payload)
+
+
+def vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:
+    """Makes the message of a vote; `session` is the incarnation of the server that votes."""
+    return pb.ServerVote(
+        session=session,
+        job=vote.job,
+        round=vote.round,
+        plan_id=vote.plan_id,
+        epoch=vote.epoch,
+        attempt=vote.attempt,
+        whole=sorted(vote.whole),
+        error=None if vote.error is None else refusal_to_pb(vote.error),
+        closed=vote.closed,
+    )
+
+
+def vote_from_pb(message: pb.ServerVote) -> Vote:
+    """Reads a vote."""
+    error = refusal_from_pb(message.error) if message.HasField("error") else None
+    whole = frozenset(message.whole)
+    return Vote(
+        message.job, message.round, message.plan_id, message.epoch, message.attempt, whole, error, message.closed
+    )

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from pswire.errors import ConfigError
 
-PROTOCOL = 1
-"""The number of this version. 0 is spoken by versions that say none."""
+PROTOCOL = 2
+"""The number of this version.
+
+0 is spoken by versions that say none; 1 by those whose servers know nothing of one another, so that each decides alone
+whose contributions a round has.
+"""
 
 SERVED = (PROTOCOL - 1, PROTOCOL)
 

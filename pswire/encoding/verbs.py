@@ -35,13 +35,14 @@ MAX_DETAILS_BYTES = 2048
 """Of an error's message; gRPC refuses headers above 8 KiB, and escapes what is not ASCII threefold."""
 
 
-Caller = Literal["task", "session", "reader", "chief", "anyone"]
+Caller = Literal["task", "session", "reader", "chief", "server", "anyone"]
 """The certificate that a verb asks for, where servers ask for certificates:
 
 - `task`: that of the task which the request names, and a chief's if it drives
 - `session`: that of the task which has opened the request's session
 - `reader`: as `session`; as `anyone` for a request without a session, 0
 - `chief`: that of a chief task, or of worker 0
+- `server`: that of the ps task which the request names
 - `anyone`: that of any task of the job, or of `psctl`
 """
 
@@ -95,6 +96,8 @@ VERBS: dict[str, Verb] = {
         Verb("Restore", pb.RestoreRequest, "session", "round", "RoundTimeout", waits=True),
         Verb("Status", pb.Empty, "anyone", "call", guarded=False),
         Verb("Recent", pb.Empty, "anyone", "call", guarded=False, newer=True),
+        Verb("Introduce", pb.IntroduceRequest, "server", "call"),
+        Verb("Vote", pb.ServerVote, "session", "call"),
     )
 }
 """Every verb of the service. A test holds that the .proto has the same."""
@@ -115,7 +118,9 @@ STATUS: dict[str, str] = {
     "VariableMismatch": "ALREADY_EXISTS",
     "LocalityError": "FAILED_PRECONDITION",
     "ProgramError": "INVALID_ARGUMENT",
+    "NonfiniteError": "INVALID_ARGUMENT",
     "MemoryLimit": "RESOURCE_EXHAUSTED",
+    "PushAgain": "ABORTED",
     "RoundTimeout": "DEADLINE_EXCEEDED",
     "CheckpointError": "DATA_LOSS",
     "DamagedCheckpoint": "DATA_LOSS",

@@ -81,6 +81,11 @@ class Epoch:
         """R, the replicas of all members."""
         return sum(member.replicas for member in self.members)
 
+    @property
+    def whole(self) -> bool:
+        """True if its rounds have the same contributions on all servers."""
+        return any(member.mode == "whole" for member in self.members)
+
     def session(self, number: int) -> Member | None:
         """The member with a session, or None."""
         return next((member for member in self.members if member.session == number), None)
@@ -97,11 +102,13 @@ class JobStarted:
         job: the session of the chief that began it: no two jobs of a server 0 have the same.
         incarnations: the lives of all servers.
         name: the job's identity, "" for the one without a name.
+        addresses: the addresses at which the chief reaches the servers, `host:port`.
     """
 
     job: int
     incarnations: tuple[int, ...]
     name: str = ""
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

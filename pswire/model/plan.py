@@ -19,6 +19,9 @@ from pswire.model.program import Program
 from pswire.model.tensor import DTYPES, TensorSpec
 
 ReduceOp = Literal["sum", "mean", "first"]
+
+Nonfinite = Literal["apply", "skip", "raise"]
+"""What becomes of a round's updates if a contribution to them has NaN or infinity: applied, not applied, an error."""
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "first")
 
 
@@ -191,6 +194,7 @@ class Plan:
         returned: values that every process gets back.
         snapshot: a checkpoint to take after the section's updates.
         restore: a restore that the round completes; nothing else is in such a plan.
+        nonfinite: what becomes of the round's updates if a contribution has NaN or infinity.
     """
 
     reductions: tuple[Reduction, ...] = ()
@@ -200,11 +204,14 @@ class Plan:
     returned: tuple[Ref, ...] = ()
     snapshot: SnapshotOrder | None = None
     restore: RestoreCommit | None = None
+    nonfinite: Nonfinite = field(default="apply", repr=False)
 
     @cached_property
     def id(self) -> bytes:
         """SHA-256 of the plan: equal plans, and only they, have equal ids."""
-        return hashlib.sha256(repr(self).encode()).digest()
+        # Versions that know no other choice give the same id to the same plan.
+        words = repr(self) if self.nonfinite == "apply" else f"{self!r} {self.nonfinite}"
+        return hashlib.sha256(words.encode()).digest()
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
@@ -234,10 +241,16 @@ class Plan:
         return {server: tuple(written) for server, written in last.items()}
 
     @cached_property
+    def applied(self) -> tuple[int, ...]:
+        """Numbers of the reductions that updates read."""
+        read = {ref.index for apply in self.applies for ref in apply.args if ref.kind == "reduction"}
+        return tuple(sorted(read))
+
+    @cached_property
     def streams(self) -> frozenset[int]:
         """The servers that may apply this plan bit by bit, as contributions come: where that is worth it, and if no
-        value can be refused halfway."""
-        if any(program.may_refuse for program in self.programs):
+        value, and no contribution, can be refused halfway."""
+        if self.nonfinite != "apply" or any(program.may_refuse for program in self.programs):
             return frozenset()
         sent = Counter[int]()
         for reduction in self.reductions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pswire.cluster import Task
@@ -119,6 +119,32 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True)
+class MissedPeer:
+    """Another server that a server has votes for and no connection to.
+
+    Attributes:
+        server: index of the other server.
+        round: the newest round that it has a vote for; the other server lacks it if its last round is an earlier one.
+        seconds: how long there has been none.
+        reason: why, in words.
+    """
+
+    server: int
+    round: int
+    seconds: float
+    reason: str
+
+
+def held_up(statuses: Sequence[ServerStatus]) -> Iterator[tuple[int, MissedPeer]]:
+    """Yields the missed servers that hold a round up, each with the server that misses it."""
+    rounds = {status.server: status.round for status in statuses}
+    for status in statuses:
+        for missed in status.missed:
+            if rounds.get(missed.server, -1) < missed.round:
+                yield status.server, missed
+
+
+@dataclass(frozen=True)
 class ServerStatus:
     """The answer to `status`.
 
@@ -147,6 +173,7 @@ class ServerStatus:
         device: the device on which it holds its variables, "cpu" or "gpu:0".
         process: status of its process; None where there is no network in between.
         job: the identity of the job that server 0 holds, "" for the one without a name.
+        missed: servers that it has votes for and no connection to.
     """
 
     server: int
@@ -172,3 +199,4 @@ class ServerStatus:
     device: str = ""
     process: ProcessStatus | None = None
     job: str = ""
+    missed: tuple[MissedPeer, ...] = ()

@@ -14,6 +14,12 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ASYNC: _ClassVar[Mode]
     WHOLE: _ClassVar[Mode]
 
+class Nonfinite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    APPLY: _ClassVar[Nonfinite]
+    SKIP: _ClassVar[Nonfinite]
+    RAISE: _ClassVar[Nonfinite]
+
 class RestoreStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     RESTORE_STAGE_UNSPECIFIED: _ClassVar[RestoreStage]
@@ -24,6 +30,9 @@ MODE_UNSPECIFIED: Mode
 SYNC: Mode
 ASYNC: Mode
 WHOLE: Mode
+APPLY: Nonfinite
+SKIP: Nonfinite
+RAISE: Nonfinite
 RESTORE_STAGE_UNSPECIFIED: RestoreStage
 RESTORE_STAGE_LOOK: RestoreStage
 RESTORE_STAGE_OPEN: RestoreStage
@@ -186,6 +195,48 @@ class LeaveRequest(_message.Message):
     session: int
     error: str
     def __init__(self, session: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class IntroduceRequest(_message.Message):
+    __slots__ = ("server", "incarnation", "protocol")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    server: int
+    incarnation: int
+    protocol: int
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class IntroduceReply(_message.Message):
+    __slots__ = ("data_port", "lane_token", "protocol")
+    DATA_PORT_FIELD_NUMBER: _ClassVar[int]
+    LANE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    data_port: int
+    lane_token: bytes
+    protocol: int
+    def __init__(self, data_port: _Optional[int] = ..., lane_token: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class ServerVote(_message.Message):
+    __slots__ = ("session", "job", "round", "plan_id", "epoch", "attempt", "whole", "error", "closed")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    job: int
+    round: int
+    plan_id: bytes
+    epoch: int
+    attempt: int
+    whole: _containers.RepeatedScalarFieldContainer[int]
+    error: Refusal
+    closed: int
+    def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
     __slots__ = ("name", "tensor", "trainable", "saved_as")
@@ -404,7 +455,7 @@ class RestoreCommit(_message.Message):
     def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., choice: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot", "restore")
+    __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot", "restore", "nonfinite")
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     OPERANDS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
@@ -412,6 +463,7 @@ class Plan(_message.Message):
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_FIELD_NUMBER: _ClassVar[int]
     reductions: _containers.RepeatedCompositeFieldContainer[Reduction]
     operands: _containers.RepeatedCompositeFieldContainer[Operand]
     programs: _containers.RepeatedCompositeFieldContainer[Program]
@@ -419,7 +471,8 @@ class Plan(_message.Message):
     returned: _containers.RepeatedCompositeFieldContainer[Ref]
     snapshot: SnapshotOrder
     restore: RestoreCommit
-    def __init__(self, reductions: _Optional[_Iterable[_Union[Reduction, _Mapping]]] = ..., operands: _Optional[_Iterable[_Union[Operand, _Mapping]]] = ..., programs: _Optional[_Iterable[_Union[Program, _Mapping]]] = ..., applies: _Optional[_Iterable[_Union[Apply, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreCommit, _Mapping]] = ...) -> None: ...
+    nonfinite: Nonfinite
+    def __init__(self, reductions: _Optional[_Iterable[_Union[Reduction, _Mapping]]] = ..., operands: _Optional[_Iterable[_Union[Operand, _Mapping]]] = ..., programs: _Optional[_Iterable[_Union[Program, _Mapping]]] = ..., applies: _Optional[_Iterable[_Union[Apply, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreCommit, _Mapping]] = ..., nonfinite: _Optional[_Union[Nonfinite, str]] = ...) -> None: ...
 
 class Position(_message.Message):
     __slots__ = ("dataset", "epoch", "index")
@@ -466,14 +519,16 @@ class Epoch(_message.Message):
     def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
 
 class JobStarted(_message.Message):
-    __slots__ = ("job", "incarnations", "name")
+    __slots__ = ("job", "incarnations", "name", "addresses")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     job: int
     incarnations: _containers.RepeatedScalarFieldContainer[int]
     name: str
-    def __init__(self, job: _Optional[int] = ..., incarnations: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ...) -> None: ...
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[int] = ..., incarnations: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Lost(_message.Message):
     __slots__ = ("server", "reason")
@@ -582,7 +637,7 @@ class ApproveReply(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -594,6 +649,7 @@ class PushHeader(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     OBSERVES_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    NONFINITE_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -605,23 +661,26 @@ class PushHeader(_message.Message):
     size: int
     observes: bool
     start: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ...) -> None: ...
+    nonfinite: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
-    __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings")
+    __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    OBSERVERS_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: Epoch
     more: bool
     left_out: _containers.RepeatedCompositeFieldContainer[Task]
     size: int
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    observers: _containers.RepeatedCompositeFieldContainer[Task]
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("session", "variables", "after")
@@ -814,7 +873,7 @@ class ProcessStatus(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lanes: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job")
+    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
@@ -838,6 +897,7 @@ class StatusReply(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
     log: int
@@ -861,7 +921,20 @@ class StatusReply(_message.Message):
     device: str
     process: ProcessStatus
     job: str
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ...) -> None: ...
+    missed: _containers.RepeatedCompositeFieldContainer[MissedPeer]
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ...) -> None: ...
+
+class MissedPeer(_message.Message):
+    __slots__ = ("server", "round", "seconds", "reason")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    server: int
+    round: int
+    seconds: float
+    reason: str
+    def __init__(self, server: _Optional[int] = ..., round: _Optional[int] = ..., seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Happened(_message.Message):
     __slots__ = ("seconds", "what", "said", "refused")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from pswire.errors import ConfigError
 from pswire.security.names import ADMIN, DOMAIN, certificate_name, ends_soon, named
@@ -29,6 +30,8 @@ class PemFile(NamedTuple):
 
 def check(certificate: PemFile, key: PemFile, ca: PemFile, name: str) -> float:
     """Checks that a process may show a certificate; see `SecurityOptions.read`. Warns where it soon may not.
+
+    A server whose certificate is for no client is warned, too: with one server alone a job does without.
 
     Args:
         certificate, key, ca: the PEM files.
@@ -51,6 +54,8 @@ def check(certificate: PemFile, key: PemFile, ca: PemFile, name: str) -> float:
             f"{certificate.path} is not signed by {ca.path}; all tasks of a job need certificates of one CA: take "
             "those of one psctl certs, or add what is between them to the file"
         )
+    if name.startswith("ps-") and not _is_for_clients(chain[0]):
+        _warn_server(certificate.path)
     last, path = min((one.not_valid_after_utc, path) for path, one in dated)
     if ends_soon(last.timestamp()):
         _warn(path, f"{last:%Y-%m-%d %H:%M}")
@@ -88,6 +93,24 @@ def _check_dates(path: str, certificate: x509.Certificate, now: datetime) -> Non
 @cache  # once: some processes read their files several times
 def _warn(path: str, last: str) -> None:
     log.warning("%s is good until %s UTC, and no longer; %s", path, last, NEW)
+
+
+@cache  # as above
+def _warn_server(path: str) -> None:
+    log.warning(
+        "%s has no extended key usage clientAuth: other servers refuse it, so that this one cannot vote on rounds of "
+        "several servers; make the certificate with both usages, serverAuth and clientAuth, as psctl certs does",
+        path,
+    )
+
+
+def _is_for_clients(certificate: x509.Certificate) -> bool:
+    """Returns whether a certificate may be shown by who connects: it says so, or says nothing of usages."""
+    try:
+        usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return True
+    return not {ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE}.isdisjoint(usages)
 
 
 def _check_key(certificate: PemFile, first: x509.Certificate, key: PemFile) -> None:

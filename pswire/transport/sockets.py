@@ -34,8 +34,10 @@ from socket import (
     TCP_KEEPINTVL,
     TCP_NODELAY,
     TCP_USER_TIMEOUT,
+    create_connection,
     socket,
 )
+from ssl import SSLContext
 
 import numpy as np
 
@@ -43,7 +45,7 @@ from pswire.errors import InvalidRequest
 from pswire.transport.parts import Cutter, Part
 from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import SharedArena
-from pswire.transport.tls_socket import Stream
+from pswire.transport.tls_socket import Sealed, Stream
 from pswire.transport.traffic import Traffic
 
 HEAD = struct.Struct("<B3xIQQQQ")
@@ -101,6 +103,34 @@ def tune(sock: socket, silence: float, breaks: bool) -> None:
         sock.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, int(1000 * silence))
 
 
+def connect(
+    host: str, port: int, seconds: float, silence: float, breaks: bool, tls: SSLContext | None, name: str
+) -> Stream:
+    """Connects to a tcp lane, and returns the connection, which blocks.
+
+    Args:
+        host, port: the address.
+        seconds: the time limit of each step.
+        silence, breaks: as for `tune`.
+        tls: the context that encrypts the connection; None for none.
+        name: the name that the other end's certificate must have.
+
+    Raises:
+        OSError: there is none.
+    """
+    sock = create_connection((host, port), seconds)
+    tune(sock, silence, breaks)
+    if tls is None:
+        return sock
+    sealed = Sealed(sock, tls, name)
+    try:
+        sealed.shake()
+    except OSError:
+        sealed.close()
+        raise
+    return sealed
+
+
 class Kind(IntEnum):
     """The kind of a message."""
 
@@ -122,6 +152,8 @@ class Kind(IntEnum):
     """Data in shared memory are needed no more: `place` says which."""
     ALIVE = 9
     """A LaneAlive of a server, while a call is under way."""
+    VOTE = 10
+    """A ServerVote of another server."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ def test_all_have_one_mode(job, two):
     """Who comes with another is told both, and begins no session."""
     for server in job.verbs[:1]:
         with pytest.raises(
-            ConfigError, match=r"worker/task:2 runs with consistency 'sync'.*worker/task:0 with 'async'"
+            ConfigError, match=r"worker/task:2 runs with ps.Sync\(whole_rounds=False\).*worker/task:0 with ps.Async\(\)"
         ):
             server.open(C, 1, 0, False, "sync")
     assert job.open(C, mode="async").session > two[1].session

@@ -105,7 +105,9 @@ def outcome(process: subprocess.Popen[bytes]) -> tuple[int, str]:
 
 def test_a_second_process_and_a_second_job_are_refused(tmp_path):
     """With a sentence that says what to do; the job that runs does not notice."""
-    with ProcessCluster(count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2}, gates=["0 at 5"]) as job:
+    with ProcessCluster(
+        count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2, "timeouts": QUICK}, gates=["0 at 5"]
+    ) as job:
         job.hear(W0, "at", 5)
         strays = [job.stray(W1), job.stray(W0, PS_JOB="blue"), job.stray(CHIEF)]
         (second, said), (other, refused), (chief, rival) = map(outcome, strays)

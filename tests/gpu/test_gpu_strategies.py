@@ -80,6 +80,46 @@ def test_optimizers_and_metrics_take_cupy_arrays(strategy):
     assert auc.result() == pytest.approx(0.75, abs=0.01)
 
 
+def test_losses_and_their_metrics_stay_on_the_device(strategy):
+    """Predictions come from the device, labels and weights from anywhere; losses are there, and as on the host."""
+    cupy, losses = devices.namespace(GPU), ps.losses
+    random = np.random.default_rng(0)
+    logits, classes = random.normal(size=(6, 3)), random.integers(0, 3, 6)
+    shares, labels = random.uniform(size=(6, 3)), random.integers(0, 2, (6, 3))
+    weights = random.uniform(size=6)
+    calls = [
+        lambda put: losses.mean_squared_error(put(labels), put(logits)),
+        lambda put: losses.binary_crossentropy(labels, put(shares), label_smoothing=0.1),
+        lambda put: losses.binary_crossentropy(put(labels), put(logits), from_logits=True),
+        lambda put: losses.categorical_crossentropy(put(labels), put(shares)),
+        lambda put: losses.categorical_crossentropy(labels, put(logits), from_logits=True),
+        lambda put: losses.sparse_categorical_crossentropy(classes, put(shares)),
+        lambda put: losses.sparse_categorical_crossentropy(put(classes), put(logits), from_logits=True),
+        lambda put: losses.compute_average_loss(put(logits), sample_weight=weights),
+        lambda put: losses.compute_average_loss(put(logits[:0])),
+        lambda put: losses.scale_regularization_loss(put(logits)),
+    ]
+    for call in calls:
+        found = strategy.run(lambda call=call: call(cupy.asarray))
+        assert devices.device_of(found) == GPU
+        np.testing.assert_allclose(devices.to_numpy(found), call(np.asarray), rtol=1e-12, atol=1e-15)
+    metrics = ps.metrics
+    kinds = [
+        (lambda: metrics.SparseCategoricalAccuracy(), classes, logits),
+        (lambda: metrics.BinaryAccuracy(threshold=0.3), labels, shares),
+        (lambda: metrics.Precision([0.2, 0.5]), labels, shares),
+        (lambda: metrics.Recall(), labels, shares),
+        (lambda: metrics.RootMeanSquaredError(), labels, logits),
+    ]
+    for make, truth, predictions in kinds:
+        with strategy.scope():
+            metric = make()
+        expected = make()
+        strategy.run(lambda m=metric, t=truth, p=predictions: m.update_state(t, cupy.asarray(p), cupy.asarray(weights)))
+        expected.update_state(truth, predictions, weights)
+        np.testing.assert_allclose(metric.result(), expected.result(), rtol=1e-12)
+
+
 def test_reductions_give_host_arrays(strategy):
     """Whatever the replicas' values lie on."""
     cupy = devices.namespace(GPU)

@@ -193,7 +193,9 @@ def test_all_processes_have_one_consistency(tmp_path):
         job.hear(W0, "open")
         job.open("go1")
         assert job.exited(W1) == 2
-        words = f"{W1} runs with consistency 'async', and {W0} with 'sync'; give every process of the job the same"
+        words = (
+            f"{W1} runs with ps.Async(), and {W0} with ps.Sync(); give every process of the job the same consistency"
+        )
         assert words in job.errors(W1)
 
 

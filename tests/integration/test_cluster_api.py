@@ -24,6 +24,7 @@ def trained(strategy):
         b = ps.Variable(lambda: np.zeros(10), name="b")
         optimizer = ps.optimizers.Adam(0.05)
         mean, accuracy = ps.metrics.Mean(), ps.metrics.Accuracy()
+        of_classes, precision = ps.metrics.SparseCategoricalAccuracy(), ps.metrics.Precision([0.3, 0.6])
 
     def step(batch):
         context = ps.get_replica_context()
@@ -36,6 +37,8 @@ def trained(strategy):
         optimizer.apply_gradients([(x.T @ error, w), (error.sum(axis=0), b)])
         mean.update_state(losses)
         accuracy.update_state(y, p.argmax(axis=1))
+        of_classes.update_state(y, logits)
+        precision.update_state(np.eye(10)[y], p)
         return losses, np.array([context.replica_id_in_sync_group, context.num_replicas_in_sync])
 
     data = strategy.experimental_distribute_dataset(strategy.experimental_make_numpy_dataset((x, y)).batch(32))
@@ -45,7 +48,7 @@ def trained(strategy):
             found["losses"].append(float(strategy.reduce(ps.ReduceOp.MEAN, losses, axis=0)))
             ones = strategy.run(np.ones_like, args=(losses,))
             found["examples"] += float(strategy.reduce("sum", ones, axis=0))
-        found["metrics"].append([mean.result(), accuracy.result()])
+        found["metrics"].append([mean.result(), accuracy.result(), of_classes.result(), *precision.result().tolist()])
         mean.reset_state()
     found["ids"] = [ids.tolist() for ids in strategy.experimental_local_results(told)]
     found["variables"] = [w.numpy().tolist(), b.numpy().tolist(), int(optimizer.iterations)]
@@ -71,6 +74,7 @@ def asked(strategy):
         float(strategy.reduce("mean", 7, axis=None)),
         np.isnan(strategy.reduce("mean", strategy.run(lambda: np.zeros(0)), axis=0)).tolist(),
     ]
+    every["gather"] = [x.tolist() for x in strategy.gather((rows, strategy.run(np.isnan, (rows,))), axis=0)]
     with strategy.scope():
         v = ps.Variable(np.zeros(2), name="v", aggregation=ps.VariableAggregation.SUM)
         located = extended.reduce_to("sum", ids, v)
@@ -85,6 +89,8 @@ def asked(strategy):
         nest = here().all_reduce("sum", {"a": i, "b": [np.full(2, i), np.float64(1.0)]})
         v.assign_add(np.full(2, i))
         again = here().all_reduce("mean", v.read_value() + i)
+        joined = here().all_gather(np.full((1, int(i)), i, "float32"), axis=1)
+        assert joined.tolist() == [[1.0, 2.0, 2.0, 3.0, 3.0, 3.0]]
         return np.array([nest["a"], nest["b"][0][1], nest["b"][1], again[0]]), here().merge_call(lambda s, i: i, (i,))
 
     nests, back = strategy.run(fn, (ids,))
@@ -196,7 +202,9 @@ def test_metrics_are_of_all_examples(training):
         np.testing.assert_allclose(process["metrics"], expected["metrics"], rtol=1e-7)
         assert process["examples"] == expected["examples"] == 4 * 150
     epochs = np.reshape(expected["losses"], (4, 5)) @ [32, 32, 32, 32, 22] / 150
-    np.testing.assert_allclose([mean for mean, _ in expected["metrics"]], epochs, rtol=1e-9)
+    np.testing.assert_allclose([mean for mean, *_ in expected["metrics"]], epochs, rtol=1e-9)
+    assert all(accuracy == of_classes for _, accuracy, of_classes, *_ in expected["metrics"])
+    assert 0.0 < expected["metrics"][-1][3] < expected["metrics"][-1][4] <= 1.0
 
 
 def test_replicas_are_numbered_over_all_processes(training):
@@ -233,6 +241,8 @@ def test_the_numbers_are_right(alone):
     assert every["counts"] == [4]
     assert every["reduce"] == [6.0, 1.5, [8.0, 14.0], [8 / 6, 14 / 6], 7.0, True]
     assert (every["updated"], every["batch"]) == ([6.0, 6.0], [1.5, [1.5] * 3])
+    pairs = [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert every["gather"] == [pairs, [[False, False]] * 6]
     assert every["nests"] == [[6.0, 6.0, 4.0, 13.5]]
     assert every["assigned"] == [12.0, 12.0]
     assert (every["batches"], every["own"]) == ([3.5, 2.0, 1.0], float(np.square(np.arange(30.0)).sum()))

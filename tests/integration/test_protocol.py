@@ -42,7 +42,7 @@ def test_the_protocol_before_is_served(tmp_path):
 def test_an_unknown_protocol_is_refused_with_both_ends_named(tmp_path):
     """At once, and with the exit code of what has to be corrected."""
     with ProcessCluster(speak, tmp_path, (PROTOCOL + 1,), ps=1, workers=2) as job:
-        line = job.hear_error(W1, f"{W1} speaks protocol {PROTOCOL + 1}, and {PS0} 0 and {PROTOCOL}")
+        line = job.hear_error(W1, f"{W1} speaks protocol {PROTOCOL + 1}, and {PS0} {PROTOCOL - 1} and {PROTOCOL}")
         assert "install the same version" in line
         assert job.exited(W1) == 2
 

@@ -72,6 +72,7 @@ def train(path):
         say(f"created with {v.name}", [list(extended.value_container(each).devices) for each in made])
     resolver = strategy.cluster_resolver
     say("resolver", [resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks("worker")])
+    say("leads", [extended.experimental_should_init, extended.should_checkpoint, extended.should_save_summary])
     extended.update(a, lambda v, x, y: v.assign_add(x + y), (beside, both))
     say("updated", a.numpy())
     try:
@@ -150,6 +151,11 @@ def test_replicas_create_where_they_say(job):
 def test_a_process_knows_its_cluster(job):
     """By its strategy's resolver: the one that read TF_CONFIG."""
     assert both(job[1], "resolver") == (["worker", 0, 2], ["worker", 1, 2])
+
+
+def test_one_worker_initializes_and_saves(job):
+    """The first in task order: for initialization, checkpoints and summaries."""
+    assert both(job[1], "leads") == ([True] * 3, [False] * 3)
 
 
 def test_an_optimizer_counts_steps_once(job):

@@ -184,6 +184,16 @@ def for_a_worker_that_starts(site: Site) -> Iterator[Said]:
     site.work(W1, step)
 
 
+def for_a_first_value(site: Site) -> Iterator[Said]:
+    gate = site.gate()
+    site.work(W0, lambda strategy: (gate.wait(), step(strategy)))
+    site.work(W1, step)
+    yield Said(
+        f"{W1} waits for {W0} to give variable 'v' its first value", f"it waits for {W0}; create the same variables"
+    )
+    gate.set()
+
+
 def for_a_worker_in_a_round(site: Site) -> Iterator[Said]:
     gate = site.gate()
     site.work(W0, step)
@@ -383,6 +393,7 @@ def for_a_disk(site: Site) -> Iterator[Said]:
 
 WAITS = [
     for_a_chief,
+    for_a_first_value,
     for_workers,
     for_a_worker_that_starts,
     for_a_worker_in_a_round,
@@ -429,7 +440,7 @@ def test_it_names_whom_it_waits_for_and_ends_when_that_one_comes(tmp_path, caplo
             result.result(SOON)
 
 
-LATE = [for_a_chief, for_workers, for_a_worker_that_starts, for_a_checkpoint_to_be_written]
+LATE = [for_a_chief, for_a_first_value, for_workers, for_a_worker_that_starts, for_a_checkpoint_to_be_written]
 LATE += [for_a_checkpoint_to_be_read, for_others_that_never_came, for_a_server_that_answers, for_a_server_that_listens]
 
 

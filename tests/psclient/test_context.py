@@ -155,6 +155,8 @@ def test_the_default_context_is_one_replica() -> None:
     merged = replica.merge_call(lambda strategy, x: (strategy, x, context.in_cross_replica_context()), (3,))
     assert merged == (default, 3, True)
     assert replica.all_reduce("sum", {"a": 1}) == {"a": 1}
+    given = object()
+    assert replica.all_reduce("sum", given) is given
 
 
 def test_contexts_are_left_in_order() -> None:

@@ -202,6 +202,19 @@ def test_a_cluster_spec_answers_as_tensorflow_s() -> None:
     assert spec.address(Task("worker", 3)) == "w3:1"
 
 
+def test_a_cluster_def_has_the_fields_of_tensorflow_s() -> None:
+    """Jobs by name, tasks by index; a cluster is made of it again."""
+    cluster = ClusterSpec({"worker": {3: "c:1", 1: "a:1"}, "ps": ["b:1"], "chief": []})
+    found = cluster.as_cluster_def()
+    assert [(job.name, job.tasks) for job in found.job] == [
+        ("chief", {}),
+        ("ps", {0: "b:1"}),
+        ("worker", {1: "a:1", 3: "c:1"}),
+    ]
+    assert ClusterSpec(found) == cluster
+    assert ClusterSpec({}).as_cluster_def().job == ()
+
+
 def test_a_cluster_without_jobs_is_false() -> None:
     """A cluster is true as soon as it has a job, even one without tasks."""
     assert not ClusterSpec({})

@@ -28,6 +28,7 @@ MAY: dict[Caller, set[str]] = {
     "session": {"worker-1"},
     "reader": {"worker-1"},
     "chief": {"chief-0", "worker-0"},
+    "server": {"ps-0"},
     "anyone": {*CALLERS} - {"nobody"},
 }
 """Who may make a call for worker 1, with its session where the verb has one."""
@@ -46,6 +47,8 @@ VERBS_OF: dict[str, Caller] = {
     "Restore": "session",
     "Status": "anyone",
     "Recent": "anyone",
+    "Introduce": "server",
+    "Vote": "session",
 }
 
 
@@ -108,7 +111,8 @@ def test_who_drives_is_a_chief_as_well(access: Access) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_is_checked_is_in_the_request(verb: str) -> None:
     """A verb whose caller is somebody in particular has a request that says who."""
-    needed = {"session": {"session"}, "reader": {"session"}, "task": {"task", "drives"}}.get(VERBS[verb].caller, set())
+    particular = {"session": {"session"}, "reader": {"session"}, "task": {"task", "drives"}, "server": {"server"}}
+    needed = particular.get(VERBS[verb].caller, set())
     assert needed <= {*VERBS[verb].request.DESCRIPTOR.fields_by_name}
 
 

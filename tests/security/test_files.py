@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from psclient.psctl.cli import command
 from pswire.cluster import Task
@@ -115,6 +117,41 @@ def test_an_end_that_is_near_is_warned_of(
     ).read("worker-0")
     assert mine.expiry == pytest.approx(time.time() + days * 86400, abs=100)
     assert bool(re.search(r"tls.crt is good until 20\d\d-.*, and no longer; .*--renew", caplog.text)) == warned
+
+
+SERVER, CLIENT, ANY = (
+    ExtendedKeyUsageOID.SERVER_AUTH,
+    ExtendedKeyUsageOID.CLIENT_AUTH,
+    ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "usages", "warned"),
+    [
+        ("ps-0", [SERVER], True),
+        ("ps-0", [SERVER, CLIENT], False),
+        ("ps-0", [SERVER, ANY], False),
+        ("ps-0", [], False),
+        ("worker-0", [SERVER], False),
+    ],
+    ids=["a server", "both", "any", "none", "a worker"],
+)
+def test_a_server_that_cannot_vote_is_warned(
+    certificates: Certificates,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    usages: list[Any],
+    warned: bool,
+) -> None:
+    """Its certificate is for servers alone, and to the others it is a client. The file is named, and what to do."""
+    made = certificates.signed([f"{name}.paramserver"], -1, 100, usages=usages)
+    for file, data in (("tls.crt", made.certificate), ("tls.key", made.key)):
+        (tmp_path / file).write_bytes(data)
+    replace(options(certificates.out), tls_cert=str(tmp_path / "tls.crt"), tls_key=str(tmp_path / "tls.key")).read(name)
+    said = f"{tmp_path}/tls.crt has no extended key usage clientAuth: .*several servers; .*both usages.*psctl certs"
+    assert bool(re.search(said, caplog.text)) == warned
 
 
 @pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "tls_ca"])

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.transport import lane_connection, tls_handshake
+from pswire.encoding.protocol import PROTOCOL
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.shared_memory import CLIENT_BYTES
@@ -63,7 +64,9 @@ class Front:
 
     def hello(self) -> bytes:
         """What lets its session in."""
-        said = pb.LaneHello(session=self.session, token=self.site.core.registry.lane_token(self.session))
+        said = pb.LaneHello(
+            session=self.session, token=self.site.core.registry.lane_token(self.session), protocol=PROTOCOL
+        )
         return Message(Kind.HELLO, header=said.SerializeToString()).head()
 
     def open(self) -> list[Any]:

@@ -17,6 +17,7 @@ from psserver.transport import lane_connection, server, tls_handshake
 from psserver.transport.server import ServerThread
 from pswire.api import Contribution, RestoreOrder
 from pswire.cluster import Task
+from pswire.encoding.protocol import PROTOCOL
 from pswire.errors import ConfigError, Fenced, Forbidden, PSError, Unauthenticated
 from pswire.model.plan import Turn, VariableSpec
 from pswire.model.tensor import TensorSpec
@@ -239,7 +240,9 @@ def stranger(thread: ServerThread, security: Security | None, name: str = "ps-0.
 
 
 def hello(session: int, token: bytes) -> bytes:
-    return Message(Kind.HELLO, header=pb.LaneHello(session=session, token=token).SerializeToString()).head()
+    return Message(
+        Kind.HELLO, header=pb.LaneHello(session=session, token=token, protocol=PROTOCOL).SerializeToString()
+    ).head()
 
 
 def is_closed(sock: Any) -> bool:

@@ -354,9 +354,10 @@ def test_colocation_is_for_the_strategy_s_scope(strategy):
 
 
 def test_a_strategy_is_not_copied(strategy):
-    """`copy.copy` raises: the copy would be the same strategy, and make the same rounds."""
-    with pytest.raises(RuntimeError, match="cannot be copied"):
-        copy.copy(strategy)
+    """Both ways to copy raise: the copy would be the same strategy, and make the same rounds."""
+    for how in (copy.copy, copy.deepcopy):
+        with pytest.raises(RuntimeError, match="cannot be copied"):
+            how(strategy)
 
 
 def test_a_context_is_of_use_while_its_function_runs(strategy):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from psclient._src import nest
 from tests.support.strategies import in_replicas, kind_of, replicas, variable
 
 here = ps.get_replica_context
@@ -188,6 +189,7 @@ def test_a_function_makes_this_workers_dataset(strategy):
 def test_iterators_are_pythons_and_tensorflows(strategy):
     """`next`, and the methods of older iterators; a pass that is broken off does no harm to the next."""
     data = strategy.experimental_distribute_dataset([np.arange(4), np.arange(4, 8)])
+    assert not any(hasattr(data, name) for name in ("batch", "map", "repeat", "shard", "shuffle"))
     iterator = iter(data)
     first = strategy.reduce("sum", next(iterator), axis=0)
     assert (first, strategy.reduce("sum", iterator.get_next(), axis=0)) == (6, 22)
@@ -253,3 +255,54 @@ def test_steps_on_an_iterator(strategy):
     with pytest.raises(StopIteration):
         strategy.extended.experimental_run_steps_on_iterator(step, iter(data), 4)
     assert kind_of(strategy) == "default" or strategy.reduce("mean", 1.0, axis=None) == 1.0
+
+
+def test_the_next_batch_may_be_missing(strategy):
+    """An optional says so, as often as it is asked for; batches come as by `next`."""
+    n = replicas(strategy)
+    for data in (
+        strategy.experimental_distribute_dataset([np.arange(float(n))] * 2),
+        strategy.experimental_distribute_datasets_from_function(lambda context: [np.ones(1)] * 2 * n),
+    ):
+        iterator, count = iter(data), 0
+        assert isinstance(iterator, ps.DistributedIterator)
+        while (optional := iterator.get_next_as_optional()).has_value():
+            ones = strategy.run(np.ones_like, (optional.get_value(),))
+            assert strategy.reduce("sum", ones, axis=0) == n
+            assert optional.element_spec == data.element_spec
+            count += 1
+        assert count == 2
+        for missing in (optional, iterator.get_next_as_optional()):
+            assert not missing.has_value()
+            assert missing.element_spec == data.element_spec
+            with pytest.raises(ValueError, match="the pass over the dataset has ended, and there is no batch"):
+                missing.get_value()
+
+
+def test_datasets_of_all_stages_are_distributed(strategy):
+    """Mapped, repeated, sharded, unbatched: a pass has what the dataset gives without a strategy, batch by batch."""
+    n = replicas(strategy)
+    rows = strategy.experimental_make_numpy_dataset((np.arange(10), np.arange(20.0).reshape(10, 2)))
+    for data in (
+        rows.shuffle(4).map(lambda x, y: {"x": x * 2, "y": y + x}).repeat(2).batch(6),
+        rows.batch(4).map(lambda x, y: {"x": -x, "y": y * y}).repeat(2).shard(2, 1),
+        rows.batch(3).unbatch().shard(2, 0).map(lambda x, y: {"x": x, "y": y}).batch(4),
+    ):
+        distributed = strategy.experimental_distribute_dataset(data)
+        for epoch in range(2):
+            found = [
+                [np.concatenate([own[name] for own in strategy.experimental_local_results(batch)]) for name in "xy"]
+                for batch in distributed
+            ]
+            assert plain(found) == plain([[batch["x"], batch["y"]] for batch in data.epoch(epoch)])
+        assert len(nest.flatten(distributed.element_spec)) == 2
+        own = strategy.distribute_datasets_from_function(lambda context, data=data: data)
+        assert sum(len(x["x"]) for b in own for x in strategy.experimental_local_results(b)) == data.size
+    endless = iter(strategy.experimental_distribute_dataset(rows.repeat().batch(2 * n)))
+    total = sum(float(strategy.reduce("sum", next(endless)[0], axis=0)) for _ in range(5))
+    assert total == 45.0 * n
+
+
+def plain(found):
+    """Arrays as lists."""
+    return [[np.asarray(array).tolist() for array in row] for row in found]

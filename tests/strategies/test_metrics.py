@@ -29,6 +29,23 @@ def dealt(strategy, fn, *arrays):
     in_replicas(strategy, lambda replica: fn(*(array[replica::n] for array in arrays)))
 
 
+def test_a_metric_is_reset_by_either_name(strategy):
+    """Also one that resets itself in its own way."""
+
+    class Own(ps.metrics.Sum):
+        def reset_state(self):
+            super().reset_state()
+            self.count = 0
+
+    for kind in (ps.metrics.Mean, Own):
+        for reset in ("reset_state", "reset_states"):
+            metric = made(strategy, kind)
+            metric.count = 1
+            strategy.run(lambda metric=metric: metric.update_state(2.0))
+            getattr(metric, reset)()
+            assert (metric.result(), metric.count) == (0.0, kind is not Own)
+
+
 # ---- Sum and Mean ----
 
 

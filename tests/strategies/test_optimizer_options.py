@@ -71,7 +71,7 @@ def test_weights_decay_before_the_step(strategy):
 
 
 def test_averages_follow_the_weights(strategy):
-    """The first step sets them; they can be read, and given to the variables."""
+    """The first step sets them; they can be read, and given to the variables. A call without a step changes none."""
     w, optimizer = variable(strategy, np.zeros(2)), SGD(1.0, use_ema=True, ema_momentum=0.5)
     for expected in (-1.0, -1.5, -2.25):
         apply(strategy, optimizer, ([1.0, 1.0], w))
@@ -83,6 +83,10 @@ def test_averages_follow_the_weights(strategy):
         SGD().average(w)
     SGD().finalize_variable_values([w])
     assert value(w) == [-2.25] * 2
+    u, slow = variable(strategy, np.zeros(1)), SGD(1.0, use_ema=True, ema_momentum=0.5, gradient_accumulation_steps=2)
+    for _ in range(5):  # calls, of which the second and the fourth make a step
+        apply(strategy, slow, ([1.0], u))
+    assert (value(u), value(slow.average(u))) == ([-2.0], [-1.5])
 
 
 def test_averages_overwrite_the_weights_now_and_then(strategy):

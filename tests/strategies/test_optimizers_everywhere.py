@@ -177,7 +177,10 @@ def test_a_new_optimizer_is_a_few_lines(strategy):
 
 
 def test_what_is_built_is_used(strategy):
-    """By `build`, before the first step; in a replica function with the variable as an argument too."""
+    """By `build`, before the first step; in a replica function with the variable as an argument too.
+
+    Slots are where their variable is, and the count of the steps is on the non-slot devices.
+    """
     w, u = variable(strategy, np.zeros(3)), variable(strategy, np.zeros(3))
     optimizer = ps.optimizers.Adam()
     optimizer.build([w])
@@ -187,3 +190,7 @@ def test_what_is_built_is_used(strategy):
     strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), w), (np.ones(3), u)]))
     assert optimizer.iterations is count
     assert int(count) == 1
+    both = ps.optimizers.Adam()
+    both.build([w, u])
+    assert [x.devices for x in both.variables if x is not both.iterations] == [w.devices] * 2 + [u.devices] * 2
+    assert both.iterations.devices == strategy.extended.non_slot_devices([w, u])

@@ -114,6 +114,23 @@ def test_a_device_is_updated_as_what_was_created_there(strategy):
     assert int(count) == 111
 
 
+def test_non_slot_variables_are_beside_all_that_is_trained(strategy):
+    """On each parameter device that holds one of the list, and on no other: an update of any of them finds its copy."""
+    extended = strategy.extended
+    trained = [variable(strategy, beside=(device,)) for device in extended.parameter_devices]
+    for some in (trained, trained[:1], trained[-1:]):
+        where = extended.non_slot_devices(some)
+        assert where == tuple(d for d in extended.parameter_devices if any(d in v.devices for v in some))
+        with strategy.scope(), extended.colocate_vars_with(where):
+            count = ps.Variable(0.0, trainable=False)
+        assert count.devices == where
+        merged_result = extended.update_non_slot(where, lambda by, c=count: c.assign_add(by) * 10.0, (2.0,))
+        assert np.asarray(merged_result) == 20.0
+        for v in some:
+            extended.update(v, lambda v, c=count: v.assign(v * 0.0 + c))
+            assert v.numpy().tolist() == [2.0] * 3
+
+
 def test_non_slot_devices_are_for_variables(strategy):
     """Of this strategy; a list of them."""
     with pytest.raises(TypeError, match="takes a list of variables, and not a ndarray"):
@@ -132,6 +149,27 @@ def test_a_value_is_reduced_to_where_non_slot_variables_live(strategy):
         reduced = extended.reduce_to("sum", ones, where)
         extended.update_non_slot(where, lambda x: total.assign_add(x), (reduced,))
     assert float(total) == replicas(strategy)
+
+
+def test_what_is_elsewhere_is_refused_where_it_is_used(shared):
+    """A variable, a reduced value or a result of another server, as an argument or by a closure; what was recorded
+    before is done."""
+    strategy = shared("servers-2x2")
+    extended = strategy.extended
+    here, there = (variable(strategy, beside=(device,)) for device in extended.parameter_devices)
+    with strategy.scope():
+        extended.update(there, lambda v: v.assign_add(1.0))
+        reduced = extended.reduce_to("mean", np.ones(3, "float32"), there)
+        result = extended.update(there, lambda v: v * 2.0)
+        for value, remedy in ((there, "create it there"), (reduced, "reduce it to"), (result, "reduce it to")):
+            for attempt in (
+                lambda value=value: extended.update(here, lambda v, x: v.assign(x), (value,)),
+                lambda value=value: extended.update(here, lambda v: v.assign(value)),
+            ):
+                with pytest.raises(ps.errors.LocalityError, match=f"never crosses servers.*{remedy}.*read it first"):
+                    attempt()
+        extended.update(there, lambda v, x, y: v.assign_add(x + y), (reduced, result))
+    assert (here.numpy().tolist(), there.numpy().tolist()) == ([0.0] * 3, [4.0] * 3)
 
 
 def test_updates_are_for_variables(strategy):

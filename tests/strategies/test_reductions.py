@@ -305,6 +305,16 @@ def test_what_is_reduced_is_nobodys_to_change(strategy):
             value += 1.0
 
 
+def test_an_aggregation_is_a_reduction():
+    """SUM and MEAN are; the others have none."""
+    kinds = ps.VariableAggregation
+    assert ps.ReduceOp.from_variable_aggregation(kinds.SUM) is ps.ReduceOp.SUM
+    assert ps.ReduceOp.from_variable_aggregation(kinds.MEAN) is ps.ReduceOp.MEAN
+    for other in (kinds.NONE, kinds.ONLY_FIRST_REPLICA, "sum", None):
+        with pytest.raises(ValueError, match=r"is no reduction; there is one for VariableAggregation\.SUM and MEAN"):
+            ps.ReduceOp.from_variable_aggregation(other)
+
+
 # ---- reduce_to ----
 
 
@@ -445,21 +455,21 @@ USES = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("use", USES)
-def test_a_reduced_value_is_used_as_an_array(strategy, way, use):
+def test_a_reduced_value_is_used_as_an_array(strategy, way):
     """Whichever way it was reduced, and wherever it is: only its class may differ, and what comes of it is NumPy's."""
     n = replicas(strategy)
     if kind_of(strategy) == "default" and way == "all_reduce":
         pytest.skip("the default context's one replica gets back what it gave")
     x = mine(strategy, [np.float32(i + 1.0) for i in range(4)])
     expected = np.asarray(np.float32(sum(range(1, n + 1))))
-    with strategy.scope():
-        found = USES[use](WAYS[way](strategy, x, variable(strategy, 0.0)))
-    if use.endswith("numpy"):
-        assert found == (np.ndarray if "type" in use else expected)
-    else:
-        wanted = USES[use](expected)
-        assert (found, type(found)) == (wanted, type(wanted))
+    for use, apply in USES.items():
+        with strategy.scope():
+            found = apply(WAYS[way](strategy, x, variable(strategy, 0.0)))
+        if use.endswith("numpy"):
+            assert found == (np.ndarray if "type" in use else expected), use
+        else:
+            wanted = apply(expected)
+            assert (found, type(found)) == (wanted, type(wanted)), use
 
 
 def test_reduced_arrays_have_their_elements(strategy):
@@ -483,7 +493,8 @@ def test_a_batch_of_reductions_is_each_of_them(strategy):
     n, v = replicas(strategy), variable(strategy)
     x = mine(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)])
     y = mine(strategy, [i + 1 for i in range(4)])
-    found = strategy.extended.batch_reduce_to("mean", [(x, x), (y, strategy.extended.worker_devices[0]), (x, v)])
+    pairs = [(x, x), (y, strategy.extended.worker_devices[0]), (x, v)]
+    found = strategy.extended.batch_reduce_to("mean", pairs, experimental_hints={"bytes_per_pack": 1})
     mean = np.mean(np.arange(1.0, n + 1))
     assert isinstance(found, list)
     assert arrays(found[0]) == [[mean] * 3] * n

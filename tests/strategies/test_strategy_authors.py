@@ -16,8 +16,8 @@ here = ps.get_replica_context
 class Noted(ps.compat.v1.StrategyExtended):
     """Notes what it is asked for."""
 
-    def __init__(self, container_strategy):
-        super().__init__(container_strategy)
+    def __init__(self, container_strategy, backend=None):
+        super().__init__(container_strategy, backend)
         self.asked = []
 
     def call_for_each_replica(self, fn, args=(), kwargs=None):
@@ -40,24 +40,35 @@ class Noted(ps.compat.v1.StrategyExtended):
 class Mine(ps.Strategy):
     """Only makes its own `extended`."""
 
-    def __init__(self):
-        super().__init__(Noted(self))
+    def __init__(self, backend=None):
+        super().__init__(Noted(self, backend))
 
 
-def test_an_author_writes_a_subclass_of_extended():
-    """The strategy's own methods, its contexts and its variables go through it."""
+def test_an_author_writes_a_subclass_of_extended(strategy):
+    """The strategy's own methods, its contexts and its variables go through it, wherever its variables live."""
+    mine, n = Mine(strategy.backend), replicas(strategy)
+    variables = [variable(mine, aggregation=ps.VariableAggregation.SUM) for _ in mine.extended.parameter_devices]
+    assert {device for v in variables for device in v.devices} == set(mine.extended.parameter_devices)
+    found = mine.run(lambda: here().all_reduce("sum", np.ones(3, "float32")))
+    mine.run(lambda: variables[-1].assign_add(np.ones(3, "float32")))
+    assert mine.reduce("mean", found, axis=0) == n
+    variables[-1].assign_sub(0.5)
+    assert variables[-1].numpy().tolist() == [n - 0.5] * 3
+    asked = ["call_for_each_replica", "batch_reduce_to", "call_for_each_replica", "update", "reduce", "update"]
+    assert mine.extended.asked == asked
+    with mine.scope():
+        assert ps.get_strategy() is mine is variables[0].strategy
+    mine.extended.shared.runner.close()
+
+
+def test_without_a_backend_an_author_s_variables_live_here():
+    """On one CPU, or all GPUs; at its end the strategy is closed."""
     with Mine() as strategy:
-        v = variable(strategy, aggregation=ps.VariableAggregation.SUM)
-        assert v.strategy is strategy
-        found = strategy.run(lambda: here().all_reduce("sum", np.ones(3, "float32")))
-        strategy.run(lambda: v.assign_add(np.ones(3, "float32")))
-        assert strategy.reduce("sum", found, axis=0) == 3.0
-        v.assign_sub(0.5)
-        assert v.numpy().tolist() == [0.5] * 3
-        asked = ["call_for_each_replica", "batch_reduce_to", "call_for_each_replica", "update", "reduce", "update"]
-        assert strategy.extended.asked == asked
-        with strategy.scope():
-            assert ps.get_strategy() is strategy
+        v = variable(strategy)
+        assert v.devices == strategy.extended.worker_devices
+        assert strategy.run(lambda: v.assign_add(1.0)) is v
+    with pytest.raises(RuntimeError, match="closed"):
+        strategy.run(lambda: None)
 
 
 def test_a_strategy_is_made_of_an_extended(strategy):

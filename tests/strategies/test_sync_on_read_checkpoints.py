@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from psclient.compat.contrib import DistributionStrategy
 from tests.support.strategies import in_replicas, opened, replicas
 
 AGGREGATION = ps.VariableAggregation
@@ -48,7 +49,11 @@ def count_up(strategy, v):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("embedded-2", "embedded-4"), pytest.param("embedded-4", "embedded-1", marks=pytest.mark.soak)],
+    [
+        ("embedded-2", "embedded-4"),
+        ("servers-2x2", "servers-2x2"),
+        pytest.param("embedded-4", "embedded-1", marks=pytest.mark.soak),
+    ],
 )
 @pytest.mark.parametrize("created", ["before the restore", "after the restore"])
 def test_the_aggregate_is_shared_out_among_the_replicas_of_now(before, after, created):
@@ -78,8 +83,28 @@ def test_the_aggregate_is_shared_out_among_the_replicas_of_now(before, after, cr
         assert [float(made[name]) for name in ("sum", "mean", "only_first_replica")] == [total, total / old, 1.0]
 
 
+@pytest.mark.parametrize("kind", ["embedded-2", "servers-2x2"])
+def test_tower_local_variables_are_saved_as_they_are_reduced(kind):
+    """By the first names: a sum is divided among the towers of now, a mean is each one's; on one server and on two."""
+    with opened(kind) as strategy:
+        distribution, made = DistributionStrategy(strategy), {}
+        with distribution.scope():
+            for method in ("sum", "mean"):
+                with distribution.tower_local_var_scope(method):
+                    made[method] = ps.Variable(0.0, name=method)
+        for v in made.values():
+            count_up(strategy, v)
+        checkpoint = tracking(strategy, made)
+        path = checkpoint.save("run/ckpt")
+        for v in made.values():
+            v.assign(50.0)
+        checkpoint.restore(path).assert_consumed()
+        assert [float(distribution.fetch(v)) for v in made.values()] == [3.0, 1.5]
+        assert [of_replicas(strategy, v) for v in made.values()] == [[1.5, 1.5], [1.5, 1.5]]
+
+
 def test_saving_changes_no_copy():
-    """What was counted goes on to be counted where it was; the next checkpoint has it."""
+    """What was counted goes on to be counted where it was; the next checkpoint has it, saved in the scope or not."""
     with opened("embedded-2") as strategy:
         v = create(strategy, "count", AGGREGATION.SUM)
         checkpoint = tracking(strategy, v)
@@ -87,7 +112,8 @@ def test_saving_changes_no_copy():
         first = checkpoint.save("run/ckpt")
         assert of_replicas(strategy, v) == [1.0, 2.0]
         count_up(strategy, v)
-        second = checkpoint.save("run/ckpt")
+        with strategy.scope():
+            second = checkpoint.save("run/ckpt")
         for path, total in ((first, 3.0), (second, 6.0)):
             checkpoint.restore(path).assert_consumed()
             assert of_replicas(strategy, v) == [total / 2] * 2

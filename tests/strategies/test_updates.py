@@ -84,7 +84,7 @@ def test_ungrouped_results_are_lists_of_the_copies_results(strategy):
 
 
 def test_ungrouped_results_of_devices_are_lists_of_each_device_s(strategy):
-    """Of `update_non_slot` with `group=False`: one entry for each device that it was given."""
+    """Of `update_non_slot` with `group=False`, and of `update` of what lives on several: an entry for each device."""
     devices = strategy.extended.parameter_devices
     made = [variable(strategy, beside=(device,)) for device in devices]
     where = strategy.extended.non_slot_devices(made)
@@ -96,6 +96,33 @@ def test_ungrouped_results_of_devices_are_lists_of_each_device_s(strategy):
     assert [plain(x) for x in found["twice"][0]] == [10.0] * len(where)
     assert found["twice"][1] == ["word"] * len(where)
     assert [np.asarray(x).tolist() for x in found["new"]] == [5.0] * len(where)
+    found = strategy.extended.update(count, lambda c: {"twice": c * 2}, group=False)
+    assert [plain(x) for x in found["twice"]] == [10.0] * len(count.devices)
+
+
+def test_the_standard_pattern(strategy):
+    """The documents' four steps, of variables on every parameter device: they take one round, whatever the hints."""
+    n, extended = replicas(strategy), strategy.extended
+    variables = [variable(strategy, beside=(device,)) for device in extended.parameter_devices]
+    variables.append(variable(strategy))
+    updates = [by_replica(strategy, lambda i, k=k: np.full(3, 10.0 * k + i, "float32")) for k in range(len(variables))]
+
+    def merge_fn(s, updates, variables):
+        pairs = list(zip(updates, variables, strict=True))
+        for reduced, v in zip(
+            s.extended.batch_reduce_to(ps.VariableAggregation.SUM, pairs, experimental_hints="none"),
+            variables,
+            strict=True,
+        ):
+            s.extended.update(v, lambda v, u: v.assign_sub(u), args=(reduced,))
+        one = s.extended.reduce_to(ps.VariableAggregation.SUM, updates[0], variables[0], experimental_hints="none")
+        s.extended.update(variables[0], lambda v, u: v.assign_add(u), args=(one,))
+
+    before = getattr(strategy, "round", None)
+    strategy.run(lambda u: ps.get_replica_context().merge_call(merge_fn, args=(u, variables)), args=(updates,))
+    assert kind_of(strategy) != "embedded" or strategy.round == before + 1
+    totals = [0.0, *(-(10.0 * k * n + n * (n - 1) / 2) for k in range(1, len(variables)))]
+    assert [v.numpy().tolist() for v in variables] == [[total] * 3 for total in totals]
 
 
 def test_the_function_runs_once_for_each_copy(strategy):

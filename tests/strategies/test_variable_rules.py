@@ -113,7 +113,7 @@ def test_a_repeated_name_gets_a_number(strategy):
 
 
 def test_python_numbers_are_single_precision(strategy):
-    """As in TensorFlow: floats become float32, integers int64; an array keeps its dtype, a given one wins."""
+    """As in TensorFlow; integers are int64, as in NumPy; an array keeps its dtype, and a given dtype wins."""
     with strategy.scope():
         found = [
             ps.Variable(value, dtype=dtype).dtype
@@ -530,3 +530,25 @@ def test_outside_of_every_scope_a_sync_on_read_variable_has_one_value():
         v.assign(0.9 * v + 0.1)
         assert float(v) == pytest.approx(2.8)
         assert v.synchronization is SYNCHRONIZATION.ON_READ
+
+
+@pytest.mark.parametrize("name", [1, b"w", ["w"]], ids=repr)
+def test_a_name_is_a_text(strategy, name):
+    """What is none is told where the variable is created, on every strategy; no name, and an empty one, get one."""
+    with strategy.scope():
+        with pytest.raises(TypeError, match="the name of a variable is a text, such as"):
+            ps.Variable(0.0, name=name)
+        assert [ps.Variable(0.0, name=none).name.startswith("Variable") for none in (None, "")] == [True] * 2
+
+
+def test_a_variable_says_its_device(strategy):
+    """One name of those in `devices`: of copies the replica's own, and across replicas the first."""
+    on_read = ps.VariableSynchronization.ON_READ
+    for v in (variable(strategy), variable(strategy, synchronization=on_read)):
+        assert v.device == v.devices[0]
+        known = set(strategy.extended.parameter_devices) | set(strategy.extended.worker_devices)
+        assert v.device in known
+        copied = len(v.devices) == replicas(strategy) > 1
+        told = in_replicas(strategy, lambda i, own, v=v: (own.device, v.device), v)
+        workers = strategy.extended.worker_devices
+        assert told == tuple((workers[i],) * 2 if copied else (v.device,) * 2 for i in range(replicas(strategy)))

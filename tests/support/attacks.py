@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from pswire.cluster import Task
 from pswire.encoding import messages
+from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import ERROR_KEY, VERBS
 from pswire.model.program import OPS
 from pswire.model.tensor import DTYPES
@@ -181,6 +182,20 @@ class Attacker:
         ids = [one.id for one in site.variables]
         spec = pb.VariableSpec(name=draw(st.sampled_from(WORDS)), tensor=variable.spec.tensor)
         known: dict[str, Callable[[], Message]] = {
+            "Introduce": lambda: pb.IntroduceRequest(
+                server=draw(st.sampled_from([0, 1, 1 << 31])),
+                incarnation=draw(st.sampled_from([session, 7])),
+                protocol=draw(st.sampled_from([0, PROTOCOL, 99])),
+            ),
+            "Vote": lambda: pb.ServerVote(
+                session=draw(st.sampled_from([session, 7])),
+                job=draw(st.sampled_from([0, site.job.token, 1 << 63])),
+                round=draw(st.sampled_from([0, site.workers[0].round, 1 << 63])),
+                plan_id=site.plan.id,
+                epoch=site.job.epoch.number,
+                whole=[session],
+                closed=draw(st.sampled_from([-1, 0, 1 << 62])),
+            ),
             "Open": lambda: pb.OpenRequest(task=messages.TASK.to_pb(STRANGER), replicas=1, mode=pb.SYNC),
             "Beat": lambda: pb.BeatRequest(session=session, round=site.workers[0].round, plan_id=b"p" * 32),
             "Leave": lambda: pb.LeaveRequest(session=session),

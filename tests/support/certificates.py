@@ -71,7 +71,13 @@ class Certificates:
         return replace(options(self.other).read(name), **changed)
 
     def signed(
-        self, names: Sequence[str], first: float, last: float, title: str = "x", mail: Sequence[str] = ()
+        self,
+        names: Sequence[str],
+        first: float,
+        last: float,
+        title: str = "x",
+        mail: Sequence[str] = (),
+        usages: Sequence[x509.ObjectIdentifier] = (),
     ) -> Security:
         """A certificate of the cluster's CA for names, good from some day to another, counted from now."""
         ca = self.out / "ca"
@@ -91,6 +97,8 @@ class Certificates:
         if names:
             alternatives = x509.SubjectAlternativeName([*map(x509.DNSName, names), *map(x509.RFC822Name, mail)])
             builder = builder.add_extension(alternatives, critical=False)
+        if usages:
+            builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         mine = self.of("admin")
         return replace(
             mine,

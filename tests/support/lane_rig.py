@@ -31,6 +31,7 @@ from pstesting.clock import Clock
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.encoding import messages
+from pswire.encoding.protocol import PROTOCOL
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
@@ -243,7 +244,10 @@ class Hand:
 
     def hello(self, session: int, token: bytes, lease: float = 0.0) -> Hand:
         """Says who it is."""
-        self.say(Kind.HELLO, header=pb.LaneHello(session=session, token=token, lease=lease).SerializeToString())
+        self.say(
+            Kind.HELLO,
+            header=pb.LaneHello(session=session, token=token, lease=lease, protocol=PROTOCOL).SerializeToString(),
+        )
         return self
 
     def welcomed(self, session: int, lanes: LaneServer, lease: float = 0.0) -> Hand:

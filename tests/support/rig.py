@@ -92,10 +92,11 @@ def core(
 def eventually(condition: Callable[[], T]) -> T:
     """What a condition gives once it is true; fails where it does not become so."""
     deadline = time.monotonic() + SOON
-    pause = threading.Event()
+    pause, seconds = threading.Event(), 0.001
     while not (found := condition()):
         assert time.monotonic() < deadline, "this did not come to be"
-        pause.wait(0.002)
+        pause.wait(seconds)
+        seconds = min(1.5 * seconds, 0.05)  # a condition may ask a server
     return found
 
 

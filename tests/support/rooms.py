@@ -36,7 +36,7 @@ ROOMS = {
         _room("pswire.model", 1, "pswire"),
         _room("pswire.security", 1, "pswire"),
         _room("pswire.telemetry", 1, "pswire"),
-        _room("pswire.transport", 2, "pswire wire.model"),
+        _room("pswire.transport", 2, "pswire wire.model wire.security"),
         _room("pswire.api", 3, "pswire wire.model wire.transport"),
         _room("pswire.checkpoint", 4, "pswire wire.model wire.api"),
         _room("pswire.encoding", 4, "pswire wire.model wire.transport wire.api"),
@@ -81,6 +81,7 @@ ROOMS = {
         _room("src.tracing", 4, "pswire wire.model psclient._src"),
         _room("src.variables", 4, "wire.model psclient._src"),
         _room("psclient.summary", 4, "psclient._src"),
+        _room("psclient.losses", 4, "psclient._src"),
         _room(
             "src.distribute",
             5,
@@ -92,7 +93,7 @@ ROOMS = {
             "pswire wire.model wire.security wire.telemetry wire.transport psclient._src wire.api wire.encoding",
         ),
         _room("psclient.cluster_resolver", 5, "src.cluster_resolver"),
-        _room("psclient.metrics", 5, "wire.model psclient._src src.variables"),
+        _room("psclient.metrics", 5, "wire.model psclient._src src.variables psclient.losses"),
         _room("src.chief", 6, "pswire wire.model wire.telemetry wire.api wire.checkpoint src.transport"),
         _room(
             "src.rounds",
@@ -100,8 +101,14 @@ ROOMS = {
             "pswire wire.model wire.telemetry wire.transport psclient._src wire.api src.data src.tracing "
             "src.variables src.distribute src.transport",
         ),
-        _room("psclient.compat", 6, "psclient._src src.data src.variables src.distribute"),
         _room("psclient.optimizers", 6, "wire.model psclient._src src.tracing src.variables src.distribute"),
+        _room(
+            "psclient.compat.v1.train",
+            7,
+            "wire.model psclient._src src.tracing src.variables src.distribute psclient.optimizers",
+        ),
+        _room("psclient.compat.v1", 8, "src.distribute psclient.compat.v1.train"),
+        _room("psclient.compat", 9, "psclient._src src.data src.variables src.distribute psclient.compat.v1"),
         _room(
             "src.telemetry",
             7,
@@ -134,8 +141,8 @@ ROOMS = {
             "psclient",
             15,
             "pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary "
-            "src.distribute psclient.cluster_resolver psclient.metrics psclient.compat psclient.optimizers "
-            "psclient.train src.strategies",
+            "src.distribute psclient.losses psclient.cluster_resolver psclient.metrics psclient.compat "
+            "psclient.optimizers psclient.train src.strategies",
         ),
         _room("psclient.__main__", 15, "src.launch"),
         _room(
@@ -151,7 +158,6 @@ RESERVED = {
     "psclient._src.rows": 7,
     "psclient.compression": 7,
     "psclient.initializers": 7,
-    "psclient.losses": 7,
     "psclient.nn": 9,
     "psclient.dynamic_embedding": 11,
     "psclient.coordinator": 11,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from psserver.effects import Others
 from psserver.registry import Registry
 from pswire.api import (
     UNTIL_ENDED,
@@ -25,6 +26,7 @@ from pswire.api import (
     RestoreReply,
     RoundReply,
     Shard,
+    Vote,
     Watched,
 )
 from pswire.cluster import Task
@@ -57,7 +59,16 @@ from pswire.model.plan import (
     VariableSpec,
 )
 from pswire.model.program import Input, Node, Program
-from pswire.model.status import Happened, OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
+from pswire.model.status import (
+    Happened,
+    MissedPeer,
+    OpenRound,
+    ProcessStatus,
+    Saving,
+    ServerStatus,
+    SessionState,
+    WorkerProgress,
+)
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY, Payload
 from tests.support.tap import spell
@@ -116,9 +127,11 @@ PLAN = Plan(
     returned=(Ref("result", 3), Ref("reduction", 1 << 32)),
     snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),
     restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
+    nonfinite="skip",
 )
+RAISING = Plan(nonfinite="raise")
 ENTRIES: tuple[LogEntry, ...] = (
-    JobStarted(77, (INCARNATION, 1), "the-job"),
+    JobStarted(77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223")),
     Created(VARIABLE),
     Created(SCRATCH),
     Created(PlacedVariable(152, VariableSpec("own", SCALAR), (2,))),
@@ -160,6 +173,7 @@ STATUS = ServerStatus(
     device="gpu:0",
     process=PROCESS,
     job="the-job",
+    missed=(MissedPeer(1, 40, 6.5, "nothing listens there"),),
 )
 HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
@@ -167,13 +181,14 @@ BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), p
 
 def contribution(**said: Any) -> Contribution:
     """What a worker says in a round."""
-    full = Contribution(SESSION, 6, 41, PLAN_ID, (1.0, 0.5, -3.25), True, POSITIONS, (150, 1 << 35), True, -1)
+    full = Contribution(SESSION, 6, 41, PLAN_ID, (1.0, 0.5, -3.25), True, POSITIONS, (150, 1 << 35), True, -1, (2, 300))
     return replace(full, **said)
 
 
 def reply(payload: Payload = EMPTY) -> RoundReply:
     """What a server says of a round."""
-    return RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, ("a value is not finite", "another warning"))
+    warnings = "a value is not finite", "another warning"
+    return RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, warnings, (EVALUATOR,))
 
 
 def small() -> Payload:
@@ -252,7 +267,9 @@ SAMPLES = (
     Sample("Create", "refused", (*_CREATE, _VALUE), error("VariableMismatch")),
     Sample("Propose", "full", (SESSION, PLAN, "plan:00ff", START)),
     Sample("Propose", "least", (SESSION, None, "", None)),
-    Sample("Watch", "full", _SESSION_AND_VERSION, Watched(-70_001, 40, ENTRIES, (PLAN, Plan()), SESSIONS)),
+    Sample(
+        "Watch", "full", _SESSION_AND_VERSION, Watched(-70_001, 40, ENTRIES, (PLAN, Plan(nonfinite="raise")), SESSIONS)
+    ),
     Sample("Watch", "least", (0, 0, UNTIL_ENDED), Watched(0, 0, (), (), ())),
     Sample("Watch", "refused", _SESSION_AND_VERSION, error("Fenced")),
     Sample("Approve", "full", (0x1122_3344_5566, 40, ENTRIES), 40 + len(ENTRIES)),
@@ -282,6 +299,16 @@ SAMPLES = (
     Sample("Recent", "least", (), ()),
     *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID), error(name)) for name in BY_NAME),
 )
+
+
+VOTES = (
+    Vote(77, 41, PLAN_ID, 6, 2, frozenset((SESSION, 9)), closed=-1),
+    Vote(77, 42, PLAN_ID, 6, error=error("MemoryLimit"), closed=40),
+)
+"""What another server says."""
+
+PEER, PEER_INCARNATION = Task("ps", 1), 0x0123_4567_89AB_CDEF
+"""The server that says it."""
 
 
 def lane_samples(nbytes: int, refused: Sequence[str]) -> list[Sample]:
@@ -331,11 +358,17 @@ class Fixed:
         registry: of sessions that it has told of.
         holds: whether calls of `pull` wait for `let_go`.
         reader: how many bytes of a contribution it says that it takes at once.
+        heard: what other servers have said, each with who it was.
     """
+
+    address = ""
+    incarnation = INCARNATION
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self.registry = Registry(PS)
+        self.heard: list[tuple[Any, ...]] = []
+        self.others: Others | None = None
         self.holds = False
         self.reader = 0
         self._answer: Any = STATUS  # which it tells of before anybody asks
@@ -358,6 +391,21 @@ class Fixed:
         opened = self._now((task, *args))
         self.registry.enter(opened.session, task)
         return opened
+
+    def introduce(self, server: int, incarnation: int) -> None:
+        """Lets another server vote here."""
+        self.heard.append((server, incarnation))
+        self.registry.enter(incarnation, Task("ps", server))
+
+    def hear(self, server: int, vote: Vote) -> None:
+        """Keeps another server's vote."""
+        self.heard.append((server, vote))
+
+    def meet(self, server: int) -> None:
+        """Tells nobody: it says nothing to other servers."""
+
+    def miss(self, server: int, reason: str) -> None:
+        """As `meet`."""
 
     def beat(self, *args: Any) -> Any:
         """As all verbs here."""

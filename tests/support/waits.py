@@ -15,6 +15,7 @@ TRIED: dict[str, tuple[str, ...]] = {
         "for_the_others_to_take_it_in",
         "for_a_checkpoint_to_be_written",
     ),
+    "psclient._src.rounds.rounds.Exchange._begin": ("for_a_first_value",),
     "psclient._src.rounds.rounds.Exchange._await": ("for_a_worker_in_a_round", "for_approval"),
     "psclient._src.rounds.read_cache.ReadCache.pull": ("for_a_value",),
     "psclient._src.rounds.rounds.Exchange._stand_in": ("for_who_saves",),
@@ -34,6 +35,7 @@ TRIED: dict[str, tuple[str, ...]] = {
 }
 """For each function which waits of `test_waits` try it."""
 
+ENDS = "at the end of a server, a second at most"
 CALLER = "its caller waits, in Session.wait"
 OVER = "takes the result of what is done"
 LOCAL = "for threads of this process, which wait for nobody"
@@ -42,7 +44,10 @@ ASKED = "as long as the user has asked for"
 
 BRIEF: dict[str, str] = {
     # ---- Of clients ----
+    "psclient._src.rounds.rounds.Exchange._push": OVER,
+    "psclient._src.transport.staging.host": "for the end of a copy from this process's GPU",
     "psclient._src.transport.session.Session.look": "at most Timeouts.call; the error names server 0",
+    "psclient._src.transport.session.Session.pause": "between two questions; who asks again and again speaks itself",
     "psclient._src.transport.session.Session._beat": "the pause between two beats",
     "psclient._src.transport.session.Session._open_first": "at most a lease and two beats; it says at once for whom (test_verdicts)",
     "psclient._src.transport.session.Session._unless_broken": "for a call that speaks itself, in until_answered",
@@ -53,7 +58,8 @@ BRIEF: dict[str, str] = {
     "psclient._src.chief.hung_members.HungMembers.look": OVER,
     "psclient._src.chief.job_log.JobLog.insist": "at most Timeouts.call before a chief ends, --timeout of psctl",
     "psclient._src.data.distributed._Distributed._position": "no join of threads: Group.join, which comes to Group._follow",
-    "psclient.metrics.Metric.__call__": "a metric's result, which is no future's",
+    "psclient.metrics.averages.RootMeanSquaredError.result": "a metric's result, which is no future's",
+    "psclient.metrics.base.Metric.__call__": "a metric's result, which is no future's",
     "psclient._src.transport.lane.Lane.__init__": "at most CONNECT_SECONDS for a server's welcome, then the next lane is taken",
     "psclient._src.transport.lane.Lane._turn": IDLE,
     "psclient._src.transport.lane_selector.LaneSelector.ask": CALLER,
@@ -108,5 +114,8 @@ BRIEF: dict[str, str] = {
     "psserver.programs.kernels.launch.Crew._run": LOCAL,
     # ---- Of both ----
     "pswire.telemetry.prometheus.Page.close": LOCAL,
+    "psserver.transport.peers.Link._run": "the pause between two attempts to connect; status and log say whom it misses",
+    "psserver.transport.peers.Link.join": ENDS,
+    "psserver.transport.peers.Peers.close": ENDS,
 }
 """For each function why nobody has to be told."""

@@ -17,6 +17,8 @@ with strategy.scope():
     w = ps.Variable(np.zeros((4, 2), np.float32), name="w")
     optimizer = ps.optimizers.Adam(1e-3)
     accuracy = ps.metrics.Accuracy()
+    older = ps.compat.v1.train.MomentumOptimizer(1e-3, 0.9)
+    global_step = ps.Variable(np.int64(0), trainable=False)
 
 
 def step(batch: Batch) -> float:
@@ -25,14 +27,26 @@ def step(batch: Batch) -> float:
     scores = x @ w.numpy()
     gradient = x.T @ (scores - np.eye(2, dtype=np.float32)[y])
     optimizer.apply_gradients([(gradient, w)])
+    older.apply_gradients([(gradient, w)], global_step)
     accuracy.update_state(y, scores.argmax(-1))
-    return float((scores**2).mean())
+    ps.summary.histogram("scores", scores)
+    return float(ps.losses.compute_average_loss(ps.losses.sparse_categorical_crossentropy(y, scores, from_logits=True)))
 
 
 @ps.update_function
 def add(v: ps.Variable, delta: npt.NDArray[np.float32]) -> None:
     """An update function."""
     v.assign_add(delta)
+
+
+def gathered(losses: npt.NDArray[np.float32]) -> None:
+    """What the names of other releases give."""
+    assert_type(strategy.unwrap(losses), tuple[Any, ...])
+    assert_type(w.device, str)
+    assert_type(optimizer.get_config(), dict[str, Any])
+    assert_type(ps.optimizers.Adam.from_config(optimizer.get_config()), ps.optimizers.Adam)
+    assert_type(ps.ArrayDataset(losses).shuffle(1).map(np.sqrt).repeat().batch(2), ps.ArrayDataset)
+    ps.experimental_set_strategy(strategy)
 
 
 def restore(checkpoint: ps.train.Checkpoint) -> None:
@@ -49,6 +63,7 @@ for batch in dataset:
     assert_type(strategy.reduce("mean", loss, axis=None).numpy(), npt.NDArray[Any])
 assert_type(w.numpy(), npt.NDArray[Any])
 assert_type(strategy.num_replicas_in_sync, int)
+assert_type(older.get_slot(w, "momentum"), ps.Variable | None)
 
 
 def handle(error: ps.errors.ServerLost) -> str:

@@ -8,8 +8,9 @@ from psclient._src.chief.epochs import Beginning, next_epochs
 from psclient._src.chief.job_state import JobState
 from pswire.api import Watched
 from pswire.cluster import Task
+from pswire.errors import ServerLost
 from pswire.model.log import Approved, Done, LogEntry, Snapshotted
-from pswire.model.status import SessionState
+from pswire.model.status import ServerStatus, SessionState, held_up
 
 Decision = LogEntry | Beginning
 """An entry for the log, or one for which the servers have to be asked."""
@@ -41,6 +42,26 @@ def undone(sessions: Sequence[SessionState], expected: Set[Task]) -> dict[Task, 
     """The tasks that have not done their part, and what is known of each."""
     states = dict.fromkeys(expected, "never came") | {s.member.task: s.state for s in sessions}
     return {task: "still here" if state == "open" else state for task, state in states.items() if state != "left"}
+
+
+def cut_off(statuses: Sequence[ServerStatus], limit: float) -> ServerLost | None:
+    """Returns the error of two servers that cannot vote on their rounds since they do not reach one another.
+
+    Args:
+        statuses: the latest answers of all servers.
+        limit: for how many seconds this is waited for.
+    """
+    longest = max(held_up(statuses), key=lambda each: each[1].seconds, default=None)
+    if longest is None or longest[1].seconds <= limit:
+        return None
+    server, missed = longest
+    one, other = Task("ps", server), Task("ps", missed.server)
+    return ServerLost(
+        f"{one} has not reached {other} for {missed.seconds:.0f} s ({missed.reason}), so that they cannot agree on "
+        "their rounds; let the servers connect to each other, or give every process ps.Sync(whole_rounds=False); "
+        "then restart from a checkpoint",
+        str(max(one, other)),
+    )
 
 
 def is_done(state: JobState, sessions: Sequence[SessionState], expected: Set[Task]) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from psclient._src.chief.decisions import cut_off
 from psclient._src.chief.stalls import Stall, Stalls
 from psclient._src.transport.daemon_threads import Threads
 from pswire.api import ParameterServer
@@ -44,6 +45,9 @@ class HungMembers:
         """Looks from time to time whom the job's oldest open round waits for; says whether somebody is to go.
 
         While a server does not answer, no answer is looked at.
+
+        Raises:
+            ServerLost: two servers do not reach one another.
         """
         now = time.monotonic()
         if epoch is None or any(member.mode == "async" for member in epoch.members) or now < self._ask_at:
@@ -54,6 +58,8 @@ class HungMembers:
             return False
         statuses, self._asked = [asked.result() for asked in self._asked], []
         self._ask_at = now + self._period
+        if (lost := cut_off(statuses, self._timeouts.server)) is not None:
+            raise lost
         stall = self._stalls.look(statuses, now)
         if stall is None or not stall.missing:
             return False

@@ -46,7 +46,8 @@ class JobLog:
             self.state.take(entries)
             log.info("goes on with job %s at entry %d", first, len(entries))
         else:
-            begin = JobStarted(session.number, session.incarnations, session.job)
+            addresses = tuple(server.address for server in self._servers)
+            begin = JobStarted(session.number, session.incarnations, session.job, addresses)
             # Server 0 last: once it has the job, clients create variables, which another server that began
             # the job only then would drop.
             for server in reversed(self._servers):

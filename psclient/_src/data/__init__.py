@@ -2,6 +2,7 @@
 
 distributed    distributed datasets and their iterators
 array_dataset  `ArrayDataset`, batches of arrays in memory
+stages         what its methods make: examples and batches that can be begun anywhere
 adapters       one interface for all sources of batches
 progress       the position in a dataset that checkpoints store
 """

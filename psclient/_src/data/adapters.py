@@ -70,17 +70,15 @@ class Arrays:
         if dataset.batch_size is None:
             raise ValueError("a dataset is distributed by batches; call dataset.batch(global_batch_size) first")
         self._dataset = dataset
-        self._size = dataset.batch_size
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of a data epoch; they share its order, and nothing is read before `rows` is called."""
         for index in range(start, self._dataset.batches(epoch)):
-            examples = min(self._size, self._dataset.size - index * self._size)
-            yield Batch(examples, partial(self._dataset.rows, epoch, index))
+            yield Batch(self._dataset.examples(index), partial(self._dataset.rows, epoch, index))
 
     def spec(self) -> Nest:
-        """From the arrays; nothing is read."""
-        return nest.map_structure(_spec_of, self._dataset.arrays)
+        """From the arrays; nothing is read, but for one example or batch where a function makes others of them."""
+        return self._dataset.spec()
 
 
 class Iterated:

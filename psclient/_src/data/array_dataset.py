@@ -1,26 +1,36 @@
-"""Datasets of arrays: shuffled, cut into batches, without anything besides NumPy."""
+"""Datasets of arrays: shuffled, mapped, repeated, cut into batches, without anything besides NumPy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import itertools
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import numpy as np
 
 from psclient._src import nest
+from psclient._src.data import stages
+from psclient._src.data.stages import ENDLESS, Batches, Examples
 from psclient._src.devices import to_numpy
 from psclient._src.nest import Nest
+from psclient._src.options import ArraySpec
 from pswire.model.tensor import Array
 
 
-@dataclass(frozen=True, eq=False)
 class ArrayDataset:
     """Examples in NumPy arrays. Each method returns a new dataset.
+
+    Iterating gives examples, or batches once there are any, each time those of the next data epoch: shuffled anew.
+    That needs no strategy; a strategy's own passes over the dataset are counted by themselves.
 
     Args:
         arrays: a nest of arrays whose first dimension counts the examples. A list is stacked into
             one array; put several arrays into a tuple or a dict.
+
+    Attributes:
+        arrays: the arrays.
+        seed: of the last `shuffle`; None before the first.
+        batch_size: examples of a batch; None where there are no batches.
 
     Raises:
         ValueError: the arrays do not have the same number of examples, or those of a list differ in shape.
@@ -28,25 +38,48 @@ class ArrayDataset:
 
     nest_leaf: ClassVar[bool] = True
 
-    arrays: Nest
-    seed: int | None = None
-    batch_size: int | None = None
-    drop_remainder: bool = False
-    _order: dict[int, Array] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "arrays", nest.map_structure(_stacked, self.arrays, is_leaf=lambda v: isinstance(v, list))
-        )
+    def __init__(self, arrays: Nest) -> None:
+        self.arrays = nest.map_structure(_stacked, arrays, is_leaf=lambda v: isinstance(v, list))
         sizes = {array.shape[:1] for array in nest.flatten(self.arrays)}
         if len(sizes) != 1 or sizes == {()}:
             shapes = [array.shape for array in nest.flatten(self.arrays)]
             raise ValueError(f"the arrays of a dataset need one and the same first dimension; theirs: {shapes}")
+        self.seed: int | None = None
+        self.batch_size: int | None = None
+        self._begin(stages.Rows(self.arrays), None)
+
+    def _begin(self, examples: Examples | None, batches: Batches | None) -> None:
+        self._examples, self._batches = examples, batches
+        self._passes = itertools.count()
+
+    def _with(
+        self,
+        examples: Examples | None = None,
+        batches: Batches | None = None,
+        seed: int | None = None,
+        batch_size: int | None = None,
+    ) -> ArrayDataset:
+        made = object.__new__(ArrayDataset)
+        made.arrays = self.arrays
+        made.seed = self.seed if seed is None else seed
+        made.batch_size = None if batches is None else batch_size or self.batch_size
+        made._begin(examples, batches)
+        return made
 
     @property
     def size(self) -> int:
-        """Number of examples."""
-        return int(nest.flatten(self.arrays)[0].shape[0])
+        """Number of examples of a data epoch.
+
+        Raises:
+            ValueError: there is no end of them.
+        """
+        if self._endless:
+            raise ValueError("the dataset is repeated for ever, and has no number of examples")
+        if self._examples is not None:
+            return self._examples.size
+        return sum(map(self.examples, range(self.batches(0))))
+
+    # ---- Stages ----
 
     def shuffle(self, seed: int = 0) -> ArrayDataset:
         """Examples in an order of their own in each data epoch, the same for the same seed everywhere.
@@ -55,21 +88,59 @@ class ArrayDataset:
             seed: not negative; the same on every worker.
 
         Raises:
-            ValueError: the dataset is batched already.
+            ValueError: the dataset is batched already, or repeated for ever.
         """
-        self._require_unbatched("shuffle")
-        return replace(self, seed=seed)
+        examples = self._unbatched("shuffle")
+        self._check_end("shuffle")
+        return self._with(stages.Shuffled(examples, seed), seed=seed)
 
     def shard(self, num_shards: int, index: int) -> ArrayDataset:
-        """Every `num_shards`-th example, from `index` on: one worker's part, for datasets from functions.
+        """Every `num_shards`-th example, or batch, from `index` on: one worker's part, for datasets from functions.
+
+        Behind `shuffle` the shards of all workers have every example once in each data epoch, if all have the same
+        seed; before it each worker shuffles its own part.
 
         Raises:
-            ValueError: the dataset is batched or shuffled already.
+            ValueError: `index` is not from 0 to `num_shards - 1`.
         """
-        self._require_unbatched("shard")
-        if self.seed is not None:
-            raise ValueError("shard comes before shuffle: dataset.shard(n, i).shuffle(seed).batch(size)")
-        return replace(self, arrays=nest.map_structure(lambda array: array[index::num_shards], self.arrays))
+        if not 0 <= index < num_shards:
+            raise ValueError(f"there is no shard {index} of {num_shards}; they are numbered from 0")
+        if self._examples is not None:
+            return self._with(stages.Sharded(self._examples, num_shards, index))
+        return self._with(batches=stages.ShardedBatches(self._batched, num_shards, index))
+
+    def repeat(self, count: int | None = None) -> ArrayDataset:
+        """The examples, or batches, several times; where they were shuffled before, each time in another order.
+
+        Before `batch` a batch may have the last examples of one time, and the first ones of the next.
+
+        Args:
+            count: how often; None or -1 for ever: then a data epoch has no end.
+
+        Raises:
+            ValueError: it is less than -1.
+        """
+        if count is not None and count < -1:
+            raise ValueError(f"a dataset cannot be repeated {count} times; give None, or -1, for ever")
+        times = None if count == -1 else count
+        if self._examples is not None:
+            return self._with(stages.Repeated(self._examples, times))
+        return self._with(batches=stages.RepeatedBatches(self._batched, times))
+
+    def map(self, map_func: Callable[..., Nest]) -> ArrayDataset:
+        """What a function makes of each example, or of each batch.
+
+        It is called when examples are read, by each worker for its own. After `batch` every worker calls it for the
+        whole batch.
+
+        Args:
+            map_func: gets an example or a batch, a tuple's items one by one; returns a nest of arrays or numbers: the
+                same whenever it gets the same, and of the same shapes for all examples. Of a batch it keeps the number
+                of examples. What breaks that raises `ValueError` when it is read.
+        """
+        if self._examples is not None:
+            return self._with(stages.Mapped(self._examples, map_func))
+        return self._with(batches=stages.MappedBatches(self._batched, map_func))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
         """Examples in batches.
@@ -82,48 +153,83 @@ class ArrayDataset:
         Raises:
             ValueError: the dataset is batched already.
         """
-        self._require_unbatched("batch")
+        examples = self._unbatched("batch")
         if batch_size < 1:
             raise ValueError(f"a batch of {batch_size} examples is none")
-        return replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
+        return self._with(batches=stages.Batched(examples, batch_size, drop_remainder), batch_size=batch_size)
+
+    def unbatch(self) -> ArrayDataset:
+        """The examples of batches one by one, without what `drop_remainder` left out; they can be batched anew.
+
+        Of a dataset without batches: the rows of each example.
+
+        Raises:
+            ValueError: batches are repeated for ever, or examples without batches have no first dimension in common.
+        """
+        if self._examples is not None:
+            self._check_end("unbatch")
+            return self._with(stages.Split(self._examples))
+        self._check_end("unbatch")
+        return self._with(stages.Unbatched(self._batched))
+
+    # ---- What it gives ----
+
+    def __iter__(self) -> Iterator[Nest]:
+        """The examples or batches of the next data epoch; the first time those of number 0."""
+        return self.epoch(next(self._passes))
+
+    def epoch(self, number: int) -> Iterator[Nest]:
+        """The examples of one data epoch, or its batches, whole."""
+        if self._examples is None:
+            for index in range(self._batched.count):
+                yield self.rows(number, index, 0, self.examples(index))
+            return
+        for index in range(self._examples.size):
+            (example,) = _each(self._examples.take(number, range(index, index + 1)), 1)
+            yield example
 
     def batches(self, epoch: int) -> int:
         """Returns how many batches a data epoch has."""
-        size = self._batched()
-        return self.size // size if self.drop_remainder else -(-self.size // size)
+        return self._batched.count
+
+    def examples(self, index: int) -> int:
+        """Returns how many examples a batch has."""
+        return self._batched.examples(index)
 
     def rows(self, epoch: int, index: int, start: int, stop: int) -> Nest:
         """Copies of examples `start` to `stop` of a batch; fewer, or none, at its end."""
-        size = self._batched()
-        begin, end = index * size, min((index + 1) * size, self.size)
-        chosen: slice | Array = slice(min(begin + start, end), min(begin + stop, end))
-        if self.seed is not None:
-            chosen = self._permutation(epoch, self.seed)[chosen]
-        return nest.map_structure(lambda array: np.array(array[chosen]), self.arrays)
+        return self._batched.rows(epoch, index, start, stop)
 
-    def epoch(self, number: int) -> Iterator[Nest]:
-        """The batches of one data epoch, whole."""
-        for index in range(self.batches(number)):
-            yield self.rows(number, index, 0, self._batched())
+    def spec(self) -> Nest:
+        """Returns an `ArraySpec` for each array of a batch.
 
-    def _permutation(self, epoch: int, seed: int) -> Array:
-        order = self._order.get(epoch)
-        if order is None:
-            # Sorted raw bits: NumPy keeps these streams, but not its permutations, from version to version.
-            bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(self.size)
-            order = np.argsort(bits, kind="stable")
-            self._order.clear()  # one data epoch at a time
-            self._order[epoch] = order
-        return order
+        Raises:
+            ValueError: there is no batch, and what a function of `map` makes of one is not known.
+        """
+        return nest.map_structure(lambda a: ArraySpec((None, *a.shape[1:]), a.dtype), self.rows(0, 0, 0, 0))
 
-    def _batched(self) -> int:
-        if self.batch_size is None:
+    @property
+    def _batched(self) -> Batches:
+        if self._batches is None:
             raise ValueError("the dataset has no batches; call dataset.batch(batch_size) first")
-        return self.batch_size
+        return self._batches
 
-    def _require_unbatched(self, what: str) -> None:
-        if self.batch_size is not None:
-            raise ValueError(f"{what} comes before batch, and batch comes once")
+    def _unbatched(self, what: str) -> Examples:
+        if self._examples is None:
+            raise ValueError(f"{what} comes before batch, and batch comes once; or call unbatch first")
+        return self._examples
+
+    @property
+    def _endless(self) -> bool:
+        return (self._batched.count if self._examples is None else self._examples.size) >= ENDLESS
+
+    def _check_end(self, what: str) -> None:
+        if self._endless:
+            raise ValueError(f"{what} comes before repeat() without a count: no order or place is known without an end")
+
+
+def _each(rows: Nest, count: int) -> Iterator[Nest]:
+    return (nest.map_structure(lambda array, i=i: array[i], rows) for i in range(count))
 
 
 def _stacked(leaf: Nest) -> Array:

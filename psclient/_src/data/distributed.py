@@ -110,6 +110,44 @@ class DistributedIterator:
         """Returns the next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
         return next(self._batches)
 
+    def get_next_as_optional(self) -> Optional:
+        """Returns the next batch, if there is one: no end of a pass is an error."""
+        batch = next(self._batches, _NOTHING)
+        return Optional(batch, self._spec)
+
+    @property
+    def element_spec(self) -> Nest:
+        """The shapes and dtypes of a batch, as `element_spec` of the dataset."""
+        return self._spec()
+
+
+_NOTHING = object()
+
+
+class Optional:
+    """A batch that may be missing.
+
+    Source: `tf.experimental.Optional`.
+
+    Args:
+        value: the batch.
+        spec: returns `element_spec`.
+    """
+
+    def __init__(self, value: object, spec: Callable[[], Nest]) -> None:
+        self._value = value
+        self._spec = spec
+
+    def has_value(self) -> bool:
+        """Returns whether there is a batch."""
+        return self._value is not _NOTHING
+
+    def get_value(self) -> Nest:
+        """Returns the batch; raises `ValueError` if there is none."""
+        if self._value is _NOTHING:
+            raise ValueError("the pass over the dataset has ended, and there is no batch; ask has_value() first")
+        return self._value
+
     @property
     def element_spec(self) -> Nest:
         """The shapes and dtypes of a batch, as `element_spec` of the dataset."""

@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from psclient._src import context, nest
 from psclient._src.arraylike import HostArray, Mirrored, Readable, read, reduced_array
 from psclient._src.context import StrategyFace
 from psclient._src.devices import Device, Value, is_array, local_devices, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
+from psclient._src.distribute.gathering import Place, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, check_value, combine
 from psclient._src.distribute.replicas import ReplicaRunner
@@ -288,6 +289,26 @@ class StrategyExtended:
             local = [self._local(op, leaf, axis) for leaf in nest.flatten(value)]
             return nest.pack_sequence_as(value, [array.view(HostArray) for array in self._here(local)])
 
+    def gather(self, value: Nest, axis: SupportsIndex) -> Any:
+        """Concatenates a value's arrays over all replicas of all workers; see `StrategyFace.gather`."""
+        with self._cross_replica("gather"):
+            number = check_axis(axis)
+            local = len(self.worker_devices)
+            arrays = [[host_array(own) for own in of_each(leaf, local, _host)] for leaf in nest.flatten(value)]
+            first, replicas = self._backend.group.slice()
+            # Replicas without examples give their empty arrays: what others hold back is no part of this.
+            with self._backend.group.holding_back():
+                total = lambda array: self._here([combine("sum", [array], EVERYONE, None)])[0]  # noqa: E731
+                found = Place(first, replicas, total).gather(arrays, number)
+            for array in found:
+                array.flags.writeable = False
+            return nest.pack_sequence_as(value, [array.view(HostArray) for array in found])
+
+    def all_gather(self, value: Nest, axis: SupportsIndex) -> Any:
+        """As `gather`, and gives each local replica the result on its device."""
+        found = self.gather(value, axis)
+        return nest.map_structure(lambda array: self._bring(array, self._backend.group.devices), found)
+
     def contributions(self, values: Sequence[Value], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
         """Returns this process's contributions to sums like earlier ones, if they fit; else fewer items.
 
@@ -410,7 +431,8 @@ class StrategyExtended:
             fn: called with the variable, or in a trace with what stands for it, and the arguments.
             args, kwargs: variables and values with the locality of `var`, mirrored values, which it gets
                 unwrapped, arrays and numbers that every process has alike; no per-replica values.
-            group: False gives a nest with a list of each copy's result at each leaf.
+            group: False gives a nest with a list of each copy's result at each leaf; a variable on several servers
+                has a copy on each.
 
         Returns:
             What `fn` returns, merged over the copies; on servers lazily.
@@ -434,7 +456,7 @@ class StrategyExtended:
             if isinstance(var, CopiedVariable):
                 copies = list(enumerate(self._backend.group.devices))
                 return _merged(apply_to_copies(self._strategy, copies, fn, (var, *own), named), group)
-            return _merged(self._backend.apply(self._strategy, place, fn, (var, *own), named), group)
+            return _merged(self._backend.apply(self._strategy, place, fn, (var, *own), named), group, len(place))
 
     def update_non_slot(
         self,
@@ -458,9 +480,7 @@ class StrategyExtended:
             place = self._placed(colocate_with)
             own, named = context.arguments("update_non_slot", args, kwargs)
             self._check_variables(own, named, False)
-            results = self._backend.apply(self._strategy, place, fn, own, named)
-            # On several servers the function is traced once, and each of them computes its result.
-            return _merged(results if group or len(results) > 1 else results * len(place), group)
+            return _merged(self._backend.apply(self._strategy, place, fn, own, named), group, len(place))
 
     def _check_variables(self, args: Sequence[object], kwargs: Mapping[str, object], by_replica: bool) -> None:
         """Checks variables among an update's arguments; `by_replica` is True if the result may differ by replica."""
@@ -478,11 +498,12 @@ class StrategyExtended:
             yield
 
 
-def _merged(results: Sequence[Nest], group: bool) -> Nest:
-    """Merges the results of an update, one for each updated copy."""
+def _merged(results: Sequence[Nest], group: bool, copies: int = 1) -> Nest:
+    """Merges the results of an update, one for each updated copy; on servers, which trace it once, one for all."""
     if group:
         return merge_copies(results, Mirrored)
-    return nest.map_structure(lambda *leaves: list(leaves), *results)
+    each = results if len(results) > 1 else [*results] * copies
+    return nest.map_structure(lambda *leaves: list(leaves), *each)
 
 
 def _host(value: Value) -> Value:

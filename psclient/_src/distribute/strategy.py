@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
@@ -164,6 +164,30 @@ class Strategy:
         with self.scope():
             return cast(HostArray, self.extended.reduce(ReduceOp.parse(reduce_op), value, axis))
 
+    def gather(self, value: Any, axis: SupportsIndex) -> Any:
+        """Concatenates arrays across all replicas of all workers, for each worker. In cross-replica context.
+
+        Every value comes to the last bit as it was given. Workers send their shares in a second round, after one in
+        which they agree on sizes; who is lost between them is left out. In replica context take `all_gather`.
+
+        Args:
+            value: a per-replica value, such as `run` returned, or a nest of them; with one local replica an array is
+                this worker's. Arrays of one dtype and one shape, but for the size of `axis`.
+            axis: the dimension along which they are joined, from 0.
+
+        Returns:
+            A host array with the replicas' arrays in the order of the replicas, the same on every process, which nobody
+            can change; of a nest one like it, of arrays.
+
+        Raises:
+            ValueError: arrays that differ in more than the size of `axis`, or do not have it, such as scalars; a
+                negative axis; a plain value with several local replicas.
+            TypeError: the axis is None, or the value is no array of numbers.
+            RuntimeError: called in replica or update context.
+        """
+        with self.scope():
+            return self.extended.gather(value, axis)
+
     def merge_call(self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """Calls `get_replica_context().merge_call`, for code that has the strategy at hand. In replica context."""
         return context.require_replica("merge_call", self._container).merge_call(merge_fn, args, kwargs)
@@ -173,6 +197,10 @@ class Strategy:
     def experimental_local_results(self, value: Nest) -> tuple[Nest, ...]:
         """Returns a tuple of the local replicas' values, `(value,)` for one that is not distributed. In any context."""
         return values.local_results(value)
+
+    def unwrap(self, value: Nest) -> tuple[Nest, ...]:
+        """The name of `experimental_local_results` in r1.x. In any context."""
+        return self.experimental_local_results(value)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], object]) -> Nest:
         """Makes a per-replica value from one value for each local replica. In cross-replica context.
@@ -241,6 +269,12 @@ class Strategy:
         told, number = InputContext(count, place, group.replicas), container._number_dataset()
         return DistributedDatasetFromFunction(dataset_fn, told, group, number, container._passes, options)
 
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None
+    ) -> DistributedDatasetFromFunction:
+        """The name of `experimental_distribute_datasets_from_function` from r2.4 on. In any context."""
+        return self.experimental_distribute_datasets_from_function(dataset_fn, options)
+
     def _make_round(self) -> None:
         """Makes a round that says only whether this worker has data left."""
         nothing = values.per_replica([np.float32(0)] * len(self.extended.worker_devices))
@@ -306,6 +340,9 @@ class Strategy:
     def __copy__(self) -> NoReturn:
         raise RuntimeError("a strategy cannot be copied, since both would make the same rounds; make another one")
 
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__copy__()
+
     def __enter__(self) -> Self:
         return self
 
@@ -348,3 +385,40 @@ class _Scope(threading.local):
                 raise
             error.add_note(f"what was recorded before this error is not done: {failure}")
             self._strategy.backend.drop()
+
+
+class _Set(threading.local):
+    """The scope that the calling thread entered by `experimental_set_strategy`, and how deep it stands."""
+
+    scope: AbstractContextManager[Strategy] | None = None
+    depth = 0
+
+
+_set = _Set()
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes a strategy current in the calling thread until another call, as if its scope stood around all that follows.
+
+    In the default context, or in cross-replica context of the strategy that the last call has set.
+
+    Source: `tf.distribute.experimental_set_strategy`.
+
+    Args:
+        strategy: the strategy, whose scope is entered after that of the last call was left; None for the default one.
+
+    Raises:
+        RuntimeError: called inside of a scope that was entered in another way, or of a replica's or update function.
+        TypeError: it is no strategy.
+    """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise TypeError(f"a {type(strategy).__name__} is no strategy; give one, or None for the default strategy")
+    if context.depth() != (_set.depth if _set.scope else 0):
+        raise RuntimeError("experimental_set_strategy is called inside of a strategy's scope; leave that scope first")
+    entered, _set.scope = _set.scope, None
+    if entered is not None:
+        entered.__exit__(None, None, None)
+    if strategy is not None:
+        scope = strategy.scope()
+        scope.__enter__()
+        _set.scope, _set.depth = scope, context.depth()

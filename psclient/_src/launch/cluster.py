@@ -74,6 +74,7 @@ class Cluster:
         config: the tasks to start, and their options.
         sink: called with each line that a process prints, in another thread; None only keeps them.
         more: environment variables of workers and the chief, beside those of this process.
+        servers_more: environment variables of servers, likewise.
         keys: attributes of `LaunchConfig` that win over `config`.
     """
 
@@ -82,6 +83,7 @@ class Cluster:
         config: LaunchConfig | None = None,
         sink: Callable[[Line], None] | None = None,
         more: Mapping[str, str] | None = None,
+        servers_more: Mapping[str, str] | None = None,
         **keys: Any,
     ) -> None:
         self.config = dataclasses.replace(config or LaunchConfig(), **keys)
@@ -95,6 +97,7 @@ class Cluster:
         """The identity of the job."""
         self._sink = sink
         self._more = dict(more or {})
+        self._servers_more = dict(servers_more or {})
         self._relay: Relay | None = None
         self._heard: set[Task] = set()
         self._ended: list[Task] = []
@@ -228,7 +231,7 @@ class Cluster:
     def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
         config = self.config
         flags = self._flags(task) + ["--until-done"] * bool(config.script)
-        more = self._options.variables()
+        more = self._options.variables() | self._servers_more
         return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, self._tasks(), more)
 
     def _client(self, task: Task) -> subprocess.Popen[bytes]:

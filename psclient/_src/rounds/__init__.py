@@ -6,6 +6,7 @@ prepared     what goes to each server and comes back; found once for each plan
 rounds       makes one round: a push to each server, and what comes back
 read_cache   reads variables between the rounds, and keeps what was read
 awaited      names those whom a round waits for
+first_values waits where another process gives a variable its first value
 membership   the epochs of the job as this process sees them
 placement    chooses the servers of a variable
 checkpoints  saves checkpoints, waits for them, restores them

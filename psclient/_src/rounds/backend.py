@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from psclient._src import context, nest
+from psclient._src import context
 from psclient._src.context import StrategyFace
 from psclient._src.devices import AnyArray, Device, Value
 from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
@@ -25,9 +25,8 @@ from psclient._src.rounds.section import Section, ServerValue
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
-from pswire.errors import LocalityError
+from pswire.model.plan import Nonfinite, Plan, Ref, VariableSpec
 from pswire.model.plan import PlacedVariable as Handle
-from pswire.model.plan import Plan, Ref, VariableSpec
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
@@ -43,6 +42,7 @@ class RemoteBackend:
     Args:
         exchange: the rounds of this process.
         placement: chooses the servers of new variables.
+        nonfinite: what becomes of updates if a contribution has NaN or infinity.
 
     Attributes:
         between_graph: True: every worker runs the script.
@@ -51,7 +51,8 @@ class RemoteBackend:
 
     between_graph = True
 
-    def __init__(self, exchange: Exchange, placement: Placement) -> None:
+    def __init__(self, exchange: Exchange, placement: Placement, nonfinite: Nonfinite = "apply") -> None:
+        self._nonfinite = nonfinite
         self._task = exchange.session.task
         self.parameter_devices = exchange.session.devices
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
@@ -148,18 +149,7 @@ class RemoteBackend:
         kwargs: Mapping[str, object],
     ) -> list[Nest]:
         """Traces the function and records its application."""
-        for leaf in nest.flatten((tuple(args), dict(kwargs))):
-            self._check_place(leaf, place)
         return [self.section_here.apply(place, fn, args, kwargs)]
-
-    def _check_place(self, value: object, place: ServerIds) -> None:
-        """Says here, where the user's line is, what the server would refuse."""
-        if isinstance(value, ServerVariable) and not set(place) <= set(value.place):
-            where = ", ".join(self.parameter_devices[server] for server in place)
-            raise LocalityError(
-                f"a value never crosses servers inside a section: {value!r} is used in an update on {where}; "
-                "create it there with colocate_vars_with, or read it first and pass its value"
-            )
 
     def bring(self, values: Sequence[object]) -> list[Array]:
         """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
@@ -208,7 +198,7 @@ class RemoteBackend:
                 log.warning("a thread has ended within a scope; what it recorded there is lost")
                 self._section = None
             if self._section is None:
-                self._section = Section(len(self.parameter_devices), self._send)
+                self._section = Section(len(self.parameter_devices), self._send, self._nonfinite)
             section = self._section
         section.check_thread()
         return section

@@ -18,7 +18,7 @@ from psclient._src.transport.session import Session
 from pswire.api import Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.model.log import Approved, Epoch, EpochClosed, Snapshotted, Start, Started
+from pswire.model.log import Approved, Epoch, EpochClosed, Member, Snapshotted, Start, Started
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -146,6 +146,17 @@ class Group(Progress):
             return self._first_epoch.members[0].task == self.session.task
         self._settle()
         return self.epoch is not None and self.epoch.members[0].session == self.session.number
+
+    def ahead(self) -> Sequence[Member]:
+        """Returns those before this process, in task order, of the members that began the job with it.
+
+        Empty once this process has made a round, and for one that came late. Waits until all that begin together are
+        there.
+        """
+        me = self.session.task
+        if self.round > self.start or me == min(self._expected, default=me) or self.late:
+            return ()
+        return [member for member in self._first_epoch.members if member.task < me]
 
     def saves(self) -> bool:
         """Returns whether this process says, for those that make rounds together, what a checkpoint has but variables.

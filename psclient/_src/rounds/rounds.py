@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
+from psclient._src.options import Round
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import RoundCounters
+from psclient._src.rounds.first_values import FirstValues
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.prepared import PlanShares, ServerShare
 from psclient._src.rounds.read_cache import ReadCache, frozen
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
-from psclient._src.transport.staging import Sent, fill, pack
+from psclient._src.transport.staging import Sent, fill, host, pack
 from pswire.api import Contribution, CreateReply, RoundReply
-from pswire.errors import Fenced, MemoryLimit, ProgramError, PSError, RoundTimeout
+from pswire.errors import Fenced, MemoryLimit, ProgramError, PSError, PushAgain, RoundTimeout
 from pswire.limits import PART_BYTES
+from pswire.model.finite import is_finite
 from pswire.model.plan import PlacedVariable, Plan, Ref, SnapshotOrder, VariableSpec
 from pswire.model.tensor import Array, portable
 from pswire.telemetry.reminder import Reminder
@@ -50,6 +55,16 @@ class Outgoing:
     contributions: tuple[Sent | None, ...]
     operands: tuple[Array, ...]
 
+    def nonfinite(self) -> tuple[int, ...]:
+        """Returns the numbers of the applied reductions to which it contributes NaN or infinity, if the plan asks.
+
+        Waits for copies from a GPU: this goes ahead of all that is sent.
+        """
+        if self.plan.nonfinite == "apply":
+            return ()
+        sent = ((number, self.contributions[number]) for number in self.plan.applied)
+        return tuple([number for number, array in sent if array is not None and not is_finite(host(array))])
+
     def payload(self, share: ServerShare) -> Payload:
         """Returns what goes to one server."""
         sent = [self.contributions[place] for place in share.reductions]
@@ -66,13 +81,16 @@ class Exchange:
     Attributes:
         measures: counters of rounds and reads.
         reads: the variables' values as they were read between the rounds.
+        last_round: the last round that came back; None before the first.
     """
 
     def __init__(self, session: Session, group: Group) -> None:
         self.session = session
         self.group = group
         self.measures = RoundCounters()
+        self.last_round: Round | None = None
         self._awaited = Awaited(session, group)
+        self._first_values = FirstValues(session, group)
         self.reads = ReadCache(session, group, self._awaited, self.measures)
         self._variables: dict[int, PlacedVariable] = {}
         self._proposed: set[bytes] = set()
@@ -82,7 +100,7 @@ class Exchange:
     # ---- Variables ----
 
     def create(self, spec: VariableSpec, servers: tuple[int, ...], value: Array) -> PlacedVariable:
-        """Gets or creates a variable; the first process's value wins.
+        """Gets or creates a variable, with the first value of the lowest task that begins the job.
 
         Args:
             spec: name, dtype and shape.
@@ -91,6 +109,7 @@ class Exchange:
 
         Raises:
             VariableMismatch: another process created another variable in its place.
+            RoundTimeout: the process whose value it shall be does not create it.
             MemoryLimit: the variable does not fit.
         """
         self.session.check()
@@ -98,7 +117,7 @@ class Exchange:
         named = self.session.log_server.create(number, ordinal, -1, spec, servers, None)
         variable = self._variables[named.id] = PlacedVariable(named.id, spec, named.servers)
         first, *copies = variable.servers
-        given = named if first == 0 and named.initialized else self._give(variable, ordinal, first, value)
+        given = named if first == 0 and named.initialized else self._begin(variable, ordinal, first, value)
         if given.restored:
             self._restored.add(variable.id)
         if copies:
@@ -108,15 +127,21 @@ class Exchange:
                 self._give(variable, ordinal, server, value)
         return variable
 
+    def _begin(self, variable: PlacedVariable, ordinal: int, server: int, value: Array) -> CreateReply:
+        ask = partial(self._create, variable, ordinal, server, None)
+        return self._first_values.wait(variable.spec.name, ask) or self._give(variable, ordinal, server, value)
+
     def _give(self, variable: PlacedVariable, ordinal: int, server: int, value: Array) -> CreateReply:
-        create, number = self.session.servers[server].create, self.session.number
         # A large value travels only where it is wanted, a small one is sent sooner than asked for.
         if value.nbytes > PART_BYTES:
-            found = create(number, ordinal, variable.id, variable.spec, variable.servers, None)
+            found = self._create(variable, ordinal, server, None)
             if found.initialized:
                 return found
-        payload = Payload.pack([portable(value)])
-        return create(number, ordinal, variable.id, variable.spec, variable.servers, payload)
+        return self._create(variable, ordinal, server, Payload.pack([portable(value)]))
+
+    def _create(self, variable: PlacedVariable, ordinal: int, server: int, value: Payload | None) -> CreateReply:
+        create, number = self.session.servers[server].create, self.session.number
+        return create(number, ordinal, variable.id, variable.spec, variable.servers, value)
 
     def was_restored(self, id: int) -> bool:
         """Returns whether the first value of a variable that this process created was a restored checkpoint's."""
@@ -166,8 +191,10 @@ class Exchange:
             payloads = {
                 server: EMPTY if observes else outgoing.payload(share) for server, share in prepared.shares.items()
             }
+            with self._copied():
+                nonfinite = () if observes else outgoing.nonfinite()
             futures = {
-                server: self._push(outgoing, payload, server, want[server], observes)
+                server: self._push(server, self._said(outgoing, want[server], observes, nonfinite), payload)
                 for server, payload in payloads.items()
             }
             self._fill(outgoing, payloads.values())
@@ -236,8 +263,14 @@ class Exchange:
 
     def _fill(self, outgoing: Outgoing, payloads: Iterable[Payload]) -> None:
         """Waits until all of a contribution is on the host, while what is there is sent."""
-        try:
+        with self._copied():
             fill(outgoing.contributions, payloads)
+
+    @contextmanager
+    def _copied(self) -> Iterator[None]:
+        """Ends the session with a device's error."""
+        try:
+            yield
         except Exception as error:
             # The servers wait for the rest of it, and nobody can send that.
             failure = PSError(
@@ -247,11 +280,12 @@ class Exchange:
             self.session.end(failure)
             raise failure from error
 
-    def _push(
-        self, outgoing: Outgoing, payload: Payload, server: int, want: tuple[int, ...], observes: bool
-    ) -> Future[RoundReply]:
+    def _said(
+        self, outgoing: Outgoing, want: tuple[int, ...], observes: bool, nonfinite: tuple[int, ...]
+    ) -> Contribution:
+        """Returns what this process says to a server that it contributes to."""
         epoch = self.group.epoch
-        said = Contribution(
+        return Contribution(
             self.session.number,
             epoch.number if epoch else 0,
             self.group.round,
@@ -262,8 +296,28 @@ class Exchange:
             want,
             observes,
             self.group.start,
+            nonfinite,
         )
-        return self.session.servers[server].push(said, payload)
+
+    def _push(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
+        """Pushes to a server, and once more whenever it asks for that: at once, since other servers may wait for it."""
+        push = partial(self.session.servers[server].push, said, payload)
+        if self.session.consistency != "whole" or len(self.session.servers) == 1:
+            return push()
+        answer: Future[RoundReply] = Future()
+
+        def answered(pushed: Future[RoundReply]) -> None:
+            again = isinstance(pushed.exception(), PushAgain)
+            try:
+                if again:
+                    push().add_done_callback(answered)
+                else:
+                    answer.set_result(pushed.result())
+            except PSError as error:
+                answer.set_exception(error)
+
+        push().add_done_callback(answered)
+        return answer
 
     def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> tuple[dict[int, RoundReply], PSError | None]:
         """Returns the answers, and the error if the round failed on some server: then it failed for every process."""
@@ -296,6 +350,19 @@ class Exchange:
             lambda: "the chief" in awaited.names(server),
         )
 
+    def _told(self, replies: Iterable[RoundReply]) -> Round:
+        """Returns what the answers say of the round's members."""
+        label = self.group.epoch
+        everybody = {self.session.task} if self.group.alone or label is None else {m.task for m in label.members}
+        out = {task for reply in replies for task in reply.left_out}
+        idle = {task for reply in replies for task in reply.observers}
+        return Round(
+            self.group.round,
+            label.number if label else 0,
+            tuple(map(str, sorted(everybody - out - idle))),
+            tuple(map(str, sorted(out))),
+        )
+
     def _take(
         self, prepared: PlanShares, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
     ) -> dict[Ref, Array]:
@@ -317,6 +384,8 @@ class Exchange:
         for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
             log.warning("%s", words)
         self.reads.bring(fresh, prepared.shares, self.group.round)
+        if replies:
+            self.last_round = self._told(replies.values())
         epochs = [reply.epoch for reply in replies.values()]
         newest = max(epochs, key=lambda epoch: epoch.number, default=None)
         self.group.round_over(newest, any(reply.more for reply in replies.values()))

@@ -31,7 +31,7 @@ from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable
 from pswire.errors import LocalityError
-from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
+from pswire.model.plan import Apply, Nonfinite, Operand, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Program
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 
@@ -68,9 +68,11 @@ class Section:
     Args:
         servers: number of servers.
         flush: sends the section and gives the returned values back through `arrived`.
+        nonfinite: what becomes of its updates if a contribution has NaN or infinity.
     """
 
-    def __init__(self, servers: int, flush: Callable[[Section], object]) -> None:
+    def __init__(self, servers: int, flush: Callable[[Section], object], nonfinite: Nonfinite = "apply") -> None:
+        self._nonfinite = nonfinite
         self._servers = servers
         self._flush = flush
         self._reductions: list[Reduction] = []
@@ -329,6 +331,7 @@ class Section:
             tuple(self._applies),
             tuple(sorted(self._returned)),
             self._snapshot,
+            nonfinite=self._nonfinite if self._applies else "apply",
         )
 
     def _place(self) -> tuple[int, ...]:
@@ -380,6 +383,8 @@ class _Inputs:
             return self._variable(value)
         if isinstance(value, ServerValue):
             if value.section is self.section and not value.section.flushed:
+                if value.place is not None:
+                    self._check_place(value, value.place, "reduce it to what is updated")
                 self.section.pin(value.ref, self.servers)
                 return Given("value", value.spec, value.ref)
             return self._array(value.section.value(value.ref))
@@ -401,9 +406,20 @@ class _Inputs:
         if isinstance(value, SyncOnReadVariable):
             value.refuse_update()
         on_server = cast(ServerVariable, value)  # A strategy with sections has no third kind.
+        self._check_place(value, value.place, "create it there with colocate_vars_with")
         handle = on_server.handle
         self.variables[handle.id] = on_server
         return Given("variable", handle.spec.tensor, Ref("variable", handle.id), value)
+
+    def _check_place(self, value: Readable, place: tuple[int, ...], remedy: str) -> None:
+        """Says here, where the user's line is, what the server would refuse."""
+        if not set(self.servers) <= set(place):
+            devices = self.strategy.extended.parameter_devices
+            where = ", ".join(devices[server] for server in self.servers)
+            raise LocalityError(
+                f"a value never crosses servers inside a section: {value!r} is used in an update on {where}; "
+                f"{remedy}, or read it first and pass its value"
+            )
 
     def lift(self, value: object) -> Tracer | None:
         """Returns the tracer of a variable or of a located or mirrored value; None for all else."""

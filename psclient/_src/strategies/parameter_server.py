@@ -16,7 +16,7 @@ from psclient._src.config import check_lane, job_from, lane_from, refused_from, 
 from psclient._src.devices import local_devices
 from psclient._src.distribute.extended_v1 import StrategyExtended
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.options import Async, Sync
+from psclient._src.options import Async, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.embedded_server import EmbeddedServer
 from psclient._src.rounds.backend import RemoteBackend
@@ -134,7 +134,7 @@ class ParameterServerStrategy(Strategy):
         self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
         self._exporter.add_worker(self._exchange, self._servers)
         limits = [server.status().memory_limit for server in self._servers]
-        self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits))
+        self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits), self.consistency.nonfinite)
         super().__init__(StrategyExtended(self, self._remote))
 
     # ---- What it is ----
@@ -143,6 +143,11 @@ class ParameterServerStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver | None:
         """The resolver of the cluster and this process's task; None where one server was started for this process."""
         return self._resolver
+
+    @property
+    def last_round(self) -> Round | None:
+        """The last round that came back: its members, and who was left out. None before the first. It never waits."""
+        return self._exchange.last_round
 
     @property
     def round(self) -> int:

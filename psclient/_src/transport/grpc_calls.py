@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import grpc
 
 from psclient._src.transport.daemon_threads import check_startable
-from psclient._src.transport.grpc_channel import Interceptor, open_channel, stub
 from psclient._src.transport.staging import StagedParts
 from pswire.cluster import Task
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, Metadata, bearer, parse
@@ -18,6 +17,7 @@ from pswire.errors import InvalidRequest, PSError
 from pswire.limits import PART_BYTES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
+from pswire.transport.grpc_channel import Interceptor, open_channel, stub
 from pswire.transport.grpc_frames import Frame, frames
 from pswire.transport.parts import Assembly, Part, parts_of
 from pswire.transport.payload import Payload

@@ -28,8 +28,8 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.parts import Assembly
 from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import CLIENT_BYTES, Hold, Segment, SharedArena, SharedView
-from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender, tune
-from pswire.transport.tls_socket import Sealed, Stream
+from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender, connect
+from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import LaneName, Traffic
 
 SHARED = "/dev/shm"
@@ -351,17 +351,7 @@ def _connect(name: LaneName, offer: Offer, lease: float) -> Stream:
         sock.settimeout(CONNECT_SECONDS)
         sock.connect(offer.path)
         return sock
-    sock = socket.create_connection((offer.host, offer.port), CONNECT_SECONDS)
-    tune(sock, lease, breaks=False)
-    if offer.tls is None:
-        return sock
-    sealed = Sealed(sock, offer.tls, offer.name)
-    try:
-        sealed.shake()
-    except OSError:
-        sealed.close()
-        raise
-    return sealed
+    return connect(offer.host, offer.port, CONNECT_SECONDS, lease, False, offer.tls, offer.name)
 
 
 def _why(name: LaneName, offer: Offer, error: Exception) -> str:

@@ -18,7 +18,6 @@ from google.protobuf.message import Message
 from psclient._src.transport import tls_diagnosis
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.grpc_calls import GrpcCalls
-from psclient._src.transport.grpc_channel import Interceptor
 from psclient._src.transport.lane import Answered, Lane, Offer
 from psclient._src.transport.lane_selector import LaneSelector
 from psclient._src.transport.retries import Attempts
@@ -47,6 +46,7 @@ from pswire.model.status import Happened, ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, task_name
+from pswire.transport.grpc_channel import Interceptor
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName, traffic
 

@@ -11,16 +11,19 @@ from typing import TypeVar
 
 import grpc
 
-from psclient._src.transport.grpc_channel import NOBODY, REASONS
 from pswire.cluster import Task
 from pswire.encoding.verbs import UNANSWERED, Verb, refused
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerLost, Unreachable
 from pswire.limits import Timeouts
+from pswire.transport.grpc_channel import NOBODY, reason
 
 log = logging.getLogger("psclient.calls")
 
 FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
 """Seconds between two attempts: the first pause, and what it doubles up to."""
+
+NOT_YET = "it has not answered yet"
+"""What is known of a call that a server may answer late on purpose."""
 
 WAIT_SECONDS = 600.0
 """Seconds that a call waits at the server before it is sent again."""
@@ -98,7 +101,8 @@ class Attempts:
                 return result
             gone = ends and why == NOBODY
             self._give_up(verb, limit, time.monotonic() - started, why, gone)
-            if time.monotonic() - spoke > self._timeouts.word:
+            # A server that answers late on purpose is not named here: who waits says for whom.
+            if why != NOT_YET and time.monotonic() - spoke > self._timeouts.word:
                 spoke = time.monotonic()
                 log.warning("no answer from %s at %s (%s) yet; trying on", self._task, self._address, why)
             self._failed.wait(pause * random.uniform(0.5, 1.0))
@@ -119,13 +123,12 @@ class Attempts:
             self._silent_since = None
             raise (answer or self._foreign(verb, code, details)) from None
         if code == "DEADLINE_EXCEEDED" and verb.waits:
-            return "it has not answered yet"  # perhaps on purpose
+            return NOT_YET
         if self._silent_since is None:
             self._silent_since = began if code == "DEADLINE_EXCEEDED" else time.monotonic()
         if code == "UNAVAILABLE" and not self.opened:
             self._check_security()
-        found = (words for part, words in REASONS.items() if part in details)
-        return next(found, code.lower().replace("_", " "))
+        return reason(details, code.lower().replace("_", " "))
 
     def _check_security(self) -> None:
         """Raises `ConfigError` if it is known that no attempt can succeed."""

@@ -277,6 +277,11 @@ class Session:
         """Makes the deadline of waits that begin now; the time in which a server is silent does not count."""
         return self._patience.deadline(seconds)
 
+    def pause(self, seconds: float) -> None:
+        """Waits for some seconds; raises what ends the session meanwhile."""
+        wait((self._broken,), seconds)
+        self.check()
+
     def wait(
         self,
         future: Future[T],

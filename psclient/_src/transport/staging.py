@@ -54,6 +54,11 @@ def pack(arrays: Sequence[Sent]) -> Payload:
     return Payload.pack(arrays)  # type: ignore[arg-type]
 
 
+def host(array: Sent) -> Array:
+    """Returns an array on the host, once it is there; raises the device's error if its copy has failed."""
+    return array.wait() if isinstance(array, Download) else array
+
+
 def fill(arrays: Iterable[Sent | None], payloads: Iterable[Payload]) -> None:
     """Waits for arrays in the order in which their copies were begun; payloads grow with each.
 

@@ -208,7 +208,6 @@ class ReplicaCopy(Component, Readable):
 
     Attributes:
         distributed_container: the variable whose copy this is.
-        device: the device that holds the copy.
     """
 
     def __init__(self, container: CopiedVariable, device: Device, value: Array) -> None:
@@ -218,8 +217,13 @@ class ReplicaCopy(Component, Readable):
         self.trainable = container.trainable
         self.synchronization = container.synchronization
         self.aggregation = container.aggregation
-        self.device = device
         self.cell = Cell(container.name, container.spec, device, value)
+
+    @property
+    def device(self) -> str:
+        """The device that holds the copy."""
+        whole = self.distributed_container
+        return whole.devices[next(index for index, own in enumerate(whole.values) if own is self)]
 
     def _fetch(self) -> Array:
         return to_numpy(self.cell.array)

@@ -106,6 +106,8 @@ class _VariableType(type):
                 "a variable with synchronization ON_READ differs by replica and cannot be trained; leave "
                 "trainable=True out, or take ON_WRITE"
             )
+        if not isinstance(name, str | None):
+            raise TypeError(f"name is {name!r}; the name of a variable is a text, such as {str(name)!r}")
         strategy = context.get_strategy()
         trained = not on_read if trainable is None else bool(trainable)
         place = strategy.extended.colocation
@@ -183,6 +185,7 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
 
     Raises:
         RuntimeError: it is created in an update function.
+        TypeError: the name is no text.
         ValueError: synchronization is NONE; ON_READ and trainable; MEAN of an integer dtype; SUM of bool.
         InvalidRequest: its dtype cannot travel.
         VariableMismatch: another process created something else in its place.
@@ -224,6 +227,12 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
     def devices(self) -> tuple[str, ...]:
         """The devices that hold it."""
         raise NotImplementedError
+
+    @property
+    def device(self) -> str:
+        """The device that holds it; of several copies the replica's own, and in cross-replica context the first."""
+        own = context.local_replica(self.strategy) or 0
+        return self.devices[own if own < len(self.devices) else 0]
 
     def check_strategy(self, strategy: StrategyFace) -> None:
         """Raises `ValueError` if it is not a variable of this strategy."""

@@ -119,7 +119,7 @@ def test_an_end_that_is_none_waits_for_nobody():
         cluster = ClusterSpec({"ps": (thread.address,), "worker": ("x:1", "x:2")})
         resolver = ps.SimpleClusterResolver(cluster, task_type="worker", task_id=0)
         strategy = ps.ParameterServerStrategy(cluster_resolver=resolver, timeouts=SLOW)
-        other = Session(B, [behind], 1, timeouts=SLOW)
+        other = Session(B, [behind], 1, timeouts=SLOW, consistency="whole")
         other.open()
         other.leave("Diverged: at another section")
         closing = threading.Thread(target=strategy.close, daemon=True)

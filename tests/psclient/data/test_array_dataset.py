@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from psclient._src import nest
+from psclient._src.data.adapters import source_of
 from psclient._src.data.array_dataset import ArrayDataset
 
 
@@ -78,12 +86,176 @@ def test_what_makes_no_dataset_is_refused() -> None:
         with pytest.raises(ValueError, match="first dimension"):
             ArrayDataset(arrays)
     batched = ArrayDataset(np.zeros(4)).batch(2)
-    for wrong in (lambda: batched.batch(2), batched.shuffle, lambda: batched.shard(2, 0)):
+    for wrong in (lambda: batched.batch(2), batched.shuffle):
         with pytest.raises(ValueError, match="comes before batch"):
             wrong()
-    with pytest.raises(ValueError, match="shard comes before shuffle"):
-        ArrayDataset(np.zeros(4)).shuffle().shard(2, 0)
+    for shards, index in ((2, 2), (2, -1), (0, 0)):
+        with pytest.raises(ValueError, match=f"there is no shard {index} of {shards}"):
+            batched.shard(shards, index)
+    with pytest.raises(ValueError, match="cannot be repeated -2 times"):
+        batched.repeat(-2)
     with pytest.raises(ValueError, match="0 examples"):
         ArrayDataset(np.zeros(4)).batch(0)
     with pytest.raises(ValueError, match=r"call dataset.batch"):
         ArrayDataset(np.zeros(4)).batches(0)
+
+
+# ---- Chains of stages ----
+
+
+def plain(element: Any) -> Any:
+    """A nest of arrays as lists."""
+    return nest.map_structure(lambda array: np.asarray(array).tolist(), element)
+
+
+def times_ten(x: Any) -> Any:
+    return x * 10
+
+
+# Each stage, and what it makes of a list of examples, or of a list of batches, which are lists of examples.
+STAGES: dict[str, tuple[Callable[[ArrayDataset], ArrayDataset], Callable[[list[Any]], list[Any]], bool, bool]] = {
+    "shard": (lambda d: d.shard(3, 1), lambda x: x[1::3], False, False),
+    "repeat": (lambda d: d.repeat(2), lambda x: x * 2, False, False),
+    "map": (lambda d: d.map(times_ten), lambda x: (np.asarray(x) * 10).tolist(), False, False),
+    "batch": (lambda d: d.batch(4), lambda x: [x[i : i + 4] for i in range(0, len(x), 4)], False, True),
+    "batch whole ones": (
+        lambda d: d.batch(3, drop_remainder=True),
+        lambda x: [x[i : i + 3] for i in range(0, len(x) - 2, 3)],
+        False,
+        True,
+    ),
+    "shard batches": (lambda d: d.shard(2, 0), lambda x: x[::2], True, True),
+    "repeat batches": (lambda d: d.repeat(3), lambda x: x * 3, True, True),
+    "map batches": (lambda d: d.map(times_ten), lambda x: [[i * 10 for i in b] for b in x], True, True),
+    "unbatch": (lambda d: d.unbatch(), lambda x: [i for b in x for i in b], True, False),
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(count=st.integers(0, 11), names=st.lists(st.sampled_from(sorted(STAGES)), max_size=5))
+def test_any_chain_is_that_of_lists(count: int, names: list[str]) -> None:
+    """Whole, from any batch on, and any rows of a batch: what a position says is what comes."""
+    dataset, expected, batched = ArrayDataset(np.arange(count)), list(range(count)), False
+    for name in names:
+        made, oracle, needs, gives = STAGES[name]
+        if needs == batched and not (name == "map" and not expected):
+            dataset, expected, batched = made(dataset), oracle(expected), gives
+    assert [plain(element) for element in dataset.epoch(3)] == expected
+    assert [plain(element) for element in dataset] == expected
+    if not batched:
+        assert dataset.size == len(expected)
+        return
+    assert (dataset.batches(0), dataset.size) == (len(expected), sum(map(len, expected)))
+    for start in range(len(expected) + 1):
+        for batch, whole in zip(source_of(dataset).batches(1, start), expected[start:], strict=True):
+            assert (batch.examples, plain(batch.whole)) == (len(whole), whole)
+            assert [plain(batch.rows(i, i + 2)) for i in range(0, 6, 2)] == [whole[i : i + 2] for i in range(0, 6, 2)]
+
+
+ORDERED: dict[str, Callable[[ArrayDataset], ArrayDataset]] = {
+    "repeat behind": lambda d: d.shuffle(3).repeat(3).batch(4),
+    "repeat of batches": lambda d: d.shuffle(3).batch(4).repeat(3),
+    "repeat before": lambda d: d.repeat(3).shuffle(3).batch(4),
+    "shuffled again": lambda d: d.repeat(3).batch(5).unbatch().shuffle(1).batch(4),
+    "sharded repeats": lambda d: d.repeat(6).shard(2, 1).shuffle(3).batch(4),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_shuffled_examples_come_as_often_as_they_are_repeated(name: str) -> None:
+    """Each data epoch in another order, which is the same whenever it is made, and from whichever batch."""
+    dataset, again = (ORDERED[name](ArrayDataset(np.arange(9))) for _ in range(2))
+    orders = [[plain(batch) for batch in dataset.epoch(epoch)] for epoch in range(3)]
+    for epoch, order in enumerate(orders):
+        assert sorted([*itertools.chain(*order)]) == sorted([*range(9)] * 3)
+        for start in reversed(range(len(order))):
+            assert [plain(batch.whole) for batch in source_of(again).batches(epoch, start)] == order[start:]
+    assert len({str(order) for order in orders}) == 3
+
+
+def test_each_repetition_of_a_shuffle_has_its_own_order() -> None:
+    """Those of two data epochs of so many repetitions are those of as many data epochs."""
+    once = ArrayDataset(np.arange(9)).shuffle(3)
+    orders = [[int(x) for x in once.epoch(epoch)] for epoch in range(6)]
+    for epoch in range(2):
+        assert [int(x) for x in once.repeat(3).epoch(epoch)] == [*itertools.chain(*orders[3 * epoch : 3 * epoch + 3])]
+
+
+def test_shards_of_a_shuffle_have_every_example_once() -> None:
+    """In each data epoch others; of batches too."""
+    shuffled = ArrayDataset(np.arange(10)).shuffle(5)
+    for epoch in range(3):
+        shards = [[int(x) for x in shuffled.shard(3, index).epoch(epoch)] for index in range(3)]
+        assert sorted([*itertools.chain(*shards)]) == list(range(10))
+        batches = [plain(b) for index in range(2) for b in shuffled.batch(3).shard(2, index).epoch(epoch)]
+        assert sorted([*itertools.chain(*batches)]) == list(range(10))
+    assert len({tuple(map(int, shuffled.shard(3, 0).epoch(epoch))) for epoch in range(3)}) == 3
+
+
+def test_iterating_begins_the_next_data_epoch() -> None:
+    """Without a strategy; a nest of one example, or of a batch."""
+    dataset = ArrayDataset({"x": np.arange(6), "y": (np.eye(6),)}).shuffle(1)
+    orders = [[int(example["x"]) for example in dataset] for _ in range(3)]
+    assert orders == [[int(example["x"]) for example in dataset.epoch(epoch)] for epoch in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert next(iter(dataset))["y"][0].shape == (6,)
+    assert [batch["y"][0].shape for batch in dataset.batch(4)] == [(4, 6), (2, 6)]
+
+
+def test_an_endless_dataset_has_no_end() -> None:
+    """It is begun anywhere; what needs its end is refused."""
+    for endless in (
+        ArrayDataset(np.arange(5)).repeat().batch(2),
+        ArrayDataset(np.arange(5)).repeat(-1).map(lambda x: x).shard(1, 0).batch(2).repeat(4),
+        ArrayDataset(np.arange(10) % 5).batch(2).repeat(),
+    ):
+        assert [plain(b) for b in itertools.islice(endless, 6)] == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4], [0, 1]]
+        assert plain(next(source_of(endless).batches(0, 10**9 + 1)).whole) == [2, 3]
+        with pytest.raises(ValueError, match="is repeated for ever, and has no number of examples"):
+            endless.size  # noqa: B018
+        with pytest.raises(ValueError, match="unbatch comes before repeat"):
+            endless.unbatch()
+    with pytest.raises(ValueError, match="shuffle comes before repeat"):
+        ArrayDataset(np.arange(5)).repeat().shuffle()
+    shuffled = ArrayDataset(np.arange(4)).shuffle(2).repeat()
+    first, second = ([int(x) for x in itertools.islice(shuffled, 12)] for _ in range(2))
+    assert [sorted(first[i : i + 4]) for i in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
+    assert len({tuple(order[i : i + 4]) for order in (first, second) for i in (0, 4, 8)}) > 3
+    assert list(ArrayDataset(np.arange(0)).repeat()) == []
+
+
+def test_a_function_is_called_with_what_an_example_is() -> None:
+    """Of a tuple with its items, of a dict with itself; it may make another nest of it."""
+    pairs = ArrayDataset((np.arange(4), np.arange(8.0).reshape(4, 2)))
+    made = pairs.map(lambda x, y: {"sum": x + y.sum(), "y": y[::-1]})
+    assert plain(next(iter(made))) == {"sum": 1.0, "y": [1.0, 0.0]}
+    assert plain(next(iter(made.batch(2)))) == {"sum": [1.0, 6.0], "y": [[1.0, 0.0], [3.0, 2.0]]}
+    assert plain(next(iter(made.batch(2).map(lambda b: (b["y"], b["sum"] > 2))))[1]) == [False, True]
+    spec = source_of(made.batch(2)).spec()
+    assert (spec["y"].shape, spec["sum"].dtype, spec["sum"].shape) == ((None, 2), np.float64, (None,))
+    called: list[int] = []
+    each = ArrayDataset(np.arange(100)).map(lambda x: called.append(int(x)) or x).batch(10)
+    assert plain(next(source_of(each).batches(0, 3)).rows(2, 4)) == [32, 33]
+    assert called == [32, 33]
+
+
+def test_what_a_function_must_not_make_is_told() -> None:
+    """Other numbers of examples of a batch, shapes that differ, and shapes of nothing."""
+    dataset = ArrayDataset(np.arange(6))
+    for wrong in (lambda b: b[:1], lambda b: b.sum()):
+        with pytest.raises(ValueError, match=r"map after batch makes arrays of shapes .* has to keep their number"):
+            list(dataset.batch(3).map(wrong))
+    with pytest.raises(ValueError, match=r"map makes arrays of shapes \[\(0,\), \(1,\), \(2,\)\]; all need"):
+        list(dataset.map(np.zeros).batch(3))
+    with pytest.raises(ValueError, match="there is no example from which the shapes"):
+        source_of(ArrayDataset(np.zeros(0)).map(lambda x: x).batch(3)).spec()
+
+
+def test_examples_are_split_into_their_rows() -> None:
+    """Where there are no batches: along the first dimension that all arrays of an example share."""
+    dataset = ArrayDataset((np.arange(6).reshape(3, 2), np.arange(12).reshape(3, 2, 2)))
+    assert [plain(x) for x in dataset.unbatch()] == [(i, [2 * i, 2 * i + 1]) for i in range(6)]
+    assert [int(x) % 2 for x, _ in dataset.shuffle(1).unbatch()] == [0, 1] * 3
+    for arrays in (np.arange(3), (np.zeros((3, 2)), np.zeros((3, 4)))):
+        with pytest.raises(ValueError, match="unbatch splits examples along one and the same first dimension"):
+            ArrayDataset(arrays).unbatch()

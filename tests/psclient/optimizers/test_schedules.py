@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -119,3 +120,28 @@ def test_a_schedule_of_ones_own_says_what_it_has_to_do():
     """The base computes nothing."""
     with pytest.raises(NotImplementedError):
         s.LearningRateSchedule()(0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_is_made_of_its_config(name):
+    """Through JSON, a schedule within another included; and that of Keras has a name besides."""
+    schedule, _ = CASES[name]
+    config = json.loads(json.dumps(schedule.get_config()))
+    for given in (config, {**config, "name": "Keras"}):
+        made = type(schedule).from_config(given)
+        assert (type(made), made.get_config()) == (type(schedule), config)
+        assert [float(made(t)) for t in STEPS] == [float(schedule(t)) for t in STEPS]
+
+
+def test_a_config_has_the_arguments_by_name():
+    """With the names of Keras, and the defaults of those that were not given."""
+    assert s.CosineDecay(0.5, 8).get_config() == {
+        "initial_learning_rate": 0.5,
+        "decay_steps": 8.0,
+        "alpha": 0.0,
+        "warmup_target": None,
+        "warmup_steps": 0.0,
+    }
+    inner = {"class_name": "PiecewiseConstantDecay", "config": {"boundaries": [2.0], "values": [1.0, 0.5]}}
+    warmup = s.LinearWarmup(s.PiecewiseConstantDecay([2], [1, 0.5]), 3)
+    assert warmup.get_config() == {"schedule": inner, "warmup_steps": 3.0, "initial_learning_rate": 0.0}

@@ -179,7 +179,10 @@ def test_who_came_back_does_not_overwrite_what_others_know(tmp_path):
         job.hear(W1, "at", 6)
         job.start(W0)
         eventually(
-            lambda: [one.join_point for one in server.status().sessions if one.state == "open"].count("dataset:0") == 2
+            lambda: (
+                ("open", "dataset:0")
+                in [(one.state, one.join_point) for one in server.status().sessions if one.member.task == W0]
+            )
         )
         job.open("go")
         for task in (W0, W1):

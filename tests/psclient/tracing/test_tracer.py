@@ -662,9 +662,12 @@ def test_real_cupy_calls_the_hook():
 # ps.ops.
 
 
+CLIPPING = {"clip_by_value", "clip_by_norm", "global_norm", "clip_by_global_norm"}
+
+
 def test_ops_has_one_function_for_each_op():
     """The module, its `__all__` and the table agree; each says what it does."""
-    assert set(ops.__all__) == set(OPS) | {"clip", "vector_norm"}
+    assert set(ops.__all__) == set(OPS) | {"clip", "vector_norm"} | CLIPPING
     for name in ops.__all__:
         function = getattr(ops, name)
         assert function.__name__ == name
@@ -689,6 +692,67 @@ def test_ops_with_attributes_work_alike_on_arrays_and_tracers():
     for name in ("sum", "mean", "max", "min", "all", "any"):
         check(lambda x: getattr(ops, name)(x, axis=1, keepdims=True), Val(F))  # noqa: B023
         check(getattr(ops, name), Val(F))
+
+
+# TensorFlow's functions that clip gradients.
+
+CLIPS = {
+    "by value": lambda x, y: ops.clip_by_value(x, 1.0, 3.0),
+    "by values": lambda x, y: ops.clip_by_value(x, np.array([0, 1, 2], x.dtype), y),
+    "by norm": lambda x, y: ops.clip_by_norm(x, 2.0),
+    "by norms of rows": lambda x, y: ops.clip_by_norm(x, 2.0, axes=[1]),
+    "by norms of columns": lambda x, y: ops.clip_by_norm(x, 2.0, axes=0),
+    "norm": lambda x, y: ops.global_norm([x, None, y]),
+    "by global norm": lambda x, y: ops.clip_by_global_norm((x, None, y), 2.0)[0][::2],
+    "by a norm that is known": lambda x, y: ops.clip_by_global_norm([x, y], 2.0, use_norm=np.float32(8))[0],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", CLIPS)
+def test_clips_work_alike_on_arrays_and_tracers(name, dtype):
+    """In update functions too, and an array keeps its dtype."""
+    x, y = F.astype(dtype), (F * 2).astype(dtype)
+    check(CLIPS[name], Val(x), Val(y))
+    found = CLIPS[name](x, y)
+    for array in found if isinstance(found, list) else [found]:
+        assert array.dtype == (np.float32 if (name, dtype) == ("norm", "float16") else dtype)
+
+
+def test_clips_are_those_of_tensorflow():
+    """Its documents' examples, and their formulas by hand."""
+    t = np.array([[-10.0, -1.0, 0.0], [0.0, 2.0, 10.0]], "float32")
+    assert ops.clip_by_value(t, -1, 1).tolist() == [[-1, -1, 0], [0, 1, 1]]
+    assert ops.clip_by_value(t, [[-5], [-1]], [2, 3, 5]).tolist() == [[-5, -1, 0], [0, 2, 5]]
+    assert ops.clip_by_value(np.arange(4), 1, 2).tolist() == [1, 1, 2, 2]
+    assert ops.clip_by_value([0.5, 7], 1, 2).dtype == np.float32
+    np.testing.assert_allclose(ops.clip_by_norm([1, 2, 3, 4, 5.0], 2.0), np.arange(1, 6) * 2 / 55**0.5, rtol=1e-6)
+    np.testing.assert_allclose(ops.clip_by_norm(t, 5.0, [1]), [[-10 / 2.01, -1 / 2.01, 0], t[1] * 5 / 104**0.5], 1e-3)
+    assert ops.clip_by_norm(np.float32([3, 4]), 7.0).tolist() == [3, 4]
+    assert ops.clip_by_norm(np.zeros(3), 1.0).tolist() == [0, 0, 0]
+    assert ops.global_norm([np.float32([3]), None, np.float32([[4]])]) == 5
+    assert ops.global_norm([np.full(2, 200, "float16")]) == pytest.approx(200 * 2**0.5)
+    clipped, norm = ops.clip_by_global_norm([np.float32([3]), None, np.float32([[4]])], 2.5)
+    assert ([clipped[0].tolist(), clipped[1], clipped[2].tolist()], norm) == ([[1.5], None, [[2.0]]], 5)
+    assert ops.clip_by_global_norm([np.float32([3, 4])], 8.0)[0][0].tolist() == [3, 4]
+    assert ops.clip_by_global_norm([np.zeros(2)], 8.0)[0][0].tolist() == [0, 0]
+    assert ops.clip_by_global_norm([np.float32([3, 4])], 2.5, use_norm=10.0)[0][0].tolist() == [0.75, 1.0]
+    for bad in (np.inf, np.nan):
+        (found,), norm = ops.clip_by_global_norm([np.array([1.0, bad])], 1.0)
+        assert np.isnan(found).all()
+        assert not np.isfinite(norm)
+
+
+def test_what_cannot_be_clipped_is_refused():
+    """Bounds that are larger than the array, no list, no array."""
+    with pytest.raises(ValueError, match=r"make the shape \(2, 3\) cannot clip an array of shape \(3,\)"):
+        ops.clip_by_value(np.zeros(3), np.zeros((2, 3)), 1)
+    for function in (ops.global_norm, lambda x: ops.clip_by_global_norm(x, 1.0)):
+        with pytest.raises(TypeError, match="takes a list of arrays, and not a ndarray"):
+            function(np.zeros(3))
+        for nothing in ([], [None]):
+            with pytest.raises(ValueError, match="give at least one that is not None"):
+                function(nothing)
 
 
 def test_variables_are_tracers():

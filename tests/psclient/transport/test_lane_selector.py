@@ -19,6 +19,7 @@ from psclient._src.transport import lane as client_lane
 from psclient._src.transport import lane_selector as client_lanes
 from psclient._src.transport.lane import Lane, LaneLost, Offer
 from pswire.errors import ConfigError, Fenced, PSError, ServerLost
+from pswire.transport import sockets
 from pswire.transport.sockets import HEAD, Kind, tune
 from pswire.transport.traffic import LANES, LaneName, Traffic
 from tests.support.lane_rig import (
@@ -343,7 +344,7 @@ def test_a_round_may_take_longer_than_a_host_may_be_silent(
     stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that reads no more of a push until others have sent theirs has not lost its power."""
-    monkeypatch.setattr(client_lane, "tune", lambda sock, silence, breaks: tune(sock, 1.0, breaks))
+    monkeypatch.setattr(sockets, "tune", lambda sock, silence, breaks: tune(sock, 1.0, breaks))
     site = Site(stack, name, variables=24, between=lambda lanes: setattr(lanes, "in_flight", 4 << 20))
     here, other = site.workers
     lane = site.lane(here)

@@ -10,7 +10,7 @@ import pytest
 from psserver.config import ServerConfig
 from psserver.core.machine import Machine
 from psserver.devices import Device
-from psserver.effects import Await, Fail, Reply, Run, Work
+from psserver.effects import Await, Fail, Know, Peer, Reply, Run, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution, PullReply, RoundReply
@@ -151,6 +151,8 @@ def test_a_new_job_fails_all_that_waits(told):
     read: Future[PullReply] = Future()
     told.tell("pull", told.b, (0,), 5, read)
     _, failed = told.tell("approve", told.token, 0, [JobStarted(9, (100,))], {})
+    *failed, know = failed
+    assert know == Know((Peer("", 100),))
     assert [(effect.future, type(effect.error)) for effect in failed] == [(pushed, ServerLost), (read, ServerLost)]
 
 

@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations, count
 from pathlib import Path
 from random import Random
@@ -22,7 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from psclient._src.chief import driver as chief_module
 from psclient._src.chief.driver import Chief
@@ -35,13 +34,14 @@ from pstesting.clock import Clock
 from pstesting.replay import Recording, Replay
 from pswire.api import Contribution, Opened, RoundReply, Vote
 from pswire.cluster import ClusterSpec, Task
-from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, TaskTaken
+from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, PushAgain, ServerLost, TaskTaken
 from pswire.limits import Timeouts
 from pswire.model.log import Epoch, EpochClosed, Mode, Started
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, layout
 from pswire.transport.payload import Chunk, Payload
+from tests.support.mail import Mail
 from tests.support.rig import CHIEF, WORKERS, adding, core
 from tests.support.strands import Strand as Thread
 
@@ -127,6 +127,7 @@ class Line:
     """A process's connection to a server: it may stand still before each call, and pushes travel."""
 
     def __init__(self, model: Model, process: Worker | Driver, server: int) -> None:
+        self.task = Task("ps", server)
         self._model = model
         self._process = process
         self._server = server
@@ -134,6 +135,11 @@ class Line:
     def __getattr__(self, verb: str) -> Any:
         def call(*args: Any) -> Any:
             self._process.strand.pause()
+            while self._server in self._model.dead:
+                if self._server == 0 or isinstance(self._process, Driver):
+                    raise self._model.lost()
+                self._process.session.check()  # that a server is lost the chief says, and until then it is silent
+                self._process.strand.pause()
             return getattr(self._model.cores[self._server], verb)(*args)
 
         return call
@@ -208,8 +214,10 @@ class Worker:
             assert least <= value <= totals[variable.id], f"{self.task} reads what no round wrote"
 
     def told(self, error: PSError) -> None:
-        """It gets an error: the only one that this job has is that its session was ended."""
+        """It gets an error: the only one of a job whose servers live is that its session was ended."""
         self.state = "ended"
+        if self.model.dead and isinstance(error, ServerLost):
+            return
         if not isinstance(error, Fenced) or self.model.is_open(self.session.number):
             raise AssertionError(
                 f"{self.task}, session {self.session.number}, is told {error!r}\n{self.model._describe()}"
@@ -219,9 +227,12 @@ class Worker:
         """Says that it lives, and what it waits for, to the servers on which its session is open."""
         if self.state != "runs":
             return
-        for server in self.model.cores[: len(self.session.opens)]:
+        for number in self.session.opens:
             try:
-                server.beat(self.session.number, *self.session.waits)
+                if number not in self.model.dead:
+                    self.model.cores[number].beat(self.session.number, *self.session.waits)
+                elif number == 0:
+                    raise self.model.lost()
             except PSError as error:
                 self.session.end(error)
 
@@ -274,6 +285,8 @@ class Driver:
             self.chief.drive()
         except Fenced:
             pass  # there is a newer one
+        except ServerLost:
+            assert self.model.dead
 
     def resume(self, times: int) -> None:
         """Goes on for some calls; if there is a newer chief, it decides nothing."""
@@ -293,6 +306,8 @@ class Driver:
         """Says that it lives."""
         if self.session.number and not self.strand.over:
             try:
+                if self.model.dead:
+                    raise self.model.lost()
                 self.model.cores[0].beat(self.session.number, -1, b"")
             except PSError as error:
                 self.session.end(error)
@@ -324,6 +339,7 @@ class Model(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.workers: list[Worker] = []
         self.drivers: list[Driver] = []
+        self.dead: set[int] = set()
         self.strands: list[Thread] = []
         self.unique, self.luck = count(1), Random(0)
         self.broken = False
@@ -371,7 +387,7 @@ class Model(RuleBasedStateMachine):
             for number, queue in enumerate(self.work)
         ]
         for number, one in enumerate(self.cores):
-            one.peers = partial(self._say, number)
+            one.others = Mail(number, self.votes)
         self.recordings = [Recording(one) for one in self.cores]
         self.cluster = ClusterSpec({"ps": ("x:1",) * servers, "worker": ("x:2",) * workers})
         self.totals, self.seconds, self.counts = [0] * servers, [0] * servers, [0] * servers
@@ -425,6 +441,11 @@ class Model(RuleBasedStateMachine):
     def over(self) -> bool:
         """Whether the job is done."""
         return self.cores[0].machine.log.over
+
+    def lost(self) -> ServerLost:
+        """The error of a server that has died."""
+        (server,) = self.dead
+        return ServerLost("was lost (nothing listens there any more)", str(Task("ps", server)))
 
     # ---- What can happen ----
 
@@ -484,21 +505,21 @@ class Model(RuleBasedStateMachine):
     def run_work(self, server: int) -> None:
         """A server does its array work."""
         queue = self.work[server % len(self.work)]
-        while queue:
+        while queue and server % len(self.work) not in self.dead:
             queue.popleft()()
             self.take_in()
 
     @rule()
     def new_chief(self) -> None:
         """A chief is started, whether or not there is one."""
-        if not self.over:
+        if not self.over and not self.dead:
             self.drivers.append(Driver(self))
             self.strands.append(self.drivers[-1].strand)
 
     @rule()
     def kill_chief(self) -> None:
         """The newest chief is killed, between two calls."""
-        if self.drivers and not self.over:
+        if self.drivers and not self.over and not self.dead:
             self.drivers[-1].kill()
 
     def end_chiefs(self, but: Driver) -> None:
@@ -509,7 +530,7 @@ class Model(RuleBasedStateMachine):
 
     def part(self, session: Session) -> None:
         """The connection of a process that has ended ends."""
-        if session.number:
+        if session.number and 0 not in self.dead:
             self.cores[0]._enter(self.cores[0].machine.part, session.number)
 
     @rule(who=st.integers(0, 5))
@@ -522,14 +543,14 @@ class Model(RuleBasedStateMachine):
         """A worker's script fails, and it says so."""
         worker = self.workers[who % len(self.workers)]
         worker.end("failed")
-        if worker.state == "failed" and worker.session.number:
+        if worker.state == "failed" and worker.session.number and 0 not in self.dead:
             self.cores[0].leave(worker.session.number, "ValueError: a bug of the script")
 
     @rule(who=st.integers(0, 5), times=st.integers(0, 8))
     def restart(self, who: int, times: int) -> None:
         """A task that ended, or was thought dead, is started again."""
         worker = self.workers[who % len(self.workers)]
-        if worker.state != "left" and not self.over:
+        if worker.state != "left" and not self.over and not self.dead:
             worker.end("killed")
             self.workers[who % len(self.workers)] = self._start(worker.task)
             self.step(who, times)
@@ -556,18 +577,17 @@ class Model(RuleBasedStateMachine):
     def cut(self, one: int, other: int) -> None:
         """Two servers lose their connection, with all votes that were on it, and are connected anew."""
         one, other = one % len(self.cores), other % len(self.cores)
-        if one != other:
-            self.votes = [found for found in self.votes if {found[0], found[1]} != {one, other}]
+        if one != other and self.dead.isdisjoint((one, other)):
+            self.votes[:] = [found for found in self.votes if {found[0], found[1]} != {one, other}]
             self.cores[one].meet(other)
             self.cores[other].meet(one)
 
     # ---- How it happens ----
 
-    def _say(self, sender: int, receiver: int, vote: Vote) -> None:
-        self.votes.append((sender, receiver, vote))
-
     def _hear(self, found: tuple[int, int, Vote]) -> None:
         sender, receiver, vote = found
+        if receiver in self.dead:
+            return
         self.cores[receiver].hear(sender, vote)
         self.take_in()
 
@@ -599,10 +619,14 @@ class Model(RuleBasedStateMachine):
         loud = [worker for index, worker in enumerate(self.workers) if index not in silent]
         for process in [*loud, *(self.drivers if 3 not in silent else ())]:
             process.beat()
-        for one in self.cores:
-            one.tick()
+        for number, one in enumerate(self.cores):
+            if number not in self.dead:
+                one.tick()
 
     def _arrive(self, message: Message, again: bool = False, chunks: int = 1 << 30) -> None:
+        if message.server in self.dead:
+            message.travels = False
+            return
         found, begun = message.payload.chunks, list[Payload]()
         payload = Payload(found[:chunks], message.payload.size)
         if payload.whole:
@@ -675,7 +699,8 @@ class Model(RuleBasedStateMachine):
             assert self.mode != "async" or all(slow.issuperset(open.missing) for open in one.status().waiting), (
                 "one waits for another"
             )
-            if not one.machine.store.lent:  # else it is amid a round, which nobody sees
+            # What several servers vote on changes nothing before; else, amid a round, nobody sees what is there.
+            if not one.machine.store.lent or one.machine.runner._ballot is not None:
                 assert self._values(number) == (self.totals[number], self.counts[number], self.seconds[number]), (
                     "a variable is not the sum of its rounds, or a round was not counted once"
                 )
@@ -745,6 +770,10 @@ class Model(RuleBasedStateMachine):
         _, strand, round = name
         others = [self.records.get((server, strand, round), counted) for server in range(len(self.cores))]
         assert all(other == counted for other in others), f"round {round} is torn: {counted} and {others}"
+        # Nor would it be where a server has not made it yet, and never will if it dies.
+        plans = {said.plan_id for said in self.begun[name].values()}
+        for server in {s for plan in self.plans if plan.id in plans for r in plan.reductions for s in r.servers}:
+            assert counted <= self.arrived[server, strand, round], f"round {round} counts what server {server} lacks"
 
     def _possible(self, name: Name, index: int, counted: frozenset[int]) -> set[int]:
         """What may come out of a round's reduction: of who is left out, what was there before it was lost may count."""
@@ -753,7 +782,7 @@ class Model(RuleBasedStateMachine):
         halves = [
             number
             for session, (number, end) in contents.items()
-            if session not in counted and end <= self.progress[name, session]
+            if session not in counted and end <= self.progress[name, session] and self.mode != "whole"
         ]
         chosen = (some for size in range(len(halves) + 1) for some in combinations(halves, size))
         return {whole + sum(some) for some in chosen}
@@ -765,6 +794,11 @@ class Model(RuleBasedStateMachine):
             if error is not None:
                 if isinstance(error, InvalidRequest) and (message.reply.done() or "times since" in str(error)):
                     continue  # a repeat that came when its round was over for long, or one of many: its sender knows
+                if isinstance(error, PushAgain):
+                    self._ask_again(message, error)
+                    continue
+                if self.dead and isinstance(error, ServerLost):
+                    continue  # it was written to the log
                 assert isinstance(error, Fenced), repr(error)
                 assert not self.is_open(message.said.session), "a living session is told that it is not"
             else:
@@ -781,6 +815,15 @@ class Model(RuleBasedStateMachine):
                 else:
                     message.reply.set_result(reply)
 
+    def _ask_again(self, message: Message, error: PushAgain) -> None:
+        """What has arrived is used up, and does not count; the rest of it goes nowhere."""
+        assert self.mode == "whole"
+        if not message.reply.done():
+            message.travels = False
+            self.attempts = [attempt for attempt in self.attempts if attempt.message is not message]
+            self.arrived[self._name(message.server, message.task, message.said.round)].discard(message.said.session)
+            message.reply.set_exception(error)
+
     def answered(self, worker: Worker, plan: Plan, values: dict[Ref, Any]) -> None:
         """Who is answered was counted, on every server of the plan; what it is given is what their records say."""
         self.take_in()
@@ -793,7 +836,9 @@ class Model(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Left alone, whatever lives gets done: all that ended is started again, and the job ends."""
         try:
-            if self.cores and not self.broken:
+            if self.cores and not self.broken and self.dead:
+                self._finish_without()
+            elif self.cores and not self.broken:
                 self._finish()
                 self._replay()
         finally:
@@ -817,6 +862,17 @@ class Model(RuleBasedStateMachine):
         for message in self.messages:
             assert all(answer.done() for answer, _ in message.answers), "an answer hangs"
 
+    def _finish_without(self) -> None:
+        """A server is gone, and with it the job: everybody ends, by the chief's word, or by its own eyes."""
+        for _ in range(TURNS):
+            if not any(worker.state == "runs" for worker in self.workers) and all(
+                one.strand.over for one in self.drivers
+            ):
+                return
+            self._pass(0.2 * LEASE, set())
+            self._turn()
+        raise AssertionError(f"somebody waits for a server that is gone:\n{self._describe()}")
+
     def _replay(self) -> None:
         """A machine that is told what a server was told comes to the same state."""
         for one, recording in zip(self.cores, self.recordings, strict=True):
@@ -839,9 +895,32 @@ class Alone(Model):
 
 
 class Whole(Model):
-    """The same with rounds that are whole on all servers, and votes that are late, lost and repeated."""
+    """The same with rounds that are whole on all servers, and votes that are late, lost and repeated.
+
+    In some of them a server dies, between any two of its votes: what it held is gone, and the job ends for all.
+    """
 
     mode = "whole"
+    mortal = False
+
+    @initialize(mortal=st.booleans())
+    def choose(self, mortal: bool) -> None:
+        """Whether a server may die."""
+        self.mortal = mortal
+
+    @precondition(lambda self: self.mortal and not self.dead and len(self.cores) > 1 and not self.over)
+    @precondition(lambda self: any(worker.state == "runs" for worker in self.workers))
+    @rule(which=st.sampled_from([1, 1, 2, 2, 0]), said=st.booleans())
+    def die(self, which: int, said: bool) -> None:
+        """A server of a running job dies, under a chief that lives; the votes that it has said may still arrive."""
+        if not self.drivers or self.drivers[-1].strand.over:
+            self.new_chief()
+            self.go_on(12)
+        server, log = which % len(self.cores), self.cores[0].machine.log.entries
+        if log and not self.over and self.drivers[-1].session.token and not self.drivers[-1].strand.over:
+            self.dead.add(server)
+            self.votes[:] = [found for found in self.votes if found[1] != server and (said or found[0] != server)]
+            self.attempts = [attempt for attempt in self.attempts if attempt.message.server != server]
 
 
 @pytest.fixture(autouse=True)
@@ -864,6 +943,6 @@ class TestWhole(Whole.TestCase):
 
 
 if settings.get_current_profile_name() != "soak":
-    TestModel.settings = settings(max_examples=80, stateful_step_count=40)
-    TestWhole.settings = settings(max_examples=80, stateful_step_count=40)
-    TestAlone.settings = settings(max_examples=40, stateful_step_count=40)
+    TestModel.settings = settings(max_examples=30, stateful_step_count=40)
+    TestWhole.settings = settings(max_examples=40, stateful_step_count=40)
+    TestAlone.settings = settings(max_examples=15, stateful_step_count=40)

@@ -93,7 +93,9 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((1, Vote(7, 5, PLAN.id, 1, 0, frozenset((SESSION,)))), "server 1 votes in round 5"),
         ((1, Vote(7, 5, PLAN.id, 1, 1, error=InvalidRequest("no"))), "server 1 votes in round 5, again: no"),
     ],
+    "introduce": [((2, 77), "server 2")],
     "meet": [((2,), "server 2 is connected")],
+    "miss": [((2, "nothing listens there"), "server 2 is not connected: nothing listens there")],
     "snapshot": [
         ((TOKEN, PLAN.id, "", FUTURE), f"plan {ID}, the shard"),
         ((TOKEN, PLAN.id, "{}", FUTURE), f"plan {ID}, the manifest"),

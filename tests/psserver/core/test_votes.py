@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 
 from pstesting.clock import Clock
-from pswire.errors import Fenced, MemoryLimit, ProgramError
+from pswire.api import Contribution
+from pswire.errors import Fenced, MemoryLimit, ProgramError, PushAgain
 from pswire.model.log import Approved
 from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
+from tests.support.mail import Mail
 from tests.support.rig import SOON, WORKERS, Job, Servers, core, sum_into
 
 A, B = WORKERS[:2]
@@ -32,14 +34,11 @@ class Two:
         self.clock, self.votes = Clock(), []
         self.cores = [core(n, 0, limits[n], root, self.clock) for n in (0, 1)]
         for number, one in enumerate(self.cores):
-            one.peers = partial(self._say, number)
+            one.others = Mail(number, self.votes)
         self.job = Job(Servers(list(self.cores), self.cores, self.clock, root, False))
         self.a, self.b = self.job.join(A, B, mode="whole")
         self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in (0, 1)]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.a)
-
-    def _say(self, sender, receiver, vote):
-        self.votes.append((sender, receiver, vote))
 
     def hear(self):
         """All votes arrive."""
@@ -245,3 +244,57 @@ def test_others_do_not_vote(tmp_path, mode):
         [worker.push(two.plan, [ONE, ONE], server=n) for n in (0, 1)]
     assert two.votes == []
     assert two.values == [2, 2]
+
+
+# ---- Rounds that stream ----
+
+
+@pytest.fixture
+def streamed(tmp_path, monkeypatch):
+    """Two servers on which every round streams."""
+    monkeypatch.setattr("pswire.model.plan.PART_BYTES", 0)
+    return Two(tmp_path)
+
+
+def test_a_stream_is_not_visible_before_all_have_voted(streamed):
+    """It runs as its contributions come, into second arrays; then it is visible at once."""
+    two = streamed
+    futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
+    assert not any(future.done() for future in futures)
+    assert (two.values, two.lasts, len(two.votes)) == ([0, 0], [-1, -1], 2)
+    two.hear()
+    assert all(future.result(SOON).left_out == () for future in futures)
+    assert (two.values, two.lasts) == ([2, 2], [0, 0])
+
+
+def test_the_second_arrays_of_a_stream_count_in_the_limit(tmp_path, monkeypatch):
+    """A plan that streams is refused where a server has no memory for them, on all; it says what it needs."""
+    monkeypatch.setattr("pswire.model.plan.PART_BYTES", 0)
+    fits, short = Two(tmp_path, limits=(0, 32)), Two(tmp_path, limits=(0, 28))
+    for two, expected in ((fits, [type(None)] * 2), (short, [MemoryLimit] * 2)):
+        futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
+        two.hear()
+        assert errors(*futures[:2]) == expected
+
+
+def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
+    """What was used up of the others is asked for once more, and taken in whole."""
+    two = streamed
+    first = two.push(two.a, 0, 1)
+    said = Contribution(two.b.session, two.b.epoch, two.b.round, two.plan.id, (1.0, 1.0))
+    half = two.cores[0].push(said, Payload((), ONE.nbytes))  # of which nothing is there
+    whole = two.push(two.b, 1)
+    two.hear()
+    assert two.values == [0, 0]
+    two.lose(two.b)
+    two.hear()
+    assert errors(first[0]) == [PushAgain]
+    assert errors(half) == [Fenced]
+    again = two.push(two.a, 0)
+    two.hear()
+    assert errors(first[1]) == [PushAgain], "it had run with both"
+    again += two.push(two.a, 1)
+    two.hear()
+    assert [future.result(SOON).left_out for future in again] == [(B,), (B,)]
+    assert errors(*whole) == [Fenced]
+    assert two.values == [1, 1]

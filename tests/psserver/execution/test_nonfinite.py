@@ -16,11 +16,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from psserver.devices import Device
 from psserver.execution.execution import Execution
-from psserver.execution.nonfinite import CHUNK, MAX_LINES, SMALL, finite_flag, is_finite, may_be_nonfinite
+from psserver.execution.nonfinite import MAX_LINES, finite_flag
 from psserver.plans.round import Commit
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
 from psserver.telemetry import ROWS, Seen
 from pswire.errors import ProgramError
+from pswire.model.finite import CHUNK, SMALL, is_finite, may_be_nonfinite
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec

@@ -210,7 +210,7 @@ def test_one_mode_for_all_who_run_the_script(members):
     """Another one is refused, with both names; who is alone, or has taken the place of its own task, is not."""
     chief, one = opened(members, A, drives=True), members.open(A, 1, False, 0, 0.0, "async")[0]
     with pytest.raises(
-        ConfigError, match=r"worker/task:1.*'sync'.*worker/task:0.*'async'.*ps.Sync\(\) or ps.Async\(\)"
+        ConfigError, match=r"task:1 runs with ps.Sync\(whole_rounds=False\).*task:0 with ps.Async\(\); give .* the same"
     ):
         opened(members, B)
     members.check(one)

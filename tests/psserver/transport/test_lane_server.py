@@ -25,6 +25,7 @@ from psserver.core.waiting import Read
 from psserver.transport import lane_connection as connection_of
 from psserver.transport import lane_server as server_lanes
 from psserver.transport import unix_socket
+from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
@@ -98,7 +99,7 @@ def test_nothing_comes_before_a_hello(stack: ExitStack, site: Site, name: str, k
     """Though it brings a token that is right."""
     stranger = hand(stack, site, name)
     session = site.workers[0].session
-    hello = pb.LaneHello(session=session, token=site.core.registry.lane_token(session))
+    hello = pb.LaneHello(session=session, token=site.core.registry.lane_token(session), protocol=PROTOCOL)
     stranger.say(kind, header=hello.SerializeToString())
     assert stranger.is_closed()
 
@@ -558,8 +559,8 @@ def test_a_host_that_is_cut_off_while_it_waits_is_forgotten(stack: ExitStack, mo
 def test_who_waits_is_told_that_the_server_is_there(stack: ExitStack, site: Site, name: str) -> None:
     """While a call is under way, with what was received by then; before and after nothing is said."""
     guest = hand(stack, site, name).welcomed(site.workers[-1].session, site.lanes, lease=0.4)
-    (connection,) = [one for one in site.open([site.workers[-1].session]) if one._word_seconds == 0.1]
-    assert connection._word is None
+    (connection,) = [one for one in site.open([site.workers[-1].session]) if one._heartbeat.seconds == 0.1]
+    assert connection._heartbeat._next is None
     header = waiting(site)
     guest.say(Kind.PULL, 1, header)
     for _ in range(3):
@@ -571,7 +572,7 @@ def test_who_waits_is_told_that_the_server_is_there(stack: ExitStack, site: Site
     while (answer := guest.hear()).kind is Kind.ALIVE:
         pass
     assert (answer.kind, answer.call) == (Kind.ANSWER, 1)
-    eventually(lambda: connection._word is None)
+    eventually(lambda: connection._heartbeat._next is None)
 
 
 @pytest.mark.parametrize("lease", [float("nan"), float("inf"), -1.0, 1e-300, 1e300])
@@ -582,8 +583,9 @@ def test_no_lease_makes_a_server_talk_without_end(stack: ExitStack, site: Site, 
     (connection,) = [one for one in site.open([site.workers[-1].session]) if one not in before]
     guest.say(Kind.PULL, 1, waiting(site))
     eventually(lambda: connection._under_way)
-    assert connection._word_seconds == 0 or connection._word_seconds >= connection_of.LEAST_WORD_SECONDS
-    word = connection._word
+    seconds = connection._heartbeat.seconds
+    assert seconds == 0 or seconds >= connection_of.LEAST_WORD_SECONDS
+    word = connection._heartbeat._next
     guest.sock.close()
     eventually(lambda: connection._closed)
     assert word is None or word.cancelled() or lease == 1e-300

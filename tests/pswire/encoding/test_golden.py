@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -32,9 +33,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.silence import Silence
 from psserver.config import ServerConfig
+from psserver.effects import Peer
 from psserver.transport import grpc_service
+from psserver.transport.peers import Peers
 from psserver.transport.server import ServerThread
+from pstesting import processes
 from pswire.encoding import messages
+from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import VERBS
 from pswire.errors import BY_NAME, PSError
 from pswire.limits import Timeouts
@@ -48,13 +53,17 @@ from tests.support.samples import (
     DATA_PATH,
     DATA_PORT,
     IN_FLIGHT,
+    INCARNATION,
     LANE_TOKEN,
     LARGE,
+    PEER,
+    PEER_INCARNATION,
     PROCESS,
     PS,
     SAMPLES,
     SESSION,
     TOKEN,
+    VOTES,
     Fixed,
     Sample,
     contribution,
@@ -66,7 +75,9 @@ from tests.support.samples import (
 from tests.support.tap import SECONDS, BareClient, BareServer, Call, Heard, Tap, ask, read, split
 
 FILE = Path(__file__).parent / "golden" / "wire.json"
-GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"calls": {}, "lanes": {}}
+GOLDEN: dict[str, Any] = (
+    json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"calls": {}, "servers": {}, "lanes": {}}
+)
 SECURITY = Security(token=TOKEN)
 BY_SAMPLE = {str(sample): sample for sample in SAMPLES}
 OPEN = BY_SAMPLE["Open full"]
@@ -207,6 +218,80 @@ def recorded_calls() -> dict[str, Any]:
     return found
 
 
+# ---- Between servers ----
+
+
+class Met:
+    """The core of a server that votes, as far as its connections know it."""
+
+    def __init__(self) -> None:
+        self.incarnation = PEER_INCARNATION
+        self.connected = threading.Event()
+
+    def meet(self, server: int) -> None:
+        """Notes that it may vote."""
+        self.connected.set()
+
+    def miss(self, server: int, reason: str) -> None:
+        """Raises what must not be here."""
+        raise AssertionError(reason)
+
+
+def vote_at(stack: ExitStack, address: str) -> None:
+    """Another server introduces itself, and votes."""
+    core: Any = Met()
+    peers = Peers(core, ServerConfig(PEER, security=SECURITY))
+    stack.callback(peers.close)
+    peers.know([Peer(address, INCARNATION)])
+    peers.say(0, VOTES[0])  # lost: the first only makes the connection
+    assert core.connected.wait(SECONDS)
+    for vote in VOTES:
+        peers.say(0, vote)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Waits until something is so."""
+    processes.until(true, SECONDS, lambda: "it is not so yet")
+
+
+HEARD = [(PEER.index, PEER_INCARNATION), *((PEER.index, vote) for vote in VOTES)]
+"""What the core is told of it."""
+
+
+def recorded_servers() -> dict[str, Any]:
+    """Each call as it is between two real servers, where one does not reach the other's lane."""
+    with ExitStack() as stack:
+        core = Fixed()
+        thread = serve(stack, core)
+        offer_fixed(stack, thread)
+        between = BareServer(stack, make_raw(stack, thread.address))
+        vote_at(stack, between.address)
+        until(lambda: len(core.heard) == len(HEARD))
+        raw = make_raw(stack, thread.address)
+        names = ("Introduce", *(f"Vote {number}" for number in range(len(VOTES))))
+        return {name: {**call.asked(), **raw(call).answered()} for name, call in zip(names, between.heard, strict=True)}
+
+
+def test_a_server_says_the_golden_bytes_to_another() -> None:
+    """It introduces itself, and then votes, over gRPC where it does not reach the lane."""
+    with ExitStack() as stack:
+        answers = {name.partition(" ")[0]: Call.of(call) for name, call in GOLDEN["servers"].items()}
+        there = BareServer(stack, lambda call: answers[call.path.rpartition("/")[2]])
+        vote_at(stack, there.address)
+        until(lambda: len(there.heard) == len(HEARD))
+    golden = [Call.of(call).asked() for call in GOLDEN["servers"].values()]
+    assert [call.asked() for call in there.heard] == golden
+
+
+def test_a_server_reads_the_golden_bytes_of_another(real: Real) -> None:
+    """Its core is told who it was and what it said; a vote has no answer but that it came."""
+    core, raw = real
+    core.heard.clear()
+    for golden in map(Call.of, GOLDEN["servers"].values()):
+        assert raw(golden).answered() == golden.answered()
+    assert plain(core.heard) == plain(HEARD)
+
+
 # ---- The other lanes ----
 
 ALIVE_LEASE = 1.0
@@ -274,7 +359,7 @@ def by_hand(lease: float) -> list[bytes]:
     """What a client says that pushes a contribution in parts, as bytes: a hello, the push, and two parts."""
     payload = reply(small()).payload
     data = b"".join(b"".join(buffers) for _, buffers in parts_of(payload))
-    hello = pb.LaneHello(session=SESSION, token=LANE_TOKEN, lease=lease)
+    hello = pb.LaneHello(session=SESSION, token=LANE_TOKEN, lease=lease, protocol=PROTOCOL)
     header = messages.contribution_to_pb(contribution(), len(data))
     pieces = [data[:16], data[16:32], data[32:]]
     pushed = [
@@ -315,10 +400,20 @@ def stranger(stack: ExitStack) -> list[Heard]:
     core.tell(OPEN)
     make(connect(stack, thread.address), OPEN)
     client = BareClient(stack, thread._server._lanes.port)
-    hello = pb.LaneHello(session=SESSION, token=b"no token").SerializeToString()
+    hello = pb.LaneHello(session=SESSION, token=b"no token", protocol=PROTOCOL).SerializeToString()
     client.say(Message(Kind.HELLO, header=hello).head())
     assert client.is_closed()
     return [client.heard]
+
+
+def servers(stack: ExitStack) -> list[Heard]:
+    """Another server votes, on the tcp lane."""
+    core = Fixed()
+    thread = serve(stack, core)
+    tap = Tap(stack, thread._server._lanes, "tcp")
+    vote_at(stack, thread.address)
+    until(lambda: plain(core.heard) == plain(HEARD))
+    return tap.heard
 
 
 TALKS: dict[str, Callable[[ExitStack], list[Heard]]] = {
@@ -328,6 +423,7 @@ TALKS: dict[str, Callable[[ExitStack], list[Heard]]] = {
     "a call that waits": waiting,
     "a server that has enough": crowded,
     "a stranger": stranger,
+    "servers": servers,
 }
 
 
@@ -362,13 +458,14 @@ LANE_HEADERS: Mapping[int, type[Protobuf] | None] = {
     Kind.REFUSAL: pb.Refusal,
     Kind.FREED: None,
     Kind.ALIVE: pb.LaneAlive,
+    Kind.VOTE: pb.ServerVote,
 }
 
 
 def messages_of_calls() -> Iterator[Protobuf]:
     """All messages of gRPC in the file, and the headers within."""
     methods = {method.name: method for method in pb.DESCRIPTOR.services_by_name["ParameterServer"].methods}
-    for found in GOLDEN["calls"].values():
+    for found in (*GOLDEN["calls"].values(), *GOLDEN["servers"].values()):
         call = Call.of(found)
         method = methods[call.path.rpartition("/")[2]]
         for kind, sent in ((method.input_type, call.request), (method.output_type, call.reply)):
@@ -430,7 +527,9 @@ def test_the_golden_file_has_every_call_and_no_other() -> None:
     """All verbs, errors, entries of the log and kinds of messages of lanes are there, and what is there is tried."""
     assert list(GOLDEN["calls"]) == list(BY_SAMPLE)
     assert list(GOLDEN["lanes"]) == list(TALKS)
-    assert {sample.verb for sample in SAMPLES} == set(VERBS)
+    between = {name.partition(" ")[0] for name in GOLDEN["servers"]}
+    assert between == {"Introduce", "Vote"}
+    assert {sample.verb for sample in SAMPLES} | between == set(VERBS)
     assert {kind for kind, _ in messages_of_lanes()} == {*Kind}
     entries = next(sample.args[2] for sample in SAMPLES if str(sample) == "Approve full")
     assert {type(entry) for entry in entries} == {*get_args(LogEntry)}
@@ -451,7 +550,8 @@ def test_what_is_large_is_cut() -> None:
 
 def write() -> None:
     """Writes the file anew."""
-    found = {"calls": recorded_calls(), "lanes": {name: recorded_lane(name) for name in TALKS}}
+    lanes = {name: recorded_lane(name) for name in TALKS}
+    found = {"calls": recorded_calls(), "servers": recorded_servers(), "lanes": lanes}
     FILE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -10,29 +10,33 @@ import pytest
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
-from pswire.api import Contribution, PullReply, RoundReply
+from pswire.api import Contribution, PullReply, RoundReply, Vote
 from pswire.encoding import messages
 from pswire.encoding.mapper import Codec, Mapper
-from pswire.errors import InvalidRequest
+from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
+from pswire.errors import InvalidRequest, PSError
 from pswire.model.log import LogEntry
 from pswire.model.plan import Operand
 from pswire.model.status import Saving, WorkerProgress
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
-from tests.support.samples import ENTRIES, HAPPENED, PROCESS, SAMPLES, plain
+from tests.support.samples import ENTRIES, HAPPENED, PEER_INCARNATION, PROCESS, SAMPLES, VOTES, plain
 
 BY_HAND: dict[type, Codec[Any, Any]] = {
     Contribution: Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
     RoundReply: Codec(pb.RoundHeader, messages.round_to_pb, lambda m: messages.round_from_pb(m, EMPTY)),
     PullReply: Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
+    PSError: Codec(pb.Refusal, refusal_to_pb, refusal_from_pb),
+    Vote: Codec(pb.ServerVote, lambda v: messages.vote_to_pb(v, PEER_INCARNATION), messages.vote_from_pb),
 }
 PAIRS = messages.MAPPER.pairs | BY_HAND
 
 REQUESTS: list[type[Message]] = [
     *(pb.OpenRequest, pb.BeatRequest, pb.LeaveRequest, pb.CreateHeader, pb.ProposeRequest, pb.WatchRequest),
     *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.RecentReply),
-    *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive, pb.Refusal),
+    *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive),
+    *(pb.IntroduceRequest, pb.IntroduceReply),
 ]
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
 
@@ -40,6 +44,9 @@ OF_THE_RIMS = {
     f"paramserver.v1.OpenReply.{name}" for name in ("data_port", "data_path", "lane_token", "in_flight", "protocol")
 }
 """What the rims add to a message of the table: no core knows of it."""
+
+OF_SENDERS = {"paramserver.v1.ServerVote.session"}
+"""What says who has sent it, and is read by the rim."""
 
 OF_PAYLOADS = {f"paramserver.v1.{name}.size" for name in ("PushHeader", "RoundHeader", "PullHeader")}
 """What is read for the payload, and not for the value."""
@@ -53,6 +60,8 @@ def values() -> Iterator[tuple[Codec[Any, Any], Any]]:
     for entry in ENTRIES:
         yield PAIRS[LogEntry], entry
     yield messages.HAPPENED, HAPPENED
+    for vote in VOTES:
+        yield PAIRS[Vote], vote
 
 
 def fields() -> set[str]:
@@ -99,7 +108,7 @@ def test_each_field_of_each_message_is_mapped_once() -> None:
             written.add(name)
             read |= {name} if is_other(pair, less, came) else set()
     assert written == fields()
-    assert read == fields() - OF_PAYLOADS
+    assert read == fields() - OF_PAYLOADS - OF_SENDERS
 
 
 def test_each_message_has_one_value() -> None:
@@ -111,10 +120,13 @@ def test_each_message_has_one_value() -> None:
 
 
 def test_each_number_of_an_enumeration_has_a_word() -> None:
-    """All but 0, which is never sent; the words are those of the .proto."""
+    """All but an unspecified 0, which is never sent; the words are those of the .proto."""
     enums: list[EnumDescriptor] = list(pb.DESCRIPTOR.enum_types_by_name.values())
     enums += [enum for kind in pb.DESCRIPTOR.message_types_by_name.values() for enum in kind.enum_types]
-    words = [{v.number: v.name.rpartition("_")[2].lower() for v in enum.values if v.number} for enum in enums]
+    words = [
+        {v.number: v.name.rpartition("_")[2].lower() for v in enum.values if not v.name.endswith("UNSPECIFIED")}
+        for enum in enums
+    ]
     assert sorted(map(str, words)) == sorted(str(dict(found)) for found in messages.MAPPER.enums.values())
 
 

@@ -1,4 +1,4 @@
-"""Channels of gRPC: their settings, and calls of raw bytes."""
+"""Channels of gRPC: their settings, calls of raw bytes, and what their errors mean."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ Interceptor = (
     | grpc.StreamUnaryClientInterceptor
     | grpc.StreamStreamClientInterceptor
 )
+
+
+def reason(details: str, otherwise: str = "") -> str:
+    """Returns gRPC's details of a failure in words for people; `otherwise`, or the details, where none are known."""
+    return next((words for part, words in REASONS.items() if part in details), otherwise or details)
 
 
 def open_channel(address: str, security: Security, name: str, lease: float = Timeouts().lease) -> grpc.Channel:

@@ -1,4 +1,4 @@
-"""Summaries for TensorBoard: `ps.summary`, with the names of `tf.summary`. Event files are tensorboardX's."""
+"""Writers of event files, and which of them is the default."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from psclient._src import context
-from psclient._src.devices import to_numpy
 
 
 class SummaryWriter:
@@ -34,10 +33,10 @@ class SummaryWriter:
 
     @contextmanager
     def as_default(self, step: int | None = None) -> Iterator[SummaryWriter]:
-        """Within it `scalar` writes here; what was written is in the file after it. In any context.
+        """Within it summaries are written here; what was written is in the file after it. In any context.
 
         Args:
-            step: the step for calls of `scalar` without one.
+            step: the step for calls of `scalar`, `histogram`, `image` and `text` without one.
         """
         token = _current.set((self, step))
         try:
@@ -46,12 +45,21 @@ class SummaryWriter:
             _current.reset(token)
             self.flush()
 
-    def write(self, name: str, value: float, step: int) -> bool:
-        """Adds one number; returns whether it was written. For `scalar`."""
+    def write(self, make: Callable[[], Any], step: int) -> bool:
+        """Adds one summary; returns whether it was written. For `scalar` and its like.
+
+        Args:
+            make: returns the summary, a protocol buffer; called if there is a file, and not under the lock: encoding
+                an image takes its time.
+            step: the summary's step.
+        """
+        if self._events is None:
+            return False
+        event = _event(make(), step)
         with self._lock:
             if self._events is None:
                 return False
-            self._events.write_event(_event(name, value, step))
+            self._events.write_event(event)
             self._pending += 1
             if self._pending >= self._max_queue or time.monotonic() >= self._flushed + self._flush_seconds:
                 self._flush()
@@ -75,11 +83,10 @@ class SummaryWriter:
             events.close()
 
 
-def _event(name: str, value: float, step: int) -> Any:
+def _event(summary: Any, step: int) -> Any:
     from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.summary import scalar as summary_of
 
-    return Event(wall_time=time.time(), step=step, summary=summary_of(name, value))
+    return Event(wall_time=time.time(), step=step, summary=summary)
 
 
 _numbers = itertools.count()
@@ -125,23 +132,20 @@ def create_noop_writer() -> SummaryWriter:
     return SummaryWriter()
 
 
-def scalar(name: str, data: Any, step: int | None = None) -> bool:
-    """Writes one number to the writer whose `as_default` this is in. In any context.
-
-    Of the replicas of a `run` the first one alone writes.
-
-    Source: `tf.summary.scalar`.
+def write(kind: str, name: str, step: int | None, make: Callable[[], Any]) -> bool:
+    """Writes a summary to the writer whose `as_default` this is in; of the replicas of a `run` the first one's.
 
     Args:
-        name: name of the curve.
-        data: a number, a variable, or an array without dimensions.
-        step: the point's place on the curve; by default that of `as_default`.
+        kind: name of the function that is called, for messages.
+        name: the summary's name.
+        step: the summary's step; None for that of `as_default`.
+        make: returns the summary; called if it is to be written.
 
     Returns:
-        True if it was written: not without a writer.
+        True if it was written.
 
     Raises:
-        ValueError: there is no step, or the data have dimensions.
+        ValueError: there is no step.
     """
     current = _current.get()
     replica = context.get_replica_context()
@@ -150,11 +154,8 @@ def scalar(name: str, data: Any, step: int | None = None) -> bool:
     writer, default = current
     at = default if step is None else step
     if at is None:
-        raise ValueError(f"scalar({name!r}) needs a step; write scalar(name, data, step), or as_default(step)")
-    value = to_numpy(data)
-    if value.shape:
-        raise ValueError(f"scalar({name!r}) takes one number, not an array of shape {value.shape}; reduce it first")
-    return writer.write(name, float(value), int(at))
+        raise ValueError(f"{kind}({name!r}) needs a step; write {kind}(name, data, step), or as_default(step)")
+    return writer.write(make, int(at))
 
 
 def flush(writer: SummaryWriter | None = None) -> None:

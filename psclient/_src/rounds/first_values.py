@@ -1,0 +1,89 @@
+"""First values of variables: those of the lowest task that runs the script, so that all begin as it does.
+
+Who creates a variable beside it waits for its value, as with TensorFlow, whoever comes first. In a running job nobody
+waits: a process that came late, or that has made a round, gives what it has where there is no value yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from psclient._src.rounds.membership import Group
+from psclient._src.transport.session import Session
+from pswire.api import CreateReply
+from pswire.cluster import Task
+from pswire.errors import RoundTimeout
+from pswire.model.log import Member
+
+log = logging.getLogger("psclient")
+
+PAUSES = 0.001, 0.1
+"""Seconds between two questions, at first and at last."""
+
+
+class FirstValues:
+    """Waits where another process gives a variable its first value. Used by the thread that runs cross-replica code.
+
+    Args:
+        session: this process's session.
+        group: this process's place among the members.
+    """
+
+    def __init__(self, session: Session, group: Group) -> None:
+        self._session = session
+        self._group = group
+
+    def wait(self, name: str, ask: Callable[[], CreateReply]) -> CreateReply | None:
+        """Waits until a variable has its first value, or until it is this process's turn to give one.
+
+        Args:
+            name: the variable's.
+            ask: asks the server that holds it for what it has.
+
+        Returns:
+            The server's answer once the variable has a value; None if this process shall give its own.
+
+        Raises:
+            RoundTimeout: whose turn it is does not create the variable.
+        """
+        session, ahead = self._session, self._group.ahead()
+        deadline, said, pause = session.deadline(session.timeouts.round), time.monotonic(), PAUSES[0]
+        while ahead:
+            found = ask()
+            if found.initialized:
+                return found
+            first = self._first(ahead)
+            if first is None:
+                break
+            if deadline.left() <= 0:
+                raise RoundTimeout(
+                    f"variable {name!r} got no first value within {session.timeouts.round:g} s: it waits for {first}; "
+                    "create the same variables in every process, in the same order"
+                )
+            if time.monotonic() - said > session.timeouts.word:
+                log.warning("%s waits for %s to give variable %r its first value", session.task, first, name)
+                said = time.monotonic()
+            session.pause(pause)
+            pause = min(2 * pause, PAUSES[1])
+        return None
+
+    def _first(self, ahead: Sequence[Member]) -> Task | None:
+        """Returns the first of those before this process who can still give a value; None if nobody can."""
+        ended = {state.member.session for state in self._session.look().sessions if state.state != "open"}
+        here = [member.task for member in ahead if member.session not in ended]
+        # Who has come to a round creates nothing before it: the two would wait for each other.
+        past = self._at_rounds(here) if here else set()
+        return next((task for task in here if task not in past), None)
+
+    def _at_rounds(self, tasks: Sequence[Task]) -> set[Task]:
+        """Returns which of some members wait in a round, or have made one without this process."""
+        found: set[Task] = set()
+        for server in self._session.servers:
+            status = server.status()
+            found |= {place.task for place in status.places if place.round >= 0}
+            for item in status.waiting:
+                if item.missing:  # of others it is not known yet who has come
+                    found |= set(tasks) - set(item.missing)
+        return found

@@ -1,0 +1,299 @@
+"""The optimizers of `tf.compat.v1.train`: arguments, defaults and slots."""
+
+from __future__ import annotations
+
+from psclient import optimizers
+from psclient.compat.v1.train.optimizer import Optimizer
+from psclient.compat.v1.train.rules import (
+    AdadeltaRule,
+    AdagradRule,
+    FtrlRule,
+    MomentumRule,
+    ProximalAdagradRule,
+    ProximalGradientDescentRule,
+    RMSPropRule,
+)
+from psclient.optimizers.options import LearningRate
+
+
+class GradientDescentOptimizer(Optimizer):
+    """Gradient descent: `v -= learning_rate * g`; without slots.
+
+    Source: `tf.compat.v1.train.GradientDescentOptimizer`.
+
+    Args:
+        learning_rate: step size: a number, a schedule, or a function without arguments that gives a number, the same
+            one on all processes.
+        use_locking: has no effect.
+        name: the optimizer's name.
+
+    Raises:
+        TypeError: the learning rate is no number, schedule or function.
+        ValueError: it is not finite.
+    """
+
+    def __init__(self, learning_rate: LearningRate, use_locking: bool = False, name: str = "GradientDescent") -> None:
+        super().__init__(optimizers.SGD(learning_rate, name=name), use_locking)
+
+
+class MomentumOptimizer(Optimizer):
+    """Gradient descent with momentum: `m = momentum * m + g; v -= learning_rate * m`; the slot is `momentum`.
+
+    Source: `tf.compat.v1.train.MomentumOptimizer`.
+
+    Args:
+        learning_rate: as in `GradientDescentOptimizer`.
+        momentum: decay of the momentum.
+        use_locking: has no effect.
+        name: prefix of the names of slots.
+        use_nesterov: True if the step looks ahead: `v -= learning_rate * (g + momentum * m)`.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: momentum is not between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        momentum: float,
+        use_locking: bool = False,
+        name: str = "Momentum",
+        use_nesterov: bool = False,
+    ) -> None:
+        super().__init__(MomentumRule(learning_rate, momentum, use_nesterov, name), use_locking)
+
+
+class AdamOptimizer(Optimizer):
+    """Adaptive moments; slots are `m` and `v`.
+
+    Source: `tf.compat.v1.train.AdamOptimizer`; Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, in
+    the form of its section 2.1's last paragraph.
+
+    Args:
+        learning_rate: as in `GradientDescentOptimizer`.
+        beta1, beta2: decay of the first and second moment.
+        epsilon: keeps the division away from zero; the paper's "epsilon hat".
+        use_locking: has no effect.
+        name: prefix of the names of slots.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: a decay is not at least 0 and less than 1, or epsilon less than 0.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        use_locking: bool = False,
+        name: str = "Adam",
+    ) -> None:
+        super().__init__(optimizers.Adam(learning_rate, beta1, beta2, epsilon, name=name), use_locking)
+
+
+class AdagradOptimizer(Optimizer):
+    """Divides by the root of the sum of all squared gradients, without an epsilon; the slot is `accumulator`.
+
+    Source: `tf.compat.v1.train.AdagradOptimizer`; Duchi et al., "Adaptive Subgradient Methods", 2011.
+
+    Args:
+        learning_rate: as in `GradientDescentOptimizer`.
+        initial_accumulator_value: initial value of the sum.
+        use_locking: has no effect.
+        name: prefix of the names of slots.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: the sum does not begin with more than 0.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        initial_accumulator_value: float = 0.1,
+        use_locking: bool = False,
+        name: str = "Adagrad",
+    ) -> None:
+        super().__init__(AdagradRule(learning_rate, initial_accumulator_value, name), use_locking)
+
+
+class RMSPropOptimizer(Optimizer):
+    """Divides by the root of the mean of recent squared gradients, which begins with 1.
+
+    Slots are `rms`, `momentum`, and `mg` if it is centered.
+
+    Source: `tf.compat.v1.train.RMSPropOptimizer`; Hinton, "Neural Networks for Machine Learning", lecture 6e, 2012.
+
+    Args:
+        learning_rate: as in `GradientDescentOptimizer`.
+        decay: decay of the mean.
+        momentum: decay of the momentum.
+        epsilon: keeps the division away from zero.
+        use_locking: has no effect.
+        centered: True to divide by the root of the variance in place of that of the mean of squares.
+        name: prefix of the names of slots.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: momentum or the decay is not between 0 and 1, or epsilon is less than 0.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        decay: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-10,
+        use_locking: bool = False,
+        centered: bool = False,
+        name: str = "RMSProp",
+    ) -> None:
+        super().__init__(RMSPropRule(learning_rate, decay, momentum, epsilon, centered, name), use_locking)
+
+
+class AdadeltaOptimizer(Optimizer):
+    """Divides by the size of recent gradients, and multiplies by that of recent steps.
+
+    Slots are `accum` and `accum_update`.
+
+    Source: `tf.compat.v1.train.AdadeltaOptimizer`; Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012.
+
+    Args:
+        learning_rate: as in `GradientDescentOptimizer`; 1.0 is the paper's.
+        rho: decay of both sizes.
+        epsilon: keeps the division away from zero.
+        use_locking: has no effect.
+        name: prefix of the names of slots.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: the decay is not between 0 and 1, or epsilon is less than 0.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.95,
+        epsilon: float = 1e-8,
+        use_locking: bool = False,
+        name: str = "Adadelta",
+    ) -> None:
+        super().__init__(AdadeltaRule(learning_rate, rho, epsilon, name=name), use_locking)
+
+
+class FtrlOptimizer(Optimizer):
+    """Follow the regularized leader: sparse weights by an L1 penalty; slots are `accum` and `linear`.
+
+    Source: `tf.compat.v1.train.FtrlOptimizer`; McMahan et al., "Ad Click Prediction: a View from the Trenches", 2013.
+
+    Args:
+        learning_rate: as in `GradientDescentOptimizer`.
+        learning_rate_power: exponent by which it falls with the sum of squared gradients; at most 0.
+        initial_accumulator_value: initial value of that sum.
+        l1_regularization_strength, l2_regularization_strength: penalties on the weights.
+        use_locking: has no effect.
+        name: prefix of the names of slots.
+        accum_name, linear_name: have no effect: slots are found by `get_slot`.
+        l2_shrinkage_regularization_strength: a penalty on the size of the weights as they are in this step.
+        beta: makes the learning rate begin smaller; None is 0.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: one of these is less than 0, or the power is more.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        learning_rate_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        use_locking: bool = False,
+        name: str = "Ftrl",
+        accum_name: str | None = None,
+        linear_name: str | None = None,
+        l2_shrinkage_regularization_strength: float = 0.0,
+        beta: float | None = None,
+    ) -> None:
+        rule = FtrlRule(
+            learning_rate,
+            learning_rate_power,
+            initial_accumulator_value,
+            l1_regularization_strength,
+            l2_regularization_strength,
+            l2_shrinkage_regularization_strength,
+            0.0 if beta is None else beta,
+            name=name,
+        )
+        super().__init__(rule, use_locking)
+
+
+class ProximalGradientDescentOptimizer(Optimizer):
+    """Gradient descent, after which weights are shrunk; without slots.
+
+    Source: `tf.compat.v1.train.ProximalGradientDescentOptimizer`; Duchi and Singer, "Efficient Online and Batch
+    Learning Using Forward Backward Splitting", 2009.
+
+    Args:
+        learning_rate: as in `GradientDescentOptimizer`.
+        l1_regularization_strength: penalty on the size of the weights; small ones become 0.
+        l2_regularization_strength: penalty on their squares.
+        use_locking: has no effect.
+        name: the optimizer's name.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: a penalty is less than 0.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        use_locking: bool = False,
+        name: str = "ProximalGradientDescent",
+    ) -> None:
+        rule = ProximalGradientDescentRule(learning_rate, l1_regularization_strength, l2_regularization_strength, name)
+        super().__init__(rule, use_locking)
+
+
+class ProximalAdagradOptimizer(Optimizer):
+    """Adagrad, after which weights are shrunk; the slot is `accumulator`.
+
+    Source: `tf.compat.v1.train.ProximalAdagradOptimizer`; Duchi and Singer, 2009, with the steps of Duchi et al., 2011.
+
+    Args:
+        learning_rate: as in `GradientDescentOptimizer`.
+        initial_accumulator_value: initial value of the sum of squared gradients.
+        l1_regularization_strength: penalty on the size of the weights; small ones become 0.
+        l2_regularization_strength: penalty on their squares.
+        use_locking: has no effect.
+        name: prefix of the names of slots.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: a penalty is less than 0, or the sum does not begin with more.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        use_locking: bool = False,
+        name: str = "ProximalAdagrad",
+    ) -> None:
+        rule = ProximalAdagradRule(
+            learning_rate,
+            initial_accumulator_value,
+            l1_regularization_strength,
+            l2_regularization_strength,
+            name,
+        )
+        super().__init__(rule, use_locking)

@@ -1,0 +1,199 @@
+"""Rounds of two servers: each counts on both or on neither, whoever is lost while it is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting import faults
+from pstesting.faults import Stall
+from pstesting.network import Relay
+from pstesting.processes import PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add_all, say
+
+SMALL, LARGE = 50, 700_000
+"""Elements of a variable: a push that is one message, and one that streams."""
+
+
+def endure(elements, whole, lags):
+    """Adds the same to a variable of each server, until a file says that it is the end.
+
+    Worker 1 pushes to one of both servers, or half, four rounds after its start; and then waits for a file. Where it
+    may be cut off, its connections go through relays. It sends each small push twice to the server that has it late.
+    """
+
+    from concurrent.futures import ThreadPoolExecutor
+
+    def stall():
+        say("stalled", [strategy.round, os.getpid()])
+        while not (DIRECTORY / f"go on {os.getpid()}").exists():
+            time.sleep(0.01)
+
+    def is_due():
+        return ME == 1 and first is not None and strategy.round == first + 4
+
+    def push_twice(*args):
+        answers = [push(*args) for _ in range(1 + ME)]
+        return answers[0]
+
+    first, pool = None, ThreadPoolExecutor(1)
+    if ME == 1 and (DIRECTORY / "relays").exists():
+        config = json.loads(os.environ["TF_CONFIG"])
+        config["cluster"]["ps"] = json.loads((DIRECTORY / "relays").read_text())
+        os.environ |= {"TF_CONFIG": json.dumps(config), "PS_LANE": "grpc"}
+    if elements > 100_000:
+        faults.use(Stall(is_due, stall), only=lags)
+    strategy = ps.ParameterServerStrategy(consistency=ps.Sync(whole_rounds=whole))
+    with strategy.scope():
+        v = ps.Variable(np.zeros(elements), name="v")
+        u = ps.Variable(np.zeros(elements), name="u")
+        end = ps.Variable(0.0, name="end")
+    if elements <= 100_000:
+        late = strategy._servers[lags]
+        push = late.push
+        late.push = lambda *args: (
+            pool.submit(lambda: (stall(), push_twice(*args).result())) if is_due() else push_twice(*args)
+        )
+    say("open", float(v.numpy()[0]))
+    while not float(end.numpy()):
+        mine = np.full(elements, 1000.0**ME)
+        ends = np.float64(ME == 0 and (DIRECTORY / "end").exists())
+        strategy.run(lambda mine=mine, ends=ends: add_all([(v, mine), (u, mine), (end, ends)]))
+        last, found = strategy.last_round, (v.numpy(), u.numpy())
+        first = last.number if first is None else first
+        say("did", last.number)
+        if not all((value == found[0][0]).all() for value in found):
+            say("torn", [last.number, last.contributors, float(found[0][0]), float(found[1][0])])
+        if last.left_out:
+            say("left out", [last.number, last.left_out])
+        time.sleep(0.01)
+    say("sums", [float(v.numpy()[0]), float(u.numpy()[0])])
+
+
+WAYS = ("kill", "stop", "cut", "replace", "duplicate")
+"""How worker 1 is lost: it dies, stands still, its connections carry nothing, another takes its place when it is dead,
+or when it stands still and goes on later."""
+
+
+class Losses:
+    """Loses worker 1 again and again, and starts it again.
+
+    Args:
+        job: the cluster.
+        stack: ends the relays, and what was replaced.
+        directory: the job's.
+        lags: the server that has a push late.
+    """
+
+    def __init__(self, job, stack, directory, lags):
+        self._job, self._stack, self._directory, self._lags = job, stack, directory, lags
+        self._relays = [Relay(stack), Relay(stack)]
+        for relay, server in zip(self._relays, (PS0, PS1), strict=True):
+            relay.to = int(job.cluster.addresses[server].rpartition(":")[2])
+        self.out = []
+        """The rounds that cannot have worker 1."""
+
+    def lose(self, number, way, next_way):
+        """Worker 1, which has pushed to one server, is lost, and started again once a round is over without it."""
+        round, process = self._job.hear(W1, "stalled")
+        relays = self._directory / "relays"
+        relays.unlink(missing_ok=True)
+        if next_way == "cut":
+            relays.write_text(json.dumps([relay.address for relay in self._relays]))
+        getattr(self, f"_{way}")(number, round, self._directory / f"go on {process}")
+        if way != "duplicate":
+            self._job.start(W1)  # where it is replaced, at once
+        self._job.hear(W1, "open")
+
+    def _await(self, round):
+        self._job.until(lambda: max(self._job.said(W0, "did")) >= round)
+
+    def _kill(self, number, round, go_on):
+        self._job.kill(W1)
+        self._await(round)
+        self.out.append(round)
+
+    def _replace(self, number, round, go_on):
+        self._job.kill(W1)
+
+    def _stop(self, number, round, go_on):
+        self._job.pause(W1)
+        self._await(round)
+        go_on.touch()
+        self._job.kill(W1, signal.SIGCONT)  # it pushes the rest, and is told
+        assert self._job.exited(W1) == 1
+        self.out.append(round)
+
+    def _cut(self, number, round, go_on):
+        """From the server that has its push late, or from both. While server 0 hears it, the others wait for it."""
+        one = (number // len(WAYS) + self._lags) % 2 == 0
+        cut = [self._relays[self._lags]] if one else self._relays
+        for relay in cut:
+            relay.cut()
+        go_on.touch()  # what it pushes now arrives nowhere
+        if one and self._lags == 1:
+            time.sleep(1.5 * QUICK.lease)
+            assert max(self._job.said(W0, "did")) < round
+        else:
+            self._await(round)
+            self.out.append(round)
+        for relay in cut:
+            relay.mend()
+        if self.out[-1:] == [round]:
+            assert self._job.exited(W1) == 1  # it is told
+        else:
+            self._await(round)
+            self._job.kill(W1)
+
+    def _duplicate(self, number, round, go_on):
+        """Another process of the task waits for the lease of the first one, which then pushes the rest, and is told."""
+        first = self._job.cluster.processes[W1]
+        self._stack.callback(first.kill)
+        self._job.pause(W1)
+        self._job.start(W1)
+        self._job.until(lambda: len(self._job.said(W1, "open")) == number + 2)
+        go_on.touch()
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(SECONDS) == 1
+        self.out.append(round)
+
+
+@pytest.mark.parametrize(
+    ("elements", "lags", "deaths", "first"),
+    [
+        pytest.param(SMALL, 0, 3, 0, id="small, first"),
+        pytest.param(LARGE, 0, 2, 3, id="streamed, first"),
+        pytest.param(SMALL, 1, 3, 3, id="small, second"),
+        pytest.param(LARGE, 1, 2, 1, id="streamed, second"),
+        *(
+            pytest.param(size, lags, 50, 0, id=f"{name}, {lags}, often", marks=pytest.mark.soak)
+            for name, size in {"small": SMALL, "streamed": LARGE}.items()
+            for lags in (0, 1)
+        ),
+    ],
+)
+def test_no_round_is_torn(tmp_path, elements, lags, deaths, first):
+    """A worker is lost, in each of these ways, when one server has all of its push, and the other nothing, or half."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK}
+    with ExitStack() as stack, ProcessCluster(endure, tmp_path, (elements, True, lags), **keys) as job:
+        losses = Losses(job, stack, tmp_path, lags)
+        ways = [WAYS[(first + n) % len(WAYS)] for n in range(deaths + 1)]
+        for number in range(deaths):
+            losses.lose(number, ways[number], ways[number + 1])
+        job.hear(W1, "stalled")
+        job.kill(W1)
+        (tmp_path / "end").touch()
+        first, second = job.hear(W0, "sums", seconds=120)
+        assert job.said(W0, "torn") == []
+        assert job.said(W1, "torn") == []
+        assert first == second
+        assert set(losses.out) <= {round for round, _ in job.said(W0, "left out")}
+        for task in (W0, PS0, PS1):
+            assert job.exited(task) == 0
