@@ -215,7 +215,7 @@ def updating(case: Case, threads: int) -> Work:
     def once() -> None:
         execution = Execution(job, kernels)
         execution.reads()
-        execution.step(values, frozenset(values))
+        execution.step(values, frozenset(values), lambda id: None)
 
     once()
     kernels.compiler.wait()

@@ -32,13 +32,12 @@ class Relay:
 
     Attributes:
         port: port on which it listens.
-        to: port of the server to which it leads; 0 where each connection says it, as `through` does.
         count: connections that have come.
     """
 
     def __init__(self, stack: ExitStack, host: str = "127.0.0.1") -> None:
         self.count = 0
-        self.to = 0
+        self._to = 0
         self._host = host
         self._lock = threading.Lock()  # guards the three below
         self._cut = False
@@ -53,6 +52,10 @@ class Relay:
     def address(self) -> str:
         """The relay's `host:port`, in place of the server's."""
         return f"{self._host}:{self.port}"
+
+    def lead_to(self, address: str) -> None:
+        """Connections lead to a server, by its `host:port`; until then each says the port itself, as with `through`."""
+        self._to = int(address.rpartition(":")[2])
 
     def swallow(self, ways: Sequence[str] = WAYS) -> None:
         """From now on nothing arrives on the connections that are there, in these directions; later ones are well."""
@@ -80,8 +83,8 @@ class Relay:
                 self._lead(self._listener.accept()[0])
 
     def _lead(self, near: socket.socket) -> None:
-        said = b"" if self.to else near.recv(_PORT_BYTES, socket.MSG_WAITALL)
-        port = self.to or int.from_bytes(said, "big")
+        said = b"" if self._to else near.recv(_PORT_BYTES, socket.MSG_WAITALL)
+        port = self._to or int.from_bytes(said, "big")
         with self._lock:
             self.count += 1
             self._open.append(near)

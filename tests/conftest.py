@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,22 +20,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", settings.get_profile("suite"), max_examples=3_000, stateful_step_count=100)
 settings.load_profile("suite")
-
-_LINES = (Path(__file__).parent / "once_more.txt").read_text().splitlines()
-ONCE_MORE = {f"tests/{line}" for line in _LINES if not line.startswith("#")}
-"""Node ids of what `make test` leaves to `make soak`."""
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what shows a law once more as `soak`; a line that names no case of a whole module is an error."""
-    for item in items:
-        if item.nodeid in ONCE_MORE:
-            item.add_marker(pytest.mark.soak)
-    modules = {item.nodeid.partition("::")[0] for item in items}
-    lost = sorted(node for node in ONCE_MORE - {item.nodeid for item in items} if node.partition("::")[0] in modules)
-    if lost and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"tests/once_more.txt names what is not there: {', '.join(lost)}")
 
 
 @pytest.fixture

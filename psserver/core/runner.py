@@ -199,7 +199,8 @@ class Runner:
         if (failed := self._refused(agreed, trial)) is not None:
             return failed
         if not agreed.skipped:
-            self._store.commit(trial.assigned)
+            change = self._store.exchange if job.commit is Commit.PROGRESSIVE else self._store.commit
+            change(trial.assigned)
         ready = {} if agreed.skipped else trial.ready
         ends = self._end(trial.execution, ready, None, self._tally.clock())
         return [Run(trial.execution.close), *ends]
@@ -258,8 +259,9 @@ class Runner:
         self._awaits = execution.awaits()
         if self._awaits is not None:
             return [self._awaits]
-        if not execution.begun:
-            self._store.lend(execution.job.prepared.writes)  # nobody reads half a round
+        if not execution.begun:  # nobody reads half a round
+            exchanges = self._ballot is not None and execution.job.commit is Commit.PROGRESSIVE
+            self._store.lend(execution.job.prepared.writes, exchanges)
         # What may come to nothing writes nowhere.
         in_place = self._ballot is None and not execution.job.skipped
         step = execution, execution.reads(), in_place
@@ -285,7 +287,7 @@ class Runner:
         values = self._store.values_of(reads)
         values |= {id: self._assigned[id] for id in self._assigned.keys() & values.keys()}
         try:
-            return execution.step(values, alone)
+            return execution.step(values, alone, self._store.take_spare)
         finally:
             values.clear()
             execution.ran += self._tally.clock() - began

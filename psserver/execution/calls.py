@@ -25,6 +25,9 @@ from pswire.model.tensor import DTYPES, Array, TensorSpec
 Room = dict[tuple[Role, int], Array]
 """New arrays that a stage writes: for assigned inputs, by input, and for outputs."""
 
+Spare = Callable[[int], Array | None]
+"""Returns an array for the new value of a variable, into which nobody else looks; None if there is none."""
+
 
 class KernelCall:
     """An application of a program in one round.
@@ -66,13 +69,14 @@ class KernelCall:
         """Returns the number of the variable that is an input of a stage."""
         return self._args[stage.step.args[index]].index
 
-    def reserve(self, safe: int, own: Set[int], fresh: Set[int]) -> None:
+    def reserve(self, safe: int, own: Set[int], fresh: Set[int], spare: Spare) -> None:
         """Decides which arrays kernels write in place, and allocates the others; on a GPU kernels allocate their own.
 
         Args:
             safe: the first stage from which on nothing may fail.
             own: variables whose arrays nobody else holds.
             fresh: variables whose values are new arrays of this round.
+            spare: returns an array for the new value of a variable, or None: then it is allocated.
         """
         for at, stage in enumerate(self.stages):
             if stage.kernel is not None and self._kernels.device.gpu is None:
@@ -80,7 +84,8 @@ class KernelCall:
                 self._in_place[at] = frozenset(
                     t for t in stage.targets - stage.step.kept if self.target(stage, t) in mine
                 )
-                self._rooms[at] = _room(stage, stage.targets - self._in_place[at])
+                new = {t: spare(self.target(stage, t)) for t in stage.targets - self._in_place[at]}
+                self._rooms[at] = _room(stage, new)
 
     @property
     def copies(self) -> bool:
@@ -173,10 +178,13 @@ class KernelCall:
         return PieceCopy(array, new) if stage.kernel and index in stage.kernel.read else [new]
 
 
-def _room(stage: Stage, targets: Set[int]) -> Room:
-    """Allocates arrays for inputs that are not assigned in place, and for outputs."""
+def _room(stage: Stage, new: Mapping[int, Array | None]) -> Room:
+    """Allocates arrays for outputs, and for inputs that are not assigned in place and for which there is none."""
     program = stage.step.program
-    room: Room = {("array", target): _empty(program.inputs[target].spec) for target in targets}
+    room: Room = {
+        ("array", target): _empty(program.inputs[target].spec) if array is None else array
+        for target, array in new.items()
+    }
     for index, spec in enumerate(program.output_specs):
         room["output", index] = _empty(spec)
     return room

@@ -16,7 +16,7 @@ import numpy as np
 
 from psserver.devices import owned
 from psserver.effects import Await
-from psserver.execution.calls import KernelCall, Ready
+from psserver.execution.calls import KernelCall, Ready, Spare
 from psserver.execution.contributions import Contributions, Sender
 from psserver.execution.nonfinite import NonfiniteValues
 from psserver.plans.batches import KernelBatch
@@ -130,12 +130,15 @@ class Execution:
 
     # ---- One step ----
 
-    def step(self, values: Mapping[int, Any], alone: Set[int]) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
+    def step(
+        self, values: Mapping[int, Any], alone: Set[int], spare: Spare
+    ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
         """Runs the next step, as `reads` has decided.
 
         Args:
             values: the variables that it reads, by number.
             alone: variables whose arrays nobody else holds.
+            spare: returns an array for the new value of a variable, or None: then it is allocated.
 
         Returns:
             Assigned values, on the device; and final values on the host: wanted variables by number, and returned
@@ -153,7 +156,7 @@ class Execution:
             self._values, self._assigned = values, {}
             if not self.begun:
                 self._begin()
-            ready = self._make(self._at, self._stop, alone)
+            ready = self._make(self._at, self._stop, alone, spare)
             self.found.settle()  # before contributions are released
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
@@ -198,14 +201,14 @@ class Execution:
         if self.contributions.abandoned and not contributed:
             raise ProgramError("all who contribute were lost before their contributions were whole")
 
-    def _make(self, at: int, stop: int, alone: Set[int]) -> dict[int | Ref, Array]:
+    def _make(self, at: int, stop: int, alone: Set[int], spare: Spare) -> dict[int | Ref, Array]:
         """Runs some of the outline's steps; returns values that are final."""
         if self.contributions.abandoned:
             needs = (index for each in self._outline.needs[at:stop] for index in each)
             self._check_contributed(all(any(weight for weight, _ in self.contributions.of(index)) for index in needs))
         applications = len(self._outline.applications)
         given = self._outline.given[max(at - applications, 0) : max(stop - applications, 0)]
-        calls = self._calls(at, min(stop, applications), alone)
+        calls = self._calls(at, min(stop, applications), alone, spare)
         # What may fail comes before anything is written in place.
         reduced = {ref: self._on_host(ref) for ref in given if ref.kind == "reduction"}
         self._written |= self._progressive and bool(calls)
@@ -222,12 +225,12 @@ class Execution:
 
     # ---- Calls of kernels ----
 
-    def _calls(self, at: int, stop: int, alone: Set[int]) -> list[KernelCall | Ready]:
+    def _calls(self, at: int, stop: int, alone: Set[int], spare: Spare) -> list[KernelCall | Ready]:
         """Returns the calls for some applications, in batches where possible, and decides where each of them writes."""
         calls = list(self._cut(at, stop, alone))
-        if not self._reserve(calls, alone):
+        if not self._reserve(calls, alone, spare):
             calls = list(self._cut(at, stop, frozenset()))
-            self._reserve(calls, alone)
+            self._reserve(calls, alone, spare)
         return calls
 
     def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[KernelCall | Ready]:
@@ -238,7 +241,7 @@ class Execution:
             yield call
             at = call.numbers.stop
 
-    def _reserve(self, calls: Sequence[KernelCall | Ready], alone: Set[int]) -> bool:
+    def _reserve(self, calls: Sequence[KernelCall | Ready], alone: Set[int], spare: Spare) -> bool:
         """Makes all kernels decide where they write: in place only after the last part that may fail.
 
         Returns:
@@ -253,7 +256,7 @@ class Execution:
         at, fresh = 0, set[int]()
         for call in calls:
             if isinstance(call, KernelCall):
-                call.reserve(risky - at, alone, fresh)
+                call.reserve(risky - at, alone, fresh, spare)
                 fresh |= call.assigned
             elif at < risky:
                 return False

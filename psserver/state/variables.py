@@ -3,6 +3,9 @@
 An array with another holder than the store never changes. So a reader that still sends it and a snapshot that is still
 being written need neither copy nor lock. A round replaces such an array, and writes in place into an array that only
 the store holds. A read of a variable that the running round assigns waits for the round's end.
+
+A round that streams on trial writes second arrays. Those that they replace serve the next such round: fresh memory
+costs several times as much as the writing.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class Store:
         self.memory_limit = memory_limit
         self.variables: dict[int, PlacedVariable] = {}
         self._values: dict[int, Array] = {}
+        self._spares: dict[int, Array] = {}  # the arrays that the last round on trial has replaced
         self.nbytes = 0
         self.lent: frozenset[int] = frozenset()
 
@@ -47,6 +51,7 @@ class Store:
         """Drops all variables."""
         self.variables.clear()
         self._values.clear()
+        self._spares.clear()
         self.nbytes = 0
         self.lent = frozenset()
 
@@ -81,6 +86,7 @@ class Store:
         if self.server in known.servers:
             self.nbytes -= known.spec.tensor.nbytes
         self._values.pop(id, None)
+        self._spares.pop(id, None)
 
     def initialized(self, id: int) -> bool:
         """Returns True if the variable has a value here."""
@@ -95,6 +101,15 @@ class Store:
     def commit(self, values: Mapping[int, Array]) -> None:
         """Replaces the values of several variables, all at once."""
         self._values.update(values)
+
+    def exchange(self, values: Mapping[int, Array]) -> None:
+        """Replaces the values of several variables, all at once; keeps the old arrays, and no older ones."""
+        self._spares = {id: self._values[id] for id in values if self.device.gpu is None}
+        self.commit(values)
+
+    def take_spare(self, id: int) -> Array | None:
+        """Takes the kept array of a variable, into which a round may write; None if there is none, or if it is read."""
+        return self._spares.pop(id) if _writable(self._spares, id) else None
 
     def value(self, id: int) -> Array:
         """Returns a variable's array, on the device; raises `InvalidRequest` if it has none here."""
@@ -112,24 +127,33 @@ class Store:
         """Returns the values of some variables, by number; None for a variable without a value."""
         return dict(zip(ids, map(self._values.get, ids), strict=True))
 
-    def lend(self, ids: Iterable[int]) -> None:
-        """Blocks reads of the variables that a round is about to assign, until its end."""
+    def lend(self, ids: Iterable[int], exchanges: bool) -> None:
+        """Blocks reads of the variables that a round is about to assign, until its end.
+
+        Args:
+            ids: the variables.
+            exchanges: the round ends with `exchange`. What is kept of other variables is dropped: the memory limit has
+                room for the second arrays of one round.
+        """
         self.lent = frozenset(ids)
+        if exchanges:
+            self._spares = {id: self._spares[id] for id in self._spares.keys() & self.lent}
 
     def alone(self, ids: Iterable[int]) -> frozenset[int]:
         """Returns the variables whose arrays only the store holds: a round may write into them."""
-        return frozenset(id for id in ids if self._alone(id))
+        return frozenset(id for id in ids if self.device.gpu is None and _writable(self._values, id))
 
     def end_loan(self) -> None:
         """Ends a round's loan: all values may be read again."""
         self.lent = frozenset()
 
-    def _alone(self, id: int) -> bool:
-        """Returns True if only this store holds a variable's array; a view of it counts as a holder."""
-        if self.device.gpu is not None or id not in self._values or _holders(self._values, id) > _ALONE:
-            return False
-        flags = self._values[id].flags
-        return flags.owndata and flags.c_contiguous and flags.writeable
+
+def _writable(values: Mapping[int, Array], id: int) -> bool:
+    """Returns True if only this mapping holds an array; a view of it counts as a holder."""
+    if id not in values or _holders(values, id) > _ALONE:
+        return False
+    flags = values[id].flags
+    return flags.owndata and flags.c_contiguous and flags.writeable
 
 
 def _holders(values: Mapping[int, Array], id: int) -> int:

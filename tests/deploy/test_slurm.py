@@ -95,7 +95,9 @@ strategy.run(total)
 """
 
 
-@pytest.mark.parametrize("failing", [{1}, {0, 1}], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "failing", [pytest.param({1}, id="one", marks=pytest.mark.soak), pytest.param({0, 1}, id="all")]
+)
 def test_the_job_is_what_its_chief_says(tmp_path: Path, failing: set[int]) -> None:
     """A worker that fails is left out of it; where all have failed nothing holds the nodes."""
     made = shell(["psctl", "certs", "certs", "--ps", "1", "--workers", "2"], tmp_path)

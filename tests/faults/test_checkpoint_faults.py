@@ -226,7 +226,15 @@ def driven(servers: Servers) -> Worker:
     return worker
 
 
-@pytest.mark.parametrize("point", ["before the shards", "after a shard", "before the manifest", "after the manifest"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "before the shards",
+        pytest.param("after a shard", marks=pytest.mark.soak),
+        pytest.param("before the manifest", marks=pytest.mark.soak),
+        "after the manifest",
+    ],
+)
 def test_a_chief_that_dies_in_a_save(tmp_path, point):
     """The checkpoint before it is the newest until the manifest is there; the next chief completes the save."""
     root = str(tmp_path)

@@ -156,6 +156,7 @@ def hammer(rounds, calls):
     say("made", made[0])
 
 
+@ON_ONE_LANE
 def test_the_variable_is_the_exact_sum(tmp_path, name):
     """2 servers, 3 workers, integers: the exact sum after each round, however often lanes break."""
     with ProcessCluster(hammer, tmp_path, (25, 30), ps=2, workers=3, lane=name) as job:
@@ -238,6 +239,7 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, name):
     assert not path.exists()
 
 
+@pytest.mark.soak
 @ON_ONE_LANE
 def test_a_stopped_worker(tmp_path, name):
     """Its lease ends, and the others go on; when it runs again it is told, and disturbs nobody."""
@@ -261,6 +263,7 @@ PATIENCE = 10.0
 """Seconds that a silent server is waited for: a stopped one is, one that computes on a busy machine answers by then."""
 
 
+@pytest.mark.soak
 @ON_ONE_LANE
 @pytest.mark.parametrize(
     ("number", "told", "timeouts", "after"),
@@ -272,7 +275,6 @@ PATIENCE = 10.0
             dataclasses.replace(CALM, lease=PATIENCE, server=PATIENCE),
             PATIENCE,
             id="stopped",
-            marks=pytest.mark.soak,
         ),
     ],
 )

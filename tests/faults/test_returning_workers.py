@@ -92,7 +92,7 @@ def adam_of(gradients):
     return float(w.numpy())
 
 
-@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]], ids=len)
+@pytest.mark.parametrize("devices", [pytest.param(["cpu:0"], marks=pytest.mark.soak), ["cpu:0", "cpu:1"]], ids=len)
 def test_each_run_that_returned_has_counted(tmp_path, devices):
     """Also the first one of a worker that came back: once, computed with the values and the R of its round."""
     keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": GATES}

@@ -51,7 +51,7 @@ def serve(rounds, stops):
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
 
 
-@pytest.mark.parametrize("server", [PS0, PS1])
+@pytest.mark.parametrize("server", [PS0, pytest.param(PS1, marks=pytest.mark.soak)])
 def test_a_server_that_is_lost(tmp_path, server):
     """Killed: within a lease every process knows which one, whatever it does, and ends."""
     with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
@@ -70,7 +70,7 @@ def test_a_server_that_is_lost(tmp_path, server):
         assert not job.said(W0, "sums")
 
 
-@pytest.mark.parametrize("server", [PS0, PS1])
+@pytest.mark.parametrize("server", [PS0, pytest.param(PS1, marks=pytest.mark.soak)])
 def test_a_server_that_pauses_is_waited_for(tmp_path, server):
     """For two leases: everybody says that it is silent, nobody ends, and all goes on where it was."""
     with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:

@@ -48,7 +48,7 @@ def count(rounds, stops):
 def lead(relays, job):
     """Lets relays lead to the servers of a job."""
     for relay, server in zip(relays, (PS0, PS1), strict=True):
-        relay.to = int(job.cluster.addresses[server].rpartition(":")[2])
+        relay.lead_to(job.cluster.addresses[server])
 
 
 @pytest.mark.parametrize("how", ["silent", "refused"])

@@ -333,7 +333,7 @@ def lose(rounds, when):
     [
         ("tcp", "lanes"),
         pytest.param("shm", "lanes", marks=pytest.mark.soak),
-        ("grpc", "grpc"),
+        pytest.param("grpc", "grpc", marks=pytest.mark.soak),
         pytest.param("tcp", "grpc", marks=pytest.mark.soak),
     ],
 )

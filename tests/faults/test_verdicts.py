@@ -85,7 +85,7 @@ def test_a_hung_worker_is_left_out(tmp_path):
             assert job.exited(task) == 0
 
 
-@pytest.mark.parametrize("lane", ["shm", pytest.param("tcp", marks=pytest.mark.soak), "grpc"])
+@pytest.mark.parametrize("lane", ["shm", *(pytest.param(lane, marks=pytest.mark.soak) for lane in ("tcp", "grpc"))])
 def test_who_waits_for_a_hung_worker_without_a_chief_is_told_for_whom(tmp_path, lane):
     """Two leases after the chief would have dropped it, the wait of the others ends with an error that names it."""
     keys = {**KEYS, "workers": 2, "lane": lane}
@@ -174,7 +174,7 @@ def differ(rounds, stops):
     say("sums", float(v[0]))
 
 
-@pytest.mark.parametrize("first", ["newcomer", "member"])
+@pytest.mark.parametrize("first", ["newcomer", pytest.param("member", marks=pytest.mark.soak)])
 def test_a_newcomer_that_differs_ends_alone(tmp_path, first):
     """Whoever of both pushes first: the newcomer is told with both positions, the others go on without it.
 

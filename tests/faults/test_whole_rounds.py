@@ -96,7 +96,7 @@ class Losses:
         self._job, self._stack, self._directory, self._lags = job, stack, directory, lags
         self._relays = [Relay(stack), Relay(stack)]
         for relay, server in zip(self._relays, (PS0, PS1), strict=True):
-            relay.to = int(job.cluster.addresses[server].rpartition(":")[2])
+            relay.lead_to(job.cluster.addresses[server])
         self.out = []
         """The rounds that cannot have worker 1."""
 

@@ -38,7 +38,11 @@ def warnings_of(job: ProcessCluster, task) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "lane", "servers"),
-    [(64, "grpc", (PS0, PS1)), (LARGE, "shm", (PS0,)), pytest.param(LARGE, "tcp", (PS0,), marks=pytest.mark.soak)],
+    [
+        pytest.param(64, "grpc", (PS0, PS1), marks=pytest.mark.soak),
+        (LARGE, "shm", (PS0,)),
+        pytest.param(LARGE, "tcp", (PS0,), marks=pytest.mark.soak),
+    ],
 )
 def test_a_poisoned_variable_is_told_once_in_every_terminal(tmp_path, size, lane, servers):
     """The worker and the variable are named exactly, and nothing else is; the metrics count it; all go on."""

@@ -114,8 +114,8 @@ def alone(case):
     return weights
 
 
-OTHERS = ("one worker", "three workers")
-"""Fleets that differ in nothing but their number from those that do."""
+OTHERS = ("one worker", "three workers", "two workers of two replicas", "a worker and a chief that runs the script")
+"""Fleets that differ from the others in their number only, or in what others have together."""
 
 
 @pytest.fixture(

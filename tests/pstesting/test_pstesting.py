@@ -29,7 +29,9 @@ def train(cluster, worker, sums):
 
 def ours(before):
     """The threads that have come since and that are not gRPC's, which keeps some of its own for a while."""
-    return [one.name for one in set(threading.enumerate()) - before if "grpc" not in repr(getattr(one, "_target", None))]
+    return [
+        one.name for one in set(threading.enumerate()) - before if "grpc" not in repr(getattr(one, "_target", None))
+    ]
 
 
 def test_workers_in_threads_train_on_servers_in_threads(tmp_path):

@@ -66,7 +66,13 @@ MANIFESTS = {
 }
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+ONCE_MORE = ("brackets", "infinite", "not a number")
+"""Those that are damaged as another one is, for whom it is told to."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name in ONCE_MORE else ()) for name in MANIFESTS]
+)
 def test_a_hostile_manifest_is_told_everywhere(tmp_path: Path, name: str) -> None:
     """By servers, strategies of their own and without, and psctl: in words, as damage, with its path."""
     path = write_checkpoint(tmp_path / "runs/run/ckpt-1", VALUES)

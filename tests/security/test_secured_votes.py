@@ -27,7 +27,7 @@ def count(rounds: int) -> None:
     say("sums", [float(v[0]), float(u[0])])
 
 
-@pytest.mark.parametrize("lane", ["tcp", "grpc"])
+@pytest.mark.parametrize("lane", ["tcp", pytest.param("grpc", marks=pytest.mark.soak)])
 def test_servers_with_certificates_vote(
     stack: ExitStack, certificates: Certificates, tmp_path: Path, lane: str
 ) -> None:
@@ -38,7 +38,7 @@ def test_servers_with_certificates_vote(
     keys = {"ps": 2, "workers": 2, "chief": "driver", "security": options(certificates.out)}
     with ProcessCluster(count, tmp_path, (8,), between=between, **keys) as job:
         for relay, server in zip(relays, (PS0, PS1), strict=False):
-            relay.to = int(job.cluster.addresses[server].rpartition(":")[2])
+            relay.lead_to(job.cluster.addresses[server])
         for task in (W0, W1):
             assert job.hear(task, "sums") == [808.0, 808.0]
         job.finish()

@@ -8,7 +8,10 @@ import pytest
 import psclient as ps
 from tests.support.strategies import opened
 
-MOVES = pytest.mark.parametrize(("before", "after"), [("embedded-1", "servers-2"), ("servers-2", "embedded-1")])
+MOVES = pytest.mark.parametrize(
+    ("before", "after"),
+    [("embedded-1", "servers-2"), pytest.param("servers-2", "embedded-1", marks=pytest.mark.soak)],
+)
 OPTIONS = {
     "nothing": dict,
     "global_clipnorm": lambda: {"global_clipnorm": 0.5},

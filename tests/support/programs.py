@@ -109,7 +109,7 @@ class Outcome:
 def run(job: ReadyRound, kernels: Kernels, values: Mapping[int, Array], alone: Set[int] = frozenset()) -> Outcome:
     """Runs a round that commits all at the end; kernels may write into the arrays of variables that are `alone`."""
     execution = Execution(job, kernels)
-    assigned, ready = execution.step({id: values.get(id) for id in execution.reads()}, alone)
+    assigned, ready = execution.step({id: values.get(id) for id in execution.reads()}, alone, lambda id: None)
     assert execution.done
     wanted = {id: array for id, array in ready.items() if isinstance(id, int)}
     return Outcome(assigned, execution.given, wanted, execution.found)

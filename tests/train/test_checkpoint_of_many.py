@@ -214,7 +214,7 @@ def raises_between(late):
             say("told", str(error))
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_who_leaves_a_restore_and_begins_another_diverges(tmp_path, late):
     """All are told, whoever comes first, and nobody waits for the other."""
     keys = {"helpers": [saved], "ps": 2, "workers": 2, "gates": ["go"]}

@@ -83,7 +83,9 @@ def names(kind):
 
 
 @KINDS
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage", [flip, cut, *(pytest.param(damage, marks=pytest.mark.soak) for damage in (brackets, lose))]
+)
 def test_the_one_before_is_restored(kind, damage, caplog):
     """Whatever is wrong with the newest: one warning says which, what, and what is restored instead; it stays as it is
     under a name by which it is neither restored, counted, written over nor deleted."""
@@ -342,7 +344,7 @@ def saves():
         manager.save()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_all_processes_act_on_one_verdict(tmp_path, asynchronous):
     """One server finds its part of the newest damaged, the other one the part before: all take the first, whenever they
     come, and one process says so."""

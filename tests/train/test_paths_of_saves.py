@@ -99,7 +99,7 @@ def refused(asynchronous):
     say("saved", checkpoint.save("run/ckpt"))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_all_processes_are_told_alike(tmp_path, asynchronous):
     """In the same line, also the asynchronous one that saves nothing; then the job goes on, and ends well."""
     with ProcessCluster(refused, tmp_path, (asynchronous,), workers=2) as job, job.server(PS0):

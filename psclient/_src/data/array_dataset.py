@@ -166,10 +166,9 @@ class ArrayDataset:
         Raises:
             ValueError: batches are repeated for ever, or examples without batches have no first dimension in common.
         """
-        if self._examples is not None:
-            self._check_end("unbatch")
-            return self._with(stages.Split(self._examples))
         self._check_end("unbatch")
+        if self._examples is not None:
+            return self._with(stages.Split(self._examples))
         return self._with(stages.Unbatched(self._batched))
 
     # ---- What it gives ----

@@ -71,8 +71,7 @@ class Rows(Examples):
         self.size = int(nest.flatten(arrays)[0].shape[0])
 
     def take(self, epoch: int, chosen: Chosen) -> Nest:
-        key = slice(chosen.start, chosen.stop, chosen.step) if isinstance(chosen, range) else chosen
-        return nest.map_structure(lambda array: np.array(array[key]), self._arrays)
+        return nest.map_structure(lambda array: np.array(array[_key(chosen)]), self._arrays)
 
 
 class Shuffled(Examples):
@@ -89,8 +88,7 @@ class Shuffled(Examples):
         self._orders: dict[int, Array] = {}
 
     def take(self, epoch: int, chosen: Chosen) -> Nest:
-        key = slice(chosen.start, chosen.stop, chosen.step) if isinstance(chosen, range) else chosen
-        return self._before.take(epoch, self._order(epoch)[key])
+        return self._before.take(epoch, self._order(epoch)[_key(chosen)])
 
     def _order(self, epoch: int) -> Array:
         order = self._orders.get(epoch)
@@ -139,13 +137,8 @@ class Repeated(Examples):
             parts = [range(max(chosen.start - p * size, 0), min(chosen.stop - p * size, size)) for p in passes]
             taken = [self._before.take(inner(epoch, self._times, p), own) for p, own in zip(passes, parts, strict=True)]
             return _joined(taken)
-        numbers = np.asarray(chosen)
-        times = numbers // size
-        kinds = np.unique(times)
-        order = np.argsort(times, kind="stable")
-        taken = [self._before.take(inner(epoch, self._times, int(p)), numbers[times == p] % size) for p in kinds]
-        back = np.argsort(order, kind="stable")
-        return nest.map_structure(lambda array: array[back], _joined(taken))
+        again, places = np.divmod(np.asarray(chosen), size)
+        return _by_group(again, places, lambda p, own: self._before.take(inner(epoch, self._times, p), own))
 
 
 class Mapped(Examples):
@@ -196,15 +189,12 @@ class Unbatched(Examples):
             return self._before.rows(epoch, 0, 0, 0)
         batches = np.searchsorted(self._ends, numbers, side="right")
         begins = np.concatenate([[0], self._ends])[batches]
-        order = np.argsort(batches, kind="stable")
-        taken = []
-        for index in np.unique(batches):
-            own = (numbers - begins)[batches == index]
-            first = int(own.min())
-            rows = self._before.rows(epoch, int(index), first, int(own.max()) + 1)
-            taken.append(nest.map_structure(lambda array, own=own - first: array[own], rows))
-        back = np.argsort(order, kind="stable")
-        return nest.map_structure(lambda array: array[back], _joined(taken))
+        return _by_group(batches, numbers - begins, lambda index, own: self._rows(epoch, index, own))
+
+    def _rows(self, epoch: int, index: int, own: Array) -> Nest:
+        first = int(own.min())
+        rows = self._before.rows(epoch, index, first, int(own.max()) + 1)
+        return nest.map_structure(lambda array: array[own - first], rows)
 
 
 class Split(Examples):
@@ -344,6 +334,17 @@ def inner(epoch: int, times: int | None, again: int) -> int:
 def called(fn: Callable[..., Nest], element: Nest) -> Nest:
     """Calls a function of `map` with an example or a batch: of a tuple with its items."""
     return fn(*element) if isinstance(element, tuple) and not hasattr(element, "_fields") else fn(element)
+
+
+def _key(chosen: Chosen) -> slice | Array:
+    return slice(chosen.start, chosen.stop, chosen.step) if isinstance(chosen, range) else chosen
+
+
+def _by_group(groups: Array, places: Array, take: Callable[[int, Array], Nest]) -> Nest:
+    """What `take` gives for each group's number and its places, in the order in which the places were given."""
+    taken = [take(int(group), places[groups == group]) for group in np.unique(groups)]
+    back = np.argsort(np.argsort(groups, kind="stable"), kind="stable")
+    return nest.map_structure(lambda array: array[back], _joined(taken))
 
 
 def _joined(parts: Sequence[Nest]) -> Nest:

@@ -26,7 +26,7 @@ class Awaited:
         if self._group.alone:
             open_rounds = tuple(item for item in open_rounds if item.round == self._group.round)
         missing = [task for item in open_rounds for task in item.missing]
-        gone = [s.member.task for s in self._session.look().sessions if s.state != "open"]
+        gone = [member.task for member in self._session.ended()]
         chief = any(not item.approved for item in open_rounds) or bool(set(missing) & set(gone))
         return [*map(str, missing), *(["the chief"] if chief else [])] or [str(Task("ps", server))]
 

@@ -71,7 +71,7 @@ class FirstValues:
 
     def _first(self, ahead: Sequence[Member]) -> Task | None:
         """Returns the first of those before this process who can still give a value; None if nobody can."""
-        ended = {state.member.session for state in self._session.look().sessions if state.state != "open"}
+        ended = {member.session for member in self._session.ended()}
         here = [member.task for member in ahead if member.session not in ended]
         # Who has come to a round creates nothing before it: the two would wait for each other.
         past = self._at_rounds(here) if here else set()

@@ -166,7 +166,7 @@ class Group(Progress):
         """
         if self.alone or self.epoch is None or len(self.epoch.members) == 1:
             return True
-        gone = {state.member.session for state in self.session.look().sessions if state.state != "open"}
+        gone = {member.session for member in self.session.ended()}
         here = [member.session for member in self.epoch.members if member.session not in gone]
         began = [number for number in here if self._first_epoch.session(number)]
         return self.session.number == next(iter(began), min(here, default=self.session.number))

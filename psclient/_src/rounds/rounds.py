@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -305,18 +305,7 @@ class Exchange:
         if self.session.consistency != "whole" or len(self.session.servers) == 1:
             return push()
         answer: Future[RoundReply] = Future()
-
-        def answered(pushed: Future[RoundReply]) -> None:
-            again = isinstance(pushed.exception(), PushAgain)
-            try:
-                if again:
-                    push().add_done_callback(answered)
-                else:
-                    answer.set_result(pushed.result())
-            except PSError as error:
-                answer.set_exception(error)
-
-        push().add_done_callback(answered)
+        push().add_done_callback(partial(_answered, push, answer))
         return answer
 
     def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> tuple[dict[int, RoundReply], PSError | None]:
@@ -390,3 +379,15 @@ class Exchange:
         newest = max(epochs, key=lambda epoch: epoch.number, default=None)
         self.group.round_over(newest, any(reply.more for reply in replies.values()))
         return values
+
+
+def _answered(push: Callable[[], Future[RoundReply]], answer: Future[RoundReply], pushed: Future[RoundReply]) -> None:
+    """Hands on what a push came to, or pushes once more. No closure, whose cycle would keep the values of the round."""
+    again = isinstance(pushed.exception(), PushAgain)
+    try:
+        if again:
+            push().add_done_callback(partial(_answered, push, answer))
+        else:
+            answer.set_result(pushed.result())
+    except PSError as error:
+        answer.set_exception(error)

@@ -22,7 +22,7 @@ from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.log import Done, JobStarted, LogEntry, Lost, Mode
+from pswire.model.log import Done, JobStarted, LogEntry, Lost, Member, Mode
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -200,6 +200,10 @@ class Session:
             lambda: f"waits for news of {log_server}",
             lambda: False,
         )
+
+    def ended(self) -> list[Member]:
+        """Returns the members of sessions that have ended, however they did."""
+        return [state.member for state in self.look().sessions if state.state != "open"]
 
     def leave(self, error: str = "") -> str:
         """Ends the session; a clean end tells the chief that this process has done its part.

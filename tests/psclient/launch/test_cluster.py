@@ -264,7 +264,9 @@ def test_a_lost_server_is_a_failure(script):
     assert outcome.report.startswith("psworker: /job:ps/task:0 failed (killed by SIGKILL)")
 
 
-@pytest.mark.parametrize("chief", ["driver", "script", "none"])
+@pytest.mark.parametrize(
+    "chief", ["driver", *(pytest.param(chief, marks=pytest.mark.soak) for chief in ("script", "none"))]
+)
 def test_a_job_ends_by_itself(script, monkeypatch, chief):
     """When the workers have left, the chief ends and then the servers, all with exit code 0."""
     monkeypatch.setattr(launch, "LEAVE_SECONDS", 30.0)
@@ -360,7 +362,7 @@ def test_nothing_outlives_a_killed_launcher(script, tmp_path):
     assert gone(children)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
 def test_signals_are_forwarded(script, tmp_path, number):
     """The script sees an ordinary exit, runs what it has at exit, and the launcher returns 128 + signal."""
     text = f"import atexit\natexit.register(print, 'leaving')\n{READY}time.sleep(600)"

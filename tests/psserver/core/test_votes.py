@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from psserver.programs.kernels.compiler import PATIENCE
 from pstesting.clock import Clock
 from pswire.api import Contribution
 from pswire.errors import Fenced, MemoryLimit, ProgramError, PushAgain
@@ -75,14 +76,18 @@ def errors(*futures):
     return [type(future.exception(SOON)) for future in futures]
 
 
-def test_nothing_is_visible_before_all_have_voted(two):
-    """Neither an answer nor a value, on either server."""
+def is_visible_once_all_have_voted(two):
     futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
     assert not any(future.done() for future in futures)
     assert (two.values, two.lasts, len(two.votes)) == ([0, 0], [-1, -1], 2)
     two.hear()
     assert all(future.result(SOON).left_out == () for future in futures)
     assert (two.values, two.lasts) == ([2, 2], [0, 0])
+
+
+def test_nothing_is_visible_before_all_have_voted(two):
+    """Neither an answer nor a value, on either server."""
+    is_visible_once_all_have_voted(two)
 
 
 def test_who_is_whole_on_one_server_only_counts_on_none(two):
@@ -258,13 +263,47 @@ def streamed(tmp_path, monkeypatch):
 
 def test_a_stream_is_not_visible_before_all_have_voted(streamed):
     """It runs as its contributions come, into second arrays; then it is visible at once."""
-    two = streamed
-    futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
-    assert not any(future.done() for future in futures)
-    assert (two.values, two.lasts, len(two.votes)) == ([0, 0], [-1, -1], 2)
-    two.hear()
-    assert all(future.result(SOON).left_out == () for future in futures)
-    assert (two.values, two.lasts) == ([2, 2], [0, 0])
+    is_visible_once_all_have_voted(streamed)
+
+
+@pytest.fixture
+def compiled(streamed):
+    """The two servers, once they have compiled the kernel of their plan."""
+    for one in streamed.cores:
+        one.kernels.smallest = 0
+    addresses(streamed, PATIENCE + 1)
+    for one in streamed.cores:
+        one.kernels.compiler.wait()
+    addresses(streamed, 1)
+    return streamed
+
+
+def addresses(two, rounds):
+    """Makes rounds; returns where the value of the first server's variable lies after each."""
+    found = []
+    for _ in range(rounds):
+        futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
+        two.hear()
+        assert errors(*futures) == [type(None)] * 4
+        for worker in (two.a, two.b):
+            worker.round += 1
+        found.append(two.cores[0].machine.store.value(two.variables[0].id).ctypes.data)
+    return found
+
+
+def test_streams_write_into_two_arrays_by_turns(compiled):
+    """What a round has replaced serves the next one; nothing is allocated."""
+    one, other, *later = addresses(compiled, 6)
+    assert one != other
+    assert later == [one, other] * 2
+
+
+def test_an_array_that_somebody_reads_is_not_written(compiled):
+    """Neither as a value, nor once it was replaced."""
+    read = compiled.cores[0].machine.store.value(compiled.variables[0].id)
+    before = read.copy()
+    assert read.ctypes.data not in addresses(compiled, 4)
+    np.testing.assert_array_equal(read, before)
 
 
 def test_the_second_arrays_of_a_stream_count_in_the_limit(tmp_path, monkeypatch):

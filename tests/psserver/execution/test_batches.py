@@ -196,7 +196,7 @@ def advance(stream, values):
     """Makes all steps that can be made; returns how many variables each of them updated."""
     made = []
     while not (stream.done or stream.awaits()):
-        assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values))
+        assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values), lambda id: None)
         values |= assigned
         made.append(len(assigned))
     return made
@@ -229,7 +229,7 @@ def test_what_a_step_is_waits_for_no_kernel(kernels, monkeypatch):
     job = replace(job_for(descents(sizes), [arrays(sizes)]), commit=Commit.PROGRESSIVE)
     stream = Execution(job, kernels)
     stream.reads()
-    stream.step(fresh(sizes), frozenset())
+    stream.step(fresh(sizes), frozenset(), lambda id: None)
     monkeypatch.setattr(kernels, "stages", None)
     assert stream.reads() <= {0, 1}
 

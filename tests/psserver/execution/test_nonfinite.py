@@ -508,7 +508,7 @@ def test_a_stream_finds_it_before_contributions_are_gone(how):
             if chunk:
                 part.payload.add(end, memoryview(chunk))
         while not (stream.done or stream.awaits()):
-            assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values))
+            assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values), lambda id: None)
             values |= assigned
             found.append(list(stream.found.contributions))
     assert stream.done

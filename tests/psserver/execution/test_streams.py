@@ -829,7 +829,7 @@ def test_a_stream_makes_what_is_made_at_once(round, data):
                 offset, buffers = rest[place].pop(0)
                 parts[place].payload.add(offset, memoryview(b"".join(buffers)))
             continue
-        assigned, fresh = stream.step({id: values[id] for id in stream.reads()}, frozenset())
+        assigned, fresh = stream.step({id: values[id] for id in stream.reads()}, frozenset(), lambda id: None)
         values |= assigned
         assert not ready.keys() & {key for key in fresh if isinstance(key, int)}, "a variable is delivered twice"
         ready |= fresh
