@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 # A shell starts what it runs in the background with SIGINT ignored; tests that interrupt themselves would not be.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# NumPy's BLAS makes a thread for each core when it is imported, and nothing here needs more than one.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # A slow machine is no failure. `pytest --hypothesis-profile=soak` searches for as long as one likes to wait.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
