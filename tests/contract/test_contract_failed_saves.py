@@ -71,6 +71,7 @@ def test_who_waits_for_a_shard_is_told_that_the_save_was_given_up(job, worker):
     """Its round has not run, and nobody waits for it any more."""
     plan = job.approve(stateful(0), worker)
     waiting = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
+    eventually(lambda: all("snapshot" in {one.what for one in server.recent()} for server in job.servers.cores))
     assert not any(future.done() for future in waiting)
     fail(job, plan, "another server is full")
     assert all("it was given up: another server is full" in told(future) for future in waiting)
