@@ -6,6 +6,7 @@ import signal
 import time
 
 import numpy as np
+import pytest
 
 import psclient as ps
 from psclient._src.launch.script import SERVER_LOST
@@ -86,6 +87,7 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
         job.finish()
 
 
+@pytest.mark.soak
 def test_a_second_chief_is_refused_while_the_first_is_there(tmp_path):
     """It waits for a lease, says for whom, and ends; the first does not notice, and every sum is exact."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}

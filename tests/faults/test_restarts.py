@@ -50,7 +50,7 @@ FOLLOWED = [f"ended because a server was lost (exit code {SERVER_LOST}); replace
     ("number", "how"),
     [
         pytest.param(signal.SIGKILL, "killed by SIGKILL", id="killed"),
-        pytest.param(signal.SIGTERM, "exit code 0", id="ended"),
+        pytest.param(signal.SIGTERM, "exit code 0", id="ended", marks=pytest.mark.soak),
         pytest.param(signal.SIGSTOP, "it does not answer", id="silent"),
     ],
 )
@@ -99,6 +99,7 @@ def again(rounds):
         strategy.run(lambda: add_all([(v, np.ones(4)), (u, np.ones(4))]))
 
 
+@pytest.mark.soak
 def test_a_server_that_dies_again_and_again_ends_the_cluster(tmp_path):
     """Each death costs a restart; the report is about the server, and not about those that it takes with it."""
     with (

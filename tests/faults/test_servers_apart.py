@@ -51,7 +51,7 @@ def lead(relays, job):
         relay.lead_to(job.cluster.addresses[server])
 
 
-@pytest.mark.parametrize("how", ["silent", "refused"])
+@pytest.mark.parametrize("how", ["silent", pytest.param("refused", marks=pytest.mark.soak)])
 def test_servers_that_never_reach_each_other(tmp_path, stack, how):
     """No round is made, and nobody waits for ever: after `PS_TIMEOUT_SERVER` every process ends, and names both."""
     if how == "silent":

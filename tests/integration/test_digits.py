@@ -109,12 +109,9 @@ def on_terminal(words: list[str], cwd: Path, columns: int) -> str:
     return shown.decode()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(["python"], id="alone", marks=pytest.mark.soak),
-        pytest.param(["psworker", "--standalone", "--workers", "2"], id="cluster"),
-    ],
+    "words", [["python"], ["psworker", "--standalone", "--workers", "2"]], ids=["alone", "cluster"]
 )
 def test_a_terminal_is_shown_one_bar(tmp_path, words):
     """On a terminal there is one progress bar, of the leading process, that fits; under a launcher, too."""

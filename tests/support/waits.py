@@ -44,7 +44,7 @@ ASKED = "as long as the user has asked for"
 
 BRIEF: dict[str, str] = {
     # ---- Of clients ----
-    "psclient._src.rounds.rounds.Exchange._push": OVER,
+    "psclient._src.rounds.rounds._answered": OVER,
     "psclient._src.transport.staging.host": "for the end of a copy from this process's GPU",
     "psclient._src.transport.session.Session.look": "at most Timeouts.call; the error names server 0",
     "psclient._src.transport.session.Session.pause": "between two questions; who asks again and again speaks itself",

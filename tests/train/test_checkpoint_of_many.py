@@ -69,6 +69,7 @@ def test_the_state_is_that_of_the_process_that_saves(tmp_path):
         assert job.said(task, "loaded") == [{"task": 0}]
 
 
+@pytest.mark.soak
 def test_another_takes_its_place_if_it_dies(tmp_path):
     """The first dies before it comes to the save: nobody waits for ever, and the checkpoint has the other's state."""
     with ProcessCluster(
@@ -140,6 +141,7 @@ def test_nobody_reads_what_is_restored_before_its_own_restore(tmp_path):
     assert job.said(W0, "after") == job.said(W1, "after") == [[[1.0] * 3] * 2]
 
 
+@pytest.mark.soak
 def test_who_dies_before_a_restore_holds_nobody_up(tmp_path):
     """The others restore without it."""
     keys = {"helpers": [saved], "ps": 2, "workers": 2, "gates": ["go"], "timeouts": QUICK, "chief": "driver"}
@@ -291,6 +293,7 @@ def saves_alone():
         gate("never")
 
 
+@pytest.mark.soak
 def test_who_comes_back_to_a_save_is_taken_in_there(tmp_path):
     """It knows only then how many there were, and saves with all from the next one on."""
     keys = {"workers": 2, "gates": ["go", "never"], "timeouts": QUICK, "chief": "driver"}

@@ -130,9 +130,8 @@ def test_checkpoints_are_alike_on_any_number_of_servers(killed):
     assert alike[0][1] == [{"dataset": 0, "epoch": SAVED // 5, "index": 0}]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [MOVES[0], *(pytest.param(*move, marks=pytest.mark.soak) for move in MOVES[1:])]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_it_computes_the_same_bits(tmp_path, uninterrupted, killed, before, after):
     """Weights, slots, counts, the schedule's place, the order of the data, the state of the generator.
 

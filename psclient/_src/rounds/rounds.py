@@ -194,7 +194,9 @@ class Exchange:
             with self._copied():
                 nonfinite = () if observes else outgoing.nonfinite()
             futures = {
-                server: self._push(server, self._said(outgoing, want[server], observes, nonfinite), payload)
+                server: self._push(
+                    server, outgoing.plan, self._said(outgoing, want[server], observes, nonfinite), payload
+                )
                 for server, payload in payloads.items()
             }
             self._fill(outgoing, payloads.values())
@@ -299,11 +301,11 @@ class Exchange:
             nonfinite,
         )
 
-    def _push(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
+    def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes to a server, and once more whenever it asks for that: at once, since other servers may wait for it."""
         push = partial(self.session.servers[server].push, said, payload)
-        if self.session.consistency != "whole" or len(self.session.servers) == 1:
-            return push()
+        if self.session.consistency != "whole" or len(plan.servers) == 1 or server not in plan.streams:
+            return push()  # it uses up nothing before all have voted
         answer: Future[RoundReply] = Future()
         push().add_done_callback(partial(_answered, push, answer))
         return answer

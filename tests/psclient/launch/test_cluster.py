@@ -49,6 +49,7 @@ def run(script: str, **keys: object) -> tuple[launch.Outcome, launch.Cluster]:
     return outcome, cluster
 
 
+@pytest.mark.soak
 def test_everybody_runs_the_script(script):
     """Each worker has its task, the arguments, and the true addresses of the servers."""
     text = "print(me, sys.argv[1:], os.environ['TF_CONFIG'])"
@@ -91,6 +92,7 @@ def test_an_evaluator_is_waited_for(script):
     assert said.count("psworker: the workers have left; /job:evaluator/task:0 ends by itself, or at Ctrl-C") == 1
 
 
+@pytest.mark.soak
 def test_an_evaluator_that_fails_is_a_failure(script):
     """It ends the cluster, as others do, unless it is replaced."""
     outcome, _ = run(
@@ -220,6 +222,7 @@ def test_a_failed_worker_is_replaced(script, tmp_path):
     assert [cluster.output(task) for task in WORKERS[:2]] == [["0"], ["1"]]
 
 
+@pytest.mark.soak
 def test_restarts_are_counted_over_all(script):
     """One more failure than restarts ends the cluster."""
     outcome, cluster = run(script("print(me); sys.exit(3)"), workers=1, restarts=2)
@@ -376,6 +379,7 @@ def test_signals_are_forwarded(script, tmp_path, number):
     assert gone(children)
 
 
+@pytest.mark.soak
 def test_a_second_signal_kills(script, tmp_path):
     """Who presses Ctrl-C twice does not wait for a script that ignores it."""
     text = (
