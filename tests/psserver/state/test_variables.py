@@ -125,3 +125,19 @@ def test_what_is_kept_keeps_no_message_alive():
     assert owned(np.zeros((4, 3))[1:]).base is None
     mine = np.zeros(3)
     assert owned(mine) is mine
+
+
+@pytest.mark.parametrize(("next_round", "kept"), [((0,), True), ((1,), False)], ids=["the same", "of others"])
+def test_what_was_replaced_is_kept_for_the_next_such_round(next_round, kept):
+    """For that of the same variables: beside second arrays of others the memory limit has no room for it."""
+    held = store()
+    for id in (0, 1):
+        held.declare(variable(id, 2))
+        held.initialize(id, np.full(2, id, "int8"))
+    held.lend([0], exchanges=True)
+    held.exchange({0: np.full(2, 5, "int8")})
+    held.lend([1], exchanges=False)  # a round that writes in place, or is small
+    held.lend(next_round, exchanges=True)
+    spare = held.take_spare(0)
+    assert (spare is not None) == kept
+    assert held.take_spare(0) is None
