@@ -156,6 +156,15 @@ class ClusterSpec:
             raise ConfigError(f"the cluster has no {task}: it has {self.describe()}; correct the task or the cluster")
         return address
 
+    def at_host_of(self, task: Task) -> list[Task]:
+        """The tasks whose addresses name the same host as a task's, itself included; an evaluator may have none."""
+        hosts = {
+            Task(job, index): address.rpartition(":")[0]
+            for job, addresses in self._jobs.items()
+            for index, address in addresses.items()
+        }
+        return [other for other, host in hosts.items() if host == hosts.get(task)] or [task]
+
     def describe(self) -> str:
         """One line for people: `2 ps, 2 worker, 1 chief`."""
         return ", ".join(f"{len(tasks)} {job}" for job, tasks in sorted(self._jobs.items())) or "no task at all"

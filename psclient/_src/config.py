@@ -35,6 +35,9 @@ METRICS_HOST, METRICS_PORT = "PS_METRICS_HOST", "PS_METRICS_PORT"
 LOCAL_HOST, PORTS = "127.0.0.1", 65535
 """The default host of the page of metrics, and the greatest port."""
 
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+"""Environment variables that say in how many threads libraries compute."""
+
 LANE = "PS_LANE"
 """The environment variable that says which lane to begin with."""
 
@@ -230,6 +233,16 @@ def set_security(options: SecurityOptions, environ: MutableMapping[str, str] = o
     environ.update({name: value for name, value in options.variables().items() if value})
 
 
+def threads_chosen(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether the user has said in how many threads libraries compute."""
+    return any(environ.get(name) for name in THREADS)
+
+
+def threads_of(tasks: int) -> int:
+    """Returns how many threads a process may compute in, where so many processes share this machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // tasks)
+
+
 def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the environment of a process that we start; what the user has set stays.
 
@@ -238,8 +251,7 @@ def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str]
         timeouts: handed on as `PS_TIMEOUT_*`; None hands on none.
         more: variables that only this process gets.
     """
-    threads = str(max(1, len(os.sched_getaffinity(0)) // tasks))
-    environ = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+    environ = dict.fromkeys(THREADS, str(threads_of(tasks)))
     environ |= {"GLIBC_TUNABLES": GLIBC_TUNABLES, "PYTHONUNBUFFERED": "1"}
     # Two processes cannot serve their metrics at one port.
     environ |= {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", METRICS_PORT)}

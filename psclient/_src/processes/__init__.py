@@ -2,6 +2,7 @@
 
 process          starts a server, with its allocator and its lifeline
 embedded_server  a server that lives as long as a strategy
+blas             threads of NumPy's BLAS in this process
 output           relays the lines of many processes to one terminal
 shutdown         work at the end of a script, and its exit code
 """

@@ -18,6 +18,7 @@ from psclient._src.distribute.extended_v1 import StrategyExtended
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.options import Async, Round, Sync
 from psclient._src.processes import shutdown
+from psclient._src.processes.blas import share_cores
 from psclient._src.processes.embedded_server import EmbeddedServer
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.membership import Group
@@ -89,6 +90,7 @@ class ParameterServerStrategy(Strategy):
         self._resolver = resolver if config else None
         self._embedded = EmbeddedServer(timeouts=self._timeouts) if config is None else None
         self._config = config or _embedded_config(self._embedded)
+        share_cores(self._config.cluster, self._config.task)
         self._servers: list[RemoteServer] = []
         self._chief: Chief | None = None
         self._exporter: Exporter | None = None

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import Segment, SharedArena, SharedView
 from pswire.transport.sockets import (
     HEAD,
+    HOST_BYTES,
     INLINE,
     MAX_HEADER_BYTES,
     MAX_HELLO_BYTES,
@@ -33,6 +35,7 @@ from pswire.transport.sockets import (
     Message,
     MessageSocket,
     PayloadSender,
+    tune,
 )
 from pswire.transport.traffic import Traffic
 
@@ -409,3 +412,15 @@ def test_what_was_not_told_cannot_be_freed() -> None:
             wire.channel.freed(0)
         with pytest.raises(InvalidRequest):
             Wire(stack, 0, False).channel.freed(0)
+
+
+@pytest.mark.parametrize(("near", "bounded"), [("127.0.0.1", True), ("127.0.0.2", False)], ids=["one", "two"])
+def test_what_is_in_flight_between_ends_of_one_address_is_bounded(near: str, bounded: bool) -> None:
+    """It stays in the processor's caches; a connection to another address is as the system tunes it."""
+    most = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname(), source_address=(near, 0)) as sock:
+            before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            tune(sock, 10.0, breaks=False)
+            after = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    assert after == (2 * min(HOST_BYTES, most) if bounded else before)
