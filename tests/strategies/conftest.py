@@ -11,11 +11,13 @@ import pytest
 
 from tests.support.strategies import KINDS, opened
 
-AGAIN = ("mirrored-4", "embedded-4")
+AGAIN = ("mirrored-4", "embedded-4", "embedded-1")
+"""Kinds of which others show each half: two replicas what four are, `mirrored-1` what one is, and `embedded-2` what a
+server is."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves four replicas to `make soak`: they show what two show."""
+    """Leaves some kinds to `make soak`."""
     for item in items:
         if isinstance(item, pytest.Function) and item.name.partition("[")[2].startswith(AGAIN):
             item.add_marker(pytest.mark.soak)

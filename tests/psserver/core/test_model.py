@@ -943,6 +943,6 @@ class TestWhole(Whole.TestCase):
 
 
 if settings.get_current_profile_name() != "soak":
-    TestModel.settings = settings(max_examples=30, stateful_step_count=40)
-    TestWhole.settings = settings(max_examples=40, stateful_step_count=40)
-    TestAlone.settings = settings(max_examples=15, stateful_step_count=40)
+    TestModel.settings = settings(max_examples=20, stateful_step_count=40)
+    TestWhole.settings = settings(max_examples=25, stateful_step_count=40)
+    TestAlone.settings = settings(max_examples=10, stateful_step_count=40)

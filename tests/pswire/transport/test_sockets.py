@@ -418,9 +418,11 @@ def test_what_was_not_told_cannot_be_freed() -> None:
 def test_what_is_in_flight_between_ends_of_one_address_is_bounded(near: str, bounded: bool) -> None:
     """It stays in the processor's caches; a connection to another address is as the system tunes it."""
     most = int(Path("/proc/sys/net/core/wmem_max").read_text())
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname(), source_address=(near, 0)) as sock:
-            before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-            tune(sock, 10.0, breaks=False)
-            after = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), source_address=(near, 0)) as sock,
+    ):
+        before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        tune(sock, 10.0, breaks=False)
+        after = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     assert after == (2 * min(HOST_BYTES, most) if bounded else before)
