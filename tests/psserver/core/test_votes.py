@@ -275,7 +275,9 @@ def compiled(streamed):
     for one in streamed.cores:
         one.kernels.compiler.wait()
     addresses(streamed, 1)
-    return streamed
+    yield streamed
+    for one in streamed.cores:
+        one.kernels.close()
 
 
 def addresses(two, rounds):

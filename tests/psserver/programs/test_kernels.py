@@ -334,16 +334,18 @@ def test_small_arrays_are_not_worth_a_kernel():
 
 def test_a_closed_compiler_makes_nothing():
     """It gives no kernel, and leaves no thread."""
+    before = set(threading.enumerate())
     compiler = Compiler(Device(), patience=1)
     compiler.close()
     program, _ = traced(adam, [VECTOR] * 3, [VECTOR])
     assert compiler.elementwise(Form(split(program)[-1].program)) is None
     compiler.wait()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kernels")]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("kernels")]
 
 
 def test_a_server_that_ends_does_not_wait_for_a_compiler(monkeypatch):
     """What is being compiled is broken off at its next pass, and whatever does not end soon is left alone."""
+    before = set(threading.enumerate())
     compiling, closed = threading.Event(), threading.Event()
 
     def held(*args):
@@ -361,7 +363,7 @@ def test_a_server_that_ends_does_not_wait_for_a_compiler(monkeypatch):
     closed.set()
     compiler.wait()
     assert [compiler.elementwise(form) for form in forms] == [None, None]
-    for thread in [thread for thread in threading.enumerate() if thread.name == "kernels"]:
+    for thread in [thread for thread in set(threading.enumerate()) - before if thread.name == "kernels"]:
         thread.join(20)
         assert not thread.is_alive()
 
