@@ -32,6 +32,7 @@ class Opened:
         server: index of the server that answered.
         device: the device on which the server holds its variables, "cpu" or "gpu:0".
         term: the greatest term of a chief that this server has seen; a token's high bits.
+        window: the most rounds of a session that may be under way at a time; 0 of a server that says none means one.
     """
 
     session: int
@@ -40,6 +41,7 @@ class Opened:
     server: int
     device: str
     term: int = 0
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Contribution:
             before it was taken in.
         start: the first round of this session: a difference in that round is the newcomer's alone; -1 does not say.
         nonfinite: numbers of the reductions to which it contributes NaN or infinity, where the plan asks for them.
+        previous: the round before this one that the sender has pushed to this server; -1 for none. Several may be
+            under way, and arrive in any order.
     """
 
     session: int
@@ -90,6 +94,7 @@ class Contribution:
     observes: bool = False
     start: int = -1
     nonfinite: tuple[int, ...] = ()
+    previous: int = -1
 
 
 @dataclass(frozen=True)

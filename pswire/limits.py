@@ -39,6 +39,10 @@ MAX_PLAN_ITEMS = 250_000
 MAX_VARIABLES = 100_000
 """Variables of a job: whoever may create one may create many, and all of them stay in the log."""
 
+WINDOW = 8
+"""Rounds of one session that may be under way at a time. All processes of a job have the same: what answers say of the
+members, a process takes in so many rounds later at the latest."""
+
 MAX_SESSIONS = 1024
 """Default maximum of concurrent sessions."""
 

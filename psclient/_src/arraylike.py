@@ -146,6 +146,27 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
         return format(self._on_host(), spec) if spec else str(self)
 
 
+class LazyArray(Readable):
+    """A value that comes when it is looked at, and then behaves as a `HostArray`, whose methods it has."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(HostArray, name):
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}, and NumPy's arrays have none either"
+            )
+        return getattr(self.numpy(), name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, and what another process gets, is the value: the round is this process's.
+        return np.asarray, (self.numpy(),)
+
+    def __repr__(self) -> str:
+        return repr(self.numpy())
+
+    def __str__(self) -> str:
+        return str(self.numpy())
+
+
 class Mirrored(Readable, DistributedValues):
     """A value that is the same on every replica. In cross-replica context it behaves as the first replica's."""
 
@@ -186,6 +207,8 @@ def _operators() -> None:
         setattr(Readable, f"__r{name}__", lambda self, other, apply=apply: apply(read(other), read(self)))
         if hasattr(Readable, f"__i{name}__"):
             setattr(Readable, f"__i{name}__", lambda self, other, name=name: _refuse_in_place(self, f"i{name}"))
+            change = getattr(operator, f"__i{name}__")
+            setattr(LazyArray, f"__i{name}__", lambda self, other, change=change: change(self.numpy(), read(other)))
     Readable.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 

@@ -56,7 +56,7 @@ def _rounds(worker: Worker) -> Values:
 
 
 def _last_round(worker: Worker) -> Values:
-    last = worker.exchange.last_round
+    last = worker.exchange.window.last_round
     return {} if last is None else {("counted",): len(last.contributors), ("left_out",): len(last.left_out)}
 
 

@@ -92,16 +92,16 @@ class StepDriver:
         self._state.build(variables, self._needs, self._in_stages(strategy, variables))
 
     def apply_whole(self, strategy: Strategy, grads: list[Value], variables: list[Variable]) -> None:
-        """Makes a step in a section that may hold more; what fails is given up altogether, as in `merge_call`."""
+        """Makes a step in cross-replica context: in a section of its own, but within a merge call.
+
+        What fails is given up altogether.
+        """
         if context.in_merge_call():
             self._apply(strategy, grads, variables)
             return
         strategy.backend.flush()  # What was begun before is no part of this.
-        try:
-            self._apply(strategy, grads, variables)
-        except BaseException:
-            strategy.backend.drop()
-            raise
+        with context.enter_cross_replica(strategy):
+            strategy.backend.section(lambda: self._apply(strategy, grads, variables, alone=True))
 
     def apply_boxes(self, strategy: Strategy, boxes: Nest, variables: list[Variable]) -> None:
         """Makes a step in a section of its own, which the next step's may replay; run by `merge_call`."""

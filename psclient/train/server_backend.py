@@ -40,7 +40,7 @@ class ServerBackend:
 
     def take_part(self) -> bool:
         """As `CheckpointBackend.take_part`: synchronous processes all have one, of asynchronous ones the first."""
-        self._remote.flush()
+        self._remote.settle()
         # Only now does a process that came late know how many saves there were, and in which round it is.
         self._remote.group.enter("save")
         return not self._remote.group.alone or self._remote.group.leads
@@ -86,7 +86,7 @@ class ServerBackend:
 
     def restore(self, path: str, choose: Choose, cast: bool) -> OpenedCheckpoint | None:
         """As `CheckpointBackend.restore`: a round of all, but for a process that comes back to a running job."""
-        self._remote.flush()
+        self._remote.settle()
         if self._remote.group.outside:
             log.info("this process comes back to a running job: its variables stay as they are")
             return None

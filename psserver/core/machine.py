@@ -44,7 +44,7 @@ from pswire.api import (
 from pswire.checkpoint.storage import storage_at
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
-from pswire.limits import MAX_VARIABLES
+from pswire.limits import MAX_VARIABLES, WINDOW
 from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.status import ServerStatus
@@ -166,7 +166,7 @@ class Machine:
             self.registry.enter(session, task)
         self.tally.signs += 1
         seen = max(self.members.term, self._token >> DRAWN)
-        return Opened(session, self.incarnation, token, self.server, str(self.store.device), seen), []
+        return Opened(session, self.incarnation, token, self.server, str(self.store.device), seen, WINDOW), []
 
     def _holds_job(self) -> bool:
         """Returns True if there is a job with variables that is not over."""

@@ -10,6 +10,7 @@ from psserver.effects import Effect, Fail
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
 from pswire.api import Contribution, RoundReply
+from pswire.cluster import Task
 from pswire.errors import PSError, PushAgain
 from pswire.model.log import Member, Mode, Position
 from pswire.transport.payload import Payload
@@ -83,16 +84,33 @@ class PendingRound:
         whole = {session for session, part in self.parts.items() if part.payload.whole}
         return [member for member in self._counted if member.session not in whole | fenced]
 
+    def passed(self, round: int, members: Iterable[Member], fenced: Set[int]) -> list[Task]:
+        """Returns which of some members have come to this round, which has not failed, and left an earlier one out."""
+        left = {s for s, part in self.parts.items() if part.said.previous < round} - fenced
+        return [member.task for member in members if member.session in left and self.error is None]
+
     @property
     def _counted(self) -> Iterable[Member]:
         """The members that votes have not left out."""
         return (m for m in self.members if self.agreed is None or m.session in self.agreed)
 
-    def usable(self, fenced: Set[int]) -> list[MemberShare]:
-        """Returns the contributions that count, in task order; an incomplete one of a fenced member does not."""
+    def usable(self, fenced: Set[int], last: int) -> list[MemberShare]:
+        """Returns the contributions that count, in task order.
+
+        One of a fenced member does not where it is incomplete, or where the round before it is missing, which will
+        not come.
+
+        Args:
+            fenced: sessions that are left out.
+            last: the last round that is over.
+        """
         found = filter(None, (self.parts.get(member.session) for member in self._counted))
         parts = sorted(found, key=lambda part: part.member.task)
-        return [part for part in parts if part.payload.whole or part.member.session not in fenced]
+        return [
+            part
+            for part in parts
+            if part.member.session not in fenced or (part.payload.whole and part.said.previous <= last)
+        ]
 
     def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
         """Returns the servers that agree on whose contributions it has; none where each decides alone."""
@@ -108,20 +126,25 @@ class PendingRound:
         """The mode of its members, which is the same for all of a job."""
         return self.members[0].mode if self.members else "sync"
 
-    def awaits(self, plan: PreparedPlan | None, fenced: Set[int]) -> bool:
-        """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin."""
+    def awaits(self, plan: PreparedPlan | None, fenced: Set[int], last: int) -> bool:
+        """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin.
+
+        Also for a member's round before it, which has not arrived: `last` is the last round that is over.
+        """
         streams = plan is not None and self.streams(plan)
         for member in self._counted:
+            if member.session in fenced:
+                continue
             part = self.parts.get(member.session)
-            if member.session not in fenced and (part is None or not (streams or part.payload.whole)):
+            if part is None or part.said.previous > last or not (streams or part.payload.whole):
                 return True
         return plan is None
 
     def ready(
-        self, number: int, plan: PreparedPlan, fenced: Set[int], section: Callable[[], str], key: Key
+        self, number: int, plan: PreparedPlan, fenced: Set[int], section: Callable[[], str], key: Key, last: int
     ) -> ReadyRound:
-        """Returns this round ready to run, given its number, its plan and that in words, and its strand."""
-        parts = self.usable(fenced)
+        """Returns this round ready to run, given its number, its plan and that in words, its strand and its last."""
+        parts = self.usable(fenced, last)
         there = {part.member.session for part in parts}
         streams = self.streams(plan) and not all(part.said.observes for part in parts)
         left_out = tuple(member.task for member in self.members if member.session not in there)

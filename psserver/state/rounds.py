@@ -16,7 +16,7 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import Parked, Record, Strand
+from psserver.state.strands import RECORDS, Parked, Record, Strand, check_window
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
@@ -28,9 +28,6 @@ from pswire.transport.payload import Payload
 
 LATER = "a later section; it made none here"
 """The section, in words, of a member that has left out a round."""
-
-RECORDS = 2
-"""Rounds of a strand whose answers are kept for resends: a worker has one round under way, never two."""
 
 
 class Rounds:
@@ -239,18 +236,19 @@ class Rounds:
         return diverged(round, [*positions, (member.task, section)])
 
     def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
-        """Checks that a worker runs one round after the other: it neither begins a second one nor leaves one out."""
+        """Checks that a worker makes all rounds, and has not too many under way.
+
+        Rounds arrive in any order, and each names the one before it: one in between, which others make, is left out.
+        """
+        check_window(strand.under_way(said.session), said.round)
+        before, here = max(said.previous, said.start - 1), self._epochs[said.epoch].members
         for number, pending in strand.open.items():
-            if number != said.round and said.session in pending.parts:
-                raise InvalidRequest(f"round {number} of this session is under way; it cannot begin {said.round}")
-            if number < said.round and pending.error is None and member in pending.missing(self.fenced):
+            if before < number < said.round and pending.error is None and member in pending.missing(self.fenced):
                 raise self._fail(pending, self._diverged(number, pending, member, LATER))
-            if number > said.round and pending.error is None:
-                here = self._epochs[said.epoch].members
-                ahead = [m.task for m in here if m.session in pending.parts.keys() - self.fenced]
-                if ahead:
-                    section = self._describe(said.plan_id)
-                    raise self._fail(pending, diverged(said.round, [(ahead[0], LATER), (member.task, section)]))
+            ahead = pending.passed(said.round, here, self.fenced) if number > said.round else []
+            if ahead:
+                section = self._describe(said.plan_id)
+                raise self._fail(pending, diverged(said.round, [(ahead[0], LATER), (member.task, section)]))
 
     def _admit(self, pending: PendingRound, part: MemberShare, prepared: PreparedPlan) -> None:
         """Fails a contribution that does not fit its plan, for its sender alone; sets the window of a streamed one."""
@@ -301,15 +299,15 @@ class Rounds:
             if pending.error is not None and not voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
-            elif pending.error is None and (pending.awaits(plan, self.fenced) or plan is None):
+            elif pending.error is None and (pending.awaits(plan, self.fenced, strand.last) or plan is None):
                 return None
-            elif plan is None or not (voters or pending.usable(self.fenced)):
+            elif plan is None or not (voters or pending.usable(self.fenced, strand.last)):
                 # All its members are gone without a contribution; it must not block later rounds.
                 del strand.open[number]
             else:
                 self._running = True
                 section = partial(self._describe, pending.plan_id)
-                return pending.ready(number, plan, self.fenced, section, key)
+                return pending.ready(number, plan, self.fenced, section, key, strand.last)
         return None
 
     def open(self, vote: Vote, now: float) -> None:

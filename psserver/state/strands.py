@@ -5,7 +5,7 @@ In synchronous mode all members share one strand. In asynchronous mode each task
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from psserver.effects import Effect, Fail
@@ -13,12 +13,16 @@ from psserver.plans.round import ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
+from pswire.limits import WINDOW
 from pswire.model.log import Epoch, Position
 from pswire.model.status import OpenRound
 from pswire.model.tensor import Array
 
 RESENDS = 8
 """Most attempts at one contribution that are kept while its epoch is not known here."""
+
+RECORDS = WINDOW + 1
+"""Rounds of a strand whose answers are kept for resends."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +79,16 @@ class Parked:
         """Keeps a push; fails the oldest of too many attempts.
 
         Raises:
-            InvalidRequest: its session waits in another round already.
+            InvalidRequest: its session waits in too many other rounds already.
         """
         round, parked = push.said.round, self._pushes.get(push.said.session, [])
-        if any(other.said.round != round for other in parked):
-            raise InvalidRequest(f"round {parked[0].said.round} of this session waits; it cannot begin {round}")
+        check_window({other.said.round for other in parked}, round)
         effects: list[Effect] = []
-        if len(parked) >= RESENDS:
+        attempts = [other for other in parked if other.said.round == round]
+        if len(attempts) >= RESENDS:
             # Its sender, on a network that loses answers, has sent it again and waits for later attempts.
-            oldest, *parked = parked
-            effects.append(Fail(oldest.future, InvalidRequest(f"round {round} was sent {RESENDS} times since")))
+            parked = [other for other in parked if other is not attempts[0]]
+            effects.append(Fail(attempts[0].future, InvalidRequest(f"round {round} was sent {RESENDS} times since")))
         self._pushes[push.said.session] = [*parked, push]
         return effects
 
@@ -105,9 +109,17 @@ class Parked:
     @property
     def waiting(self) -> tuple[OpenRound, ...]:
         """The rounds of the pushes, for people."""
-        rounds = [push.said.round for push, *_ in self._pushes.values()]
+        rounds = [round for each in self._pushes.values() for round in sorted({push.said.round for push in each})]
         return tuple(
             OpenRound(round, "a section of an epoch that is not known here yet", (), False) for round in rounds
+        )
+
+
+def check_window(under_way: Set[int], round: int) -> None:
+    """Raises `InvalidRequest` if a session that has these rounds under way begins one too many."""
+    if round not in under_way and len(under_way) >= WINDOW:
+        raise InvalidRequest(
+            f"{len(under_way)} rounds of this session are under way, from {min(under_way)} on; it cannot begin {round}"
         )
 
 
@@ -126,6 +138,10 @@ class Strand:
     settled: tuple[Position, ...] = ()
     records: dict[int, Record] = field(default_factory=dict)
     open: dict[int, PendingRound] = field(default_factory=dict)
+
+    def under_way(self, session: int) -> set[int]:
+        """Returns the open rounds to which a session has contributed."""
+        return {number for number, pending in self.open.items() if session in pending.parts}
 
     @property
     def newest(self) -> int:

@@ -155,6 +155,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         start=contribution.start,
         size=size,
         nonfinite=contribution.nonfinite,
+        follows=contribution.previous + 1,
     )
 
 
@@ -172,6 +173,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         message.observes,
         message.start,
         tuple(message.nonfinite),
+        message.follows - 1,
     )
 
 

@@ -121,7 +121,7 @@ class OpenRequest(_message.Message):
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol")
+    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol", "window")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,7 @@ class OpenReply(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     token: int
@@ -144,7 +145,8 @@ class OpenReply(_message.Message):
     in_flight: int
     term: int
     protocol: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+    window: int
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
 
 class LaneHello(_message.Message):
     __slots__ = ("session", "token", "lease", "replaces", "protocol")
@@ -637,7 +639,7 @@ class ApproveReply(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -650,6 +652,7 @@ class PushHeader(_message.Message):
     OBSERVES_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -662,7 +665,8 @@ class PushHeader(_message.Message):
     observes: bool
     start: int
     nonfinite: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ...) -> None: ...
+    follows: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers")

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from pswire.errors import ConfigError, Fenced, InvalidRequest
+from pswire.limits import WINDOW
 from pswire.model.log import Position
 from pswire.model.status import WorkerProgress
 from pswire.model.tensor import TensorSpec
@@ -61,7 +62,7 @@ def test_a_resend_is_answered_and_not_applied_twice(job, two):
     variable = job.variable(two[0], np.array(0))
     plan = job.approve(sum_into(variable), two[0])
     push(two[0], plan, [100])
-    for _ in range(5):
+    for _ in range(WINDOW + 2):
         push(two[1], plan, [1])
     two[0].round = 0
     again = two[0].push(plan, [100]).result(SOON)
@@ -69,7 +70,7 @@ def test_a_resend_is_answered_and_not_applied_twice(job, two):
     two[1].round = 0
     with pytest.raises(InvalidRequest, match="round 0 is over"):
         two[1].push(plan, [1]).result(SOON)
-    assert int(job.value(two[0], variable)) == 105
+    assert int(job.value(two[0], variable)) == 102 + WINDOW
 
 
 def test_a_mean_is_over_the_weights_of_the_push(job, two):

@@ -10,7 +10,7 @@ import pytest
 
 from pswire.api import Contribution, RoundReply
 from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError
-from pswire.limits import PART_BYTES
+from pswire.limits import PART_BYTES, WINDOW
 from pswire.model.log import Approved, Epoch, EpochClosed, Member, Position, Start
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
@@ -285,9 +285,9 @@ def test_a_resend_says_what_was_said(job, two):
 
 
 def test_an_old_round_is_over(job, two):
-    """A server remembers the last answers only: a worker never has two rounds under way."""
+    """A server remembers the last answers only: those of a window."""
     plan = job.approve(reduce_only(NUMBER), two[0])
-    for _ in range(4):
+    for _ in range(WINDOW + 2):
         together(*(worker.push(plan, [1]) for worker in two))
         turn(*two)
     two[0].round = 0
@@ -509,14 +509,32 @@ def test_an_error_in_a_program_reaches_everyone(job, two):
     assert int(job.value(two[0], variable)) == 5
 
 
-def test_a_worker_has_one_round_under_way(job, two):
-    """It cannot begin the next one before."""
+def test_a_worker_has_a_window_of_rounds_under_way(job, two):
+    """They are answered in order; one more cannot begin before."""
     plan = job.approve(reduce_only(NUMBER), two[0])
-    first = two[0].push(plan, [1])
+    pushed = []
+    for number in range(WINDOW):
+        pushed.append(two[0].push(plan, [number], previous=number - 1))
+        turn(two[0])
     job.arrived(two[0])
-    turn(two[0])
-    assert isinstance(refused(lambda: two[0].push(plan, [1])), InvalidRequest)
-    assert int(given(together(two[1].push(plan, [1]), first)[0], plan)[0]) == 2
+    assert isinstance(refused(lambda: two[0].push(plan, [1], previous=WINDOW - 1)), InvalidRequest)
+    for number in range(WINDOW):
+        reply, _ = together(pushed[number], two[1].push(plan, [1], previous=number - 1))
+        assert (reply.round, int(given(reply, plan)[0])) == (number, number + 1)
+        turn(two[1])
+
+
+def test_rounds_may_arrive_in_any_order(job, two):
+    """Each names the one that its sender has sent before, which it waits for."""
+    variable = job.variable(two[0], np.array([1.0]))
+    plan = job.approve(sgd(variable), two[0])
+    pushed = []
+    for number in (1, 0):
+        for worker in two:
+            worker.round = number
+            pushed.append(worker.push(plan, [[1.0 + number]], operands=[0.25], previous=number - 1))
+    values = [given(reply, plan)[0].tolist() for reply in together(*pushed)]
+    assert values == [[-0.5], [-0.5], [0.5], [0.5]]
 
 
 def test_who_observes_sends_nothing(job, two):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -143,7 +144,8 @@ def test_what_was_recorded_before_an_error_is_done(single):
 
     def fail(error):
         with single.scope():
-            kept.append(single.extended.update(w, lambda v: v.assign_add(1.0) + 1.0))
+            ones = single.extended.reduce_to("sum", np.ones(3), w)
+            kept.append(single.extended.update(w, lambda v, ones: v.assign_add(ones) + 1.0, (ones,)))
             raise error
 
     with pytest.raises(StopIteration):
@@ -162,11 +164,11 @@ def test_an_interrupt_within_a_round_ends_the_session(tmp_path):
     with ps.ParameterServerStrategy(devices=["cpu:0"]) as strategy:
         w = variable(strategy)
         w.assign_add(1.0)
-        original = strategy._exchange._gather
-        strategy._exchange._gather = lambda futures: (_ for _ in ()).throw(KeyboardInterrupt)
+        original = strategy._exchange._stand_in
+        strategy._exchange._stand_in = lambda plan, futures: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             w.assign_add(1.0)
-        strategy._exchange._gather = original
+        strategy._exchange._stand_in = original
         with pytest.raises(ps.errors.Fenced, match="interrupted in round"):
             w.assign_add(100.0)
 
@@ -195,48 +197,74 @@ def test_a_scope_may_be_entered_again(single):
     with scope:
         with scope:
             pass
-        w.assign_add(np.ones(3))
-    assert in_thread(lambda: w.numpy().tolist()) == [1.0] * 3
+        sum_into(single, w)
+        assert in_thread(lambda: w.numpy().tolist()) == [0.0] * 3
+    assert w.numpy().tolist() == [1.0] * 3
     with scope:
-        w.assign_add(np.ones(3))
+        sum_into(single, w)
+    assert w.numpy().tolist() == [2.0] * 3
     assert in_thread(lambda: w.numpy().tolist()) == [2.0] * 3
 
 
-def test_an_open_section_belongs_to_one_thread(single):
+def sum_into(strategy, v):
+    """Reduces ones, and adds them to a variable: in a scope the section stays open. Returns the new value + 1."""
+    ones = strategy.extended.reduce_to("sum", np.ones(v.shape), v)
+    return strategy.extended.update(v, lambda v, ones: v.assign_add(ones) + 1.0, (ones,))
+
+
+def test_an_open_section_belongs_to_one_thread():
     """Another may read variables, as of the last round; it is told so if it updates, and disturbs nothing."""
-    w = variable(single)
+    with ps.ParameterServerStrategy(devices=["cpu:0"], timeouts=ps.Timeouts(call=1.0)) as single:
+        w = variable(single)
+        with single.scope():
+            result = sum_into(single, w)
+            assert in_thread(lambda: w.numpy().tolist()) == [0.0] * 3
+            for attempt in (lambda: w.assign_add(1.0), lambda: single.reduce("sum", 1.0, None), result.numpy):
+                error = in_thread(attempt)
+                assert isinstance(error, RuntimeError)
+                assert "another thread" in str(error)
+            assert in_thread(lambda: single.run(lambda: None)) is None
+        assert w.numpy().tolist() == [1.0] * 3
+        assert in_thread(lambda: w.assign_add(1.0)) is w
+        assert in_thread(lambda: w.numpy().tolist()) == [2.0] * 3
+
+
+def test_a_second_thread_waits_until_the_first_has_sent_its_section(single):
+    """Then its own is sent: none of them is told anything."""
+    w, began, done = variable(single), threading.Event(), []
+
+    def second():
+        began.set()
+        w.assign_add(np.ones(3))
+        done.append(w.numpy().tolist())
+
     with single.scope():
-        result = single.extended.update(w, lambda v: v.assign_add(1.0) + 1.0)
-        assert in_thread(lambda: w.numpy().tolist()) == [0.0] * 3
-        for attempt in (lambda: w.assign_add(1.0), lambda: single.reduce("sum", 1.0, None), result.numpy):
-            error = in_thread(attempt)
-            assert isinstance(error, RuntimeError)
-            assert "another thread" in str(error)
-        assert in_thread(lambda: single.run(lambda: None)) is None
-    assert w.numpy().tolist() == [1.0] * 3
-    assert in_thread(lambda: w.assign_add(1.0)) is w
-    assert w.numpy().tolist() == [2.0] * 3
+        sum_into(single, w)
+        thread = threading.Thread(target=second)
+        thread.start()
+        began.wait()
+        time.sleep(0.2)
+        assert not done
+    thread.join()
+    assert done == [[2.0] * 3]
 
 
 def test_threads_that_meet_lose_no_update(single):
-    """Each update is applied once, or its thread is told that it was not."""
-    w, applied = variable(single), []
+    """Each update is applied once."""
+    w = variable(single)
 
     def go():
         for _ in range(20):
-            try:
-                with single.scope():
-                    single.extended.update(w, lambda v: v.assign_add(1.0))
-                applied.append(1)
-            except RuntimeError:
-                pass
+            with single.scope():
+                sum_into(single, w)
 
     threads = [threading.Thread(target=go) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert w.numpy().tolist() == [len(applied)] * 3
+    with single.scope():
+        assert single.extended.update(w, lambda v: v + 0.0).numpy().tolist() == [80.0] * 3
 
 
 def test_after_the_end_all_says_so_at_once():

@@ -37,6 +37,7 @@ def diverge(kind):
         else:
             with strategy.scope():
                 sections[kind]()
+        v.numpy(), u.numpy()  # a round is told of where its values are looked at
     except ps.errors.Diverged as error:
         say("diverged", [str(error), time.monotonic() - began])
 
@@ -93,6 +94,7 @@ def fail_in_the_third(failing):
         fails = n == 2 and ME in failing
         try:
             strategy.run(lambda fails=fails: ps.get_replica_context().merge_call(merge, (fails,)))
+            v.numpy()
         except ValueError:
             say("failed", strategy.round)
         except ps.errors.Diverged as error:

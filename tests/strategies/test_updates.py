@@ -30,12 +30,16 @@ def test_values_are_brought_together(monkeypatch):
     monkeypatch.setattr(Section, "give_back", lambda self, value: told.append(value) or own(self, value))
     with opened("embedded-1") as strategy:
         v = variable(strategy)
-        with strategy.scope():
+
+        def merge(strategy):
             found = [strategy.extended.update(v, lambda v, k: v + k, (float(k),)) for k in range(20)]
             told.clear()
-            arrays = strategy.backend.bring([*found, np.zeros(3)])
+            arrays.extend(strategy.backend.bring([*found, np.zeros(3)]))
+            assert len(told) == 1
+
+        arrays = []
+        strategy.run(lambda: ps.get_replica_context().merge_call(merge))
     assert [array[0] for array in arrays] == [*map(float, range(20)), 0.0]
-    assert len(told) == 1
 
 
 def test_the_documents_example(strategy):

@@ -16,7 +16,7 @@ TRIED: dict[str, tuple[str, ...]] = {
         "for_a_checkpoint_to_be_written",
     ),
     "psclient._src.rounds.rounds.Exchange._begin": ("for_a_first_value",),
-    "psclient._src.rounds.rounds.Exchange._await": ("for_a_worker_in_a_round", "for_approval"),
+    "psclient._src.rounds.window.Window._await": ("for_a_worker_in_a_round", "for_approval"),
     "psclient._src.rounds.read_cache.ReadCache.pull": ("for_a_value",),
     "psclient._src.rounds.rounds.Exchange._stand_in": ("for_who_saves",),
     "psclient._src.rounds.restore.Restoring._answer": ("for_a_checkpoint_to_be_read",),
@@ -45,6 +45,7 @@ ASKED = "as long as the user has asked for"
 BRIEF: dict[str, str] = {
     # ---- Of clients ----
     "psclient._src.rounds.rounds._answered": OVER,
+    "psclient._src.rounds.backend.RemoteBackend.section_here": "for another thread's section, at most Timeouts.call; the error says so",
     "psclient._src.transport.staging.host": "for the end of a copy from this process's GPU",
     "psclient._src.transport.session.Session.look": "at most Timeouts.call; the error names server 0",
     "psclient._src.transport.session.Session.pause": "between two questions; who asks again and again speaks itself",

@@ -63,8 +63,15 @@ class DatasetGroup(Protocol):
         """Told that a pass has ended; what was being iterated around it is in use again."""
         ...
 
+    def made_round(self, dataset: int) -> bool:
+        """Returns whether this worker has made a round since `advance`, answered or not."""
+        ...
+
     def any_more(self, dataset: int) -> bool | None:
-        """Returns whether any worker had a further batch in the last round since `advance`; None without a round."""
+        """Returns whether any worker had a further batch in the last round since `advance`; None without a round.
+
+        Waits for the answers of this worker's rounds.
+        """
         ...
 
 
@@ -267,6 +274,7 @@ class _Distributed:
         # One step is read ahead, since each tells whether another follows.
         ahead = next(steps, ())
         while ahead or self._group.any_more(self._number):
+            following = next(steps, ())  # before the boundary, which waits for the rounds of the step before
             self._group.boundary(self._number)
             if ahead:
                 last = ahead[-1]
@@ -274,7 +282,7 @@ class _Distributed:
                 last = self._blank()
             spare = nest.map_structure(lambda array: array[:0], last)
             parts = [*ahead, *[spare] * (len(self._group.devices) - len(ahead))]
-            ahead = next(steps, ())
+            ahead = following
             index += 1
             self._tell(epoch, index, bool(ahead), parts)
             yield self._place(parts)
@@ -286,7 +294,7 @@ class _Distributed:
 
     def _untold(self) -> bool:
         alone = self._group.slice()[1] == len(self._group.devices)
-        return not alone and self._group.any_more(self._number) is None
+        return not alone and not self._group.made_round(self._number)
 
     def _blank(self) -> Nest:
         def empty(spec: ArraySpec) -> Array:
@@ -356,9 +364,10 @@ class DistributedDataset(_Distributed):
         # One batch is read ahead, since each tells whether another follows.
         ahead = next(batches, None)
         while ahead:
+            following = next(batches, None)  # before the boundary, which waits for the rounds of the step before
             self._group.boundary(self._number)
             parts = self._slices(ahead)
-            ahead = next(batches, None)
+            ahead = following
             index += 1
             self._tell(*((epoch, index, True) if ahead else (epoch + 1, 0, False)), parts)
             yield self._place(parts)

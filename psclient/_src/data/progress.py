@@ -11,8 +11,8 @@ from pswire.model.log import Position
 NOBODY: frozenset[int] = frozenset()
 
 
-@dataclass
-class _Pass:
+@dataclass(eq=False)
+class Pass:
     """A pass over a dataset that is under way.
 
     Attributes:
@@ -20,8 +20,8 @@ class _Pass:
         more: True if this process has a batch after the one in use.
         empty: local replicas whose batch in use has no examples.
         worked: local replicas that had examples in batches before it, and may hold back what they made of them.
-        any_more: True if any process had a further batch in the last round since the batch was taken; None if there
-            was no round.
+        made_round: True once this process has made a round since the batch was taken.
+        any_more: True if any process had a further batch in the last of these rounds; None until one was answered.
         given: True once a round took what replicas had held back.
     """
 
@@ -29,6 +29,7 @@ class _Pass:
     more: bool
     empty: frozenset[int]
     worked: frozenset[int]
+    made_round: bool = False
     any_more: bool | None = None
     given: bool = False
 
@@ -42,7 +43,7 @@ class Progress:
 
     def __init__(self, replicas: int) -> None:
         self._everybody = frozenset(range(replicas))
-        self._passes: list[_Pass] = []
+        self._passes: list[Pass] = []
         self._holding = False
         self._begins: dict[int, Position] = {}
         self._positions: dict[int, Position] = {}
@@ -67,7 +68,7 @@ class Progress:
         before = next((item for item in self._passes if item.dataset == dataset), None)
         worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)
         self.finish(dataset)
-        self._passes.append(_Pass(dataset, more, empty, worked))
+        self._passes.append(Pass(dataset, more, empty, worked))
 
     def finish(self, dataset: int) -> None:
         """A pass has ended, or was broken off; the one around it is in use again."""
@@ -75,16 +76,23 @@ class Progress:
         if dataset in numbers:
             del self._passes[numbers.index(dataset) :]
 
+    def made_round(self, dataset: int) -> bool:
+        """Returns whether this process has made a round since `advance`, answered or not."""
+        return any(item.made_round for item in self._passes if item.dataset == dataset)
+
     def any_more(self, dataset: int) -> bool | None:
         """Returns whether any process had a further batch in the last round since `advance`; None without a round."""
         return next((item.any_more for item in self._passes if item.dataset == dataset), None)
 
-    def told(self, more: bool) -> None:
-        """A round was made: what was held back is in it, and any process that has a batch left has said so."""
-        if self._passes:
-            self._passes[-1].any_more = more
-            if not self._holding:
-                self._passes[-1].given, self._passes[-1].worked = True, NOBODY
+    def sent(self) -> Pass | None:
+        """A round was sent, and what was held back is in it; returns the pass that it belongs to."""
+        if not self._passes:
+            return None
+        now = self._passes[-1]
+        now.made_round = True
+        if not self._holding:
+            now.given, now.worked = True, NOBODY
+        return now
 
     @contextlib.contextmanager
     def holding_back(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 from psclient._src import context, nest
-from psclient._src.arraylike import HostArray, Mirrored, Readable, read, reduced_array
+from psclient._src.arraylike import HostArray, LazyArray, Mirrored, Readable, read, reduced_array
 from psclient._src.context import StrategyFace
 from psclient._src.devices import Device, Value, is_array, local_devices, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
@@ -275,19 +275,17 @@ class StrategyExtended:
             destination: the variable beside which the result stays; None gives a host array here.
         """
         with self._cross_replica("aggregate"):
-            if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-                local = self._first(value)
-            else:
-                local = self._local(ReduceOp.parse(aggregation.name), value, None)
+            first = aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+            local = self._first(value) if first else self._local(ReduceOp.parse(aggregation.name), value, None)
             if destination is None:
-                return self._here([local])[0]
+                return self._brought(local)
             return self._reduced([(local, self._destination(destination, None))])[0]
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
         """Reduces a value and returns it to every process at once; see `StrategyFace.reduce`."""
         with self._cross_replica("reduce"):
             local = [self._local(op, leaf, axis) for leaf in nest.flatten(value)]
-            return nest.pack_sequence_as(value, [array.view(HostArray) for array in self._here(local)])
+            return nest.pack_sequence_as(value, list(map(_reduced_here, self._here(local))))
 
     def gather(self, value: Nest, axis: SupportsIndex) -> Any:
         """Concatenates a value's arrays over all replicas of all workers; see `StrategyFace.gather`."""
@@ -298,7 +296,7 @@ class StrategyExtended:
             first, replicas = self._backend.group.slice()
             # Replicas without examples give their empty arrays: what others hold back is no part of this.
             with self._backend.group.holding_back():
-                total = lambda array: self._here([combine("sum", [array], EVERYONE, None)])[0]  # noqa: E731
+                total = lambda array: self._brought(combine("sum", [array], EVERYONE, None))  # noqa: E731
                 found = Place(first, replicas, total).gather(arrays, number)
             for array in found:
                 array.flags.writeable = False
@@ -327,9 +325,11 @@ class StrategyExtended:
                 found.append(local)
         return found
 
-    def _here(self, local: Sequence[LocalValue]) -> list[Array]:
-        reduced = self._backend.reduce([(each, None) for each in local]) if local else []
-        return [to_numpy(read(value)) for value in reduced]
+    def _here(self, local: Sequence[LocalValue]) -> list[Value]:
+        return self._backend.reduce([(each, None) for each in local]) if local else []
+
+    def _brought(self, local: LocalValue) -> Array:
+        return to_numpy(read(self._here([local])[0]))
 
     def _reduce_to(
         self, what: str, reduce_op: ReduceOp | ReduceOpName, pairs: Iterable[tuple[Value, object]]
@@ -405,7 +405,12 @@ class StrategyExtended:
 
     @staticmethod
     def _bring(value: object, devices: Sequence[Device]) -> Value:
-        """Copies a value to worker devices: returns an array for one device, else a mirrored value."""
+        """Copies a value to worker devices: returns an array for one device, else a mirrored value.
+
+        One that comes to the only CPU is copied when it is looked at.
+        """
+        if isinstance(value, LazyArray) and len(devices) == 1 and devices[0].kind == "cpu":
+            return value
         array = read(value)
         copies = [reduced_array(array, device) for device in devices]
         return copies[0] if len(copies) == 1 else Mirrored(copies)
@@ -496,6 +501,10 @@ class StrategyExtended:
             context.require_cross_replica(self._strategy, what)
             self._backend.check_open()
             yield
+
+
+def _reduced_here(value: Value) -> Value:
+    return value if isinstance(value, LazyArray) else to_numpy(value).view(HostArray)
 
 
 def _merged(results: Sequence[Nest], group: bool, copies: int = 1) -> Nest:

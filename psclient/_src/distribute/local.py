@@ -181,7 +181,9 @@ class LocalBackend:
         """Ends the round, if anything was reduced. Nothing else waits: all that was asked for is done."""
         if self._reduced:
             self._reduced = False
-            self.group.told(False)
+            passed = self.group.sent()
+            if passed is not None:
+                passed.any_more = False
 
     def drop(self) -> None:
         """Does nothing but `flush`: here nothing is held back."""

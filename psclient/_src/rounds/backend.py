@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -22,14 +24,18 @@ from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.section import Section, ServerValue
+from psclient._src.rounds.under_way import UnderWay
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
-from pswire.model.plan import Nonfinite, Plan, Ref, VariableSpec
+from pswire.model.plan import Nonfinite, Plan, VariableSpec
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
+
+LOOK_SECONDS = 0.1
+"""Seconds between two looks at whether the thread that records a section has ended."""
 
 T = TypeVar("T")
 
@@ -61,7 +67,7 @@ class RemoteBackend:
         self._reads = exchange.reads
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot)
         self._placement = placement
-        self._opening = threading.Lock()  # guards that one section is open, and no other is opened beside it
+        self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
         self._before: list[tuple[Cell, AnyArray]] | None = None
         """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
@@ -121,12 +127,16 @@ class RemoteBackend:
         if section is not None and section.writes(handle.id):
             self.flush()
         in_replica = context.has_strategy() and not context.in_cross_replica_context()
-        return self._reads.read(handle, now=not in_replica)
+        # Threads that make no rounds see what came last: they wait for nobody.
+        return self._reads.read(handle, now=not in_replica, waits=in_replica or self._exchange.window.mine)
 
     # ---- Sections ----
 
     def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
-        """Records reductions; their values are lazy."""
+        """Records reductions; their values are lazy.
+
+        Where one comes here, outside of a merge call, they are sent at once, whoever looks at the value.
+        """
         section = self.section_here
         comes_here = any(to is None for _, to in contributions)
         if not (comes_here or context.in_merge_call()):
@@ -137,7 +147,9 @@ class RemoteBackend:
             for local, to in contributions
         ]
         if comes_here:
-            section.give_back(reduced)  # The first that is brought here ends the section for all.
+            section.give_back(reduced)
+            if not context.in_merge_call():
+                self._send(section)
         return reduced
 
     def apply(
@@ -148,8 +160,15 @@ class RemoteBackend:
         args: Sequence[object],
         kwargs: Mapping[str, object],
     ) -> list[Nest]:
-        """Traces the function and records its application."""
-        return [self.section_here.apply(place, fn, args, kwargs)]
+        """Traces the function and records its application.
+
+        Outside of a merge call it is sent at once, unless reductions are there that later updates may take.
+        """
+        section = self.section_here
+        result = section.apply(place, fn, args, kwargs)
+        if not (context.in_merge_call() or section.reduces):
+            self._send(section)
+        return [result]
 
     def bring(self, values: Sequence[object]) -> list[Array]:
         """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
@@ -187,29 +206,40 @@ class RemoteBackend:
 
     @property
     def section_here(self) -> Section:
-        """The section being recorded; a new one if none is.
+        """The section that the calling thread records; a new one if it records none.
+
+        Waits while another thread records one, as long as for a call.
 
         Raises:
-            RuntimeError: another thread records one, or the strategy is closed.
+            RuntimeError: another thread records one all that time, or the strategy is closed.
         """
         self.check_open()
+        until = time.monotonic() + self._exchange.session.timeouts.call
         with self._opening:
-            if self._section is not None and not self._section.alive:
-                log.warning("a thread has ended within a scope; what it recorded there is lost")
-                self._section = None
-            if self._section is None:
-                self._section = Section(len(self.parameter_devices), self._send, self._nonfinite)
-            section = self._section
-        section.check_thread()
-        return section
+            while self._section is None or not self._section.mine:
+                if self._section is None:
+                    self._section = Section(len(self.parameter_devices), self._send, self._nonfinite)
+                elif not self._section.alive:
+                    log.warning("a thread has ended within a scope; what it recorded there is lost")
+                    self._section = None
+                elif time.monotonic() > until:
+                    self._section.check_thread()
+                else:
+                    self._opening.wait(LOOK_SECONDS)  # the end of a thread tells nobody
+            return self._section
 
     def _mine(self) -> Section | None:
         """Returns the section that the calling thread records; None if it records none."""
         section = self._section
         return section if section is not None and section.mine else None
 
+    def settle(self) -> None:
+        """Ends the calling thread's open section, and takes in the answers to all rounds."""
+        self.flush()
+        self._exchange.window.settle()
+
     def flush(self, returned: object = None) -> None:
-        """Ends the calling thread's open section, if there is one: sends what it recorded, and waits for it.
+        """Ends the calling thread's open section, if there is one: sends what it recorded.
 
         Args:
             returned: a nest; located values in it are wanted after the end.
@@ -231,6 +261,8 @@ class RemoteBackend:
             section.give_back_unused()  # The merge function may look at what it began.
         elif not context.in_merge_call():
             self._reads.begin_step()
+        if not context.in_merge_call():
+            self._exchange.window.begin_step()
         self.flush()
         if self.group.alone or self.group.epoch is not None or self._before is not None:
             return replicas()
@@ -250,6 +282,7 @@ class RemoteBackend:
         for variable in self._copies:
             if variable.aggregation is not VariableAggregation.NONE:
                 variable.saved.assign_aggregate(variable.strategy, "assign", variable)
+        self.settle()  # It is of the values that all rounds before it have left.
         section = self.section_here
         section.order_snapshot(path, self.group.round, state)
         return self._send(section).id
@@ -258,7 +291,7 @@ class RemoteBackend:
         """Forgets the calling thread's open section: what recorded it failed."""
         if self._mine() is not None:
             # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
-            self._section = None
+            self._end_section()
             self.group.skip_round()
 
     # ---- The end ----
@@ -266,7 +299,7 @@ class RemoteBackend:
     def close(self) -> None:
         """Closes the backend: nothing can be read, created or recorded any more."""
         self._closed = True
-        self._section = None
+        self._end_section()
 
     def check_open(self) -> None:
         """Raises `RuntimeError` once the strategy is closed."""
@@ -281,19 +314,27 @@ class RemoteBackend:
             section.give_back_unused()
         try:
             outgoing = section.outgoing()
-            section.arrived(self._make_round(outgoing) if outgoing.plan.servers else {})
+            if outgoing.plan.servers:
+                section.sent(partial(self._exchange.window.values, self._make_round(outgoing)))
+            else:
+                section.sent(dict)
         finally:
             # Only now: a section of another thread would be a second round at the same time.
-            self._section = None
+            self._end_section()
         return outgoing.plan
 
-    def _make_round(self, outgoing: Outgoing) -> dict[Ref, Array]:
+    def _end_section(self) -> None:
+        with self._opening:
+            self._section = None
+            self._opening.notify_all()
+
+    def _make_round(self, outgoing: Outgoing) -> UnderWay:
         outdated = self._exchange.enter(outgoing.plan)
         if outdated and self._before is not None:
             raise RunAgain
         if outdated and outgoing.plan.reductions:
             self._warn_of_loss(outgoing.plan)
-        return self._exchange.flush(outgoing, observes=outdated)
+        return self._exchange.send(outgoing, observes=outdated)
 
     def _warn_of_loss(self, plan: Plan) -> None:
         names = ", ".join(sorted({reduction.target or f"a {reduction.op}" for reduction in plan.reductions}))

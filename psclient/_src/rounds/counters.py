@@ -11,24 +11,27 @@ from pswire.telemetry.metrics import Histogram
 
 
 class RoundCounters:
-    """Counters of one process. A round is made within it, as a context; `read` may be called by any thread.
+    """Counters of one process. It waits for rounds within it, as a context; `read` may be called by any thread.
 
     Attributes:
-        rounds: number of rounds by outcome: "completed" or "failed".
-        computing: seconds between two rounds, less those of reads.
-        waiting: seconds of rounds, from the end of a section until its values were here.
+        rounds: number of answered rounds by outcome: "completed" or "failed".
+        steps: number of calls of `strategy.run`.
+        waits: number of times that it waited for rounds.
+        computing: seconds between two waits, less those of reads.
+        waiting: seconds of waits for rounds.
         reading: seconds of reads that had to ask a server.
         left_out: contributions of others that rounds were completed without, on each server.
     """
 
     def __init__(self) -> None:
         self.rounds = Counter[str](completed=0, failed=0)
+        self.steps = self.waits = 0
         self.computing, self.waiting, self.reading = Histogram(), Histogram(), Histogram()
         self.left_out = 0
         self._began = 0.0
-        self._over: float | None = None  # when the last round was
+        self._over: float | None = None  # when the last wait was
         self._lock = threading.Lock()  # guards what is read
-        self._read = 0.0  # seconds since the last round
+        self._read = 0.0  # seconds since the last wait
 
     def __enter__(self) -> None:
         self._began = time.monotonic()
@@ -39,7 +42,7 @@ class RoundCounters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.rounds["failed" if kind else "completed"] += 1
+        self.waits += 1
         self._over, self._read = time.monotonic(), 0.0
         self.waiting.observe(self._over - self._began)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from psclient._src.data.progress import Progress
+from psclient._src.data.progress import Pass, Progress
 from psclient._src.devices import Device
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
@@ -47,6 +47,8 @@ class Group(Progress):
         """The newest epoch that this process has taken in; None before it takes part."""
         self.given: tuple[int, int] | None = None
         """The last result of `slice`; None before its first call."""
+        self.settle: Callable[[], object] = lambda: None
+        """Takes in the answers of all rounds of this process; called where the program comes to a batch."""
         self._expected = tuple(expected)
         logging_setup.follow(lambda: (self.round, session.number))
         self._entered = False
@@ -62,10 +64,12 @@ class Group(Progress):
 
     def join(self, dataset: int) -> None:
         """Takes part from now on; a process that comes late waits until the others take it in."""
+        self.settle()
         self.enter(f"dataset:{dataset}")
 
     def boundary(self, dataset: int) -> None:
         """Enters the join point before a batch: a newer epoch may hold from here on."""
+        self.settle()
         self.enter(f"dataset:{dataset}")
 
     def slice(self) -> tuple[int, int]:
@@ -109,6 +113,7 @@ class Group(Progress):
         """Returns what `Progress.any_more` does; of an asynchronous worker's rounds only its own batches count."""
         if not self._passes and self._taken_in == f"dataset:{dataset}":
             return True  # a process that is taken in before a batch knows that there is one
+        self.settle()
         return super().any_more(dataset)
 
     @property
@@ -183,11 +188,24 @@ class Group(Progress):
 
     # ---- For rounds ----
 
-    def round_over(self, epoch: Epoch | None, more: bool) -> None:
-        """Notes what a round's answers said; the next round is the next number."""
+    def sent(self) -> Pass | None:
+        """A round was sent: the next one is the next number. Returns the pass that it belongs to."""
         self.round += 1
         self._taken_in = ""
-        self.told(more)
+        return super().sent()
+
+    def answered(self, passed: Pass | None, epoch: Epoch | None, more: bool) -> None:
+        """Takes in what a round's answers said, the oldest round first.
+
+        Called where all members take in the same rounds: what it changes, they all see from the same place on.
+
+        Args:
+            passed: as `sent` returned it.
+            epoch: the newest epoch that the answers name; None where there are none.
+            more: True if any member had a further batch.
+        """
+        if passed is not None:
+            passed.any_more = more
         if self.alone:
             return
         if epoch is not None and (self._announced is None or epoch.number > self._announced.number):
@@ -199,6 +217,12 @@ class Group(Progress):
         """This process did not make a section that the others make: their round is over without it."""
         self.round += 1
 
+    def takes_in(self, join_point: str) -> bool:
+        """Returns whether new members begin when this process comes to a join point."""
+        announced = self._announced
+        newer = announced is not None and (self.epoch is None or announced.number > self.epoch.number)
+        return newer and announced is not None and announced.join_point == join_point
+
     def enter(self, join_point: str) -> None:
         """Enters a join point, a place in the program where epochs begin.
 
@@ -209,7 +233,7 @@ class Group(Progress):
         self.session.check()
         if self.epoch is None:
             self._join(join_point)
-        if self._announced is not None and self._announced.join_point == join_point:
+        if self._announced is not None and self.takes_in(join_point):
             self._take_in(self._announced)
         self._entered = True
 

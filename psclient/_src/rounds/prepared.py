@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pswire.limits import PART_BYTES
 from pswire.model.plan import Plan, Ref
 from pswire.model.tensor import TensorSpec
 
@@ -41,9 +42,14 @@ class PlanShares:
         shares: the share of each server that takes part.
         written: numbers of the variables that are assigned on any of them.
         restores: True if it restores variables: any of them may have another value after it.
+        waits: True if each of its rounds is waited for by its call: it may refuse a value, which has to be told there;
+            or it sends more than one part, which is not copied, from arrays that may change afterwards.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.shares = {server: ServerShare.of(plan, server) for server in plan.servers}
         self.written = frozenset(id for share in self.shares.values() for id in share.writes)
         self.restores = plan.restore is not None
+        refuses = plan.nonfinite == "raise" or any(program.may_refuse for program in plan.programs)
+        sent = [sum(plan.reductions[place].tensor.nbytes for place in each.reductions) for each in self.shares.values()]
+        self.waits = refuses or max(sent, default=0) > PART_BYTES

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
+from psclient._src.rounds.under_way import UnderWay
 from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.errors import RoundTimeout
@@ -27,6 +28,9 @@ class ReadCache:
         group: this process's place among the members.
         awaited: names the processes that a server waits for.
         measures: counts the seconds of reads.
+
+    Attributes:
+        take: waits for a round that is under way, and for all before it, and takes their values.
     """
 
     def __init__(self, session: Session, group: Group, awaited: Awaited, measures: RoundCounters) -> None:
@@ -42,8 +46,10 @@ class ReadCache:
         self._brought: set[int] = set()
         self._renewed = False
         self._read: set[int] = set()
+        self._changing: dict[int, UnderWay] = {}  # variables with the last round under way that assigns them
+        self.take: Callable[[UnderWay], object] = lambda round: None
 
-    def read(self, variable: PlacedVariable, now: bool = False) -> Array:
+    def read(self, variable: PlacedVariable, now: bool = False, waits: bool = True) -> Array:
         """Returns a variable's value, read-only, as of the last round of this process that touched its server.
 
         What was read is kept until a round changes it. Where workers are asynchronous it is kept for one step, so
@@ -52,7 +58,11 @@ class ReadCache:
         Args:
             variable: the variable to read.
             now: True to ask the server where workers are asynchronous, whatever is kept.
+            waits: True to wait for a round under way that assigns it; else the value of before is returned.
         """
+        changing = self._changing.get(variable.id) if waits else None
+        if changing is not None:
+            self.take(changing)
         if now and self._group.alone:
             return self.pull(variable)
         self.renew()
@@ -69,7 +79,7 @@ class ReadCache:
 
         Without the lock: another thread's round changes such a value before or after it is read here.
         """
-        value = self._values.get(id) if self._renewed else None
+        value = self._values.get(id) if self._renewed and id not in self._changing else None
         if value is not None:
             self._read.add(id)
         return value
@@ -119,17 +129,25 @@ class ReadCache:
 
     # ---- What rounds do to it ----
 
+    def change(self, written: frozenset[int], round: UnderWay, everything: bool) -> None:
+        """A round was sent that assigns variables; with `everything` all of them."""
+        with self._lock:
+            changed = {*written, *self._values} if everything else written
+            self._read -= changed
+            self._changing.update(dict.fromkeys(changed, round))
+
     def wanted(self, written: Iterable[int]) -> list[int]:
         """Returns the variables that a round assigns and that were read since their last assignment."""
         with self._lock:
             return [id for id in written if id in self._read]
 
-    def forget(self, written: frozenset[int], everything: bool) -> None:
-        """Forgets values of variables that a round has assigned; with `everything` all values."""
+    def forget(self, written: frozenset[int], round: UnderWay, everything: bool) -> None:
+        """Forgets values of variables that a round has assigned, which is over; with `everything` all values."""
         with self._lock:
-            self._read -= written
             for id in set(self._values) if everything else written & self._values.keys():
                 del self._values[id]
+            if self._changing:
+                self._changing = {id: last for id, last in self._changing.items() if last is not round}
 
     def bring(self, fresh: Mapping[int, Array], servers: Iterable[int], round: int) -> None:
         """Keeps the values that a round brought back from the servers that it touched."""

@@ -58,6 +58,7 @@ class Restoring:
             PSError: the reason why the round that commits did not happen; the session is over.
         """
         damaged: dict[str, str] = {}
+        self._exchange.window.settle()
         while True:
             turn = self._last = self._next_turn()
             # Server 0 says which one is the newest, so that all read the same.
@@ -80,7 +81,7 @@ class Restoring:
         self._group.begin_at(found.positions)  # first: they are the positions after the round
         with self._group.holding_back():
             self._exchange.enter(plan)
-            self._exchange.flush(Outgoing(plan, (), (), ()))
+            self._exchange.send(Outgoing(plan, (), (), ()))
         return found
 
     def _next_turn(self) -> Turn:

@@ -8,35 +8,33 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from psclient._src.options import Round
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.first_values import FirstValues
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.prepared import PlanShares, ServerShare
-from psclient._src.rounds.read_cache import ReadCache, frozen
-from psclient._src.transport.patience import Deadline
+from psclient._src.rounds.read_cache import ReadCache
+from psclient._src.rounds.under_way import UnderWay
+from psclient._src.rounds.window import Window
+from psclient._src.tracing.diagnostics import users_line
 from psclient._src.transport.session import Session
-from psclient._src.transport.staging import Sent, fill, host, pack
+from psclient._src.transport.staging import Sent, fill, host, keep, pack
 from pswire.api import Contribution, CreateReply, RoundReply
-from pswire.errors import Fenced, MemoryLimit, ProgramError, PSError, PushAgain, RoundTimeout
+from pswire.errors import Fenced, PSError, PushAgain
 from pswire.limits import PART_BYTES
 from pswire.model.finite import is_finite
-from pswire.model.plan import PlacedVariable, Plan, Ref, SnapshotOrder, VariableSpec
-from pswire.model.tensor import Array, portable
+from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder, VariableSpec
+from pswire.model.tensor import Array, TensorSpec, portable
 from pswire.telemetry.reminder import Reminder
 from pswire.transport.payload import EMPTY, Payload
 
 log = logging.getLogger("psclient")
-
-FAILED_ROUND = (ProgramError, MemoryLimit)
-"""Errors that a round ended with, for every process alike: nothing of it was applied where it failed."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +63,16 @@ class Outgoing:
         sent = ((number, self.contributions[number]) for number in self.plan.applied)
         return tuple([number for number, array in sent if array is not None and not is_finite(host(array))])
 
-    def payload(self, share: ServerShare) -> Payload:
-        """Returns what goes to one server."""
+    def payload(self, share: ServerShare, kept: bool) -> Payload:
+        """Returns what goes to one server.
+
+        Args:
+            share: the server's share of the plan.
+            kept: True for memory of its own: the arrays may change before it is sent, or has to be sent again.
+        """
         sent = [self.contributions[place] for place in share.reductions]
-        return pack([*(self.operands[place] for place in share.operands), *(x for x in sent if x is not None)])
+        arrays = [*(self.operands[place] for place in share.operands), *(x for x in sent if x is not None)]
+        return keep(arrays) if kept else pack(arrays)
 
 
 class Exchange:
@@ -81,21 +85,22 @@ class Exchange:
     Attributes:
         measures: counters of rounds and reads.
         reads: the variables' values as they were read between the rounds.
-        last_round: the last round that came back; None before the first.
+        window: the rounds under way.
     """
 
     def __init__(self, session: Session, group: Group) -> None:
         self.session = session
         self.group = group
         self.measures = RoundCounters()
-        self.last_round: Round | None = None
         self._awaited = Awaited(session, group)
         self._first_values = FirstValues(session, group)
         self.reads = ReadCache(session, group, self._awaited, self.measures)
+        self.window = Window(session, group, self.reads, self._awaited, self.measures)
         self._variables: dict[int, PlacedVariable] = {}
         self._proposed: set[bytes] = set()
         self._prepared: dict[bytes, PlanShares] = {}
         self._restored: set[int] = set()
+        self._pushed = [-1] * len(session.servers)  # the last round that each server was sent
 
     # ---- Variables ----
 
@@ -159,60 +164,73 @@ class Exchange:
         Returns:
             Whether the section was computed with what is out of date by now, values or R: rounds were made since.
         """
-        waiting = self.group.epoch is None
-        self.group.enter(f"plan:{plan.id.hex()}")
+        group = self.group
+        self.window.take_in(group.round - self.window.size + 1)
+        waiting, join_point = group.epoch is None, f"plan:{plan.id.hex()}"
+        if group.takes_in(join_point):
+            self.window.settle()  # new members begin with the values that all rounds before this one have left
+        group.enter(join_point)
         stale = self.reads.renew()
-        return waiting and (stale or self.group.given not in (None, self.group.slice()))
+        return waiting and (stale or group.given not in (None, group.slice()))
 
-    def flush(self, outgoing: Outgoing, observes: bool = False) -> dict[Ref, Array]:
-        """Makes one round of a section, whose place was entered, and waits for it.
+    def send(self, outgoing: Outgoing, observes: bool = False) -> UnderWay:
+        """Sends one round of a section, whose place was entered.
+
+        It returns once the contribution's arrays may be changed. Waits for the round if an error may have to be told
+        here: it is the first of its plan, or its plan may refuse a value. Waits as well if it streams from these
+        arrays.
 
         Args:
             outgoing: this process's contribution.
             observes: True if nothing of it shall count.
 
         Returns:
-            The plan's returned values.
+            The round, whose values are taken by `Window.values`.
 
         Raises:
             PSError: the reason why the round did not happen; the same on every process.
         """
-        with self.measures:
-            return self._make_round(outgoing, observes)
-
-    def _make_round(self, outgoing: Outgoing, observes: bool) -> dict[Ref, Array]:
         plan = outgoing.plan
+        first = plan.id not in self._prepared
         self._propose(plan)
-        prepared = self._prepare(plan)
-        want = {server: self._want(share.writes, server) for server, share in prepared.shares.items()}
-        if not self.group.alone:
-            self.session.waits = (self.group.round, plan.id)
+        shares = self._prepare(plan)
+        waits = first or shares.waits or self.window.size == 1
+        round = self._push_all(outgoing, shares, observes, waits)
+        if waits:
+            self.window.values(round)
+        return round
+
+    def _push_all(self, outgoing: Outgoing, shares: PlanShares, observes: bool, waits: bool) -> UnderWay:
+        """Pushes a contribution to all servers of its plan, and goes on to the next round."""
+        plan, group = outgoing.plan, self.group
+        want = {server: self._want(share.writes, server) for server, share in shares.shares.items()}
+        if self.session.waits[0] < 0 and not group.alone:
+            self.session.waits = (group.round, plan.id)
         try:
             payloads = {
-                server: EMPTY if observes else outgoing.payload(share) for server, share in prepared.shares.items()
+                server: EMPTY if observes else outgoing.payload(share, kept=not waits)
+                for server, share in shares.shares.items()
             }
             with self._copied():
                 nonfinite = () if observes else outgoing.nonfinite()
             futures = {
                 server: self._push(
-                    server, outgoing.plan, self._said(outgoing, want[server], observes, nonfinite), payload
+                    server, plan, self._said(outgoing, server, want[server], observes, nonfinite), payload
                 )
                 for server, payload in payloads.items()
             }
             self._fill(outgoing, payloads.values())
             self._stand_in(plan, futures.values())
-            replies, failure = self._gather(futures)
         except BaseException as error:
             if not isinstance(error, PSError):
-                # An interrupt: the servers have this contribution, and would take the next section's for a resend.
-                self.session.end(Fenced(f"interrupted in round {self.group.round}, which was on its way; restart"))
+                # An interrupt: some servers have this contribution, and others wait for it.
+                self.session.end(Fenced(f"interrupted in round {group.round}, which was on its way; restart"))
             raise
-        finally:
-            self.session.waits = (-1, b"")
-        values = self._take(prepared, want, replies)
-        if failure is not None:
-            raise failure
-        return values
+        line = "" if waits else users_line()
+        round = UnderWay(group.round, plan, shares, want, futures, group.epoch, group.sent(), waits, line)
+        self.reads.change(shares.written, round, everything=shares.restores)
+        self.window.add(round)
+        return round
 
     def _propose(self, plan: Plan) -> None:
         """Asks for a plan's approval, once; of one that saves only one process does, whose state it has."""
@@ -259,9 +277,11 @@ class Exchange:
                 self._prepared[plan.id] = found
         return found
 
-    def _want(self, writes: Iterable[int], server: int) -> tuple[int, ...]:
+    def _want(self, writes: Iterable[int], server: int) -> tuple[tuple[int, TensorSpec], ...]:
         """Returns the variables to ask back: those that a round assigns, and that were read since the last one."""
-        return tuple([id for id in self.reads.wanted(writes) if self._variables[id].servers[0] == server])
+        known = self._variables
+        wanted = [known[id] for id in self.reads.wanted(writes)]
+        return tuple([(each.id, each.spec.tensor) for each in wanted if each.servers[0] == server])
 
     def _fill(self, outgoing: Outgoing, payloads: Iterable[Payload]) -> None:
         """Waits until all of a contribution is on the host, while what is there is sent."""
@@ -283,22 +303,29 @@ class Exchange:
             raise failure from error
 
     def _said(
-        self, outgoing: Outgoing, want: tuple[int, ...], observes: bool, nonfinite: tuple[int, ...]
+        self,
+        outgoing: Outgoing,
+        server: int,
+        want: Sequence[tuple[int, TensorSpec]],
+        observes: bool,
+        nonfinite: tuple[int, ...],
     ) -> Contribution:
         """Returns what this process says to a server that it contributes to."""
-        epoch = self.group.epoch
+        group = self.group
+        previous, self._pushed[server] = self._pushed[server], group.round
         return Contribution(
             self.session.number,
-            epoch.number if epoch else 0,
-            self.group.round,
+            group.epoch.number if group.epoch else 0,
+            group.round,
             outgoing.plan.id,
             (0.0,) * len(outgoing.weights) if observes else outgoing.weights,
-            self.group.more,
-            self.group.positions,
-            want,
+            group.more,
+            group.positions,
+            tuple([id for id, _ in want]),
             observes,
-            self.group.start,
+            group.start,
             nonfinite,
+            previous,
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
@@ -309,78 +336,6 @@ class Exchange:
         answer: Future[RoundReply] = Future()
         push().add_done_callback(partial(_answered, push, answer))
         return answer
-
-    def _gather(self, futures: Mapping[int, Future[RoundReply]]) -> tuple[dict[int, RoundReply], PSError | None]:
-        """Returns the answers, and the error if the round failed on some server: then it failed for every process."""
-        deadline = self.session.deadline(self.session.round_limit)
-        failure: PSError | None = None
-        replies: dict[int, RoundReply] = {}
-        for server, future in futures.items():
-            try:
-                replies[server] = self._await(server, future, deadline)
-            except FAILED_ROUND as error:
-                failure = error
-            except PSError as error:
-                # The others may have made this round: this process has lost its place among them.
-                self.session.end(error)
-        if failure is not None and replies:
-            # It is applied where it did not fail: nobody may compute on half a round.
-            self.session.end(failure)
-        self.session.check()
-        return replies, failure
-
-    def _await(self, server: int, future: Future[RoundReply], deadline: Deadline) -> RoundReply:
-        session, round, awaited = self.session, self.group.round, self._awaited
-        return session.wait(
-            future,
-            deadline,
-            lambda: RoundTimeout(
-                f"round {round} did not complete within {session.round_limit:g} s: it waits for {awaited.told(server)}"
-            ),
-            lambda: f"waits in round {round} for {', '.join(awaited.names(server))}",
-            lambda: "the chief" in awaited.names(server),
-        )
-
-    def _told(self, replies: Iterable[RoundReply]) -> Round:
-        """Returns what the answers say of the round's members."""
-        label = self.group.epoch
-        everybody = {self.session.task} if self.group.alone or label is None else {m.task for m in label.members}
-        out = {task for reply in replies for task in reply.left_out}
-        idle = {task for reply in replies for task in reply.observers}
-        return Round(
-            self.group.round,
-            label.number if label else 0,
-            tuple(map(str, sorted(everybody - out - idle))),
-            tuple(map(str, sorted(out))),
-        )
-
-    def _take(
-        self, prepared: PlanShares, want: Mapping[int, tuple[int, ...]], replies: Mapping[int, RoundReply]
-    ) -> dict[Ref, Array]:
-        """Keeps what came back; returns what the plan returns."""
-        # First, so that there is never room for more than one value of a variable that spans parts.
-        self.reads.forget(prepared.written, everything=prepared.restores)
-        values: dict[Ref, Array] = {}
-        fresh: dict[int, Array] = {}
-        for server, reply in replies.items():
-            given = prepared.shares[server].given
-            wanted = [self._variables[id].spec.tensor for id in want[server]]
-            tensors = [frozen(array) for array in reply.payload.tensors(wanted + [spec for _, spec in given])]
-            fresh |= zip(want[server], tensors, strict=False)
-            values |= zip([ref for ref, _ in given], tensors[len(wanted) :], strict=True)
-            for task in reply.left_out:
-                self.measures.left_out += 1
-                log.warning("round %d of server %d is complete without %s", reply.round, server, task)
-        # Of a variable that several servers hold each of them says the same.
-        for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
-            log.warning("%s", words)
-        self.reads.bring(fresh, prepared.shares, self.group.round)
-        if replies:
-            self.last_round = self._told(replies.values())
-        epochs = [reply.epoch for reply in replies.values()]
-        newest = max(epochs, key=lambda epoch: epoch.number, default=None)
-        self.group.round_over(newest, any(reply.more for reply in replies.values()))
-        return values
 
 
 def _answered(push: Callable[[], Future[RoundReply]], answer: Future[RoundReply], pushed: Future[RoundReply]) -> None:

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from psclient._src import context, nest
-from psclient._src.arraylike import Mirrored, Readable
+from psclient._src.arraylike import LazyArray, Mirrored, Readable
 from psclient._src.context import StrategyFace
 from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import LocalValue
@@ -62,6 +62,13 @@ class ServerValue(Readable):
         return f"Located({self.spec}, {self.section.state(self.ref)})"
 
 
+class ReducedValue(ServerValue, LazyArray):
+    """A reduced value that comes to this process; it is waited for when somebody looks at it."""
+
+    def __repr__(self) -> str:
+        return super().__repr__() if not self.section.flushed else LazyArray.__repr__(self)
+
+
 class Section:
     """Records one stretch of cross-replica code. Used by the thread that made it; others may ask for its values.
 
@@ -91,7 +98,8 @@ class Section:
         self._calls: list[TracedCall] | None = []  # None once what is recorded depends on more than these.
         self._sources: list[tuple[Trace, int]] = []
         self._whole: Plan | None = None
-        self._values: dict[Ref, Array] | None = None
+        self._values: Mapping[Ref, Array] | None = None
+        self._take: Callable[[], Mapping[Ref, Array]] | None = None  # waits for the values, once the section is sent
         self._thread = threading.current_thread()
 
     @property
@@ -113,9 +121,14 @@ class Section:
             )
 
     @property
+    def reduces(self) -> bool:
+        """True if it has reductions, whose values later updates may take."""
+        return bool(self._reductions)
+
+    @property
     def flushed(self) -> bool:
         """True if the section has been sent."""
-        return self._values is not None
+        return self._take is not None
 
     def writes(self, id: int) -> bool:
         """Returns whether the section, not yet sent, assigns a variable."""
@@ -132,7 +145,8 @@ class Section:
             target: purpose of the value, in words, for messages.
         """
         self._check_more()
-        located = ServerValue(self, Ref("reduction", len(self._reductions)), local.spec, servers)
+        kind = ReducedValue if servers is None else ServerValue
+        located = kind(self, Ref("reduction", len(self._reductions)), local.spec, servers)
         self._reductions.append(Reduction(local.op, local.spec, tuple(sorted(set(servers or ()))), target))
         self._local.append(local)
         if servers is None:
@@ -342,16 +356,18 @@ class Section:
         words = repr([(r.op, r.tensor, r.target) for r in self._reductions])
         return (zlib.crc32(words.encode()) % self._servers,)
 
-    def arrived(self, values: dict[Ref, Array]) -> None:
-        """Takes the returned values, once the section has been sent."""
-        self._values = values
+    def sent(self, take: Callable[[], Mapping[Ref, Array]]) -> None:
+        """The section has been sent; `take` waits for the returned values."""
+        self._take = take
 
     def value(self, ref: Ref) -> Array:
-        """Returns a value of the section; sends the section first if need be."""
-        if self._values is None:
+        """Returns a value of the section; sends the section first if need be, and waits for its round."""
+        if self._take is None:
             self.check_thread()
             self._returned.add(ref)
             self._flush(self)
+        if self._values is None and self._take is not None:
+            self._values = self._take()
         values = self._values or {}
         if ref not in values:
             raise RuntimeError(
@@ -363,7 +379,7 @@ class Section:
     def state(self, ref: Ref) -> str:
         """Returns what is known of a value, in words; never ends the section."""
         if self._values is None:
-            return "not flushed yet"
+            return "not flushed yet" if self._take is None else "under way"
         return f"value={self._values[ref]}" if ref in self._values else "stayed on the servers"
 
 

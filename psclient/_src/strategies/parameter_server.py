@@ -149,12 +149,22 @@ class ParameterServerStrategy(Strategy):
     @property
     def last_round(self) -> Round | None:
         """The last round that came back: its members, and who was left out. None before the first. It never waits."""
-        return self._exchange.last_round
+        return self._exchange.window.last_round
 
     @property
     def round(self) -> int:
         """The number of the next round; a process that comes back starts at the group's."""
         return self._remote.group.round
+
+    @property
+    def waits(self) -> int:
+        """How often this process has waited for rounds. In any context.
+
+        A round is sent without a wait. What waits is a look at a value of one that is under way, such as `float(loss)`
+        or a read of a variable that it assigns, and what comes to a batch, a save or a restore with rounds under way.
+        So does the first round of each new plan, and one that may refuse a value or sends more than 4 MiB to a server.
+        """
+        return self._exchange.measures.waits
 
     @property
     def task(self) -> Task:
@@ -209,7 +219,7 @@ class ParameterServerStrategy(Strategy):
         try:
             # A script that has caught why its session ended does not leave cleanly either.
             self._session.check()
-            self._remote.flush()
+            self._remote.settle()
             self._wait_saved()
         except PSError as error:
             log.error("%s does not leave cleanly: %s", self.task, error)

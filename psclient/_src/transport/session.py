@@ -70,7 +70,9 @@ class Session:
         self.devices: tuple[str, ...] = ()
         """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
         self.waits = (-1, b"")
-        """The round and the plan that this process waits for, for the beats."""
+        """The oldest round that is not answered, and its plan, for the beats."""
+        self.window = 1
+        """The most rounds that may be under way at a time; the same for all processes of the job."""
         self._drives = drives
         self._patience = Patience(self.timeouts.lease, self.timeouts.beat)
         self._tell = broken
@@ -117,6 +119,7 @@ class Session:
             # Another server remembers a later chief: this one's token has to be above that.
             opened[0] = self._open_at(self.log_server, key, term)
         self.token = opened[0].token
+        self.window = max(min(answer.window for answer in opened), 1)
         self.incarnations = tuple(answer.incarnation for answer in opened)
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
 

@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from psclient._src.devices import Download
 from pswire.model.tensor import Array, align, as_bytes
 from pswire.transport.parts import Cutter, Part
@@ -52,6 +54,21 @@ def pack(arrays: Sequence[Sent]) -> Payload:
     if Download in map(type, arrays):
         return StagedPayload(arrays)
     return Payload.pack(arrays)  # type: ignore[arg-type]
+
+
+def keep(arrays: Sequence[Sent]) -> Payload:
+    """Makes a payload with memory of its own, so that the arrays may change; as `pack`.
+
+    What comes from a GPU lies in pinned memory that is nobody else's.
+    """
+    if Download in map(type, arrays):
+        return StagedPayload([array if isinstance(array, Download) else array.copy() for array in arrays])
+    payload = Payload.pack(arrays)  # type: ignore[arg-type]
+    memory = np.empty(payload.size, np.uint8)
+    room = as_bytes(memory)
+    for offset, buffer in payload.chunks:
+        room[offset : offset + len(buffer)] = buffer
+    return Payload([(0, room)] if payload.size else (), payload.size)
 
 
 def host(array: Sent) -> Array:

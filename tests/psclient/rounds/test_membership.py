@@ -56,7 +56,8 @@ class Process:
 
     def add(self, plan: Any, value: int) -> None:
         self.exchange.enter(plan)
-        self.exchange.flush(Outgoing(plan, (1.0,), (np.asarray(value),), ()))
+        self.exchange.send(Outgoing(plan, (1.0,), (np.asarray(value),), ()))
+        self.exchange.window.settle()
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def test_an_epoch_with_new_members_is_taken_in_at_its_entry(job):
         one.group.boundary(1)
         assert (one.group.epoch.number, one.group.replicas, told()) == (2, 1, [])
         one.group.boundary(0)
-        one.group.round_over(epoch, False)
+        one.group.answered(one.group.sent(), epoch, False)
         one.group.boundary(0)
         assert (one.group.epoch, told()) == (epoch, [Start(3, 2, (Position(0, 0, 7),))])
         assert one.group.slice() == (0, 2)

@@ -21,7 +21,12 @@ def doubled(x):
 
 def reduced(*places):
     """A section of three servers that has reduced a pair for each place; whatever is asked of it is `VALUE`."""
-    section = Section(3, lambda section: section.arrived(dict.fromkeys(section.outgoing().plan.returned, VALUE)))
+
+    def send(section):
+        found = dict.fromkeys(section.outgoing().plan.returned, VALUE)
+        section.sent(lambda: found)
+
+    section = Section(3, send)
     return section, [section.reduce(combine("sum", [np.ones(2)], frozenset(), None), place) for place in places]
 
 

@@ -9,7 +9,7 @@ rules of the protocol hold after every step, and once nothing disturbs it the jo
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import combinations, count
@@ -27,6 +27,7 @@ from psclient._src.chief import driver as chief_module
 from psclient._src.chief.driver import Chief
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.rounds import Exchange, Outgoing
+from psclient._src.rounds.under_way import UnderWay
 from psclient._src.transport.session import Session
 from psserver.core.core import Core
 from psserver.state.strands import Record
@@ -164,6 +165,7 @@ class Worker:
         self.session = Stepped(task, lines, 1, False, TIMEOUTS, model.mode)
         self.group = Group(self.session, (None,), ())  # type: ignore[arg-type]
         self.exchange = Exchange(self.session, self.group)
+        self.sent: list[UnderWay] = []
         self.strand = Thread(self._run)
         self.session.pause = self.strand.pause
 
@@ -187,6 +189,9 @@ class Worker:
                 begins = group.position(0)
                 batch = max(batch, begins.index if begins else 0)
             if group.epoch is not None and group.round >= model.rounds:
+                self.exchange.window.settle()
+                while self.sent:
+                    self._look(self.sent.pop())
                 return
             if model.datasets:
                 # A round that nobody's contribution is in may be over without a batch: its rows are read again.
@@ -195,11 +200,16 @@ class Worker:
                 group.advance(0, 0, batch + 1, batch + 1 < model.rounds, frozenset())
             outgoing = model.section(batch % len(model.plans))
             self.exchange.enter(outgoing.plan)
-            values = self.exchange.flush(outgoing)
-            model.answered(self, outgoing.plan, values)
+            self.sent.append(self.exchange.send(outgoing))
             batch += 1
+            if next(model.unique) % 2:
+                self._look(self.sent.pop(self.model.luck.randrange(len(self.sent))))
             if next(model.unique) % 3 == 0:
                 self._read(created[batch % len(model.cores)])
+
+    def _look(self, round: UnderWay) -> None:
+        """Looks at what a round returned, perhaps while later ones are under way; all before it come with it."""
+        self.model.answered(self, round, self.exchange.window.values(round))
 
     def _read(self, variable: Any) -> None:
         """Sees the last round of this process that touched the server; as long as it lives there is no later one.
@@ -826,14 +836,14 @@ class Model(RuleBasedStateMachine):
             self.arrived[self._name(message.server, message.task, message.said.round)].discard(message.said.session)
             message.reply.set_exception(error)
 
-    def answered(self, worker: Worker, plan: Plan, values: dict[Ref, Any]) -> None:
+    def answered(self, worker: Worker, sent: UnderWay, values: Mapping[Ref, Any]) -> None:
         """Who is answered was counted, on every server of the plan; what it is given is what their records say."""
         self.take_in()
-        round = worker.group.round - 1
-        for index, reduction in enumerate(plan.reductions):
-            name = self._name(reduction.servers[0], worker.task, round)
+        reductions = sent.plan.reductions
+        for index, reduction in enumerate(reductions):
+            name = self._name(reduction.servers[0], worker.task, sent.number)
             assert worker.session.number in self.records[name], f"{worker.task} is answered, and was not counted"
-            assert int(values[Ref("reduction", index)]) == self.sums[name][index // (len(plan.reductions) // 2)]
+            assert int(values[Ref("reduction", index)]) == self.sums[name][index // (len(reductions) // 2)]
 
     def teardown(self) -> None:
         """Left alone, whatever lives gets done: all that ended is started again, and the job ends."""

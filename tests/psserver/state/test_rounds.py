@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from psserver.effects import Fail
 from psserver.plans.prepared import MAX_LAYOUTS, PreparedPlan
-from psserver.state.rounds import RECORDS, Rounds
-from psserver.state.strands import RESENDS
+from psserver.state.rounds import Rounds
+from psserver.state.strands import RECORDS, RESENDS
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
+from pswire.limits import WINDOW
 from pswire.model.log import Epoch, Member, Position, Start
 from pswire.model.plan import Plan, Reduction
 from pswire.model.status import WorkerProgress
@@ -70,10 +71,10 @@ def rounds():
     return found
 
 
-def push(rounds, session, round=0, plan=PLAN, epoch=1, value=None, positions=(), start=-1):
+def push(rounds, session, round=0, plan=PLAN, epoch=1, value=None, positions=(), start=-1, previous=-1):
     """Pushes its own number; returns the future."""
     future = Future()
-    said = Contribution(session, epoch, round, plan.id, (1.0,), positions=positions, start=start)
+    said = Contribution(session, epoch, round, plan.id, (1.0,), positions=positions, start=start, previous=previous)
     rounds.push(said, payload(plan, 0, [value or session], (1.0,), ()), future, 0.0)
     return future
 
@@ -135,15 +136,16 @@ def test_rounds_run_one_after_the_other(rounds):
 
 
 def test_the_last_answers_are_kept(rounds):
-    """For resends; older rounds are only known to be over."""
-    for number in range(4):
+    """For resends of all that may be under way; older rounds are only known to be over."""
+    assert RECORDS > WINDOW
+    for number in range(RECORDS + 2):
         for session in (1, 2):
             push(rounds, session, number)
         finish(rounds, rounds.next_job())
-    assert sorted(records(rounds)) == [4 - RECORDS + index for index in range(RECORDS)]
+    assert sorted(records(rounds)) == list(range(2, RECORDS + 2))
     said = Contribution(1, 1, 3, PLAN.id, (1.0,))
     assert rounds.recorded(said) is records(rounds)[3]
-    assert rounds.recorded(Contribution(1, 1, 4, PLAN.id)) is None
+    assert rounds.recorded(Contribution(1, 1, RECORDS + 2, PLAN.id)) is None
     with pytest.raises(InvalidRequest, match="round 0 is over"):
         refused(rounds, 1, 0)
 
@@ -262,13 +264,79 @@ def test_who_need_not_make_a_round_leaves_none_out(rounds, gone):
     assert sessions(rounds.next_job()) == ([1] if gone else [1, 2])
 
 
-def test_a_second_round_of_its_own_is_refused(rounds):
-    """The first one goes on."""
-    push(rounds, 1)
-    with pytest.raises(InvalidRequest, match="round 0 of this session is under way"):
-        refused(rounds, 1, 1)
-    push(rounds, 2)
-    assert sessions(rounds.next_job()) == [1, 2]
+def test_a_window_of_rounds_may_be_under_way(rounds):
+    """Of each session; one more is refused, and the others go on, in order."""
+    for number in range(WINDOW):
+        push(rounds, 1, number, previous=number - 1)
+    with pytest.raises(
+        InvalidRequest, match=f"8 rounds of this session are under way, from 0 on; it cannot begin {WINDOW}"
+    ):
+        refused(rounds, 1, WINDOW, previous=WINDOW - 1)
+    push(rounds, 1, 0)  # a resend of one that is under way
+    assert rounds.next_job() is None
+    for number in range(WINDOW):
+        push(rounds, 2, number, previous=number - 1)
+    for number in range(WINDOW):
+        job = rounds.next_job()
+        assert (job.round, sessions(job)) == (number, [1, 2])
+        finish(rounds, job)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_round_waits_for_the_one_that_its_sender_has_sent_before(rounds, members):
+    """Which may arrive later, on another connection; rounds of other servers are no concern of this one."""
+    rounds.close_epoch(Epoch(2, MEMBERS[:members]))
+    here = range(1, members + 1)
+    for session in here:
+        push(rounds, session, 5, epoch=2, previous=3)
+    assert rounds.next_job() is None
+    for session in here:
+        push(rounds, session, 3, epoch=2)
+    for number in (3, 5):
+        job = rounds.next_job()
+        assert (job.round, sessions(job)) == (number, list(here))
+        finish(rounds, job)
+    assert failed(rounds) == {}
+
+
+def test_nobody_waits_for_the_round_of_one_who_is_gone(rounds):
+    """Which never comes, though the one behind it has."""
+    push(rounds, 1, 1, previous=0)
+    rounds.close_epoch(Epoch(2, MEMBERS[1:2]))
+    assert rounds.next_job() is None
+    for number in (1, 0):
+        push(rounds, 2, number, previous=number - 1)
+    job = rounds.next_job()
+    assert (job.round, sessions(job), job.left_out) == (0, [2], (WORKERS[0],))
+    finish(rounds, job)
+    assert sessions(rounds.next_job()) == [1, 2], "what it had sent whole counts"
+
+
+def test_what_nobody_else_makes_is_forgotten_with_its_sender(rounds):
+    """Where the round before it has not come: it would never run."""
+    push(rounds, 1, 1, previous=0)
+    rounds.close_epoch(Epoch(2, ()))
+    assert rounds.next_job() is None
+    assert not list(rounds.waiting())
+
+
+def test_a_round_that_others_make_is_not_jumped_over(rounds):
+    """Whoever comes first: of two that may be under way, each member makes both."""
+    early = [push(rounds, 1, 0), push(rounds, 1, 1, previous=0)]
+    late = push(rounds, 2, 1)
+    found = failed(rounds)
+    assert set(found) == {early[0], late}
+    assert {type(error) for error in found.values()} == {Diverged}
+
+
+def test_a_round_between_two_of_another_member_is_a_divergence(rounds):
+    """The other one has gone from the round before it to the one behind it."""
+    for session in (1, 2):
+        push(rounds, session, 0)
+    finish(rounds, rounds.next_job())
+    push(rounds, 1, 2, previous=0)
+    push(rounds, 2, 1, previous=0)
+    assert {type(error) for error in failed(rounds).values()} == {Diverged}
 
 
 def test_what_is_pushed_too_soon_is_kept(rounds):
@@ -283,12 +351,16 @@ def test_what_is_pushed_too_soon_is_kept(rounds):
 
 
 def test_what_is_pushed_too_soon_is_bounded(rounds):
-    """One round of each session, of which the newest attempts wait: it may try as often as its network loses them."""
+    """A window of each session, of which the newest attempts wait: it may try as often as its network loses them."""
     early = [push(rounds, 1, 3, epoch=9) for _ in range(RESENDS + 2)]
-    assert list(failed(rounds)) == early[:2]
-    with pytest.raises(InvalidRequest, match="round 3 of this session waits"):
-        refused(rounds, 1, 4, epoch=9)
-    assert failed(rounds) == {}
+    found = failed(rounds)
+    assert list(found) == early[:2]
+    for number in range(4, 3 + WINDOW):
+        push(rounds, 1, number, epoch=9, previous=number - 1)
+    with pytest.raises(InvalidRequest, match="8 rounds of this session are under way, from 3 on"):
+        refused(rounds, 1, 3 + WINDOW, epoch=9)
+    assert list(failed(rounds)) == []
+    assert [waiting.round for waiting in rounds.waiting()] == list(range(3, 3 + WINDOW))
 
 
 def test_a_plan_that_was_refused_runs_nowhere(rounds):
@@ -469,8 +541,6 @@ def test_a_contradiction_of_its_own_is_told_to_itself(alone):
     future = push(alone, 1)
     with pytest.raises(InvalidRequest, match="round 0 of this session has another plan"):
         refused(alone, 1, plan=OTHER)
-    with pytest.raises(InvalidRequest, match="round 0 of this session is under way"):
-        refused(alone, 1, 1)
     assert failed(alone) == {}
     assert sessions(alone.next_job()) == [1]
     assert not future.done()

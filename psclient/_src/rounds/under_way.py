@@ -1,0 +1,48 @@
+"""One round that this process has sent, until what came of it is taken in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from psclient._src.data.progress import Pass
+from psclient._src.rounds.prepared import PlanShares
+from pswire.api import RoundReply
+from pswire.errors import PSError
+from pswire.model.log import Epoch
+from pswire.model.plan import Plan, Ref
+from pswire.model.tensor import Array, TensorSpec
+
+
+@dataclass(eq=False)
+class UnderWay:
+    """A round that this process has sent.
+
+    Attributes:
+        number: the round's number.
+        plan: its plan.
+        shares: its plan by server.
+        want: for each server the variables that come back, with their tensors.
+        futures: for each server the answer.
+        label: the epoch that its pushes name; None before this process takes part.
+        passed: the pass over a dataset that it belongs to; None outside of all.
+        waited: True if the call that makes it waits for it: that call is told where it fails.
+        line: the user's line that made it.
+        replies: the answers, once its values are taken.
+        values: what its plan returns; None until they are taken.
+        failure: why it failed, for every process; None if it did not.
+    """
+
+    number: int
+    plan: Plan
+    shares: PlanShares
+    want: Mapping[int, tuple[tuple[int, TensorSpec], ...]]
+    futures: Mapping[int, Future[RoundReply]]
+    label: Epoch | None
+    passed: Pass | None
+    waited: bool
+    line: str
+    replies: Mapping[int, RoundReply] = field(default_factory=dict)
+    values: Mapping[Ref, Array] | None = None
+    failure: PSError | None = None

@@ -1,0 +1,226 @@
+"""The rounds of this process that are under way: they are sent, and their answers are taken when somebody looks.
+
+A round is sent without a wait. Two things come of its answers, at two times. Its values are taken when the program
+looks at one of them, in the order of the rounds. What the answers say of the members is taken in at places that all
+members come to between the same rounds: before a batch, a save, a restore and the end, and before a round for those
+that lie a whole window behind it. So what a round is never depends on a look, on threads or on timing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from psclient._src.options import Round
+from psclient._src.rounds.awaited import Awaited
+from psclient._src.rounds.counters import RoundCounters
+from psclient._src.rounds.membership import Group
+from psclient._src.rounds.read_cache import ReadCache, frozen
+from psclient._src.rounds.under_way import UnderWay
+from psclient._src.tracing.diagnostics import users_line
+from psclient._src.transport.patience import Deadline
+from psclient._src.transport.session import Session
+from pswire.api import RoundReply
+from pswire.errors import MemoryLimit, ProgramError, PSError, RoundTimeout
+from pswire.model.plan import Ref
+from pswire.model.tensor import Array
+
+log = logging.getLogger("psclient")
+
+FAILED_ROUND = (ProgramError, MemoryLimit)
+"""Errors that a round ended with, for every process alike: nothing of it was applied where it failed."""
+
+MANY_WAITS = 2
+"""Waits of a step above which the log says once at which lines they are."""
+
+
+class Window:
+    """The rounds under way. Rounds are added by the thread that runs cross-replica code; any thread may take values.
+
+    Args:
+        session: this process's session, open.
+        group: this process's place among the members.
+        reads: the variables' values, which the answers bring.
+        awaited: names the processes that a round waits for.
+        measures: counts waits, and rounds.
+
+    Attributes:
+        last_round: the last round whose answers were taken; None before the first.
+    """
+
+    def __init__(
+        self, session: Session, group: Group, reads: ReadCache, awaited: Awaited, measures: RoundCounters
+    ) -> None:
+        self.last_round: Round | None = None
+        self._session = session
+        self._group = group
+        self._reads = reads
+        self._awaited = awaited
+        self._measures = measures
+        self._taking = threading.RLock()  # held by the thread that waits for answers
+        self._rounds: deque[UnderWay] = deque()  # whose answers are not taken in
+        self._lines: list[str] = []  # where this step has waited
+        self._told = False
+        self._thread = 0
+        group.settle, reads.take = self.settle, self.take
+
+    @property
+    def size(self) -> int:
+        """The most rounds under way. One for an asynchronous worker with several servers, which could mix them."""
+        session = self._session
+        return 1 if self._group.alone and len(session.servers) > 1 else session.window
+
+    @property
+    def mine(self) -> bool:
+        """True in the thread that has sent the last round, or where none was sent."""
+        return self._thread in (0, threading.get_ident())
+
+    def add(self, round: UnderWay) -> None:
+        """Adds a round that the calling thread has sent, behind all others."""
+        self._thread = threading.get_ident()
+        self._rounds.append(round)
+        self._say_waits()
+
+    def values(self, round: UnderWay) -> Mapping[Ref, Array]:
+        """Returns what the plan of a round returns; waits for the round, and for all before it.
+
+        Raises:
+            PSError: the round failed, or the session is over.
+        """
+        self.take(round)
+        if round.failure is not None:
+            raise round.failure
+        return round.values or {}
+
+    def take(self, round: UnderWay) -> None:
+        """Waits for a round and all before it, and takes their values.
+
+        Raises:
+            PSError: the session is over.
+        """
+        if round.values is not None:
+            return
+        with self._taking:
+            left = [each for each in self._rounds if each.values is None and each.number <= round.number]
+            if not left:
+                return
+            if not round.waited:
+                self._lines.append(users_line())
+            with self._measures:
+                for each in left:
+                    self._take(each)
+                    self._say_waits()
+
+    def take_in(self, before: int) -> None:
+        """Takes in what the answers to the rounds before a number say of the members; waits for them."""
+        due = [round for round in self._rounds if round.number < before]
+        if due:
+            self.take(due[-1])
+        for round in due:
+            self._rounds.popleft()
+            replies = round.replies.values()
+            epochs = [reply.epoch for reply in replies]
+            newest = max(epochs, key=lambda epoch: epoch.number, default=None)
+            self._group.answered(round.passed, newest, any(reply.more for reply in replies))
+
+    def settle(self) -> None:
+        """Takes in the answers to all rounds."""
+        self.take_in(self._group.round)
+
+    def begin_step(self) -> None:
+        """A step begins, or the script ends: says once where the one before has waited too often."""
+        self._measures.steps += 1
+        lines, self._lines = self._lines, []
+        if len(lines) > MANY_WAITS and not self._told:
+            self._told = True
+            log.warning(
+                "a step has waited %d times for values of its rounds, at %s; each wait is a round trip. Look at values "
+                "once, at the end of a step, or not in every step",
+                len(lines),
+                ", ".join(dict.fromkeys(lines)),
+            )
+
+    def _say_waits(self) -> None:
+        """Notes for the beats which round is the oldest that is not answered."""
+        if not self._group.alone:
+            oldest = next((round for round in self._rounds if round.values is None), None)
+            self._session.waits = (-1, b"") if oldest is None else (oldest.number, oldest.plan.id)
+
+    # ---- Answers ----
+
+    def _take(self, round: UnderWay) -> None:
+        replies, failure = self._gather(round)
+        shares = round.shares
+        # First, so that there is never room for more than one value of a variable that spans parts.
+        self._reads.forget(shares.written, round, everything=shares.restores)
+        values: dict[Ref, Array] = {}
+        fresh: dict[int, Array] = {}
+        for server, reply in replies.items():
+            given, want = shares.shares[server].given, round.want[server]
+            specs = [spec for _, spec in want] + [spec for _, spec in given]
+            tensors = [frozen(array) for array in reply.payload.tensors(specs)]
+            fresh |= zip([id for id, _ in want], tensors, strict=False)
+            values |= zip([ref for ref, _ in given], tensors[len(want) :], strict=True)
+            for task in reply.left_out:
+                self._measures.left_out += 1
+                log.warning("round %d of server %d is complete without %s", reply.round, server, task)
+        # Of a variable that several servers hold each of them says the same.
+        for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
+            log.warning("%s", words)
+        self._reads.bring(fresh, shares.shares, round.number)
+        if replies:
+            self.last_round = self._members(round, replies)
+        self._measures.rounds["completed" if failure is None else "failed"] += 1
+        round.replies, round.failure, round.futures = replies, failure, {}
+        round.values = values  # last: who sees it looks at no lock
+
+    def _gather(self, round: UnderWay) -> tuple[dict[int, RoundReply], PSError | None]:
+        """Returns the answers, and the error if the round failed on some server: then it failed for every process."""
+        session = self._session
+        deadline = session.deadline(session.round_limit)
+        failure: PSError | None = None
+        replies: dict[int, RoundReply] = {}
+        for server, future in round.futures.items():
+            try:
+                replies[server] = self._await(round, server, future, deadline)
+            except FAILED_ROUND as error:
+                failure = error
+            except PSError as error:
+                # The others may have made this round: this process has lost its place among them.
+                session.end(error)
+        if failure is not None and replies:
+            # It is applied where it did not fail: nobody may compute on half a round.
+            session.end(failure)
+        elif failure is not None and not round.waited:
+            # What came after it was computed, and perhaps sent, as if it had been made.
+            session.end(type(failure)(f"{failure.message}; {round.line or 'the script'} has sent it", failure.task))
+        session.check()
+        return replies, failure
+
+    def _await(self, round: UnderWay, server: int, future: Future[RoundReply], deadline: Deadline) -> RoundReply:
+        session, number, awaited = self._session, round.number, self._awaited
+        return session.wait(
+            future,
+            deadline,
+            lambda: RoundTimeout(
+                f"round {number} did not complete within {session.round_limit:g} s: it waits for {awaited.told(server)}"
+            ),
+            lambda: f"waits in round {number} for {', '.join(awaited.names(server))}",
+            lambda: "the chief" in awaited.names(server),
+        )
+
+    def _members(self, round: UnderWay, replies: Mapping[int, RoundReply]) -> Round:
+        """Returns what the answers say of the round's members."""
+        label = round.label
+        everybody = {self._session.task} if self._group.alone or label is None else {m.task for m in label.members}
+        out = {task for reply in replies.values() for task in reply.left_out}
+        idle = {task for reply in replies.values() for task in reply.observers}
+        return Round(
+            round.number,
+            label.number if label else 0,
+            tuple(map(str, sorted(everybody - out - idle))),
+            tuple(map(str, sorted(out))),
+        )
