@@ -16,7 +16,7 @@ from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
-from pswire.model.status import Happened, ServerStatus, SessionState
+from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
 
@@ -288,13 +288,14 @@ class ParameterServer(Protocol):
         """
         ...
 
-    def beat(self, session: int, round: int, plan_id: bytes) -> None:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
         """Renews a lease. Key: the session.
 
         Args:
             session: number of the session.
-            round: the round in which the process waits, -1 where it waits in none.
+            round: the oldest round of the process that is not answered, -1 for none.
             plan_id: that round's plan; tells the servers of two processes that wait for each other.
+            pace: what the process has done.
 
         Raises:
             Fenced: the session was ended.

@@ -65,6 +65,13 @@ CHIEF = "paramserver_chief_"
 
 OF_WORKERS: tuple[Row[Worker], ...] = (
     Row(WORKER + "rounds", "counter", "Rounds that this process has made.", _rounds, ("outcome",)),
+    Row(WORKER + "steps", "counter", "Calls of `strategy.run`.", lambda w: {ALL: w.exchange.measures.steps}),
+    Row(
+        WORKER + "waits",
+        "counter",
+        "Times that this process has waited for rounds; in most loops one for each step.",
+        lambda w: {ALL: w.exchange.measures.waits},
+    ),
     Row(WORKER + "round", "gauge", "The next round.", lambda w: {ALL: w.exchange.group.round}),
     Row(
         WORKER + "phase_seconds",

@@ -5,6 +5,7 @@ The fields of these classes are the keys of `psctl status --json`; tasks are wri
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -96,6 +97,8 @@ class TaskView:
         lag: number of rounds that it is behind the newest of any task.
         waits_for: tasks that it waits for; none while it computes.
         lanes: kinds of lanes that it uses, to any server.
+        steps, rounds, waits: its calls of `strategy.run`, the rounds that it has made, and how often it has waited
+            for rounds.
     """
 
     task: str
@@ -110,6 +113,9 @@ class TaskView:
     lag: int = 0
     waits_for: tuple[str, ...] = ()
     lanes: tuple[str, ...] = ()
+    steps: int = 0
+    rounds: int = 0
+    waits: int = 0
 
 
 @dataclass(frozen=True)
@@ -293,6 +299,7 @@ def _task(session: SessionState, statuses: Sequence[ServerStatus], newest: Epoch
         lag=furthest - round if takes_part else 0,
         waits_for=() if drives or session.state != "open" else _waits_for(session, statuses, takes_part),
         lanes=() if drives else tuple(sorted(set(used))),
+        **dataclasses.asdict(session.pace),
     )
 
 

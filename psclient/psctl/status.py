@@ -122,6 +122,8 @@ TASK_COLUMNS: Columns = {
     "last heard": lambda t: f"{duration(t.silent_seconds)} ago" if t.session else "",
     "round": lambda t: _round(t.round),
     "lag": lambda t: str(t.lag) if t.takes_part else "",
+    "steps": lambda t: str(t.steps) if t.steps else "",
+    "rounds, waits a step": lambda t: f"{t.rounds / t.steps:.1f}, {t.waits / t.steps:.1f}" if t.steps else "",
     "lanes": lambda t: ", ".join(t.lanes),
     "waits for": lambda t: ", ".join(map(short, t.waits_for)),
 }
@@ -139,6 +141,8 @@ DISPENSABLE = (
     "old values",
     "last heard",
     "session",
+    "steps",
+    "rounds, waits a step",
 )
 """Columns that are left out, the first one first, where there is no room for all."""
 

@@ -39,7 +39,7 @@ from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Approved, LogEntry, Mode, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
-from pswire.model.status import Happened, ServerStatus
+from pswire.model.status import STILL, Happened, Pace, ServerStatus
 from pswire.transport.payload import Payload
 
 T = TypeVar("T")
@@ -191,8 +191,8 @@ class Core:
         drawn = secrets.randbits(DRAWN)
         return self._enter(self.machine.open, task, replicas, session, drives, mode, job, term, drawn)
 
-    def beat(self, session: int, round: int, plan_id: bytes) -> None:
-        _raise(self._enter(self.machine.beat, session, round, plan_id))
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
+        _raise(self._enter(self.machine.beat, session, round, plan_id, pace))
 
     def leave(self, session: int, error: str) -> None:
         self._enter(self.machine.leave, session, error)

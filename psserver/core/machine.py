@@ -47,7 +47,7 @@ from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PS
 from pswire.limits import MAX_VARIABLES, WINDOW
 from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
-from pswire.model.status import ServerStatus
+from pswire.model.status import STILL, Pace, ServerStatus
 from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
@@ -172,11 +172,11 @@ class Machine:
         """Returns True if there is a job with variables that is not over."""
         return bool(self.log.entries and self.store.variables) and not self.log.over
 
-    def beat(self, now: float, session: int, round: int, plan_id: bytes) -> Outcome[PSError | None]:
-        """Renews a session's lease and notes the round it waits in; answers with the error that ended the session."""
+    def beat(self, now: float, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> Outcome[PSError | None]:
+        """Renews a session's lease and notes what it says of itself; answers with the error that ended the session."""
         error = self._admission.ended(session)
         if error is None and self.server == 0:
-            self.members.beat(session, (round, plan_id), now, self.log.describe)
+            self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
         self.tally.signs += error is None
         return error, []

@@ -17,7 +17,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, TaskTaken
 from pswire.limits import Timeouts
 from pswire.model.log import Epoch, Member, Mode
-from pswire.model.status import SessionState
+from pswire.model.status import STILL, Pace, SessionState
 
 STILL_SECONDS = 5.0
 """Seconds without a look at leases after which a server is not healthy: normally it looks a few times a second."""
@@ -64,6 +64,7 @@ class _SessionRecord:
     join_point: str = ""
     error: PSError | None = None
     waits: tuple[int, bytes] = (-1, b"")
+    pace: Pace = STILL
     joined: int | None = None  # once it takes part: its first round, or -1 where it began together with all others
     parted: float | None = None  # when its connection ended, if nothing was heard since
 
@@ -246,13 +247,21 @@ class Membership:
         if not self._takes_part(number):
             raise InvalidRequest(f"session {number} takes part in no epoch yet; wait until the chief has taken it in")
 
-    def beat(self, number: int, waits: tuple[int, bytes], now: float, describe: Callable[[bytes], str]) -> None:
-        """Renews an open session's lease; ends all sessions if two wait in one round for different plans.
+    def beat(
+        self,
+        number: int,
+        waits: tuple[int, bytes],
+        now: float,
+        describe: Callable[[bytes], str],
+        pace: Pace = STILL,
+    ) -> None:
+        """Renews an open session's lease; ends all sessions if two have made different plans of one round.
 
         If one of the two is a newcomer in its first round, it ends alone.
         """
         self.touch(number, now)
         session = self._sessions[number]
+        session.pace = pace
         if waits[0] < 0 or not self._takes_part(number):
             session.waits = (-1, b"")
             return
@@ -368,7 +377,14 @@ class Membership:
     def states(self, now: float, drivers: bool = False) -> tuple[SessionState, ...]:
         """Returns the states of all sessions that take part in rounds; with `drivers` those of chiefs as well."""
         return tuple(
-            SessionState(s.member, "failed" if s.state == "replaced" else s.state, s.join_point, now - s.seen, s.drives)
+            SessionState(
+                s.member,
+                "failed" if s.state == "replaced" else s.state,
+                s.join_point,
+                now - s.seen,
+                s.drives,
+                s.pace,
+            )
             for s in self._sessions.values()
             if drivers or not s.drives
         )

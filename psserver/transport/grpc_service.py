@@ -61,7 +61,7 @@ def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply
 
 
 def _beat(core: ParameterServer, m: pb.BeatRequest) -> Message:
-    core.beat(m.session, m.round, m.plan_id)
+    core.beat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace))
     return pb.Empty()
 
 

@@ -27,7 +27,7 @@ from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
 from pswire.model.plan import Nonfinite, PlacedVariable, Plan, ReduceOp, RefKind, Turn, VariableSpec
 from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
-from pswire.model.status import Happened, ServerStatus, SessionState
+from pswire.model.status import Happened, Pace, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
@@ -128,6 +128,7 @@ ENTRY: Codec[LogEntry, pb.Entry] = MAPPER.choice(
 
 OPENED = MAPPER.pair(Opened, pb.OpenReply)
 CREATED = MAPPER.pair(CreateReply, pb.CreateReply)
+PACE = MAPPER.pair(Pace, pb.Pace)
 SESSION = MAPPER.pair(SessionState, pb.SessionState, names={"join_point": "entry"})
 WATCHED = MAPPER.pair(Watched, pb.WatchReply)
 SHARD = MAPPER.pair(Shard, pb.SnapshotReply)

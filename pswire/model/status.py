@@ -11,6 +11,25 @@ from pswire.model.program import PROGRAM_VERSION
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Counts of what a process has done.
+
+    Attributes:
+        steps: calls of `strategy.run`.
+        rounds: rounds that it has made.
+        waits: times that it has waited for rounds.
+    """
+
+    steps: int = 0
+    rounds: int = 0
+    waits: int = 0
+
+
+STILL = Pace()
+"""Of a process that has done nothing, or does not tell."""
+
+
+@dataclass(frozen=True)
 class SessionState:
     """One session as server 0 sees it.
 
@@ -20,6 +39,7 @@ class SessionState:
         join_point: place at which a new member waits to be taken in, as `Epoch.join_point`; "" while it is not ready.
         silent: seconds since its last sign of life.
         drives: True for a chief's session, which takes part in no round.
+        pace: its steps, rounds and waits, as its last beat has told them.
     """
 
     member: Member
@@ -27,6 +47,7 @@ class SessionState:
     join_point: str
     silent: float
     drives: bool = False
+    pace: Pace = STILL
 
 
 @dataclass(frozen=True)

@@ -181,14 +181,26 @@ class Refusal(_message.Message):
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., task: _Optional[str] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
-    __slots__ = ("session", "round", "plan_id")
+    __slots__ = ("session", "round", "plan_id", "pace")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
     session: int
     round: int
     plan_id: bytes
-    def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ...) -> None: ...
+    pace: Pace
+    def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
+
+class Pace(_message.Message):
+    __slots__ = ("steps", "rounds", "waits")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    rounds: int
+    waits: int
+    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("session", "error")
@@ -595,18 +607,20 @@ class WatchRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., after: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class SessionState(_message.Message):
-    __slots__ = ("member", "state", "entry", "silent", "drives")
+    __slots__ = ("member", "state", "entry", "silent", "drives", "pace")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     SILENT_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
     member: Member
     state: str
     entry: str
     silent: float
     drives: bool
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., entry: _Optional[str] = ..., silent: _Optional[float] = ..., drives: _Optional[bool] = ...) -> None: ...
+    pace: Pace
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., entry: _Optional[str] = ..., silent: _Optional[float] = ..., drives: _Optional[bool] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
 
 class WatchReply(_message.Message):
     __slots__ = ("version", "start", "entries", "plans", "sessions")

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from types import TracebackType
 
+from pswire.model.status import Pace
 from pswire.telemetry.metrics import Histogram
 
 
@@ -45,6 +46,10 @@ class RoundCounters:
         self.waits += 1
         self._over, self._read = time.monotonic(), 0.0
         self.waiting.observe(self._over - self._began)
+
+    def pace(self) -> Pace:
+        """Returns the counts that beats tell."""
+        return Pace(self.steps, sum(self.rounds.values()), self.waits)
 
     def read(self, seconds: float) -> None:
         """Counts a read from a server."""

@@ -92,6 +92,7 @@ class Exchange:
         self.session = session
         self.group = group
         self.measures = RoundCounters()
+        session.pace = self.measures.pace
         self._awaited = Awaited(session, group)
         self._first_values = FirstValues(session, group)
         self.reads = ReadCache(session, group, self._awaited, self.measures)

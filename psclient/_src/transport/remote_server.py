@@ -42,7 +42,7 @@ from pswire.errors import PSError
 from pswire.limits import Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.plan import Plan, Turn, VariableSpec
-from pswire.model.status import Happened, ServerStatus
+from pswire.model.status import STILL, Happened, Pace, ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, task_name
@@ -144,9 +144,10 @@ class RemoteServer:
                 old.close("the session was opened again")
         return messages.OPENED.from_pb(m)
 
-    def beat(self, session: int, round: int, plan_id: bytes) -> None:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
         """Implements `ParameterServer.beat`."""
-        self._ask("Beat", pb.BeatRequest(session=session, round=round, plan_id=plan_id))
+        said = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace))
+        self._ask("Beat", said)
         if lanes := self._lanes.get(session):
             lanes.beat_answered()
 

@@ -23,6 +23,7 @@ from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Done, JobStarted, LogEntry, Lost, Member, Mode
+from pswire.model.status import Pace
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -71,6 +72,8 @@ class Session:
         """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
         self.waits = (-1, b"")
         """The oldest round that is not answered, and its plan, for the beats."""
+        self.pace: Callable[[], Pace] = Pace
+        """Returns what this process has done, for the beats."""
         self.window = 1
         """The most rounds that may be under way at a time; the same for all processes of the job."""
         self._drives = drives
@@ -244,7 +247,7 @@ class Session:
     def _beat(self, index: int) -> None:
         while not self._ended.wait(self.timeouts.beat):
             try:
-                self.servers[index].beat(self.number, *self.waits)
+                self.servers[index].beat(self.number, *self.waits, self.pace())
                 self._patience.heard(index)
             except PSError as error:
                 if not self._ended.is_set():
