@@ -7,6 +7,8 @@ Where a plan updates many variables alike, an application in a round is a kernel
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -54,24 +56,43 @@ class KernelBatch:
         }
 
 
-def batches(
-    plan: Plan, applications: Sequence[Application], kernels: Kernels, count: int
-) -> tuple[Mapping[int, KernelBatch], bool]:
-    """Finds the batches of a plan.
+@dataclass(frozen=True)
+class PlanKernels:
+    """How the kernels that a server has now run a plan.
+
+    Attributes:
+        batches: the batches, each under the numbers of all its applications.
+        settled: True if this is final, since all kernels are compiled.
+        interpreted: True if the interpreter runs some application, or may do so for now.
+    """
+
+    batches: Mapping[int, KernelBatch]
+    settled: bool
+    interpreted: bool
+
+
+def plan_kernels(plan: Plan, applications: Sequence[Application], kernels: Kernels, count: int) -> PlanKernels:
+    """Finds out how kernels run a plan.
 
     Args:
         plan, applications: the plan, and a server's applications of it.
         kernels: the kernels that run them.
         count: number of contributors to each reduction.
-
-    Returns:
-        The batches, each under the numbers of all its applications; and True if they are final, since all kernels are
-        compiled.
     """
-    sums = [{number: SumTerm(plan.reductions[index].op, count) for number, index in a.alone} for a in applications]
-    found = list(_batches(applications, sums, kernels))
+    summed = count <= MAX_PARTS
+    sums = [
+        {number: SumTerm(plan.reductions[index].op, count) for number, index in a.alone if summed} for a in applications
+    ]
+    found = list(_batches(applications, sums, kernels)) if summed else []
     settled = all(kernels.settled(a.program, each) for a, each in zip(applications, sums, strict=True) if a.distinct)
-    return {number: each for each in found for number in range(each.first, each.stop)}, settled
+    numbered = {number: each for each in found for number in range(each.first, each.stop)}
+    in_kernels = settled and all(map(partial(_runs_in_kernels, kernels), applications, sums))
+    return PlanKernels(numbered, settled, not in_kernels)
+
+
+def _runs_in_kernels(kernels: Kernels, application: Application, sums: Mapping[int, SumTerm]) -> bool:
+    stages = kernels.stages(application.program, application.reduced, sums) if application.distinct else ()
+    return bool(stages) and all(stage.kernel is not None for stage in stages)
 
 
 def _batches(
