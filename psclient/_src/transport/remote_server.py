@@ -245,6 +245,11 @@ class RemoteServer:
         lanes = self._lanes.get(session)
         return lanes.ask(ask, decode, over_grpc) if lanes else over_grpc()
 
+    def lane(self, session: int) -> Lane | None:
+        """Returns the lane that a session's calls go on now; None for gRPC."""
+        lanes = self._lanes.get(session)
+        return lanes.lane if lanes else None
+
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
         """Implements `ParameterServer.snapshot`."""
         request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
