@@ -148,11 +148,18 @@ class Core:
                     self.others.know(effect.servers)
             elif effect.follows:
                 next = effect
-            elif effect.queue == "arrays":
-                self._arrays.run(partial(self._work, effect), effect.brief)
             else:
-                self._files(partial(self._work, effect))
+                queue, brief, piece = effect.queue, effect.brief, partial(self._begin, [effect])
+                del effect
+                if queue == "arrays":
+                    self._arrays.run(piece, brief)
+                else:
+                    self._files(piece)
         return next
+
+    def _begin(self, work: list[Work]) -> None:
+        """Runs work, which nobody else holds from now on: what it has used is let go of before anybody is answered."""
+        self._work(work.pop())
 
     def _work(self, work: Work | None) -> None:
         """Runs work, and the work that follows it, in a queue's thread, or where it is brief in the calling one."""

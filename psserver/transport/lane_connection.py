@@ -257,7 +257,7 @@ class Connection:
         finally:
             for file in files:
                 os.close(file)
-        self._memory = ClientMemory(segment.memory, lambda places: self._channel.let_go(places))
+        self._memory = ClientMemory(segment.memory, lambda: self._channel)
 
     def _hand_over(self) -> None:
         """Hands over the memory of answers, with this side's first byte, to a client that has shown its session."""
@@ -354,6 +354,7 @@ class Connection:
         self._add(message, assembly, data)
         answer = LaneAnswer(self._channel, message.call)
         future = self._lanes.core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
+        del assembly, data  # the round may be over: then its answer tells that they are free
         self._wait(future, message.call, partial(self._answer_round, answer))
 
     def _answer_round(self, answer: LaneAnswer, future: Future[RoundReply]) -> None:

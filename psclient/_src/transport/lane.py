@@ -15,7 +15,6 @@ import ssl
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -40,6 +39,13 @@ SHARED = "/dev/shm"
 
 CONNECT_SECONDS = 5.0
 """Seconds that it may take to connect, and to be welcomed."""
+
+
+ENOUGH = 8
+"""Divisor of the server's memory: once that part of it is free again, the server is told at once."""
+
+TELL_SECONDS = 0.25
+"""Seconds after which the server is told of free memory, even if it is little and no call has told it."""
 
 
 class LaneLost(Exception):
@@ -119,8 +125,9 @@ class Lane:
         self._lock = threading.Lock()  # guards the calls, and that it is lost once
         self._why: str | None = None
         self._mirror: SharedView | None = None
-        self._freed: deque[int] = deque()
-        self._over = self._rung = self._blocked = False
+        self._enough = 0
+        self._tell_at = 0.0  # when the server is told of memory that is free again, while `_watching`
+        self._over = self._rung = self._blocked = self._watching = False
         self._reading = threading.Lock()  # held by who receives
         self._leader: Callable[[], object] | None = None  # wakes a caller that has taken it
         self._heeding = threading.Lock()  # guards what the thread heeds
@@ -166,15 +173,19 @@ class Lane:
             if len(taken) != 1:
                 raise OSError("the server hands over no memory")
             self._mirror = SharedView(Segment.take(taken[0]).memory, self._let_go)
+            self._enough = self._mirror.size // ENOUGH
         finally:
             for each in files:
                 os.close(each)
         return SharedArena(segment.memory)
 
-    def _let_go(self, place: int, _: int) -> None:
-        """Releases data. Called from any thread, at any time."""
-        self._freed.append(place)
-        self._ring_bell()
+    def _let_go(self, place: int, size: int) -> None:
+        """Releases data. Called from any thread, at any time.
+
+        The next call tells the server, or the lane's thread where none is made soon, or there is much to tell.
+        """
+        if self._channel.let_go(place, size) > self._enough or not self._watching:
+            self._ring_bell()
         self._leave()
 
     def _leave(self) -> None:
@@ -332,11 +343,11 @@ class Lane:
             self._leave()
 
     def _turn(self) -> None:
-        for file, events in self._events.poll():
+        for file, events in self._events.poll(TELL_SECONDS if self._watching else None):
             if file == self._bell.fileno():
                 self._bell.recv(4096)
                 self._rung = False  # first: what comes from now on rings again
-                self._channel.let_go([self._freed.popleft() for _ in range(len(self._freed))])
+                self._watch()
                 self._flush()
             elif events & select.EPOLLOUT:
                 self._flush()
@@ -348,6 +359,19 @@ class Lane:
                     self._receive()
                 finally:
                     self._reading.release()
+
+        if self._watching and time.monotonic() >= self._tell_at:
+            self._watching = False  # first: what is freed from now on rings
+            self._channel.tell_freed()
+
+    def _watch(self) -> None:
+        """Sees to it that the server is told of free memory at some time, or now if it is much."""
+        now = time.monotonic()
+        if self._channel.untold > self._enough:
+            self._tell_at = now
+        elif not self._watching:
+            self._tell_at = now + TELL_SECONDS
+        self._watching = True
 
     def _flush(self) -> None:
         """Goes on with what the system did not take; heeds the room for it as long as something is left."""
