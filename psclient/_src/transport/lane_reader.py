@@ -23,33 +23,38 @@ class LaneReader:
     answers alone. Between two waits, and where a lane has only now been opened, the lanes' own threads receive.
 
     Args:
-        lanes: returns the lanes on which calls are under way.
         end: ends all waits once it is done.
     """
 
-    def __init__(self, lanes: Callable[[], Sequence[Lane]], end: Future[Any]) -> None:
-        self._lanes = lanes
+    def __init__(self, end: Future[Any]) -> None:
         self._end = end
         self._turn = threading.Lock()  # held by the caller that receives
         self._thread = 0  # the caller's
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._bell)
-        end.add_done_callback(self._ring)
+        ring = weakref.WeakMethod(self._ring)  # else both held each other, and whatever is waited for
+        end.add_done_callback(lambda _: None if (method := ring()) is None else method())
 
     def _ring(self, _: object = None) -> None:
         """Wakes the caller that receives: an answer is there that it has not received, or a lane is lost."""
         if threading.get_ident() != self._thread:
             os.eventfd_write(self._bell, 1)
 
-    def wait(self, future: Future[Any], seconds: float) -> None:
-        """Waits until an answer is there, or all waits end, but for some seconds at most."""
+    def wait(self, future: Future[Any], seconds: float, lanes: Callable[[], Sequence[Lane]]) -> None:
+        """Waits until an answer is there, or all waits end.
+
+        Args:
+            future: the answer.
+            seconds: the time after which it returns all the same.
+            lanes: returns the lanes on which calls are under way.
+        """
         if future.done() or self._end.done():
             return
         until = time.monotonic() + seconds
         if self._turn.acquire(blocking=False):
             taken: list[Lane] = []
             try:
-                for lane in self._lanes():
+                for lane in lanes():
                     taken.append(lane)  # first: an interrupt may come at any time
                     lane.take_over(self._ring)
                 self._receive([lane for lane in taken if lane.is_taken(self._ring)], future, until)

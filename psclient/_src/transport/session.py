@@ -82,7 +82,7 @@ class Session:
         self._beats: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._threads = Threads("word")
-        self._reader = LaneReader(self._lanes, self._broken)
+        self._reader = LaneReader(self._broken)
 
     @property
     def log_server(self) -> ParameterServer:
@@ -312,7 +312,7 @@ class Session:
         """
         spoken: Future[None] | None = None
         while True:
-            self._reader.wait(future, max(min(deadline.left(), self.timeouts.word), 0))
+            self._reader.wait(future, max(min(deadline.left(), self.timeouts.word), 0), self._lanes)
             if future.done():
                 return self._take(future)
             self.check()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -49,7 +51,7 @@ class Waiting:
         self.end: Future[None] = Future()
         self.sites = sites
         self.pushed: list[Future[RoundReply]] = []
-        self.reader = LaneReader(self.lanes, self.end)
+        self.reader = LaneReader(self.end)
 
     def lanes(self) -> list[Lane]:
         """The lanes with calls under way."""
@@ -60,6 +62,10 @@ class Waiting:
         """Whether a caller receives on all these lanes now."""
         lanes = self.lanes()
         return bool(lanes) and all(lane._leader is not None for lane in lanes)
+
+    def wait(self, future: Future[Any], seconds: float) -> None:
+        """Waits once."""
+        self.reader.wait(future, seconds, self.lanes)
 
     def then_push(self, number: float) -> Callable[[], None]:
         """Has the last member of the first site contribute once a caller receives."""
@@ -75,7 +81,7 @@ class Waiting:
     def answer(self, future: Future[Any]) -> Any:
         """Waits for an answer."""
         while not future.done():
-            self.reader.wait(future, SOON)
+            self.wait(future, SOON)
         return future.result()
 
 
@@ -194,7 +200,7 @@ def test_a_lane_that_breaks_while_it_is_read_is_opened_anew(stack: ExitStack, na
         eventually(lambda: site.lane(site.workers[0]) is not broken)
 
     with beside(breaks):
-        waiting.reader.wait(first, 1.0)
+        waiting.wait(first, 1.0)
     second = site.push(site.workers[1], 2)
     waiting.answer(first)
     waiting.answer(second)
@@ -230,7 +236,7 @@ def test_the_end_of_all_waits_is_told_at_once(stack: ExitStack, name: LaneName) 
         waiting.end.set_result(None)
 
     with beside(end):
-        waiting.reader.wait(answer, SOON)
+        waiting.wait(answer, SOON)
     assert not answer.done()
     site.whole([1, 2], answer, site.push(site.workers[1], 2))
 
@@ -241,11 +247,11 @@ def test_a_wait_ends_in_time(stack: ExitStack, name: LaneName) -> None:
     waiting = Waiting(site)
     answer = site.push(site.workers[0], 1)
     began = time.monotonic()
-    waiting.reader.wait(answer, 0.05)
+    waiting.wait(answer, 0.05)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(waiting.answer, answer)
         eventually(waiting.taken)
-        waiting.reader.wait(answer, 0.05)
+        waiting.wait(answer, 0.05)
         assert 0.1 <= time.monotonic() - began < SOON / 2
         assert not answer.done()
         site.whole([1, 2], answer, site.push(site.workers[1], 2))
@@ -264,6 +270,20 @@ def test_an_answer_that_another_thread_brings_wakes_the_caller(stack: ExitStack,
     with beside(answer):
         assert waiting.answer(other) == 5
     site.whole([1, 2], pending, site.push(site.workers[1], 2))
+
+
+def test_a_reader_is_gone_with_its_last_user() -> None:
+    """Without the garbage collector: a session that is over, and all that it holds, would stay until that comes."""
+    end: Future[None] = Future()
+    reader = LaneReader(end)
+    gone = weakref.ref(reader)
+    gc.disable()
+    try:
+        del reader
+        assert gone() is None
+        end.set_result(None)
+    finally:
+        gc.enable()
 
 
 class Interrupted(BaseException):
