@@ -66,7 +66,7 @@ Then = Callable[[Any, PSError | None, float], "list[Effect]"]
 
 @dataclass(slots=True)
 class Work:
-    """Calls a function in a queue's thread.
+    """Calls a function in a queue's thread; brief work in the calling thread, where nothing is ahead of it.
 
     Attributes:
         queue: the queue.
@@ -77,6 +77,7 @@ class Work:
         asks: answers the function's questions while it runs. Called under the lock; returns a value, and True if other
             calls may go on now. The function gets it as its last argument.
         follows: True to continue at once in the thread of the work before it.
+        brief: True for array work that is over so soon that an event loop may do it.
     """
 
     queue: Queue
@@ -86,6 +87,7 @@ class Work:
     future: Future[Any] | None = None
     asks: Callable[..., tuple[Any, bool]] | None = None
     follows: bool = False
+    brief: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """One parameter server without its network: the `ParameterServer` of a process.
 
 The core holds the one lock. It passes stimuli to the state machine, one at a time, and carries out the returned effects
-without the lock: it answers futures, and puts work into the queues for arrays and for files.
+without the lock: it answers futures, and puts work into the queues for arrays and for files. A small round has no
+thread of its own: it runs in the one that takes the last contribution, and its answers leave from there.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from psserver.config import ServerConfig
+from psserver.core.array_queue import ArrayQueue
 from psserver.core.machine import Machine, Outcome
 from psserver.core.stimuli import Stimuli, told
 from psserver.devices import Device, owned
-from psserver.effects import Await, Effect, Fail, Know, Others, Queue, Reply, Run, Send, Submit, Work, attempt, settle
+from psserver.effects import Await, Effect, Fail, Know, Others, Reply, Run, Send, Submit, Work, attempt, settle
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.sessions import DRAWN
@@ -80,7 +82,8 @@ class Core:
         self.registry, self.tally, self.done = machine.registry, machine.tally, machine.done
         self.stimuli = Stimuli()
         self._clock = clock
-        self._queues: dict[Queue, Submit] = {"arrays": arrays, "files": files or arrays}
+        self._arrays = ArrayQueue(arrays)
+        self._files = files or (lambda piece: self._arrays.run(piece, False))
         self._lock = threading.Lock()
         self.others: Others | None = None
         """The other servers of the job; None for a server that reaches none."""
@@ -146,11 +149,20 @@ class Core:
             elif effect.follows:
                 next = effect
             else:
-                self._queues[effect.queue](partial(self._work, effect))
+                queue, brief, piece = effect.queue, effect.brief, partial(self._begin, [effect])
+                del effect
+                if queue == "arrays":
+                    self._arrays.run(piece, brief)
+                else:
+                    self._files(piece)
         return next
 
+    def _begin(self, work: list[Work]) -> None:
+        """Runs work, which nobody else holds from now on: what it has used is let go of before anybody is answered."""
+        self._work(work.pop())
+
     def _work(self, work: Work | None) -> None:
-        """Runs work, and the work that follows it, in a queue's thread."""
+        """Runs work, and the work that follows it, in a queue's thread, or where it is brief in the calling one."""
         while work is not None:
             ask = () if work.asks is None else (partial(self._ask, work),)
             result, error = attempt(partial(work.call, *work.args, *ask))

@@ -66,7 +66,7 @@ class _Ballot:
 
 
 class Runner:
-    """The running round. Guarded by the core's lock, but for the methods that run in the thread for arrays.
+    """The running round. Guarded by the core's lock, but for the methods that are array work.
 
     Args:
         store, rounds, snapshots, restores: the state that a round reads and changes.
@@ -265,9 +265,10 @@ class Runner:
         # What may come to nothing writes nowhere.
         in_place = self._ballot is None and not execution.job.skipped
         step = execution, execution.reads(), in_place
-        return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows)]
+        brief = execution.job.is_brief(self._kernels)
+        return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows, brief=brief)]
 
-    # ---- In the thread for arrays, without the lock ----
+    # ---- Array work, without the lock ----
 
     def _tell(self, begins: Sequence[Run]) -> None:
         """Hands the payloads of their answers to members, before the first step."""

@@ -252,13 +252,20 @@ class Ready:
         ready = cls(batch, rows, found)
         return ready if alone >= set(ready.assigned) else None
 
-    def run(self, crew: Crew, totals: Callable[[int], float], value: Callable[[Ref], Any]) -> list[tuple[int, int]]:
+    def run(
+        self,
+        crew: Crew,
+        totals: Callable[[int], float],
+        value: Callable[[Ref], Any],
+        variables: Callable[[Sequence[int]], Sequence[Array]],
+    ) -> list[tuple[int, int]]:
         """Runs the kernel, which writes the variables in place: nobody else may hold them.
 
         Args:
             crew: the threads for it.
             totals: returns the sum of the weights of a reduction.
             value: returns the array of a variable, an operand or a result.
+            variables: returns the arrays of several variables.
 
         Returns:
             Numbers of the applications in which the kernel saw NaN or infinity, with its flags. A number may come
@@ -272,7 +279,8 @@ class Ready:
             elif parameter.role == "total":
                 columns.append(_totals([totals(ref.index) for ref in refs[self._rows]], parameter, held))
             else:
-                columns.append(_arrays(refs[self._rows], value, held))
+                found = self._of_variables(parameter, variables, held)
+                columns.append(_arrays(refs[self._rows], value, held) if found is None else found)
         calls = list(zip(*columns, strict=True))
         strides = [0 if p.single else DTYPES[p.dtype].itemsize for p in self._batch.refs]
         runs, places = crew.cut(calls, strides)
@@ -280,6 +288,17 @@ class Ready:
         if not any(found):
             return []
         return [(self.numbers[place], flags) for place, flags in zip(places, found, strict=True) if flags]
+
+    def _of_variables(
+        self, parameter: Parameter, variables: Callable[[Sequence[int]], Sequence[Array]], held: list[Array]
+    ) -> list[int] | None:
+        """Returns the addresses that a parameter takes, if these are variables, and the whole batch runs."""
+        ids = self._batch.variables.get(parameter)
+        if ids is None or len(self.numbers) != len(ids):
+            return None
+        arrays = variables(ids)
+        held += arrays
+        return self._batch.addresses(parameter, arrays)
 
 
 def _totals(totals: Sequence[float], parameter: Parameter, held: list[Array]) -> range:

@@ -57,7 +57,7 @@ class Execution:
         self.begun = False
         self.ran = 0.0
         self.contributions = Contributions(job)
-        self.wanted = frozenset(id for part in job.parts for id in part.said.want)
+        self.wanted = frozenset[int]().union(*[part.said.want for part in job.parts])
         self.given: list[Array] = []
         self._progressive = job.commit is Commit.PROGRESSIVE
         self._outline = outline = job.prepared.outline
@@ -188,7 +188,8 @@ class Execution:
         for application in self._outline.applications:
             for id, dtype, shape in application.variables:
                 value = self._values.get(id)
-                if value is None or value.dtype != dtype or value.shape != shape:
+                # To compare dtypes takes longer than all else here, and mostly they are the same object.
+                if value is None or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
                     expected = TensorSpec(dtype.name, shape)
                     found = "none" if value is None else str(spec_of(value))
                     raise ProgramError(f"variable {id} should have a value of {expected} here, and has {found}")
@@ -214,11 +215,12 @@ class Execution:
         self._written |= self._progressive and bool(calls)
         for call in calls:
             self._run(call)
+        last, wanted = self._outline.last, self.wanted
         ready: dict[int | Ref, Array] = {
-            id: self._device.get(self._assigned[id])
-            for id in self._assigned
-            if id in self.wanted and self._outline.last[id] < stop
+            id: array for id, array in self._assigned.items() if id in wanted and last[id] < stop
         }
+        if self._device.gpu is not None:
+            ready = {id: self._device.get(array) for id, array in ready.items()}
         returned = [reduced[ref] if ref in reduced else self._on_host(ref) for ref in given]
         self.given += returned
         return ready | dict(zip(given, returned, strict=True))
@@ -269,8 +271,8 @@ class Execution:
         suspects: Set[int]
         unsure: Set[int]
         if isinstance(call, Ready):
-            assigned = {id: self._value(Ref("variable", id)) for id in call.assigned}
-            seen = call.run(self._kernels.crew, self.contributions.total, self._value)
+            assigned = dict(zip(call.assigned, self._variables(call.assigned), strict=True))
+            seen = call.run(self._kernels.crew, self.contributions.total, self._value, self._variables)
             flagged = [(self._outline.applications[number], flags) for number, flags in seen]
             suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
             unsure = {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
@@ -285,6 +287,8 @@ class Execution:
         for id in unsure:
             self.found.look(Ref("variable", id), assigned[id], self._values.get(id))
         self._assigned |= assigned
+        if not self._outline.results:
+            return
         for ref in (ref for application in applications for ref in application.read):
             self._readers[ref] -= 1
         for ref in {ref for application in applications for ref in (*application.made, *application.read)}:
@@ -300,6 +304,11 @@ class Execution:
             return self._known[ref]
         assigned = self._assigned.get(ref.index)
         return self._values[ref.index] if assigned is None else assigned
+
+    def _variables(self, ids: Sequence[int]) -> list[Array]:
+        """Returns the values of variables, by their numbers."""
+        values = {**self._values, **self._assigned} if self._assigned else self._values
+        return list(map(values.__getitem__, ids))
 
     def _on_host(self, ref: Ref) -> Array:
         return owned(self._device.get(self._value(ref)))

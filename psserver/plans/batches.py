@@ -6,15 +6,21 @@ Where a plan updates many variables alike, an application in a round is a kernel
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
+from operator import is_
 
 import numpy as np
 
 from psserver.plans.outline import Application
-from psserver.programs.kernels.codegen import SumTerm
+from psserver.programs.kernels.codegen import Parameter, SumTerm
 from psserver.programs.kernels.kernels import Kernels, Stage
+from psserver.programs.kernels.launch import address_of
 from pswire.model.plan import Plan
+from pswire.model.tensor import Array
 
 MAX_PARTS = 8
 """Most contributions that one kernel sums; more are summed before it runs."""
@@ -33,6 +39,7 @@ class KernelBatch:
         kernel: the kernel.
         sizes: for each application, the number of elements that it computes.
         refs: for each parameter of the kernel, the value it takes in each application.
+        variables: of these, the numbers of the variables for each parameter that takes nothing else.
         assigned: for each application, the variables that it assigns.
         reductions: for each application, the reductions that it needs; shape `[applications, reductions]`, int64.
         nbytes: for each application, the bytes that one member contributes to it, int64.
@@ -52,26 +59,67 @@ class KernelBatch:
             parameter: [a.apply.args[s.step.args[parameter.value]] for a, s in zip(applications, stages, strict=True)]
             for parameter in self.kernel.parameters
         }
+        self.variables = {
+            parameter: [ref.index for ref in refs]
+            for parameter, refs in self.refs.items()
+            if all(ref.kind == "variable" for ref in refs)
+        }
+        self._places: dict[Parameter, tuple[list[weakref.ref[Array]], list[int]]] = {}
+
+    def addresses(self, parameter: Parameter, arrays: Sequence[Array]) -> list[int] | None:
+        """Returns the addresses of the arrays for all applications; None if some array is not contiguous.
+
+        A variable that is written in place has the same one in each round. So they are kept as long as the arrays are
+        the same: to ask for them takes long.
+        """
+        known, places = self._places.get(parameter, ([], []))
+        if len(known) != len(arrays) or not all(map(is_, [each() for each in known], arrays)):
+            # Weakly: else the store were not the only holder of its arrays, and nothing were written in place.
+            if not all(array.flags.c_contiguous for array in arrays):
+                return None
+            known, places = list(map(weakref.ref, arrays)), list(map(address_of, arrays))
+            self._places[parameter] = known, places
+        return places
 
 
-def batches(
-    plan: Plan, applications: Sequence[Application], kernels: Kernels, count: int
-) -> tuple[Mapping[int, KernelBatch], bool]:
-    """Finds the batches of a plan.
+@dataclass(frozen=True)
+class PlanKernels:
+    """How the kernels that a server has now run a plan.
+
+    Attributes:
+        batches: the batches, each under the numbers of all its applications.
+        settled: True if this is final, since all kernels are compiled.
+        interpreted: True if the interpreter runs some application, or may do so for now.
+    """
+
+    batches: Mapping[int, KernelBatch]
+    settled: bool
+    interpreted: bool
+
+
+def plan_kernels(plan: Plan, applications: Sequence[Application], kernels: Kernels, count: int) -> PlanKernels:
+    """Finds out how kernels run a plan.
 
     Args:
         plan, applications: the plan, and a server's applications of it.
         kernels: the kernels that run them.
         count: number of contributors to each reduction.
-
-    Returns:
-        The batches, each under the numbers of all its applications; and True if they are final, since all kernels are
-        compiled.
     """
-    sums = [{number: SumTerm(plan.reductions[index].op, count) for number, index in a.alone} for a in applications]
-    found = list(_batches(applications, sums, kernels))
+    summed = count <= MAX_PARTS
+    sums = [
+        {number: SumTerm(plan.reductions[index].op, count) for number, index in a.alone if summed} for a in applications
+    ]
+    # First: a kernel that is compiled meanwhile would be in the batches of some applications, and of others not.
     settled = all(kernels.settled(a.program, each) for a, each in zip(applications, sums, strict=True) if a.distinct)
-    return {number: each for each in found for number in range(each.first, each.stop)}, settled
+    found = list(_batches(applications, sums, kernels)) if summed else []
+    numbered = {number: each for each in found for number in range(each.first, each.stop)}
+    in_kernels = settled and all(map(partial(_runs_in_kernels, kernels), applications, sums))
+    return PlanKernels(numbered, settled, not in_kernels)
+
+
+def _runs_in_kernels(kernels: Kernels, application: Application, sums: Mapping[int, SumTerm]) -> bool:
+    stages = kernels.stages(application.program, application.reduced, sums) if application.distinct else ()
+    return bool(stages) and all(stage.kernel is not None for stage in stages)
 
 
 def _batches(

@@ -57,6 +57,7 @@ class Outline:
         readers: number of readers of each result.
         last: for each assigned variable, the number of the last application that assigns it.
         watched: numbers of the reductions that reach a variable.
+        results: True if an application has results.
     """
 
     applications: tuple[Application, ...]
@@ -67,6 +68,7 @@ class Outline:
     readers: Counter[Ref]
     last: Mapping[int, int]
     watched: frozenset[int]
+    results: bool
 
 
 def outline(plan: Plan, server: int) -> Outline:
@@ -84,7 +86,8 @@ def outline(plan: Plan, server: int) -> Outline:
     needs += tuple((ref.index,) if ref.kind == "reduction" else () for ref in given)
     reads = frozenset(id for application in applications for id, *_ in application.variables)
     watched = frozenset(index for application in applications for index in application.needs)
-    return Outline(applications, given, needs, reads, uses, readers, last, watched)
+    results = any(application.made for application in applications)
+    return Outline(applications, given, needs, reads, uses, readers, last, watched, results)
 
 
 def _application(plan: Plan, apply: Apply, first: int, uses: Mapping[int, int]) -> Application:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 
-from psserver.plans.batches import MAX_PARTS, KernelBatch, batches
+from psserver.plans.batches import KernelBatch, PlanKernels, plan_kernels
 from psserver.plans.layout import ContributionLayout, lay_out
 from psserver.plans.memory import Need, plan_bytes
 from psserver.plans.outline import Outline, outline
@@ -40,7 +40,7 @@ class PreparedPlan:
         self.server = server
         self._needs = [Need.of(program) for program in plan.programs] if limited else None
         self._layouts: dict[tuple[bool, tuple[bool, ...]], ContributionLayout] = {}
-        self._batches: dict[tuple[Kernels, int], Mapping[int, KernelBatch]] = {}
+        self._settled: dict[tuple[Kernels, int], PlanKernels] = {}
 
     @cached_property
     def nbytes(self) -> int:
@@ -97,6 +97,15 @@ class PreparedPlan:
                 f"section of {expected} bytes and {len(reductions)} reductions, {here} of them here"
             )
 
+    @cached_property
+    def computed(self) -> int:
+        """Bytes of all that the programs of a round read and compute here, one op at a time."""
+        return sum(spec.nbytes for each in self.outline.applications for spec in each.program.specs)
+
+    def settled(self, kernels: Kernels, count: int) -> PlanKernels | None:
+        """Returns how kernels run it, as of `batches`; None while kernels may still come."""
+        return self._settled.get((kernels, count))
+
     def batches(self, kernels: Kernels, count: int) -> Mapping[int, KernelBatch]:
         """Returns the batches, each under the numbers of all its applications.
 
@@ -106,11 +115,11 @@ class PreparedPlan:
             kernels: the kernels that run them.
             count: number of contributors to each reduction.
         """
-        if kernels.device.gpu is not None or not 0 < count <= MAX_PARTS:
+        if kernels.device.gpu is not None or not count:
             return {}
-        found = self._batches.get((kernels, count))
+        found = self._settled.get((kernels, count))
         if found is None:
-            found, settled = batches(self.plan, self.outline.applications, kernels, count)
-            if settled:
-                self._batches[kernels, count] = found
-        return found
+            found = plan_kernels(self.plan, self.outline.applications, kernels, count)
+            if found.settled:
+                self._settled[kernels, count] = found
+        return found.batches

@@ -8,12 +8,23 @@ from enum import Enum
 from functools import cached_property
 
 from psserver.plans.prepared import PreparedPlan
+from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Member, Position
 from pswire.model.plan import Plan
 from pswire.transport.payload import Payload
+
+BRIEF_BYTES = 1 << 25
+"""Most bytes that a synchronous round may take and compute for an event loop to run it: a few milliseconds, in which
+nobody has anything to send, since all wait for it."""
+
+BRIEF_ALONE_BYTES = 1 << 21
+"""The same of an asynchronous worker's round, beside which the others push."""
+
+BRIEF_INTERPRETED_BYTES = 1 << 18
+"""The same where the interpreter runs some of its programs: of some ops a byte takes long."""
 
 Key = Task | None
 """The key of a strand: the task of an asynchronous worker, or None for the strand of all synchronous members."""
@@ -95,6 +106,17 @@ class ReadyRound:
         if self.plan.nonfinite == "apply":
             return ()
         return tuple((index, part.member.task) for part in self.contributors for index in part.said.nonfinite)
+
+    def is_brief(self, kernels: Kernels) -> bool:
+        """Returns True if it takes so little time that an event loop may run it, and asks nobody for anything."""
+        if self.commit is not Commit.ATOMIC or self.plan.restore is not None or self.plan.snapshot is not None:
+            return False
+        settled = self.prepared.settled(kernels, len(self.contributors))
+        if settled is None:
+            return False
+        most = BRIEF_BYTES if self.strand is None else BRIEF_ALONE_BYTES
+        most = BRIEF_INTERPRETED_BYTES if settled.interpreted else most
+        return self.prepared.computed + sum([part.payload.size for part in self.parts]) <= most
 
     @property
     def skipped(self) -> bool:

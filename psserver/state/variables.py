@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from operator import attrgetter
 
 import numpy as np
 
@@ -141,7 +142,14 @@ class Store:
 
     def alone(self, ids: Iterable[int]) -> frozenset[int]:
         """Returns the variables whose arrays only the store holds: a round may write into them."""
-        return frozenset(id for id in ids if self.device.gpu is None and _writable(self._values, id))
+        if self.device.gpu is not None:
+            return frozenset()
+        known = self._values.keys() & ids
+        # No line of Python for each: there may be thousands.
+        counts = map(sys.getrefcount, map(self._values.__getitem__, known))
+        flags = map(_FLAGS, map(self._values.__getitem__, known))
+        found = zip(known, counts, flags, strict=True)
+        return frozenset([id for id, count, flag in found if count <= _COUNTED and flag & _OWN == _OWN])
 
     def end_loan(self) -> None:
         """Ends a round's loan: all values may be read again."""
@@ -156,6 +164,11 @@ def _writable(values: Mapping[int, Array], id: int) -> bool:
     return flags.owndata and flags.c_contiguous and flags.writeable
 
 
+_FLAGS = attrgetter("flags.num")
+_OWN = 0x1 | 0x4 | 0x400
+"""NumPy's flags of an array that is contiguous, owns its memory, and may be written."""
+
+
 def _holders(values: Mapping[int, Array], id: int) -> int:
     """Counts the references to an array, including those of the count itself."""
     return sys.getrefcount(values[id])
@@ -163,3 +176,6 @@ def _holders(values: Mapping[int, Array], id: int) -> int:
 
 _ALONE = _holders({0: np.empty(0)}, 0)
 """The result of `_holders` for an array that only the mapping holds."""
+
+_COUNTED = next(map(sys.getrefcount, map({0: np.empty(0)}.__getitem__, (0,))))
+"""The same for an array that is counted without a line of Python."""

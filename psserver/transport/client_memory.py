@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable
 
 from pswire.transport.shared_memory import SharedView
+from pswire.transport.sockets import PayloadSender
 
 ENOUGH = 8
 """Divisor of a segment's size: once that part of it is free again, the client is told at once."""
 
 TELL_SECONDS = 0.05
-"""Seconds after which a client is told of free memory, even if it is little."""
+"""Seconds after which a client is told of free memory, even if it is little and no answer has told it."""
 
 
 class ClientMemory:
     """A client's segment as its server reads it. Belongs to the event loop, but for the release of data.
 
+    The client is told of free places with the next message to it, which mostly is the answer to what was there: a
+    message of its own would wake it up for nothing.
+
     Args:
         memory: the segment.
-        tell: tells the client of places that are free again.
+        channel: returns the sender of messages to the client.
     """
 
-    def __init__(self, memory: memoryview, tell: Callable[[list[int]], object]) -> None:
+    def __init__(self, memory: memoryview, channel: Callable[[], PayloadSender]) -> None:
         self._view: SharedView | None = SharedView(memory, self._let_go)
-        self._tell = tell
+        self._channel = channel
         self._loop = asyncio.get_running_loop()
-        self._freed: deque[int] = deque()
-        self._untold = 0  # bytes of these, nearly: threads add to it at once
         self._telling = self._watching = False
 
     def read(self, place: int, size: int, reader: int) -> memoryview:
@@ -44,25 +45,18 @@ class ClientMemory:
         self._view = None  # else only a collection of garbage would give its memory back
 
     def _let_go(self, place: int, size: int) -> None:
-        """Notes that data are not needed any more. Called from any thread, at any time.
-
-        To wake the loop slows down computing threads. So it is woken once there is much to tell, or nothing else will
-        come.
-        """
-        self._freed.append(place)
-        self._untold += size
-        view = self._view
-        if view is None or self._telling or (view.looked_at and self._untold < view.size // ENOUGH):
+        """Notes that data are not needed any more. Called from any thread, at any time."""
+        untold, view = self._channel().let_go(place, size), self._view
+        if view is None or self._telling or untold < view.size // ENOUGH:
             return
         self._telling = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._tell_freed)
 
     def _tell_freed(self) -> None:
-        self._telling, self._untold = False, 0  # first: what is freed from now on may not be among these
-        places = [self._freed.popleft() for _ in range(len(self._freed))]
-        if places and self._view is not None:
-            self._tell(places)
+        self._telling = False
+        if self._view is not None:
+            self._channel().tell_freed()
 
     def _watch(self) -> None:
         """Schedules a notice of the rest, which may be little and yet all the room that its client can have."""

@@ -64,6 +64,7 @@ class Hub(Protocol):
     in_flight: int
     traffic: Mapping[LaneName, Traffic]
     ended: PSError | None
+    encoder: messages.RoundEncoder
     connections: list[Connection]
     leaving: set[Connection]
 
@@ -257,7 +258,7 @@ class Connection:
         finally:
             for file in files:
                 os.close(file)
-        self._memory = ClientMemory(segment.memory, lambda places: self._channel.let_go(places))
+        self._memory = ClientMemory(segment.memory, lambda: self._channel)
 
     def _hand_over(self) -> None:
         """Hands over the memory of answers, with this side's first byte, to a client that has shown its session."""
@@ -349,18 +350,18 @@ class Connection:
         data = self._data(message, 0)  # first: a refused push needs its data no more
         header = parse(pb.PushHeader, message.header)
         self._check(PUSH, header)
-        assembly = self._lanes.assembly(header.size, self.lane)
-        self._assemblies[message.call] = assembly
+        assembly = self._assemblies[message.call] = self._lanes.assembly(header.size, self.lane)
         self._add(message, assembly, data)
         answer = LaneAnswer(self._channel, message.call)
         future = self._lanes.core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
+        del assembly, data  # the round may be over: then its answer tells that they are free
         self._wait(future, message.call, partial(self._answer_round, answer))
 
     def _answer_round(self, answer: LaneAnswer, future: Future[RoundReply]) -> None:
         try:
             reply = future.result()
             self._let_rest_pass(answer.call)
-            answer.send(messages.round_to_pb(reply).SerializeToString(), reply.payload)
+            answer.send(self._lanes.encoder.encode(reply), reply.payload)
         except PSError as error:
             self._channel.drop(answer.call)
             self._refuse(answer.call, error)

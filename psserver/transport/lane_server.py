@@ -20,6 +20,7 @@ from psserver.transport.access import Access
 from psserver.transport.lane_connection import Connection
 from psserver.transport.served import Served
 from psserver.transport.tls_handshake import Handshake
+from pswire.encoding.messages import RoundEncoder
 from pswire.errors import MemoryLimit, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import named
@@ -81,6 +82,8 @@ class LaneServer:
         """Closed connections whose clients may still read this server's memory."""
         self.ended: PSError | None = None
         """The error that refuses every call once the server ends; None until then."""
+        self.encoder = RoundEncoder()
+        """Of the answers on all lanes."""
         self._resting = False
 
     def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:

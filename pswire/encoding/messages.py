@@ -193,15 +193,59 @@ def round_to_pb(reply: RoundReply) -> pb.RoundHeader:
 
 def round_from_pb(message: pb.RoundHeader, payload: Payload) -> RoundReply:
     """Reads the header of the answer to a push, which came with a payload."""
-    return RoundReply(
-        message.round,
-        EPOCH.from_pb(message.epoch),
-        message.more,
-        tuple([TASK.from_pb(task) for task in message.left_out]),
-        payload,
-        tuple(message.warnings),
-        tuple([TASK.from_pb(task) for task in message.observers]),
-    )
+    return RoundDecoder().decode(message, payload)
+
+
+class RoundEncoder:
+    """Encodes the headers of answers to pushes: what all members of a round are told alike, once. Used by any thread.
+
+    An epoch, which is the same for many rounds and takes longer than all the rest, is kept as it travels.
+    """
+
+    def __init__(self) -> None:
+        self._epoch: tuple[Epoch | None, bytes] = (None, b"")
+        self._last: tuple[tuple[object, ...], bytes] = ((), b"")
+
+    def encode(self, reply: RoundReply) -> bytes:
+        """Returns the encoded header of an answer."""
+        epoch, said = self._epoch
+        if epoch is not reply.epoch:
+            said = pb.RoundHeader(epoch=EPOCH.to_pb(reply.epoch)).SerializeToString()
+            self._epoch = reply.epoch, said
+        size = reply.payload.size
+        rest = (said, reply.round, reply.more, reply.left_out, reply.warnings, reply.observers, size)
+        known, header = self._last
+        if known != rest:
+            left_out, observers = map(TASK.to_pb, reply.left_out), map(TASK.to_pb, reply.observers)
+            # Messages one after another are one message with the fields of all.
+            header = pb.RoundHeader(round=reply.round).SerializeToString() + said
+            header += pb.RoundHeader(
+                more=reply.more, left_out=left_out, size=size, warnings=reply.warnings, observers=observers
+            ).SerializeToString()
+            self._last = rest, header
+        return header
+
+
+class RoundDecoder:
+    """Reads the headers of answers to pushes, of which many have the same epoch. Used by any thread."""
+
+    def __init__(self) -> None:
+        self._epoch: tuple[bytes, Epoch] | None = None
+
+    def decode(self, message: pb.RoundHeader, payload: Payload) -> RoundReply:
+        """Reads a header that came with a payload."""
+        said, known = message.epoch.SerializeToString(), self._epoch
+        if known is None or known[0] != said:
+            known = self._epoch = said, EPOCH.from_pb(message.epoch)
+        return RoundReply(
+            message.round,
+            known[1],
+            message.more,
+            tuple([TASK.from_pb(task) for task in message.left_out]),
+            payload,
+            tuple(message.warnings),
+            tuple([TASK.from_pb(task) for task in message.observers]),
+        )
 
 
 def pull_to_pb(reply: PullReply) -> pb.PullHeader:

@@ -35,6 +35,10 @@ LINE = 64
 """Data begin at multiples of a cache line."""
 
 
+SMALL_COPY = 1 << 16
+"""Bytes from which on other threads run while they are copied: to arrange that takes as long as to copy these."""
+
+
 class Segment:
     """Memory that processes share.
 
@@ -117,7 +121,7 @@ class SharedArena:
 
     def __init__(self, memory: memoryview) -> None:
         self.size = len(memory)
-        self._bytes = np.frombuffer(memory, np.uint8)
+        self._memory, self._bytes = memory, np.frombuffer(memory, np.uint8)
         self._lock = threading.Lock()
         self._entries: dict[int, _Extent] = {}
         self._places: dict[Hashable, int] = {}
@@ -143,8 +147,12 @@ class SharedArena:
                 return None
             at = place
             for buffer in buffers:
-                np.copyto(self._bytes[at : at + len(buffer)], np.frombuffer(buffer, np.uint8))
-                at += len(buffer)
+                end = at + len(buffer)
+                if end - at < SMALL_COPY:
+                    self._memory[at:end] = buffer
+                else:
+                    np.copyto(self._bytes[at:end], np.frombuffer(buffer, np.uint8))
+                at = end
             self._entries[place] = _Extent(size, 1, key)
             if key is not None:
                 self._places[key] = place

@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
@@ -370,14 +371,32 @@ class PayloadSender:
         self._streams: deque[_Stream] = deque()
         self._unread = Counter[int]()  # announcements of each place in the ring
         self._closed = False
+        self._freed: deque[int] = deque()  # places that the other end is not told of; of no lock, as the next one
+        self.untold = 0
+        """Bytes that are needed no more, of which the other end is not told yet, nearly."""
 
     def tell(self, kind: Kind, call: int = 0, header: bytes = b"") -> None:
         """Sends a message without data."""
         self._send((Message(kind, call, header).head(),))
 
-    def let_go(self, places: Iterable[int]) -> None:
-        """Tells the other end that data in shared memory are needed no more."""
-        self._send([Message(Kind.FREED, place=place).head() for place in places])
+    def let_go(self, place: int, size: int) -> int:
+        """Notes that data in shared memory are needed no more, of which the next message tells the other end.
+
+        May be called at any time, also while the thread is in another method of this object.
+
+        Args:
+            place, size: place and size of the data, in bytes.
+
+        Returns:
+            Bytes of which the other end is not told yet, nearly.
+        """
+        self._freed.append(place)
+        self.untold += size  # threads may add to it at once
+        return self.untold
+
+    def tell_freed(self) -> None:
+        """Tells the other end now of data that are needed no more."""
+        self._send(())
 
     def send(self, kind: Kind, call: int, header: bytes, payload: Payload, ends: bool = False) -> None:
         """Sends a header and a payload, which may still grow.
@@ -500,6 +519,8 @@ class PayloadSender:
             self.pump()
 
     def _send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        if self._freed:
+            buffers = [*self._freed_heads(), *buffers]
         if not buffers:
             return
         try:
@@ -507,3 +528,12 @@ class PayloadSender:
                 self._blocked()
         except OSError:
             self._blocked()  # whoever reads the link finds out
+
+    def _freed_heads(self) -> list[bytes]:
+        """Takes the places that the other end is not told of; returns the messages that do."""
+        self.untold = 0  # first: what is freed from now on may not be among these
+        found: list[bytes] = []
+        with suppress(IndexError):  # none is left, or another thread tells the rest
+            while True:
+                found.append(Message(Kind.FREED, place=self._freed.popleft()).head())
+        return found

@@ -63,6 +63,8 @@ BRIEF: dict[str, str] = {
     "psclient.metrics.base.Metric.__call__": "a metric's result, which is no future's",
     "psclient._src.transport.lane.Lane.__init__": "at most CONNECT_SECONDS for a server's welcome, then the next lane is taken",
     "psclient._src.transport.lane.Lane._turn": IDLE,
+    "psclient._src.transport.lane_reader.LaneReader.wait": CALLER,
+    "psclient._src.transport.lane_reader.LaneReader._receive": CALLER,
     "psclient._src.transport.lane_selector.LaneSelector.ask": CALLER,
     "psclient._src.transport.grpc_calls.GrpcCalls._answer": "one attempt of until_answered, which bounds it",
     "psclient._src.transport.staging.fill": "for a copy from a GPU",

@@ -1,19 +1,21 @@
 """One lane of a client: pushes and pulls over a plain socket, their data in the socket or in shared memory.
 
-A thread for each lane receives; calls are sent by the thread that makes them, as far as the system takes them.
+Calls are sent by the thread that makes them, as far as the system takes them; a thread for each lane sends the rest. It
+also receives, unless a caller that waits has taken that over (`LaneReader`): an answer then reaches it without a detour
+through another thread.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import selectors
+import select
 import socket
 import ssl
 import threading
 import time
 import weakref
-from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +39,13 @@ SHARED = "/dev/shm"
 
 CONNECT_SECONDS = 5.0
 """Seconds that it may take to connect, and to be welcomed."""
+
+
+ENOUGH = 8
+"""Divisor of the server's memory: once that part of it is free again, the server is told at once."""
+
+TELL_SECONDS = 0.25
+"""Seconds after which the server is told of free memory, even if it is little and no call has told it."""
 
 
 class LaneLost(Exception):
@@ -116,8 +125,12 @@ class Lane:
         self._lock = threading.Lock()  # guards the calls, and that it is lost once
         self._why: str | None = None
         self._mirror: SharedView | None = None
-        self._freed: deque[int] = deque()
-        self._over = self._rung = False
+        self._enough = 0
+        self._tell_at = 0.0  # when the server is told of memory that is free again, while `_watching`
+        self._over = self._rung = self._blocked = self._watching = False
+        self._reading = threading.Lock()  # held by who receives
+        self._leader: Callable[[], object] | None = None  # wakes a caller that has taken it
+        self._heeding = threading.Lock()  # guards what the thread heeds
         self._welcome = threading.Event()  # or the end
         self._welcomed = False
         self._bell, self._rope = socket.socketpair()
@@ -132,6 +145,9 @@ class Lane:
             self._link = MessageSocket(self._sock)
             self._link.trust()
             self._channel = PayloadSender(self._link, ring, True, self._ring_bell, traffic)
+            self._events = select.epoll()
+            self._events.register(self._bell, select.EPOLLIN)
+            self._events.register(self._sock, select.EPOLLIN)
         except (OSError, InvalidRequest) as error:
             self._drop()
             raise LaneLost(_why(name, offer, error)) from None
@@ -157,15 +173,19 @@ class Lane:
             if len(taken) != 1:
                 raise OSError("the server hands over no memory")
             self._mirror = SharedView(Segment.take(taken[0]).memory, self._let_go)
+            self._enough = self._mirror.size // ENOUGH
         finally:
             for each in files:
                 os.close(each)
         return SharedArena(segment.memory)
 
-    def _let_go(self, place: int, _: int) -> None:
-        """Releases data. Called from any thread, at any time."""
-        self._freed.append(place)
-        self._ring_bell()
+    def _let_go(self, place: int, size: int) -> None:
+        """Releases data. Called from any thread, at any time.
+
+        The next call tells the server, or the lane's thread where none is made soon, or there is much to tell.
+        """
+        if self._channel.let_go(place, size) > self._enough or not self._watching:
+            self._ring_bell()
         self._leave()
 
     def _leave(self) -> None:
@@ -209,6 +229,8 @@ class Lane:
             calls, self._calls = list(self._calls.values()), {}
         self._welcome.set()
         self._ring_bell()
+        if (wake := self._leader) is not None:
+            wake()
         for call in calls:
             call.future.set_exception(LaneLost(why))
 
@@ -237,7 +259,68 @@ class Lane:
         self._why = "a fork has no part in the job"
         self._drop()
 
-    # ---- The thread that receives ----
+    # ---- A caller that receives in the thread's place ----
+
+    @property
+    def lost(self) -> bool:
+        """True if it is broken, or closed."""
+        return self._why is not None
+
+    @property
+    def waits(self) -> bool:
+        """True if a call is under way."""
+        return bool(self._calls)
+
+    def fileno(self) -> int:
+        """Returns the socket's file descriptor, for selectors."""
+        return self._sock.fileno()
+
+    def take_over(self, wake: Callable[[], object]) -> None:
+        """Makes the calling thread the one that receives, until `give_back`; the lane's own heeds the socket no more.
+
+        Args:
+            wake: called by any thread once the lane is lost; then it must be given back soon.
+
+        Changes nothing if another thread receives right now, or the lane is lost.
+        """
+        if not self.lost and self._reading.acquire(blocking=False):
+            self._leader = wake
+            self._heed()
+            if self.lost:  # since then, and who closed it may not have seen the caller
+                self.give_back(wake)
+
+    def is_taken(self, wake: Callable[[], object]) -> bool:
+        """Returns True if the caller of `take_over` receives."""
+        return self._leader == wake
+
+    def give_back(self, wake: Callable[[], object]) -> None:
+        """Makes the lane's own thread receive again, if a caller has: what comes while nobody waits is for it."""
+        if self._leader != wake:
+            return
+        self._leader = None
+        self._reading.release()
+        self._heed()
+
+    def read(self) -> None:
+        """Handles what has come, in the thread that has taken the lane over; closes the lane if it is broken."""
+        try:
+            self._receive()
+        except (OSError, PSError) as error:
+            self.close(str(error))
+        except (
+            BaseException
+        ):  # an interrupt, perhaps in the middle of a message: the rest of it would have no beginning
+            self.close("it was read when its process was interrupted")
+            raise
+
+    # ---- The thread of the lane ----
+
+    def _heed(self) -> None:
+        """Tells the thread what it is to heed now: what comes, unless a caller receives; room for what it sends."""
+        with self._heeding:
+            if not self._events.closed:
+                heeded = (select.EPOLLIN * (self._leader is None)) | (select.EPOLLOUT * self._blocked)
+                self._events.modify(self._sock, heeded)
 
     def _ring_bell(self) -> None:
         if not self._rung:
@@ -247,32 +330,63 @@ class Lane:
 
     def _run(self) -> None:
         try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._bell, selectors.EVENT_READ)
-                selector.register(self._sock, selectors.EVENT_READ)
-                while self._why is None:
-                    self._turn(selector)
+            while self._why is None:
+                self._turn()
         except (OSError, PSError) as error:
             self.close(str(error))
         finally:
             self.close("it has failed")  # whatever happened: nobody waits for what cannot come
+            with self._reading, self._heeding:  # a caller that receives was told, and gives it back
+                self._events.close()
             self._channel.close()
             self._over = True
             self._leave()
 
-    def _turn(self, selector: selectors.BaseSelector) -> None:
-        for key, events in selector.select():
-            if key.fileobj is self._bell:
+    def _turn(self) -> None:
+        for file, events in self._events.poll(TELL_SECONDS if self._watching else None):
+            if file == self._bell.fileno():
                 self._bell.recv(4096)
                 self._rung = False  # first: what comes from now on rings again
-                self._channel.let_go([self._freed.popleft() for _ in range(len(self._freed))])
-                selector.modify(self._sock, selectors.EVENT_READ | selectors.EVENT_WRITE)
-            elif events & selectors.EVENT_WRITE and not self._channel.flush():
-                selector.modify(self._sock, selectors.EVENT_READ)
-            if key.fileobj is self._sock and events & selectors.EVENT_READ:
-                self._silence.heard = True
-                for message in self._link.receive():
-                    self._handle(message)
+                self._watch()
+                self._flush()
+            elif events & select.EPOLLOUT:
+                self._flush()
+            if file == self._bell.fileno() or not events & ~select.EPOLLOUT:
+                continue
+            # The end of a connection is told whatever is heeded; a caller that receives finds it, too, and closes it.
+            if self._reading.acquire(blocking=bool(events & (select.EPOLLHUP | select.EPOLLERR))):
+                try:
+                    self._receive()
+                finally:
+                    self._reading.release()
+
+        if self._watching and time.monotonic() >= self._tell_at:
+            self._watching = False  # first: what is freed from now on rings
+            self._channel.tell_freed()
+
+    def _watch(self) -> None:
+        """Sees to it that the server is told of free memory at some time, or now if it is much."""
+        now = time.monotonic()
+        if self._channel.untold > self._enough:
+            self._tell_at = now
+        elif not self._watching:
+            self._tell_at = now + TELL_SECONDS
+        self._watching = True
+
+    def _flush(self) -> None:
+        """Goes on with what the system did not take; heeds the room for it as long as something is left."""
+        left = self._channel.flush()
+        if left != self._blocked:
+            self._blocked = left
+            self._heed()
+
+    def _receive(self) -> None:
+        """Handles what has come. Called by the thread that holds `_reading`."""
+        if self.lost:  # perhaps in the middle of a message
+            return
+        self._silence.heard = True
+        for message in self._link.receive():
+            self._handle(message)
 
     def _handle(self, message: Message) -> None:
         if message.kind is Kind.WELCOME:

@@ -103,6 +103,11 @@ class LaneSelector:
         call(lane).add_done_callback(answered)
         return result
 
+    @property
+    def lane(self) -> Lane | None:
+        """The lane in use, which may be broken; None for gRPC."""
+        return self._lane
+
     def best(self, lost: Lane | None = None) -> Lane | None:
         """Returns the lane to use; None for gRPC.
 

@@ -90,6 +90,7 @@ class RemoteServer:
         self._timeouts = timeouts or Timeouts()
         self._threads = Threads(f"call {task}")
         self._lane = lane
+        self._decoder = messages.RoundDecoder()
         self._lanes: dict[int, LaneSelector] = {}  # of each session
         shown = security or Security()
         self._tls = shown.client_context() if shown.tls else None
@@ -212,11 +213,11 @@ class RemoteServer:
         header = messages.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:
-            return messages.round_from_pb(*self._calls.push(header, payload, seconds))
+            return self._decoder.decode(*self._calls.push(header, payload, seconds))
 
         again = partial(self._attempts.until_answered, VERBS["Push"], once)
         return self._ask_on_lane(
-            contribution.session, lambda lane: lane.push(header, payload), messages.round_from_pb, again
+            contribution.session, lambda lane: lane.push(header, payload), self._decoder.decode, again
         )
 
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
@@ -245,6 +246,11 @@ class RemoteServer:
 
         lanes = self._lanes.get(session)
         return lanes.ask(ask, decode, over_grpc) if lanes else over_grpc()
+
+    def lane(self, session: int) -> Lane | None:
+        """Returns the lane that a session's calls go on now; None for gRPC."""
+        lanes = self._lanes.get(session)
+        return lanes.lane if lanes else None
 
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
         """Implements `ParameterServer.snapshot`."""

@@ -1,7 +1,7 @@
 """This process's life with the servers: its sessions, its lease, and how it waits.
 
 One thread per server beats, and one call is held at server 0, which tells at once how the session ends; any thread may
-wait. Whatever ends the session ends every wait at once.
+wait, and meanwhile reads what comes on the lanes. Whatever ends the session ends every wait at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any, TypeVar
 
 from psclient._src.devices import Device
 from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.lane import Lane
+from psclient._src.transport.lane_reader import LaneReader
 from psclient._src.transport.patience import Deadline, Patience
+from psclient._src.transport.remote_server import RemoteServer
 from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
@@ -84,6 +87,7 @@ class Session:
         self._beats: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._threads = Threads("word")
+        self._reader = LaneReader(self._broken)
 
     @property
     def log_server(self) -> ParameterServer:
@@ -313,9 +317,8 @@ class Session:
             PSError: the answer's error, `late`, what ended the session, or `ChiefLost`.
         """
         spoken: Future[None] | None = None
-        both: tuple[Future[Any], ...] = (future, self._broken)
         while True:
-            wait(both, max(min(deadline.left(), self.timeouts.word), 0), FIRST_COMPLETED)
+            self._reader.wait(future, max(min(deadline.left(), self.timeouts.word), 0), self._lanes)
             if future.done():
                 return self._take(future)
             self.check()
@@ -324,6 +327,11 @@ class Session:
             if spoken is None or spoken.done():
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
+
+    def _lanes(self) -> list[Lane]:
+        """Returns the lanes on which calls of this process are under way."""
+        found = [server.lane(self.number) for server in self.servers if isinstance(server, RemoteServer)]
+        return [lane for lane in found if lane is not None and lane.waits]
 
     def _speak(self, word: Callable[[], str], needs_chief: Callable[[], bool]) -> None:
         try:

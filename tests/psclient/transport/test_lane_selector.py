@@ -502,6 +502,39 @@ def test_a_lane_that_is_let_go_while_it_ends_is_gone(stack: ExitStack, monkeypat
     assert lane not in client_lane._LINGERING
 
 
+# ---- The server's memory ----
+
+
+def test_free_memory_is_told_with_the_next_call(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of its own would wake the server up for what it does not need yet."""
+    monkeypatch.setattr(client_lane, "TELL_SECONDS", 2 * SOON)
+    site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
+    for _ in range(3):
+        site.round()
+        gc.collect()
+        assert site.lane(site.workers[0])._channel.untold == 4 * SIZE
+        assert len(site.lanes.outbox()[0]._entries) == 1  # of this round; the one before is told of
+
+
+def test_free_memory_is_told_though_no_call_comes(stack: ExitStack) -> None:
+    """A moment later: all clients of a server share what it has."""
+    site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
+    for _ in range(2):
+        site.round()
+        gc.collect()
+        eventually(lambda: not site.lanes.outbox()[0]._entries)
+
+
+def test_much_free_memory_is_told_at_once(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may need it for what it answers to others."""
+    monkeypatch.setattr(client_lane, "TELL_SECONDS", 2 * SOON)
+    monkeypatch.setattr(client_lane, "ENOUGH", 1 << 30)
+    site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
+    site.round()
+    gc.collect()
+    eventually(lambda: not site.lanes.outbox()[0]._entries)
+
+
 # ---- Forks ----
 
 

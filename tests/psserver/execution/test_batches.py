@@ -265,6 +265,41 @@ def test_small_variables_have_a_kernel_in_the_long_run():
     kernels.close()
 
 
+def test_a_kernel_that_comes_while_batches_are_made_is_for_all(monkeypatch):
+    """Those that were looked at before it came are in the batch of the next round: none is left out for good."""
+    kernels = Kernels(Device(), patience=1, smallest=0)
+    job = job_for(descents([8] * 4), [arrays([8] * 4)])
+    stages, asked = kernels.stages, []
+
+    def late(*args):
+        asked.append(args)
+        if len(asked) == 3:
+            kernels.compiler.wait()
+        return stages(*args)
+
+    monkeypatch.setattr(kernels, "stages", late)
+    assert set(job.prepared.batches(kernels, 1)) == {2, 3}
+    assert set(job.prepared.batches(kernels, 1)) == {0, 1, 2, 3}
+    assert job.prepared.settled(kernels, 1) is not None
+    kernels.close()
+
+
+def test_addresses_are_those_of_the_arrays_that_are_there(kernels):
+    """Also after a variable was replaced, though all others are as they were."""
+    values = fresh([8, 8, 8])
+    job = job_for(descents([8, 8, 8]), [arrays([8, 8, 8])])
+    warm(kernels, job, fresh([8, 8, 8]))
+    for replaced in (None, 1, None, 2, 0):
+        if replaced is not None:
+            values[replaced] = values[replaced].copy()
+        before = {id: value.copy() for id, value in values.items()}
+        own, every = dict(values), frozenset(values)
+        assigned = run(job, kernels, own, every).assigned
+        for id, value in before.items():
+            assert assigned[id] is values[id]
+            assert not np.array_equal(values[id], value)
+
+
 def test_a_large_variable_waits_for_its_kernel(monkeypatch):
     """Interpreting its first rounds would take longer, and several times its memory."""
     monkeypatch.setattr("psserver.programs.kernels.kernels.LARGE", 8)

@@ -279,7 +279,7 @@ def test_a_snapshot_keeps_its_value(job, monkeypatch):
     """What a checkpoint's round left is what is written, however many rounds come in between."""
     worker, _, plan = trained(job)
     later = []
-    monkeypatch.setitem(job.servers.cores[0]._queues, "files", later.append)
+    monkeypatch.setattr(job.servers.cores[0], "_files", later.append)
     order = job.approve(checkpoint("here", (0,)), worker)
     turn(worker, order, ())
     for _ in range(3):
@@ -292,6 +292,7 @@ def test_a_snapshot_keeps_its_value(job, monkeypatch):
 
 def test_who_reads_during_a_round_waits_for_its_end(job, monkeypatch):
     """And sees all of it; so does who sends again what was answered already."""
+    monkeypatch.setattr("psserver.plans.round.BRIEF_BYTES", 0)  # else this thread would run it
     worker, variable, plan = trained(job)
     begun, may = threading.Event(), threading.Event()
     step = Execution.step

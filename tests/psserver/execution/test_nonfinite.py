@@ -258,7 +258,7 @@ def test_of_a_first_contribution_the_first_alone_counts(kernels):
 def test_more_contributions_than_a_kernel_sums_are_told_apart(kernels, monkeypatch):
     """The reducer's sum is judged."""
     monkeypatch.setattr("psserver.execution.contributions.MAX_PARTS", 2)
-    monkeypatch.setattr("psserver.plans.prepared.MAX_PARTS", 2)
+    monkeypatch.setattr("psserver.plans.batches.MAX_PARTS", 2)
     spec = TensorSpec("float32", (N,))
     program, operands = traced(descent, [spec], [spec])
     contributions = [[np.ones(N, "float32")] for _ in range(3)]

@@ -653,6 +653,24 @@ def test_free_places_wake_the_loop_seldom(stack: ExitStack, monkeypatch: pytest.
     assert woken.count("_tell_freed") < len(guest.places) // 10
 
 
+def test_free_places_are_told_with_the_answer(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of their own would wake the client up for what it does not need yet."""
+    monkeypatch.setattr("psserver.transport.client_memory.TELL_SECONDS", 2 * SOON)
+    site = Site(stack, "shm", elements=PART // 4, variables=1)
+    guest = Slowly(stack, site)
+    for comes_last in (False, False, True, False, True):  # the first round runs beside the event loop
+        guest.places.clear()
+        if comes_last:
+            first = site.push(site.workers[0], 1)
+            site.job.arrived(site.workers[0])
+        guest.send(len(guest.data))
+        if not comes_last:
+            first = site.push(site.workers[0], 1)
+        assert [guest.hand.next().kind for _ in range(2)] == [Kind.FREED, Kind.ANSWER]
+        site.whole([1, 2], first)
+        guest.header = guest.hand.push(site, site.workers[-1], 2)[0]
+
+
 def test_what_is_free_is_told_while_the_rest_is_held(stack: ExitStack) -> None:
     """Though it is little: a client that has no other room waits for it, and the server for what comes then."""
     site = Site(stack, "shm", elements=1 << 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -200,6 +201,28 @@ def test_values_arrive_as_they_were(kind: str, data: st.DataObject) -> None:
     value = data.draw(values)
     sent = pair.to_pb(value).SerializeToString()
     assert repr(pair.from_pb(pair.message.FromString(sent))) == repr(value)
+
+
+@given(st.lists(st.sampled_from(range(3)), max_size=8), st.lists(REPLIES, min_size=3, max_size=3))
+def test_answers_are_the_same_where_some_of_them_is_kept(turns: list[int], replies: list[RoundReply]) -> None:
+    """Whatever came before: what is kept of an answer is used for one that says the same, and for no other."""
+    encoder, decoder = messages.RoundEncoder(), messages.RoundDecoder()
+    for turn in turns:
+        reply = replies[turn]
+        message = pb.RoundHeader.FromString(encoder.encode(reply))
+        assert message == messages.round_to_pb(reply)
+        assert repr(decoder.decode(message, EMPTY)) == repr(reply)
+        assert pb.RoundHeader.FromString(encoder.encode(replace(reply, more=not reply.more))).more != reply.more
+
+
+def test_an_epoch_is_read_once() -> None:
+    """As long as the answers have the same."""
+    decoder = messages.RoundDecoder()
+    headers = [messages.round_to_pb(RoundReply(n, Epoch(n // 2, ()), False, (), EMPTY)) for n in range(4)]
+    first, second, third, fourth = (decoder.decode(header, EMPTY).epoch for header in headers)
+    assert first is second
+    assert third is fourth
+    assert [first.number, third.number] == [0, 1]
 
 
 @given(PLANS)
