@@ -319,7 +319,7 @@ class Service(grpc.GenericRpcHandler):
         return messages.CREATED.to_pb(reply).SerializeToString()
 
     async def _exchange(self, header: pb.ExchangeHeader, context: Context, first: Frame) -> None:
-        """Answers the pushes and pulls of a stream, one after the other; an error ends an answer, and not the stream."""
+        """Answers the pushes and pulls of a stream, one after the other; an error ends an answer, not the stream."""
         names = self._access.admit(context.invocation_metadata() or (), context.auth_context)
         calls, task = StreamedCalls(context), asyncio.current_task()
         assert task is not None

@@ -202,6 +202,7 @@ class GrpcCalls:
         except grpc.RpcError as error:
             with self._lock:
                 self._broken = True
+                self._streams = self._streams and not _is_unknown(error)
             if _passes_on(error):
                 raise
             raise StreamEnded from None  # a call of its own tells what it is
@@ -293,6 +294,11 @@ class GrpcCalls:
     def close(self) -> None:
         """Ends the connection, after `fail`."""
         self._channel.close()
+
+
+def _is_unknown(error: grpc.RpcError) -> bool:
+    """Returns True if the server is older than streams of calls."""
+    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def _passes_on(error: grpc.RpcError) -> bool:

@@ -77,7 +77,9 @@ from tests.support.tap import SECONDS, BareClient, BareServer, Call, Heard, Tap,
 
 FILE = Path(__file__).parent / "golden" / "wire.json"
 GOLDEN: dict[str, Any] = (
-    json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"calls": {}, "servers": {}, "streams": {}, "lanes": {}}
+    json.loads(FILE.read_text(encoding="utf-8"))
+    if FILE.exists()
+    else {"calls": {}, "servers": {}, "streams": {}, "lanes": {}}
 )
 SECURITY = Security(token=TOKEN)
 BY_SAMPLE = {str(sample): sample for sample in SAMPLES}
