@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,9 +21,13 @@ from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
 from pstesting.network import Relay
 from pswire.api import Contribution
+from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
 from pswire.errors import ConfigError, InvalidRequest
 from pswire.limits import PART_BYTES, Timeouts
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.transport.grpc_frames import Frame, frames
+from pswire.transport.parts import parts_of
 from tests.support.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]
@@ -66,12 +71,15 @@ class Pair:
         """The stream of the first member's connection; None where there is none."""
         return self.calls._stream
 
-    def push(self, index: int, number: float):
-        """A member contributes to the round: the number for each variable."""
+    def contribution(self, index: int, number: float):
+        """What a member says in its round, and its payload: the number for each variable."""
         member, ids = self.members[index], tuple(variable.id for variable in self.variables)
         said = Contribution(member.session, member.epoch, member.round, self.plan.id, (1.0,) * 3, want=ids)
-        data = payload(self.plan, 0, [np.full(self.size, number)] * 3, (1.0,) * 3, ())
-        return self.servers[index].push(said, data)
+        return said, payload(self.plan, 0, [np.full(self.size, number)] * 3, (1.0,) * 3, ())
+
+    def push(self, index: int, number: float):
+        """A member contributes to the round."""
+        return self.servers[index].push(*self.contribution(index, number))
 
     def end_round(self, *answers) -> None:
         """Both have contributed 1 and 10: all are answered with the sums, and the round counted once."""
@@ -182,6 +190,30 @@ def test_a_refusal_ends_a_call_and_not_the_stream(size):
         job.members[0] = member
         job.round()
         assert job.stream is stream
+
+
+def test_the_rest_of_a_push_that_is_answered_is_passed_over():
+    """Nothing of what follows it is lost, wherever the server was reading when the answer was there."""
+    with pair(PART_BYTES) as job, grpc.insecure_channel(job.thread.address) as channel:
+        said, data = job.contribution(0, 1)
+        job.round()
+        outgoing: queue.Queue[bytes | None] = queue.Queue()
+        call = channel.stream_stream(VERBS["Exchange"].path)(iter(outgoing.get, None), timeout=SOON)
+        header = pb.ExchangeHeader(push=messages.contribution_to_pb(said, data.size)).SerializeToString()
+        first, *rest = [frame.encode() for frame in frames(header, parts_of(data))]
+        pull = pb.ExchangeHeader(pull=pb.PullRequest(session=said.session, variables=[job.variables[0].id], after=-1))
+        for _ in range(5):
+            outgoing.put(first)  # of a round that is over: the answer is there at once
+            while Frame.decode(next(call)).end is None:
+                pass
+            for message in rest:
+                outgoing.put(message)
+            outgoing.put(Frame(pull.SerializeToString()).encode())
+            answer = [Frame.decode(next(call))]
+            while answer[-1].end is None:
+                answer.append(Frame.decode(next(call)))
+            assert sum(len(buffer) for frame in answer for buffer in frame.data or ()) == PART_BYTES
+        outgoing.put(None)
 
 
 def test_a_stream_makes_room_for_another_in_time():

@@ -76,11 +76,8 @@ from tests.support.samples import (
 from tests.support.tap import SECONDS, BareClient, BareServer, Call, Heard, Tap, ask, read, split
 
 FILE = Path(__file__).parent / "golden" / "wire.json"
-GOLDEN: dict[str, Any] = (
-    json.loads(FILE.read_text(encoding="utf-8"))
-    if FILE.exists()
-    else {"calls": {}, "servers": {}, "streams": {}, "lanes": {}}
-)
+EMPTY: dict[str, Any] = {"calls": {}, "servers": {}, "streams": {}, "lanes": {}}
+GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else EMPTY
 SECURITY = Security(token=TOKEN)
 BY_SAMPLE = {str(sample): sample for sample in SAMPLES}
 OPEN = BY_SAMPLE["Open full"]
