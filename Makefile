@@ -53,11 +53,12 @@ docs: .venv/docs  ## the documents as a site, with the reference of the API, in 
 proto: .venv/dev  ## generates pswire/pb anew
 	$(BIN)/python tools/check_proto.py --write
 
-bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of other systems' rounds; ARGS=--quick for a first look
+bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training steps, of other systems' rounds; ARGS=--quick for a first look
 	$(BIN)/python benchmarks/round.py $(ARGS)
 	$(BIN)/python benchmarks/fanin.py $(ARGS)
 	$(BIN)/python benchmarks/update.py $(ARGS)
 	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
+	$(BIN)/python benchmarks/step.py $(ARGS) $(PEERS:%=--python %)
 	$(BIN)/python benchmarks/peers/run.py $(ARGS) $(PEERS:%=--python %)
 
 soak: .venv/dev  ## the tests that `make test` leaves out, a minute of all faults at once among them; those of faults many times

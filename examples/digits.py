@@ -9,7 +9,6 @@ Every process of a job runs this script. NumPy's functions take CuPy's arrays, t
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,9 +23,6 @@ from sklearn.datasets import load_digits
 
 import psclient as ps
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # grain says at its import that JAX is not installed
-import grain  # noqa: E402
-
 SIZES = (64, 128, 64, 10)
 OPTIMIZERS: dict[str, Callable[[], ps.optimizers.Optimizer]] = {
     "adam": lambda: ps.optimizers.Adam(0.002),
@@ -40,13 +36,6 @@ def load_data() -> tuple[Any, Any]:
     order = np.random.default_rng(0).permutation(len(labels))
     images, targets = (pixels[order] / 16).astype("float32"), np.eye(10, dtype="float32")[labels[order]]
     return (images[:1437], targets[:1437]), (images[1437:], targets[1437:])
-
-
-def shuffled_batches(data: tuple[Any, Any], batch: int, seed: int) -> Any:
-    """A data set's batches, in another order in each epoch, the same on every worker."""
-    images, targets = data
-    rows = grain.MapDataset.range(len(images)).shuffle(seed=seed).batch(batch)
-    return rows.map(lambda chosen: (images[chosen], targets[chosen]))
 
 
 def make_layers(seed: int) -> list[tuple[ps.Variable, ps.Variable]]:
@@ -87,11 +76,15 @@ def say(strategy: ps.ParameterServerStrategy, text: str) -> None:
 
 
 class Report:
-    """What the leading process shows: a progress bar on a terminal, elsewhere a line for each epoch."""
+    """What the leading process shows: a progress bar on a terminal, elsewhere a line for each epoch.
+
+    Loss, speed and traffic are of the last epoch's worth of steps: in the end nothing of the start is in them.
+    """
 
     def __init__(self, strategy: ps.ParameterServerStrategy, epochs: int, steps: int, first: int) -> None:
-        self.strategy, self.epochs, self.steps, self.first = strategy, epochs, steps, first
-        self.losses, self.began = deque[float](maxlen=steps), time.monotonic()
+        self.strategy, self.epochs, self.steps = strategy, epochs, steps
+        self.losses = deque[float](maxlen=steps)
+        self.marks = deque([(time.monotonic(), sum(strategy.traffic))], maxlen=steps + 1)  # an epoch back, at most
         drawn = get_console().is_terminal and strategy.extended.should_checkpoint
         self.bar = Progress("{task.description}", BarColumn(16), disable=not drawn)
         self.task = self.bar.add_task(f"step {first}", total=epochs * steps, completed=first)
@@ -99,8 +92,9 @@ class Report:
     def step(self, epoch: int, step: int, loss: float) -> None:
         """Step number `step` of the job is over."""
         self.losses.append(loss)
-        seconds = time.monotonic() - self.began
-        speed, traffic = (step - self.first) / seconds, decimal(int(sum(self.strategy.traffic) / seconds))
+        self.marks.append((time.monotonic(), sum(self.strategy.traffic)))
+        (began, before), (now, moved) = self.marks[0], self.marks[-1]
+        speed, traffic = (len(self.marks) - 1) / (now - began), decimal(int((moved - before) / (now - began)))
         text = f"epoch {epoch + 1:2}/{self.epochs}  loss {np.mean(self.losses):.4f}  {speed:3.0f} steps/s  {traffic}/s"
         self.bar.update(self.task, completed=step, description=text)
         if self.bar.disable and step % self.steps == 0:
@@ -112,7 +106,7 @@ def main(args: argparse.Namespace) -> None:
     train, test = load_data()
     consistency = ps.Async() if args.asynchronous else ps.Sync()
     strategy = ps.ParameterServerStrategy(args.devices, consistency=consistency)
-    dataset = shuffled_batches(train, args.batch, args.seed)
+    dataset = ps.ArrayDataset(train).shuffle(args.seed).batch(args.batch)  # in another order in each epoch
     batches = strategy.experimental_distribute_dataset(dataset)
     with strategy.scope():
         layers = make_layers(args.seed)
@@ -130,7 +124,7 @@ def main(args: argparse.Namespace) -> None:
             values = [(w.read_value(), b.read_value()) for w, b in layers]
             return losses_and_gradients(values, images, targets, args.batch)
 
-        report = Report(strategy, args.epochs, len(dataset), int(optimizer.iterations))
+        report = Report(strategy, args.epochs, dataset.batches(0), int(optimizer.iterations))
         with report.bar:
             for epoch in batches.epochs(args.epochs):
                 for batch in batches:

@@ -1,4 +1,6 @@
-"""A server's configuration, merged from flags, `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*` and `PS_TOKEN`; flags win.
+"""A server's configuration, merged from flags and the environment; flags win.
+
+Of the environment `TF_CONFIG`, `PS_TIMEOUT_*`, `PS_TLS_*`, `PS_TOKEN`, `PS_INSECURE` and `PS_KERNEL_CACHE` are read.
 
 The only module of this package that reads the environment.
 """
@@ -36,6 +38,12 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 INSECURE = "PS_INSECURE"
 """The environment variable that is equivalent to `--insecure`."""
 
+KERNEL_CACHE = "PS_KERNEL_CACHE"
+"""The environment variable that names the folder of compiled kernels; 0 for none."""
+
+HARMLESS = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
+"""Settings of Numba that change no kernel."""
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -49,6 +57,7 @@ class ServerConfig:
         security: the certificate and token it shows, and those it asks clients for.
         metrics_host, metrics_port: the address of its metrics; port 0 picks a free one, None serves no metrics.
         addresses: the addresses of all servers in `TF_CONFIG`; empty without one: then the chief says them.
+        kernel_cache: the folder of compiled kernels, an absolute path; "" for none.
     """
 
     task: Task
@@ -69,6 +78,7 @@ class ServerConfig:
     metrics_host: str = LOCAL_HOST
     metrics_port: int | None = None
     addresses: tuple[str, ...] = ()
+    kernel_cache: str = ""
 
     @property
     def max_payload_bytes(self) -> int:
@@ -145,7 +155,22 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         metrics_host=given.metrics_host or host,
         metrics_port=given.metrics_port,
         addresses=tuple(cluster.cluster.address(task) for task in cluster.cluster.tasks("ps")) if cluster else (),
+        kernel_cache=_kernel_cache(environ),
     )
+
+
+def _kernel_cache(environ: Mapping[str, str]) -> str:
+    """Returns the folder of compiled kernels; "" for none, as with settings of Numba that may change a kernel."""
+    given = environ.get(KERNEL_CACHE, "")
+    numba = [name for name in environ if name.startswith("NUMBA_") and name not in HARMLESS]
+    if given == "0" or numba or os.path.exists(".numba_config.yaml"):
+        return ""
+    if given:
+        return os.path.abspath(os.path.expanduser(given))
+    base = environ.get("XDG_CACHE_HOME", "")  # its specification says that a relative path counts for nothing
+    home = environ.get("HOME") or os.path.expanduser("~")
+    found = os.path.join(base if os.path.isabs(base) else os.path.join(home, ".cache"), "paramserver", "kernels")
+    return found if os.path.isabs(found) else ""
 
 
 def _root(text: str) -> str:

@@ -64,7 +64,7 @@ def _chief(seen: Seen) -> Values:
 
 def _compiled(seen: Seen) -> Values:
     compiler = seen.core.kernels.compiler
-    return {("compiled",): compiler.compiled, ("failed",): compiler.failed}
+    return {("compiled",): compiler.compiled, ("loaded",): compiler.loaded, ("failed",): compiler.failed}
 
 
 def _by_outcome(counter: Counter[str]) -> Values:
@@ -205,7 +205,7 @@ ROWS: tuple[Row[Seen], ...] = (
     Row(
         SERVER + "kernel_compile_seconds",
         "counter",
-        "Seconds for which kernels were compiled, beside the rounds.",
+        "Seconds for which kernels were compiled or loaded, beside the rounds.",
         lambda s: {ALL: s.core.kernels.compiler.seconds},
     ),
     Row(

@@ -1,9 +1,11 @@
-"""What all tests share: how long hypothesis searches, how a test is interrupted, and two fixtures."""
+"""What all tests share: compiled kernels, how long hypothesis searches, how a test is interrupted, and two fixtures."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -24,6 +26,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", settings.get_profile("suite"), max_examples=3_000, stateful_step_count=100)
 settings.load_profile("suite")
+
+KERNELS = "PS_KERNEL_CACHE"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives all servers of the run one folder of compiled kernels: none rests on what earlier runs have left."""
+    if not hasattr(config, "workerinput"):  # the workers of pytest-xdist have it from the process that starts them
+        folder = os.environ[KERNELS] = tempfile.mkdtemp(prefix="paramserver-kernels-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture

@@ -41,6 +41,9 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_N
 LANE = "PS_LANE"
 """The environment variable that says which lane to begin with."""
 
+GRPC_STREAM = "PS_GRPC_STREAM"
+"""The environment variable that says whether pushes and pulls over gRPC share a stream: 1, or 0."""
+
 JOB = "PS_JOB"
 """The environment variable that names the job."""
 
@@ -191,6 +194,18 @@ def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
 def set_lane(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets `PS_LANE` for this process and its children."""
     environ[LANE] = check_lane(name)
+
+
+def grpc_streams(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns False if `PS_GRPC_STREAM` is 0, for proxies that let no long stream through.
+
+    Raises:
+        ConfigError: it is neither 1 nor 0.
+    """
+    value = environ.get(GRPC_STREAM) or "1"
+    if value not in ("0", "1"):
+        raise ConfigError(f"{GRPC_STREAM} must be 1 or 0, not {value!r}")
+    return value == "1"
 
 
 def metrics_from(environ: Mapping[str, str] = os.environ) -> tuple[str, int | None]:

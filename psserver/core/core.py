@@ -76,7 +76,7 @@ class Core:
     ) -> None:
         self.config, self.task, self.server = config, config.task, config.task.index
         self.device = Device.parse(config.device)
-        self.kernels = Kernels(self.device, config.threads)
+        self.kernels = Kernels(self.device, config.threads, folder=config.kernel_cache)
         self.incarnation = incarnation
         self.machine = machine = Machine(config, incarnation, self.kernels, clock)
         self.registry, self.tally, self.done = machine.registry, machine.tally, machine.done

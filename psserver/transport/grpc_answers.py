@@ -94,6 +94,51 @@ class GrpcAnswer:
         return part
 
 
+class StreamedCalls:
+    """The calls of one stream, each with the methods of gRPC's context that a call of its own has. On the event loop.
+
+    A read that is cancelled loses nothing: the next one gets its message, as a call may be over before it was read.
+
+    Args:
+        context: gRPC's, of the stream.
+
+    Attributes:
+        write: writes a message.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self.write: Callable[[bytes], Coroutine[Any, Any, None]] = context.write
+        self._context = context
+        self._reading: asyncio.Future[Any] | None = None
+
+    async def read(self) -> Any:
+        """Returns the next message, or `grpc.aio.EOF`."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._context.read())
+        message = await asyncio.shield(self._reading)
+        self._reading = None
+        return message
+
+    async def next(self, end: object) -> Frame | None:
+        """Passes over the rest of the last call; returns the first frame of the next one, None at the stream's end.
+
+        Args:
+            end: what is read at the end.
+        """
+        while True:
+            message = await (self._context.read() if self._reading is None else self.read())
+            if message is end:
+                return None
+            frame = Frame.decode(message)
+            if frame.header:
+                return frame
+
+    def close(self) -> None:
+        """Ends a read that nobody waits for."""
+        if self._reading is not None:
+            self._reading.cancel()
+
+
 class Frames:
     """The encoder of payloads' parts. Encodes a part that several clients get only once. Belongs to the event loop.
 
@@ -103,22 +148,25 @@ class Frames:
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
-        self._kept: WeakKeyDictionary[Payload, OrderedDict[tuple[bytes, int, int], bytes]] = WeakKeyDictionary()
+        self._kept: WeakKeyDictionary[Payload, OrderedDict[tuple[bytes, int, int, bytes | None], bytes]] = (
+            WeakKeyDictionary()
+        )
 
-    def encoded(self, header: bytes, payload: Payload, part: Part) -> bytes:
+    def encoded(self, header: bytes, payload: Payload, part: Part, end: bytes | None = None) -> bytes:
         """Returns a part's frame, encoded.
 
         Args:
             header: the frame's header.
             payload: the payload of the part.
             part: its offset, and its buffers.
+            end: the frame's end.
         """
         kept = self._kept.setdefault(payload, OrderedDict())
         size = sum(map(len, part[1]))
         self._traffic.add(sent=size)
-        key = header, part[0], size
+        key = header, part[0], size, end
         if key not in kept:
-            kept[key] = Frame(header, *part).encode()
+            kept[key] = Frame(header, *part, end).encode()
             if len(kept) > KEPT:
                 kept.popitem(last=False)
         return kept[key]

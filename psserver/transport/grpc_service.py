@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from psserver.transport.access import Access
-from psserver.transport.grpc_answers import Bell, Frames, GrpcAnswer
+from psserver.transport.access import Access, Names
+from psserver.transport.grpc_answers import Bell, Frames, GrpcAnswer, StreamedCalls
 from psserver.transport.lane_server import LaneServer
 from psserver.transport.process import process_status
 from psserver.transport.served import Served
@@ -28,7 +28,7 @@ from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL, check_protocol
-from pswire.encoding.verbs import INCARNATION_KEY, VERBS, Verb, fitting, parse, refusal
+from pswire.encoding.verbs import INCARNATION_KEY, VERBS, Verb, fitting, parse, refusal, refusal_to_pb
 from pswire.errors import InvalidRequest, PSError, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame
@@ -45,6 +45,8 @@ HEADER_SECONDS = 10.0
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
+Call = Context | StreamedCalls
+"""Of a push or a pull: a call of its own, or the one under way on a stream of them."""
 Handler = Callable[[Any, Context, Frame], Awaitable[Any]]
 """Answers a request, given as a message that was checked. Where requests are streams it came in the first frame."""
 Method = Callable[[Any, Context], Awaitable[Any]]
@@ -168,6 +170,7 @@ class Service(grpc.GenericRpcHandler):
         self._task = str(task)
         self._incarnation = str(incarnation)
         self._bells: set[Bell] = set()
+        self._idle: set[asyncio.Task[Any]] = set()  # of streams between two calls
         self._frames = Frames(lanes.traffic["grpc"])
         self._closed = False
         own: dict[str, Handler] = {
@@ -175,6 +178,7 @@ class Service(grpc.GenericRpcHandler):
             "Create": self._create,
             "Push": self._push,
             "Pull": self._pull,
+            "Exchange": self._exchange,
             "Status": self._status,
             "Introduce": self._introduce,
             "Vote": self._vote,
@@ -195,6 +199,8 @@ class Service(grpc.GenericRpcHandler):
         self._closed = True
         for bell in self._bells:
             bell.ring()
+        for stream in self._idle:
+            stream.cancel()
         self._lanes.end(self._ended())
 
     def _ended(self) -> ServerLost:
@@ -312,7 +318,50 @@ class Service(grpc.GenericRpcHandler):
         )
         return messages.CREATED.to_pb(reply).SerializeToString()
 
-    async def _push(self, header: pb.PushHeader, context: Context, first: Frame) -> None:
+    async def _exchange(self, header: pb.ExchangeHeader, context: Context, first: Frame) -> None:
+        """Answers the pushes and pulls of a stream, one after the other; an error ends an answer, not the stream."""
+        names = self._access.admit(context.invocation_metadata() or (), context.auth_context)
+        calls, task = StreamedCalls(context), asyncio.current_task()
+        assert task is not None
+        try:
+            following: Frame | None = first
+            while following is not None:
+                header = parse(pb.ExchangeHeader, following.header)
+                if error := await self._refused(header, calls, following, names):
+                    await calls.write(Frame(end=refusal_to_pb(error).SerializeToString()).encode())
+                self._idle.add(task)
+                try:
+                    following = None if self._closed else await calls.next(grpc.aio.EOF)
+                finally:
+                    self._idle.discard(task)
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+        finally:
+            calls.close()
+
+    async def _refused(
+        self, header: pb.ExchangeHeader, calls: StreamedCalls, first: Frame, names: Names
+    ) -> PSError | None:
+        """Answers one call of a stream; returns the error if it is refused."""
+        try:
+            match header.WhichOneof("call"):
+                case "push":
+                    self._access.check(VERBS["Push"], header.push, names)
+                    await self._push(header.push, calls, first)
+                case "pull":
+                    self._access.check(VERBS["Pull"], header.pull, names)
+                    await self._pull(header.pull, calls, first)
+                case _:
+                    raise InvalidRequest("a frame of a stream has a header that begins nothing")
+        except PSError as error:
+            return error
+        except Exception:  # as in `_told`
+            log.exception("internal error in %s", "Exchange")
+            return self._internal("Exchange")
+        return None
+
+    async def _push(self, header: pb.PushHeader, context: Call, first: Frame) -> None:
         assembly = self._assembly(first, header.size)
         answer = GrpcAnswer()
         future = self._core.push(messages.contribution_from_pb(header), assembly.payload, answer.begin)
@@ -325,7 +374,7 @@ class Service(grpc.GenericRpcHandler):
             if receiving:
                 receiving.cancel()
 
-    async def _send_answer(self, context: Context, future: Future[RoundReply], answer: GrpcAnswer) -> None:
+    async def _send_answer(self, context: Call, future: Future[RoundReply], answer: GrpcAnswer) -> None:
         """Sends an answer, and its parts as they come to be. The first header tells their size, the last one all."""
         while not future.done() or not answer.sent:
             part = answer.next()
@@ -339,20 +388,21 @@ class Service(grpc.GenericRpcHandler):
         if answer.cutter is None:
             await self._send(context, messages.round_to_pb(reply), reply.payload)
         else:
-            await context.write(Frame(messages.round_to_pb(reply).SerializeToString()).encode())
+            await context.write(Frame(messages.round_to_pb(reply).SerializeToString(), end=_end(context)).encode())
 
-    async def _pull(self, m: pb.PullRequest, context: Context, first: Frame) -> None:
+    async def _pull(self, m: pb.PullRequest, context: Call, first: Frame) -> None:
         reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
         await self._send(context, messages.pull_to_pb(reply), reply.payload)
 
-    async def _send(self, context: Context, message: Message, payload: Payload) -> None:
-        """Sends an answer that is whole; its first part rides with the header."""
-        header = message.SerializeToString()
+    async def _send(self, context: Call, message: Message, payload: Payload) -> None:
+        """Sends an answer that is whole; its first part rides with the header, and its last with the end."""
+        header, left = message.SerializeToString(), payload.size
         for part in parts_of(payload):
-            await context.write(self._frames.encoded(header, payload, part))
+            left -= sum(map(len, part[1]))
+            await context.write(self._frames.encoded(header, payload, part, None if left else _end(context)))
             header = b""
         if not payload.size:
-            await context.write(Frame(header).encode())
+            await context.write(Frame(header, end=_end(context)).encode())
 
     def _assembly(self, first: Frame, size: int) -> Assembly:
         """Returns where a payload is collected whose first part is there."""
@@ -378,7 +428,12 @@ def _method(streams: tuple[bool, bool], handler: Method) -> grpc.RpcMethodHandle
     return kinds[streams](handler)
 
 
-async def _rest(context: Context, assembly: Assembly, in_flight: int) -> None:
+def _end(context: Call) -> bytes | None:
+    """Returns the end of an answer: on a stream of many calls it is said."""
+    return b"" if isinstance(context, StreamedCalls) else None
+
+
+async def _rest(context: Call, assembly: Assembly, in_flight: int) -> None:
     """Collects the parts of a payload until it is whole; reads no more than `in_flight` bytes before they are used."""
     bell = Bell()
     while not assembly.payload.whole:

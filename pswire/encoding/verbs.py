@@ -92,6 +92,8 @@ VERBS: dict[str, Verb] = {
         Verb("Approve", pb.ApproveRequest, "chief", "call"),
         Verb("Push", pb.PushHeader, "session", "", streams=(True, True), waits=True),
         Verb("Pull", pb.PullRequest, "reader", "", streams=(False, True), waits=True),
+        # Who may push or pull is asked for each of its messages.
+        Verb("Exchange", pb.ExchangeHeader, "anyone", "", streams=(True, True), waits=True, newer=True),
         Verb("Snapshot", pb.SnapshotRequest, "chief", "round", "RoundTimeout", waits=True),
         Verb("Restore", pb.RestoreRequest, "session", "round", "RoundTimeout", waits=True),
         Verb("Status", pb.Empty, "anyone", "call", guarded=False),

@@ -92,6 +92,32 @@ class PullFrame(_message.Message):
     part: Part
     def __init__(self, header: _Optional[bytes] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
+class ExchangeHeader(_message.Message):
+    __slots__ = ("push", "pull")
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    push: PushHeader
+    pull: PullRequest
+    def __init__(self, push: _Optional[_Union[PushHeader, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+
+class AskFrame(_message.Message):
+    __slots__ = ("header", "part")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    header: bytes
+    part: Part
+    def __init__(self, header: _Optional[bytes] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class AnswerFrame(_message.Message):
+    __slots__ = ("header", "part", "end")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    header: bytes
+    part: Part
+    end: Refusal
+    def __init__(self, header: _Optional[bytes] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., end: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
 class Task(_message.Message):
     __slots__ = ("job", "index")
     JOB_FIELD_NUMBER: _ClassVar[int]

@@ -7,6 +7,8 @@ decoding none:
     | field 1: header    | field 2: Part { offset, pad, data }          |
     +--------------------+----------------------------------------------+
 
+On a stream of many calls the last frame of an answer has an end, field 3, before the part.
+
 `pad` makes the data start at a multiple of `ALIGN` within the frame, so that arrays over it are aligned.
 """
 
@@ -22,7 +24,7 @@ from pswire.transport.parts import Part
 # Frames: protobuf's wire format of `{ bytes header = 1; Part part = 2; }` by hand, since the generated
 # class copies the data twice more each way. A test holds that both write and read the same bytes.
 
-_HEADER, _PART = b"\x0a", b"\x12"
+_HEADER, _PART, _END = b"\x0a", b"\x12", b"\x1a"
 _OFFSET, _PAD, _DATA = b"\x09", b"\x12", b"\x1a"
 
 MAX_OVERHEAD = 256
@@ -59,15 +61,19 @@ class Frame:
         header: an encoded protobuf message, or empty.
         offset: place of the part's data in the payload, in bytes.
         data: the buffers of the part, in order; None where the frame has no part.
+        end: where the frame ends an answer, the encoded error, or empty; None where it does not.
     """
 
     header: bytes = b""
     offset: int = 0
     data: Sequence[memoryview] | None = None
+    end: bytes | None = None
 
     def encode(self) -> bytes:
         """Returns the bytes of the frame; the data are copied once."""
         head = _HEADER + _varint(len(self.header)) + self.header if self.header else b""
+        if self.end is not None:
+            head += _END + _varint(len(self.end)) + self.end
         if self.data is None:
             return head
         size = sum(len(buffer) for buffer in self.data)
@@ -89,6 +95,7 @@ class Frame:
         buffer = memoryview(message)
         header, offset, at = b"", 0, 0
         data: memoryview | None = None
+        end: bytes | None = None
         while at < len(buffer):
             tag = buffer[at]
             length, start = _read_varint(buffer, at + 1)
@@ -99,13 +106,15 @@ class Frame:
                 header = bytes(buffer[start:at])
             elif tag == _PART[0]:
                 offset, data = _decode_part(buffer[start:at])
+            elif tag == _END[0]:
+                end = bytes(buffer[start:at])
             else:
                 raise InvalidRequest(f"a frame has an unknown field (tag {tag})")
         if data is None:
-            return cls(header, offset)
+            return cls(header, offset, None, end)
         if len(buffer) - len(header) - len(data) > MAX_OVERHEAD:
             raise InvalidRequest("a frame is mostly padding")
-        return cls(header, offset, (data,))
+        return cls(header, offset, (data,), end)
 
 
 def _decode_part(part: memoryview) -> tuple[int, memoryview]:
@@ -125,6 +134,11 @@ def _decode_part(part: memoryview) -> tuple[int, memoryview]:
         if tag == _DATA[0]:
             data = part[start:at]
     return offset, data
+
+
+def within(field: int, message: bytes) -> bytes:
+    """Returns the bytes of a message that has another one, encoded, in a field below 16, and nothing else."""
+    return bytes((field << 3 | 2,)) + _varint(len(message)) + message
 
 
 def frames(header: bytes, parts: Iterable[Part]) -> Iterator[Frame]:

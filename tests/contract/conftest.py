@@ -15,16 +15,21 @@ Serve = Callable[..., Servers]
 ON_GRPC = {"checkpoints", "failed_saves", "log", "looking", "restore", "sessions"}
 """What is hardly about pushes and pulls, the only verbs that lanes carry."""
 
+ON_CALLS = {"rounds", "errors"}
+"""What is tried without streams of calls as well."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the other lanes it is repeated by `make soak`."""
+    """On the other lanes, and by single calls, the rest is repeated by `make soak`."""
     for item in items:
         about = item.path.stem.removeprefix("test_contract_")
         if item.path.parent == Path(__file__).parent and about in ON_GRPC and {"tcp", "shm"} & {*item.keywords}:
             item.add_marker(pytest.mark.soak)
+        if item.path.parent == Path(__file__).parent and about not in ON_CALLS and "calls" in item.keywords:
+            item.add_marker(pytest.mark.soak)
 
 
-@pytest.fixture(params=["core", "thread", "grpc", "tcp", "shm"])
+@pytest.fixture(params=["core", "thread", "grpc", "calls", "tcp", "shm"])
 def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve]:
     """Starts servers: `serve(count, memory_limit)`."""
     with ExitStack() as stack:

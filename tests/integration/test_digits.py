@@ -59,6 +59,18 @@ def test_a_cluster_learns_digits_and_resumes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"], "a clone ignores nothing else"
 
 
+def test_a_grain_pipeline_gives_what_one_process_sees(tmp_path):
+    """The other example: a fleet's losses are those of one process, random shifts included."""
+    pytest.importorskip("grain", reason="grain is not installed; it comes with paramserver[examples]")
+    script = str(Path(__file__).parents[2] / "examples" / "grain_pipeline.py")
+    fleet = standalone(tmp_path, script, "--epochs", "3", ps=1)
+    alone = shell(["python", script, "--epochs", "3"], tmp_path)
+    losses = [[float(x) for x in re.findall(r"epoch \d  loss (\S+)", done.out)] for done in (fleet, alone)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)  # four digits are shown
+    assert len(losses[0]) == 3
+    assert losses[0][2] < 0.6 * losses[0][0]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_a_fleet_does_what_one_process_does(tmp_path, optimizer):

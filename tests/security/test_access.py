@@ -47,6 +47,7 @@ VERBS_OF: dict[str, Caller] = {
     "Restore": "session",
     "Status": "anyone",
     "Recent": "anyone",
+    "Exchange": "anyone",
     "Introduce": "server",
     "Vote": "session",
 }

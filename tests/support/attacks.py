@@ -217,6 +217,11 @@ class Attacker:
                 size=draw(st.sampled_from([0, 64, 1 << 40])),
             ),
             "Pull": lambda: pb.PullRequest(session=session, variables=ids, after=draw(st.sampled_from([-1, 1 << 40]))),
+            "Exchange": lambda: draw(
+                st.sampled_from([{"push": known["Push"]()}, {"pull": known["Pull"]()}, {}]).map(
+                    lambda said: pb.ExchangeHeader(**said)
+                )
+            ),
             "Snapshot": lambda: pb.SnapshotRequest(token=token, plan_id=site.plan.id),
             "Restore": lambda: pb.RestoreRequest(
                 session=session,
@@ -291,8 +296,8 @@ class Attacker:
             call.cancel()
             return "waits"
         try:
-            list(call) if streams(verb) else call.result()
-            said = ""
+            reply = list(call) if streams(verb) else call.result()
+            said = _refusal_in(reply) if verb == "Exchange" else ""
         except grpc.RpcError:
             said = _refusal(call)
         assert time.monotonic() - began < SOON + 1, f"{verb} took {time.monotonic() - began:.1f} s"
@@ -305,6 +310,12 @@ def streams(verb: str) -> bool:
     """Whether our client reads the answer as a stream: it does so for one message, too, where it has sent one."""
     asks, answers = VERBS[verb].streams
     return answers or not asks
+
+
+def _refusal_in(reply: Sequence[bytes]) -> str:
+    """The name of the last error on a stream of calls, "" where all were answered."""
+    ends = [frame.end for frame in map(Frame.decode, reply) if frame.end]
+    return pb.Refusal.FromString(ends[-1]).error if ends else ""
 
 
 def _refusal(call: Any) -> str:

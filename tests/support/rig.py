@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -134,7 +134,10 @@ class Servers:
 
 @contextmanager
 def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> Iterator[Servers]:
-    """Runs servers: `core` in the caller's thread, `thread` with array work beside it, a lane's name over a network."""
+    """Runs servers: `core` in the caller's thread, `thread` with array work beside it, a lane's name over a network.
+
+    With `calls` it is gRPC, and each push and pull a call of its own.
+    """
     clock = Clock()
     with ExitStack() as stack:
         cores = []
@@ -144,18 +147,21 @@ def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> I
                 submit = stack.enter_context(ThreadPoolExecutor(1)).submit
             cores.append(core(number, 0, memory_limit, root, clock, submit))
         verbs: list[ParameterServer] = list(cores)
-        if kind in LANES:
-            verbs = [stack.enter_context(remote(one, lane=kind)) for one in cores]
-        yield Servers(verbs, cores, clock, root, kind in LANES)
+        distant = kind in (*LANES, "calls")
+        if distant:
+            lane: LaneName = "grpc" if kind == "calls" else cast(LaneName, kind)
+            verbs = [stack.enter_context(remote(one, lane=lane, streams=kind != "calls")) for one in cores]
+        yield Servers(verbs, cores, clock, root, distant)
         for one in cores:
             one.close()
 
 
 @contextmanager
-def remote(behind: Core, port: int = 0, lane: LaneName = "grpc") -> Iterator[RemoteServer]:
+def remote(behind: Core, port: int = 0, lane: LaneName = "grpc", streams: bool = True) -> Iterator[RemoteServer]:
     """A core behind a real connection."""
     with ServerThread(behind, ServerConfig(behind.task, port=port), grace=0.0) as thread:
-        server = RemoteServer(thread.address, behind.task, Timeouts(lease=4.0, call=10.0, round=SOON), lane=lane)
+        timeouts = Timeouts(lease=4.0, call=10.0, round=SOON)
+        server = RemoteServer(thread.address, behind.task, timeouts, lane=lane, streams=streams)
         try:
             yield server
         finally:

@@ -112,6 +112,7 @@ BRIEF: dict[str, str] = {
     "psserver.programs.kernels.background.Background._next": IDLE,
     "psserver.programs.kernels.compiler.Compiler.wait": LOCAL,
     "psserver.programs.kernels.compiler.Compiler._get": "at most WAIT_SECONDS, for the compiler in this process",
+    "psserver.programs.kernels.kept._lock": "at most LOCK_SECONDS, in the compiler's thread; rounds are interpreted meanwhile",
     "psserver.programs.kernels.launch.Crew.__init__": "makes threads; `close` waits for them",
     "psserver.programs.kernels.launch.Crew.close": LOCAL,
     "psserver.programs.kernels.launch.Crew._run": LOCAL,

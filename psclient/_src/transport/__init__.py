@@ -2,7 +2,7 @@
 
 session         opens, beats, waits and leaves; patience says which time counts against deadlines
 remote_server   the verbs of `ParameterServer` over gRPC and lanes; retries repeats an unanswered call
-grpc_calls      single attempts of calls over gRPC, which can be ended at once
+grpc_calls      single attempts of calls over gRPC, which can be ended at once; grpc_stream has many on one stream
 tls_diagnosis   says why a TLS handshake fails
 lane            one fast connection for payloads; lane_selector tries them in order; silence finds dead ones
 staging         copies of arrays that are on their way, from GPUs too

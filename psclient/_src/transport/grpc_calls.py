@@ -1,29 +1,44 @@
-"""The calls of one gRPC connection: single attempts, of bytes, all of which can be ended at once."""
+"""The calls of one gRPC connection: single attempts, of bytes, all of which can be ended at once.
+
+Pushes and pulls follow one another on a stream that stays open. Where another one is under way there, after the stream
+has broken, and with servers and proxies that know no such stream, one is a call of its own.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
 from psclient._src.transport.daemon_threads import check_startable
+from psclient._src.transport.grpc_stream import CallStream, StreamEnded
 from psclient._src.transport.staging import StagedParts
 from pswire.cluster import Task
-from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, Metadata, bearer, parse
+from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, UNANSWERED, VERBS, Metadata, bearer, parse, refused
 from pswire.errors import InvalidRequest, PSError
 from pswire.limits import PART_BYTES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.grpc_channel import Interceptor, open_channel, stub
-from pswire.transport.grpc_frames import Frame, frames
+from pswire.transport.grpc_frames import Frame, frames, within
 from pswire.transport.parts import Assembly, Part, parts_of
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName, Traffic
 
+log = logging.getLogger("psclient.calls")
+
 Header = TypeVar("Header", pb.RoundHeader, pb.PullHeader)
+
+MAX_BREAKS = 4
+"""Streams in a row that break before they have carried a call; then there are none any more."""
+
+PUSH, PULL = 1, 2
+"""Fields of `ExchangeHeader`."""
 
 
 class GrpcCalls:
@@ -37,6 +52,7 @@ class GrpcCalls:
         lease: as in `open_channel`.
         interceptors: the first is the outermost.
         traffic: counts payload bytes.
+        streams: False for a call of its own for each push and pull.
 
     Attributes:
         failed: set once all calls have ended; wakes callers that pause between two of them.
@@ -51,6 +67,7 @@ class GrpcCalls:
         lease: float,
         interceptors: Sequence[Interceptor],
         traffic: Mapping[LaneName, Traffic],
+        streams: bool = True,
     ) -> None:
         self.failed = threading.Event()
         self._address = address
@@ -66,13 +83,23 @@ class GrpcCalls:
         self._push_whole = stub(channel, VERBS["Push"].path, (False, True))
         self._token: Metadata = ((TOKEN_KEY, bearer(security.token)),) if security.token else ()
         self._metadata: Metadata = self._token  # of every call; `bind` adds to it
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards all below
         self._under_way: set[Any] = set()
         self._failure: PSError | None = None
+        # Interceptors are for calls: they would see one for all pushes.
+        self._streams = streams and not interceptors
+        self._stream: CallStream | None = None  # of the call that has it to itself, if there is one
+        self._occupied = self._broken = self._unbound = False
+        self._breaks = 0
 
     def bind(self, incarnation: int) -> None:
         """Binds later calls to a life of the server."""
         self._metadata = (*self._token, (INCARNATION_KEY, str(incarnation)))
+        with self._lock:
+            free = not self._occupied
+            self._unbound = not free  # then who has the stream ends it
+        if free:
+            self._drop_stream()
 
     # ---- One attempt, which takes so many seconds at most ----
 
@@ -94,16 +121,23 @@ class GrpcCalls:
     def push(self, header: bytes, payload: Payload, seconds: float) -> tuple[pb.RoundHeader, Payload]:
         """Calls `Push`; the payload may still grow."""
         alone, parts = payload.whole and payload.size <= PART_BYTES, StagedParts(payload)
-        messages = self._frames(header, parts)
-        start, request = (self._push_whole, next(messages)) if alone else (self._stubs["Push"], messages)
         try:
-            return self._receive(self._start(start, request, seconds), pb.RoundHeader)
+            with self._taken(seconds) as stream:
+                messages = self._frames(within(PUSH, header) if stream else header, parts)
+                if stream:
+                    asked = [next(messages)] if alone else messages  # one is encoded here, and not in gRPC's thread
+                    return self._collect(stream.exchange(asked), pb.RoundHeader)
+                start, request = (self._push_whole, next(messages)) if alone else (self._stubs["Push"], messages)
+                return self._receive(self._start(start, request, seconds), pb.RoundHeader)
         finally:
             parts.end()  # gRPC's thread would wait for them, however the call has ended
 
     def pull(self, data: bytes, seconds: float) -> tuple[pb.PullHeader, Payload]:
         """Sends a `Pull`; returns the answer's header and payload."""
-        return self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader)
+        with self._taken(seconds) as stream:
+            if stream:
+                return self._collect(stream.exchange([Frame(within(PULL, data)).encode()]), pb.PullHeader)
+            return self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader)
 
     def _start(self, start: Callable[..., Any], request: bytes | Iterator[bytes], seconds: float) -> Any:
         """Starts a call; it is a future, or an iterator over the frames of its reply."""
@@ -126,21 +160,106 @@ class GrpcCalls:
             yield message
 
     def _receive(self, call: Any, kind: type[Header]) -> tuple[Header, Payload]:
-        """Returns the header and the payload of a stream."""
-        header: Header | None = None
+        """Returns the header and the payload of a call."""
         with self._endable(call):
-            for message in call:
-                frame = Frame.decode(message)
-                if header is None or frame.header:
-                    # Of an answer that is sent while it is made the first header has the size, and the last one all.
-                    told = parse(kind, frame.header)
-                    if header is None:
-                        assembly = Assembly(told.size, self._traffic)
-                    header = told
-                assembly.add(frame.offset, frame.data or ())
+            return self._collect(map(Frame.decode, call), kind)
+
+    def _collect(self, answer: Iterator[Frame], kind: type[Header]) -> tuple[Header, Payload]:
+        header: Header | None = None
+        for frame in answer:
+            if header is None or frame.header:
+                # Of an answer that is sent while it is made the first header has the size, and the last one all.
+                told = parse(kind, frame.header)
+                if header is None:
+                    assembly = Assembly(told.size, self._traffic)
+                header = told
+            assembly.add(frame.offset, frame.data or ())
         if header is None:
             raise InvalidRequest(f"{self._address} answered without a header", self._task)
         return header, assembly.check_whole()
+
+    # ---- The stream ----
+
+    @contextmanager
+    def _taken(self, seconds: float) -> Iterator[CallStream | None]:
+        """Lends the stream to one call that may take so many seconds; None for a call of its own.
+
+        Raises:
+            grpc.RpcError: the stream has broken. The next call, the same one again in most cases, is one of its own.
+        """
+        with self._lock:
+            after_break, self._broken = self._broken, False
+            free = self._streams and not (self._occupied or after_break)
+            self._occupied = self._occupied or free
+        if not free:
+            yield None
+            if after_break:
+                self._count_break()
+            return
+        try:
+            stream = self._open_stream(seconds)
+            yield stream
+        except grpc.RpcError as error:
+            with self._lock:
+                self._broken = True
+                self._streams = self._streams and not _is_unknown(error)
+            if _passes_on(error):
+                raise
+            raise StreamEnded from None  # a call of its own tells what it is
+        finally:
+            self._give_back()
+
+    def _open_stream(self, seconds: float) -> CallStream | None:
+        """Returns the stream, opened anew if it has ended or ends too soon; None where no thread can be started."""
+        if self._stream is not None and self._stream.serves(seconds):
+            return self._stream
+        self._drop_stream()
+        try:
+            check_startable()
+        except PSError:
+            return None
+        stream = CallStream(partial(self._start_stream, self._metadata), seconds)
+        with self._lock:
+            self._stream = stream
+            self._under_way.add(stream)
+        if self.failed.is_set():
+            stream.cancel()
+        return stream
+
+    def _start_stream(self, metadata: Metadata, messages: Iterator[bytes], seconds: float) -> Any:
+        try:
+            return self._stubs["Exchange"](messages, timeout=seconds, metadata=metadata)
+        except ValueError:  # as in `_start`
+            self.check()
+            raise
+
+    def _give_back(self) -> None:
+        """Ends the loan; a stream on which a call was left in its middle is ended."""
+        stream = self._stream
+        if stream is not None and stream.between_calls:
+            self._breaks = 0
+        else:
+            self._drop_stream()
+        with self._lock:
+            self._occupied = False
+            unbound, self._unbound = self._unbound, False
+        if unbound:
+            self._drop_stream()
+
+    def _drop_stream(self) -> None:
+        with self._lock:
+            stream, self._stream = self._stream, None
+            self._under_way.discard(stream)
+        if stream is not None:
+            stream.cancel()
+
+    def _count_break(self) -> None:
+        """Counts a stream that broke where a call of its own was answered: something may let no stream through."""
+        with self._lock:
+            self._breaks += 1
+            ends, self._streams = self._breaks >= MAX_BREAKS, self._streams and self._breaks < MAX_BREAKS
+        if ends:
+            log.info("%s is sent single calls: streams to %s do not last", self._task, self._address)
 
     # ---- The end ----
 
@@ -175,3 +294,17 @@ class GrpcCalls:
     def close(self) -> None:
         """Ends the connection, after `fail`."""
         self._channel.close()
+
+
+def _is_unknown(error: grpc.RpcError) -> bool:
+    """Returns True if the server is older than streams of calls."""
+    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def _passes_on(error: grpc.RpcError) -> bool:
+    """Returns True for what a call of its own would have met as well: the server's word, or a network that failed."""
+    if not isinstance(error, grpc.Call):
+        return True
+    return (
+        error.code().name in UNANSWERED or refused(error.details() or "", error.trailing_metadata() or ()) is not None
+    )

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from psclient._src.config import grpc_streams
 from psclient._src.transport import tls_diagnosis
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.grpc_calls import GrpcCalls
@@ -69,6 +70,7 @@ class RemoteServer:
         lane: the fastest lane that may be used.
         security: certificate and token that this process shows, and the CA that it asks for; None for none.
         decides: as in `Attempts`.
+        streams: as in `GrpcCalls`.
 
     Attributes:
         traffic: payload bytes of each lane.
@@ -83,6 +85,7 @@ class RemoteServer:
         lane: LaneName = "grpc",
         security: Security | None = None,
         decides: bool = True,
+        streams: bool = True,
     ) -> None:
         self.address = address
         self.task = task
@@ -95,7 +98,8 @@ class RemoteServer:
         shown = security or Security()
         self._tls = shown.client_context() if shown.tls else None
         self._name = certificate_name(task_name(task))
-        self._calls = GrpcCalls(address, task, shown, self._name, self._timeouts.lease, interceptors, self.traffic)
+        lease = self._timeouts.lease
+        self._calls = GrpcCalls(address, task, shown, self._name, lease, interceptors, self.traffic, streams)
         mismatch = partial(tls_diagnosis.mismatch, address, shown, self._name)
         self._attempts = Attempts(
             address,
@@ -326,7 +330,7 @@ def connect(
             have to tell of it, each process decides.
         refused: the meaning of a refused connection: the server is "lost", or this counts as "silence".
     """
-    tasks = cluster.tasks("ps")
+    tasks, streams = cluster.tasks("ps"), grpc_streams()
     return [
         RemoteServer(
             cluster.address(task),
@@ -335,6 +339,7 @@ def connect(
             lane=lane,
             security=security,
             decides=refused == "lost" and (drives or task.index == 0),
+            streams=streams,
         )
         for task in tasks
     ]

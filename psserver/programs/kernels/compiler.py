@@ -1,27 +1,31 @@
-"""Compiles kernels in the background, and keeps them by their text.
+"""Compiles kernels in the background, and keeps them by their text; for other processes, too, where there is a folder.
 
-The only place where text is run, and that text comes from `codegen`. Numba is imported with the first kernel, so that a
-server starts without it, and goes on interpreting where it cannot be imported.
+The only place where text is run, and that text comes from `codegen`. Numba is imported with the first kernel that has
+to be compiled, so that a server starts without it, and goes on interpreting where it cannot be imported.
 """
 
 from __future__ import annotations
 
-import ctypes
+import hashlib
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from psserver.devices import Device
+from psserver.programs.kernels import machine_code, row_groups
 from psserver.programs.kernels.background import Background
 from psserver.programs.kernels.codegen import Form, Parameter, parameters
+from psserver.programs.kernels.kept import KeptCode, kept_in
 from psserver.programs.kernels.row_groups import ARRAYS, NUMBERS, grouping
 from pswire.model.tensor import DTYPES
 
@@ -54,16 +58,19 @@ class Compiler:
     Args:
         device: the device.
         patience: see `PATIENCE`.
+        folder: where machine code for the CPU is kept for other processes; "" for nowhere.
 
     Attributes:
-        compiled, failed: number of kernels that were compiled, and that failed to compile.
-        seconds: seconds spent on compiling.
+        compiled, loaded, failed: number of kernels that were compiled, that another process had compiled, and that
+            failed to compile.
+        seconds: seconds spent on compiling and loading.
     """
 
-    def __init__(self, device: Device, patience: int = PATIENCE) -> None:
+    def __init__(self, device: Device, patience: int = PATIENCE, folder: str = "") -> None:
         self._device = device
         self._patience = patience
-        self.compiled = self.failed = 0  # written by the background's thread alone, as the seconds are
+        self._folder = folder
+        self.compiled = self.loaded = self.failed = 0  # written by the background's thread alone, as the seconds are
         self.seconds = 0.0
         self._background = Background("kernels")
         self._lock = threading.Lock()
@@ -81,7 +88,7 @@ class Compiler:
         """
         if self._device.gpu is not None:
             scalars = [p.single for p in parameters(form) if p.role != "output"]
-            return self._get(form.cuda, lambda: self._device.elementwise(*form.cuda, scalars), now)
+            return self._get(form.cuda, lambda: self._cuda(form, scalars), now)
         return self._pointed(form.numba, 1, parameters(form), now)
 
     def rows(self, form: Form) -> NumbaKernel | None:
@@ -101,9 +108,57 @@ class Compiler:
         dtypes = [parameter.dtype for parameter in taken]
         return self._get((text, *dtypes), lambda: self._numba(text, sizes, dtypes), now)
 
+    def _cuda(self, form: Form, scalars: Sequence[bool]) -> Any:
+        built = self._device.elementwise(*form.cuda, scalars)
+        self.compiled += 1
+        return built
+
     def _numba(self, kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -> NumbaKernel:
+        if self._kept is None:
+            return self._compile(kernel, sizes, dtypes)
+        kept, identity = self._kept
+        text = kernel if isinstance(kernel, str) else kernel.__qualname__
+        name = hashlib.sha256("\0".join([identity, text, str(sizes), *dtypes]).encode()).hexdigest()
+        # Another process that has begun with it is waited for: that is sooner than a second one beside it.
+        found = self._load(kept, name, sizes, len(dtypes))
+        if found is None:
+            with kept.alone(name, lambda: self._background.closed):
+                found = self._load(kept, name, sizes, len(dtypes))
+                if found is None:
+                    found = self._compile(kernel, sizes, dtypes)
+                    self._keep(kept, name, found, sizes, len(dtypes))
+        return found
+
+    def _load(self, kept: KeptCode, name: str, sizes: int, pointers: int) -> NumbaKernel | None:
+        code = kept.read(name)
+        found = machine_code.loaded(code, sizes, pointers) if code else None
+        self.loaded += found is not None
+        return found
+
+    def _keep(self, kept: KeptCode, name: str, kernel: Any, sizes: int, pointers: int) -> None:
+        try:
+            code = machine_code.object_code(kernel.compiled.inspect_llvm(), sizes, pointers)
+        except Exception:  # whatever LLVM says, the kernel works
+            log.info("a compiled kernel cannot be kept", exc_info=True)
+            return
+        if code:
+            kept.write(name, code)
+
+    def _compile(self, kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -> NumbaKernel:
         with _stoppable(self._background):
-            return compile_numba(kernel, sizes, dtypes)
+            made = compile_numba(kernel, sizes, dtypes)
+        self.compiled += 1
+        return made
+
+    @cached_property
+    def _kept(self) -> tuple[KeptCode, str] | None:
+        """The folder, and what all machine code depends on; None if none is kept. For the background's thread."""
+        kept = kept_in(self._folder)
+        try:
+            return None if kept is None else (kept, machine_code.identity(row_groups, sys.modules[__name__]))
+        except (ImportError, OSError) as error:
+            log.info("compiled kernels are not kept: %s", error)
+            return None
 
     @property
     def texts(self) -> tuple[object, ...]:
@@ -141,9 +196,7 @@ class Compiler:
         began = time.perf_counter()
         try:
             with self._device.scope():
-                built = build()
-            self.compiled += 1
-            return built
+                return build()
         except _Stopped:
             return None
         except Exception:  # whatever the compiler says, the interpreter is left
@@ -200,11 +253,9 @@ def compile_numba(kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -
     signature = (types.intp if is_text else types.void)(*[types.intp] * sizes, *pointers)
     function = _defined(kernel, numba) if isinstance(kernel, str) else kernel(numba.carray)
     compiled = numba.cfunc(signature, error_model="numpy", nogil=True)(function)
-    result = ctypes.c_ssize_t if is_text else None
-    prototype = ctypes.CFUNCTYPE(result, *[ctypes.c_ssize_t] * sizes, *[ctypes.c_void_p] * len(dtypes))
-    made = prototype(compiled.address)
-    made.compiled = compiled  # type: ignore[attr-defined]  # keeps the machine code alive
-    return made
+    made: Any = machine_code.prototype(sizes, len(dtypes), returns=is_text)(compiled.address)
+    made.compiled = compiled  # keeps the machine code alive
+    return cast(NumbaKernel, made)
 
 
 def _defined(text: str, numba: Any) -> Callable[..., None]:

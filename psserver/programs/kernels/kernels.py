@@ -104,6 +104,7 @@ class Kernels:
         threads: number of threads that run one kernel, on the CPU.
         patience: number of requests after which a kernel is compiled.
         smallest: elements of an array from which on there are kernels.
+        folder: where kernels of the CPU are kept for other processes; "" for nowhere.
 
     Attributes:
         compiler: compiles the kernels.
@@ -111,10 +112,17 @@ class Kernels:
         interpretations: number of programs, or of steps, that ran without a kernel.
     """
 
-    def __init__(self, device: Device, threads: int = 1, patience: int = PATIENCE, smallest: int = SMALLEST) -> None:
+    def __init__(
+        self,
+        device: Device,
+        threads: int = 1,
+        patience: int = PATIENCE,
+        smallest: int = SMALLEST,
+        folder: str = "",
+    ) -> None:
         self.device = device
         self.smallest = smallest
-        self.compiler = Compiler(device, patience)
+        self.compiler = Compiler(device, patience, folder)
         self.crew = Crew(threads)
         self.interpretations = 0
         self._lock = threading.Lock()

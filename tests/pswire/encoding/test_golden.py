@@ -30,6 +30,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as Protobuf
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from psclient._src.transport.grpc_stream import CallStream
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.silence import Silence
 from psserver.config import ServerConfig
@@ -40,7 +41,7 @@ from psserver.transport.server import ServerThread
 from pstesting import processes
 from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL
-from pswire.encoding.verbs import VERBS
+from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer
 from pswire.errors import BY_NAME, PSError
 from pswire.limits import Timeouts
 from pswire.model.log import LogEntry
@@ -75,9 +76,8 @@ from tests.support.samples import (
 from tests.support.tap import SECONDS, BareClient, BareServer, Call, Heard, Tap, ask, read, split
 
 FILE = Path(__file__).parent / "golden" / "wire.json"
-GOLDEN: dict[str, Any] = (
-    json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"calls": {}, "servers": {}, "lanes": {}}
-)
+EMPTY: dict[str, Any] = {"calls": {}, "servers": {}, "streams": {}, "lanes": {}}
+GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else EMPTY
 SECURITY = Security(token=TOKEN)
 BY_SAMPLE = {str(sample): sample for sample in SAMPLES}
 OPEN = BY_SAMPLE["Open full"]
@@ -86,10 +86,12 @@ OPEN = BY_SAMPLE["Open full"]
 # ---- Both ends ----
 
 
-def connect(stack: ExitStack, address: str, lane: LaneName = "grpc", lease: float = 600.0) -> RemoteServer:
+def connect(
+    stack: ExitStack, address: str, lane: LaneName = "grpc", lease: float = 600.0, streams: bool = False
+) -> RemoteServer:
     """A client, whose lanes say by themselves nothing for minutes."""
     timeouts = Timeouts(lease=lease, call=SECONDS, round=SECONDS, start=SECONDS)
-    server = RemoteServer(address, PS, timeouts, lane=lane, security=SECURITY)
+    server = RemoteServer(address, PS, timeouts, lane=lane, security=SECURITY, streams=streams)
     stack.callback(server.close)
     return server
 
@@ -216,6 +218,67 @@ def recorded_calls() -> dict[str, Any]:
             (call,) = between.heard
             found[name] = {**call.asked(), **raw(call).answered()}
     return found
+
+
+# ---- A stream of calls ----
+
+ON_STREAMS = [name for name, sample in BY_SAMPLE.items() if sample.verb in ("Push", "Pull")]
+
+
+def recorded_request(stack: ExitStack, core: Fixed, address: str, sample: Sample) -> Call:
+    """What the real client asks on a stream of the real server, which answers as the sample says."""
+    sent: list[bytes] = []
+    plainly = CallStream._messages
+
+    def messages(stream: CallStream) -> Iterator[bytes]:
+        for message in plainly(stream):
+            sent.append(message)
+            yield message
+
+    server = connect(stack, address, streams=True)
+    core.tell(OPEN)
+    make(server, OPEN)
+    core.tell(sample)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallStream, "_messages", messages)
+        assert make(server, sample) == plain(sample.answer)
+    metadata = {INCARNATION_KEY: str(INCARNATION), TOKEN_KEY: bearer(TOKEN)}
+    return Call(VERBS["Exchange"].path, dict(sorted(metadata.items())), sent)
+
+
+def recorded_streams() -> dict[str, Any]:
+    """Each push and pull as it is on a stream of them."""
+    found = {}
+    with ExitStack() as stack:
+        core = Fixed()
+        thread = serve(stack, core)
+        offer_fixed(stack, thread)
+        raw = make_raw(stack, thread.address)
+        for name in ON_STREAMS:
+            call = recorded_request(stack, core, thread.address, BY_SAMPLE[name])
+            found[name] = {**call.asked(), **raw(call).answered()}
+    return found
+
+
+@pytest.mark.parametrize("name", ON_STREAMS)
+def test_a_client_says_the_golden_bytes_on_a_stream(name: str) -> None:
+    """The messages of each push and pull are those of the file, also where they share a stream."""
+    golden, core = GOLDEN["streams"][name], Fixed()
+    with ExitStack() as stack:
+        thread = serve(stack, core)
+        offer_fixed(stack, thread)
+        call = recorded_request(stack, core, thread.address, BY_SAMPLE[name])
+    assert call.asked() == {key: golden[key] for key in call.asked()}
+
+
+@pytest.mark.parametrize("name", ON_STREAMS)
+def test_a_server_answers_the_golden_bytes_of_a_stream(real: Real, name: str) -> None:
+    """The answer, or the error, is that of the file, and does not end the stream."""
+    core, raw = real
+    golden = Call.of(GOLDEN["streams"][name])
+    core.tell(BY_SAMPLE[name])
+    assert raw(golden).answered() == golden.answered()
+    assert plain(core.asked) == plain([BY_SAMPLE[name].args])
 
 
 # ---- Between servers ----
@@ -447,6 +510,7 @@ HEADERS: Mapping[str, type[Protobuf]] = {
     "PushFrame": pb.PushHeader,
     "RoundFrame": pb.RoundHeader,
     "PullFrame": pb.PullHeader,
+    "AskFrame": pb.ExchangeHeader,
 }
 
 LANE_HEADERS: Mapping[int, type[Protobuf] | None] = {
@@ -465,7 +529,7 @@ LANE_HEADERS: Mapping[int, type[Protobuf] | None] = {
 def messages_of_calls() -> Iterator[Protobuf]:
     """All messages of gRPC in the file, and the headers within."""
     methods = {method.name: method for method in pb.DESCRIPTOR.services_by_name["ParameterServer"].methods}
-    for found in (*GOLDEN["calls"].values(), *GOLDEN["servers"].values()):
+    for found in (*GOLDEN["calls"].values(), *GOLDEN["servers"].values(), *GOLDEN["streams"].values()):
         call = Call.of(found)
         method = methods[call.path.rpartition("/")[2]]
         for kind, sent in ((method.input_type, call.request), (method.output_type, call.reply)):
@@ -529,7 +593,8 @@ def test_the_golden_file_has_every_call_and_no_other() -> None:
     assert list(GOLDEN["lanes"]) == list(TALKS)
     between = {name.partition(" ")[0] for name in GOLDEN["servers"]}
     assert between == {"Introduce", "Vote"}
-    assert {sample.verb for sample in SAMPLES} | between == set(VERBS)
+    assert list(GOLDEN["streams"]) == ON_STREAMS
+    assert {sample.verb for sample in SAMPLES} | between | {"Exchange"} == set(VERBS)
     assert {kind for kind, _ in messages_of_lanes()} == {*Kind}
     entries = next(sample.args[2] for sample in SAMPLES if str(sample) == "Approve full")
     assert {type(entry) for entry in entries} == {*get_args(LogEntry)}
@@ -551,7 +616,8 @@ def test_what_is_large_is_cut() -> None:
 def write() -> None:
     """Writes the file anew."""
     lanes = {name: recorded_lane(name) for name in TALKS}
-    found = {"calls": recorded_calls(), "servers": recorded_servers(), "lanes": lanes}
+    calls, servers, streams = recorded_calls(), recorded_servers(), recorded_streams()
+    found = {"calls": calls, "servers": servers, "streams": streams, "lanes": lanes}
     FILE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

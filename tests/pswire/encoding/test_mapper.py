@@ -36,7 +36,7 @@ REQUESTS: list[type[Message]] = [
     *(pb.OpenRequest, pb.BeatRequest, pb.LeaveRequest, pb.CreateHeader, pb.ProposeRequest, pb.WatchRequest),
     *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.RecentReply),
     *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive),
-    *(pb.IntroduceRequest, pb.IntroduceReply),
+    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame),
 ]
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
 

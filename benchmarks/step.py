@@ -1,0 +1,386 @@
+"""A training step of examples/digits.py, by this system, by torch RPC, and by a plain loop in NumPy.
+
+    python benchmarks/step.py             everything that is installed
+    python benchmarks/step.py --quick     a few steps of each, for a first look
+
+The same network, batches of 64 examples over all workers, and Adam at the same rate; with us exactly the loop of the
+example, in which every step wants its loss. All are real processes on this machine, with the allocator and the threads
+that our launcher gives to so many. Systems take turns. Processor time is that of every process between the first and
+the last measured step; it hardly depends on who else uses the machine, as steps per second do. Waits are the answers of
+servers for which worker 0 stood still, where the strategy counts them.
+
+This project does not need torch. It may be installed for any Python, and --python says which:
+
+    python3 -m venv peers
+    peers/bin/pip install numpy torch --index-url https://download.pytorch.org/whl/cpu
+    python benchmarks/step.py --python peers/bin/python
+
+`--json FILE` writes `{"format", "machine", "steps", "left_out"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from figures import machine
+from measures import Cost
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "examples"))
+
+import digits  # noqa: E402
+
+import psclient as ps  # noqa: E402
+from psclient._src.config import child_environ  # noqa: E402
+from psclient._src.launch.cluster import Cluster  # noqa: E402
+from psclient._src.processes.output import Line  # noqa: E402
+from psclient._src.processes.process import describe_exit, send, spawn  # noqa: E402
+
+FORMAT = 1
+BATCH, RATE, SEED = 64, 0.002, 0
+"""Those of the example."""
+
+STEPS, WARM, QUICK_STEPS, QUICK_WARM = 300, 300, 20, 5
+"""Steps that are measured, and that come before; small variables have a kernel only after a while."""
+
+SECONDS = 300
+"""How long one system may take."""
+
+PROCESSES = 2
+"""Among which the others share the cores, as our smallest cluster does: BLAS spins in threads that have none."""
+
+OURS = {"ours, 1 + 1": (1, 1), "ours, 2 + 2": (2, 2)}
+"""Workers and servers of each of our clusters."""
+
+NUMPY, TORCH = "NumPy loop", "torch RPC, 1 + 1"
+SYSTEMS = {"numpy": NUMPY, "ours-1": "ours, 1 + 1", "ours-2": "ours, 2 + 2", "torch": TORCH}
+"""Names on the command line, and for people."""
+
+HAS_TORCH = "import sys; from importlib.util import find_spec; sys.exit(find_spec('torch') is None)"
+
+
+@dataclass
+class Row:
+    """What was measured of one system, once for each lap.
+
+    Attributes:
+        rate: steps in a second.
+        worker_cpu, server_cpu: seconds of processor time for a step, of each worker and of each server.
+        waits: of worker 0 for a step; None where nobody counts them.
+        loss: mean of the last steps' losses.
+    """
+
+    rate: list[float] = field(default_factory=list)
+    worker_cpu: list[list[float]] = field(default_factory=list)
+    server_cpu: list[list[float]] = field(default_factory=list)
+    waits: list[float | None] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+
+    def report(self, system: str) -> dict[str, Any]:
+        """Medians, as they are written with `--json`; of processes the mean of each kind."""
+        counted = [waits for waits in self.waits if waits is not None]
+        total = [sum(workers) + sum(servers) for workers, servers in zip(self.worker_cpu, self.server_cpu, strict=True)]
+        return {
+            "system": system,
+            "steps_per_s": statistics.median(self.rate),
+            "worker_cpu_ms": 1e3 * statistics.median(map(statistics.fmean, self.worker_cpu)),
+            "server_cpu_ms": 1e3 * statistics.median(sum(each) / max(len(each), 1) for each in self.server_cpu),
+            "cpu_ms": 1e3 * statistics.median(total),
+            "waits": statistics.median(counted) if counted else None,
+            "loss": statistics.median(self.loss),
+            "laps": len(self.rate),
+        }
+
+
+class Failed(Exception):
+    """A system's program did not end well; says why."""
+
+
+# ---- In the process that trains ----
+
+
+def measure(
+    step: Callable[[Any], float], batches: Iterator[Any], steps: tuple[int, int], waits: Callable[[], int | None]
+) -> None:
+    """Makes all steps, and tells the launcher when the measured ones begin and end.
+
+    Args:
+        step: makes a step of a batch; returns its loss.
+        batches: enough of them.
+        steps: how many come before, and how many are measured.
+        waits: returns how often this process has waited for a server; None where nobody counts.
+    """
+    warm, measured = steps
+    for _ in range(warm):
+        step(next(batches))
+    tell(now="begin")
+    waited, began = waits(), time.perf_counter()
+    losses = [step(next(batches)) for _ in range(measured)]
+    seconds = time.perf_counter() - began
+    after = waits()
+    spent = None if waited is None or after is None else (after - waited) / measured
+    tell(now="end", seconds=seconds, loss=float(np.mean(losses[-23:])), waits=spent)
+
+
+def tell(**said: Any) -> None:
+    """Prints a line of JSON for the launcher."""
+    print(json.dumps(said), flush=True)
+
+
+def endless(dataset: ps.ArrayDataset) -> Iterator[Any]:
+    """The batches of one epoch after the other."""
+    while True:
+        yield from dataset
+
+
+def train_ours(steps: tuple[int, int]) -> None:
+    """A worker: the loop of the example. The first one tells of it."""
+    train, _ = digits.load_data()
+    strategy = ps.ParameterServerStrategy(["cpu:0"])
+    batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(train).shuffle(SEED).batch(BATCH))
+    with strategy.scope():
+        layers = digits.make_layers(SEED)
+        variables = [variable for layer in layers for variable in layer]
+        optimizer = ps.optimizers.Adam(RATE)
+        optimizer.build(variables)
+
+        def replica(images: Any, targets: Any) -> tuple[Any, list[Any]]:
+            values = [(w.read_value(), b.read_value()) for w, b in layers]
+            return digits.losses_and_gradients(values, images, targets, BATCH)
+
+        def step(batch: Any) -> float:
+            losses, gradients = strategy.run(replica, args=batch)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            return float(strategy.reduce("mean", losses, axis=0))
+
+        def rounds() -> Iterator[Any]:
+            for _ in batches.epochs(sum(steps)):
+                yield from batches
+
+        if strategy.task.index == 0:
+            measure(step, rounds(), steps, lambda: _number(getattr(strategy, "waits", None)))
+        else:
+            each = rounds()
+            for _ in range(sum(steps)):
+                step(next(each))
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def train_numpy(steps: tuple[int, int]) -> None:
+    """One process without servers, whose optimizer is a few lines."""
+    train, _ = digits.load_data()
+    random = np.random.default_rng(SEED)
+    sizes = list(zip(digits.SIZES, digits.SIZES[1:], strict=False))
+    weights = [random.normal(0, (2 / rows) ** 0.5, (rows, columns)).astype("float32") for rows, columns in sizes]
+    layers = [(w, np.zeros(w.shape[1], "float32")) for w in weights]
+    variables = [variable for layer in layers for variable in layer]
+    slots = [(np.zeros_like(variable), np.zeros_like(variable)) for variable in variables]
+    count = 0
+
+    def step(batch: Any) -> float:
+        nonlocal count
+        count += 1
+        images, targets = batch
+        losses, gradients = digits.losses_and_gradients(layers, images, targets, BATCH)
+        rate = np.float32(RATE * (1 - 0.999**count) ** 0.5 / (1 - 0.9**count))
+        for variable, gradient, (first, second) in zip(variables, gradients, slots, strict=True):
+            first += (gradient - first) * np.float32(0.1)
+            second += (gradient * gradient - second) * np.float32(0.001)
+            variable -= rate * first / (np.sqrt(second) + np.float32(1e-7))
+        return float(losses.mean())
+
+    dataset = ps.ArrayDataset(train).shuffle(SEED).batch(BATCH)
+    tell(pids={"worker 0": os.getpid()})
+    measure(step, endless(dataset), steps, lambda: None)
+
+
+# ---- In the launcher ----
+
+
+class Watch:
+    """Looks at the processes of a system when its first worker says that the measured steps begin, and end."""
+
+    def __init__(self, steps: int) -> None:
+        self.pids: dict[str, int] = {}
+        self._steps = steps
+        self._before: dict[str, Cost] = {}
+        self._used: dict[str, float] = {}
+        self._said: dict[str, Any] = {}
+
+    def hear(self, text: str) -> None:
+        """Takes a line of what is printed; passes over all but those of `tell`."""
+        with suppress(json.JSONDecodeError):
+            said = json.loads(text)
+            self.pids |= said.get("pids", {})
+            if said.get("now") == "begin":
+                self._before = {name: Cost.of(pid) for name, pid in self.pids.items()}
+            if said.get("now") == "end":
+                self._said = said
+                self._used = {name: Cost.of(self.pids[name]).since(cost).seconds for name, cost in self._before.items()}
+
+    def add_to(self, row: Row) -> None:
+        """Adds what was measured; raises `Failed` if the end was not heard."""
+        if not self._said:
+            raise Failed("its first worker said nothing of its end")
+        row.rate.append(self._steps / self._said["seconds"])
+        for kind, into in (("worker", row.worker_cpu), ("server", row.server_cpu)):
+            into.append([used / self._steps for name, used in self._used.items() if name.startswith(kind)])
+        row.waits.append(self._said["waits"])
+        row.loss.append(self._said["loss"])
+
+
+def run_ours(workers: int, servers: int, steps: tuple[int, int]) -> Watch:
+    """Has a cluster of ours train."""
+    watch = Watch(steps[1])
+
+    def hear(line: Line) -> None:
+        kinds = {"ps": "server", "worker": "worker"}
+        watch.pids = {f"{kinds[task.job]} {task.index}": each.pid for task, each in cluster.processes.items()}
+        if line.task.job == "worker" and line.task.index == 0 and not line.error:
+            watch.hear(line.text)
+
+    args = ("--as-worker", "ours", "--steps", str(steps[1]), "--warm", str(steps[0]))
+    cluster = Cluster(sink=hear, ps=servers, workers=workers, chief="none", script=__file__, args=args)
+    with cluster:
+        outcome = cluster.wait(SECONDS)
+    if outcome.code:
+        raise Failed(str(outcome.report))
+    return watch
+
+
+def run_program(command: Sequence[str], steps: tuple[int, int]) -> Watch:
+    """Has another program train, which says the numbers of its processes."""
+    watch = Watch(steps[1])
+    with tempfile.TemporaryFile() as errors:
+        process = spawn(list(command), child_environ(PROCESSES, None), subprocess.DEVNULL, errors.fileno())
+        deadline = time.monotonic() + SECONDS
+        try:
+            assert process.stdout
+            for line in process.stdout:
+                watch.hear(line.decode())
+                if time.monotonic() > deadline:
+                    raise Failed(f"took more than {SECONDS} s")
+            process.wait(SECONDS)
+        finally:
+            send(process, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip()
+    if process.returncode:
+        raise Failed(f"{describe_exit(process.returncode)}: {said.splitlines()[-1] if said else 'it said nothing'}")
+    return watch
+
+
+def run(system: str, pythons: Sequence[str], steps: tuple[int, int]) -> Watch | str:
+    """Measures a system once; returns why not, if what it needs is not there.
+
+    Raises:
+        Failed: it did not end well.
+    """
+    if system in OURS:
+        return run_ours(*OURS[system], steps)
+    numbers = ("--steps", str(steps[1]), "--warm", str(steps[0]))
+    if system == NUMPY:
+        return run_program([sys.executable, __file__, "--as-worker", "numpy", *numbers], steps)
+    found = [python for python in pythons if not subprocess.run([python, "-c", HAS_TORCH], check=False).returncode]
+    if not found:
+        return (
+            f"skipped, torch is not installed for {' or '.join(pythons)}; pip install numpy torch --index-url "
+            "https://download.pytorch.org/whl/cpu into an environment of its own, and give its Python with --python"
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        (images, targets), _ = digits.load_data()
+        data = Path(directory) / "digits.npz"
+        np.savez(data, images=images, labels=targets.argmax(axis=1))
+        return run_program([found[0], str(HERE / "peers" / "torch_step.py"), str(data), *numbers], steps)
+
+
+def table(found: dict[str, Any]) -> Table:
+    """Rows are systems."""
+    title = f"A training step of {BATCH} digits; processor time in ms a step, of one process of each kind and of all"
+    drawn = Table("system", title=title, title_justify="left")
+    for heading in ("steps/s", "worker", "server", "all", "waits", "loss"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for row in found["steps"]:
+        waits = "-" if row["waits"] is None else f"{row['waits']:.2f}"
+        cpu = [f"{row[key]:.3g}" if row[key] else "-" for key in ("worker_cpu_ms", "server_cpu_ms", "cpu_ms")]
+        drawn.add_row(row["system"], f"{row['steps_per_s']:.0f}", *cpu, waits, f"{row['loss']:.4f}")
+    return drawn
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.option("--systems", multiple=True, type=click.Choice(list(SYSTEMS)), help="Systems to measure [default: all].")
+@click.option("--python", "pythons", multiple=True, help="A Python that has torch [default: this one].")
+@click.option("--steps", type=click.IntRange(1), help=f"Steps to measure [default: {STEPS}].")
+@click.option("--warm", type=click.IntRange(0), help=f"Steps before these [default: {WARM}].")
+@click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
+@click.option("--quick", is_flag=True, help="A few steps only.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@click.option("--as-worker", "kind", hidden=True)
+def main(
+    systems: tuple[str, ...],
+    pythons: tuple[str, ...],
+    steps: int | None,
+    warm: int | None,
+    repeats: int | None,
+    quick: bool,
+    json_file: Path | None,
+    kind: str | None,
+) -> None:
+    """Measures everything, or is a process that trains; exits with 1 if a system failed."""
+    chosen = (
+        (QUICK_WARM if quick else WARM) if warm is None else warm,
+        steps or (QUICK_STEPS if quick else STEPS),
+    )
+    if kind:
+        {"ours": train_ours, "numpy": train_numpy}[kind](chosen)
+        return
+    console = Console()
+    rows: dict[str, Row] = {}
+    left_out: dict[str, str] = {}
+    failed = False
+    laps = repeats or (1 if quick else 3)
+    for lap in range(laps):
+        for system in (SYSTEMS[name] for name in systems or SYSTEMS):
+            if system in left_out:
+                continue
+            with console.status(f"lap {lap + 1} of {laps}: {system}"):
+                try:
+                    watch = run(system, pythons or (sys.executable,), chosen)
+                    if isinstance(watch, str):
+                        left_out[system] = watch
+                    else:
+                        watch.add_to(rows.setdefault(system, Row()))
+                except Failed as error:
+                    left_out[system], failed = f"failed, {error}", True
+    report = [row.report(system) for system, row in rows.items() if row.rate]
+    found = {"format": FORMAT, "machine": machine(), "steps": report, "left_out": left_out}
+    console.print(table(found))
+    for system, why in left_out.items():
+        console.print(f"{system}: {why}", soft_wrap=True)
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

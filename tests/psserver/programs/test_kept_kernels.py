@@ -1,0 +1,337 @@
+"""Compiled kernels are kept for the next process: by all that they depend on, and for this user alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psserver.config import server_config
+from psserver.devices import Device
+from psserver.programs.kernels import compiler as compiled
+from psserver.programs.kernels import kept, machine_code, row_groups
+from psserver.programs.kernels.codegen import Form, numba_source, parameters, rows_source
+from psserver.programs.kernels.compiler import Compiler, compile_numba
+from psserver.programs.kernels.fusion import KERNEL_DTYPES, split
+from psserver.programs.kernels.kept import KeptCode
+from psserver.programs.kernels.launch import Crew
+from tests.psserver.programs.test_kernels import VECTOR, N, adam, every_op
+from tests.support.programs import expected, numbers, same_bits, traced
+
+FORM = Form(split(traced(adam, [VECTOR] * 3, [VECTOR])[0])[-1].program)
+NAME = "5e" * 32
+
+
+def compiler(folder: Path | str, **more: object) -> Compiler:
+    """A compiler that has made one kernel, or has loaded it."""
+    made = Compiler(Device(), patience=1, folder=str(folder), **more)
+    made.elementwise(FORM)
+    made.wait()
+    made.close()
+    return made
+
+
+def counts(made: Compiler) -> tuple[int, int, int]:
+    return made.compiled, made.loaded, made.failed
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.suffix for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A folder with the kernel of `FORM`. No test changes it."""
+    folder = tmp_path_factory.mktemp("kernels") / "new" / "below"
+    assert counts(compiler(folder)) == (1, 0, 0)
+    return folder
+
+
+@pytest.fixture
+def folder(filled, tmp_path):
+    """A folder of one's own with that kernel."""
+    copy = tmp_path / "kernels"
+    copy.mkdir(mode=0o700)
+    for path in filled.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+def test_a_kernel_is_compiled_once(filled):
+    """Whoever comes next loads it. The folder is made for this user alone, and holds that file, no lock and no rest."""
+    assert counts(compiler(filled)) == (0, 1, 0)
+    assert names(filled) == [".kernel"]
+    assert [path.stat().st_mode & 0o777 for path in (filled, *filled.iterdir())] == [0o700, 0o600]
+
+
+@pytest.mark.parametrize("dtype", sorted(KERNEL_DTYPES))
+def test_a_loaded_kernel_gives_the_interpreters_bits(dtype):
+    """For every op and every dtype that kernels know: none of them needs Numba or Python to run."""
+    program = every_op(dtype)
+    (step,) = split(program)
+    form = Form(step.program)
+    taken = parameters(form)
+    made = compile_numba(numba_source(form), 1, [parameter.dtype for parameter in taken])
+    code = machine_code.object_code(made.compiled.inspect_llvm(), 1, len(taken))
+    assert code is not None
+    inputs = [numbers(dtype, N, 1), numbers(dtype, N, 2), numbers("bool", N, 3)]
+    _, wanted = expected(program, inputs)
+    found = [np.empty_like(array) for array in wanted]
+    arrays = [[inputs[arg]] for arg in step.args] + [[array] for array in found]
+    flags = Crew(1).launch(machine_code.loaded(code, 1, len(taken)), N, arrays, [False] * len(arrays))
+    results = zip(program.nodes, found, wanted, strict=True)
+    assert [node for node, one, other in results if not same_bits(one, other)] == []
+    assert flags == Crew(1).launch(made, N, arrays, [False] * len(arrays))
+
+
+def test_kernels_of_rows_are_kept_too():
+    """What sorts received rows, and what computes on rows of tables: all that servers compile for the CPU."""
+    buffers = [p for p in parameters(FORM) if p.role == "part"]
+    taken = ["int64"] * 3 + [p.dtype for p in (*parameters(FORM), *buffers)]
+    for kernel, sizes, dtypes in (
+        (row_groups.grouping, row_groups.NUMBERS, ["int64"] * row_groups.ARRAYS),
+        (rows_source(FORM), 4, taken),
+    ):
+        llvm_text = compile_numba(kernel, sizes, dtypes).compiled.inspect_llvm()
+        assert machine_code.object_code(llvm_text, sizes, len(dtypes)) is not None
+    ids = np.random.default_rng(0).integers(0, 50, 200)
+    code = machine_code.object_code(
+        compile_numba(row_groups.grouping, row_groups.NUMBERS, ["int64"] * row_groups.ARRAYS).compiled.inspect_llvm(),
+        row_groups.NUMBERS,
+        row_groups.ARRAYS,
+    )
+    loaded = row_groups.Groups.of(ids, 50, machine_code.loaded(code, row_groups.NUMBERS, row_groups.ARRAYS))
+    plain = row_groups.Groups.of(ids, 50)
+    assert all(np.array_equal(getattr(loaded, n), getattr(plain, n)) for n in ("ids", "order", "starts"))
+
+
+def may_raise(n, p):
+    if n < 0:
+        raise ValueError("negative")
+
+
+def test_what_can_raise_is_not_kept():
+    """Its error is Python's, so its code would need Numba; it is compiled by each process."""
+    made = compile_numba(lambda carray: may_raise, 1, ["int64"])
+    assert machine_code.object_code(made.compiled.inspect_llvm(), 1, 1) is None
+
+
+def error_function(carray):
+    def kernel(n, p):
+        carray(p, 1)[0] = math.erf(n)
+
+    return kernel
+
+
+def test_what_calls_more_than_a_few_functions_of_c_is_not_kept():
+    """A process that has not imported Numba may have no such function, and LLVM would end it."""
+    made = compile_numba(error_function, 1, ["int64"])
+    assert machine_code.object_code(made.compiled.inspect_llvm(), 1, 1) is None
+
+
+def test_a_warm_process_imports_no_numba(filled):
+    """It loads machine code by llvmlite alone: half a second and 90 MB less in each server."""
+    script = (
+        "import sys; from tests.psserver.programs.test_kept_kernels import *; "
+        "assert 'numba' not in sys.modules; found = compiler(sys.argv[1]); "
+        "print(counts(found), 'numba' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(filled)], capture_output=True, text=True, check=True)
+    assert run.stdout == "(0, 1, 0) False\n"
+
+
+# ---- Damage and age ----
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 10, None, "flipped"], ids=["empty", "short", "half", "flipped"])
+def test_a_damaged_file_is_made_anew(folder, damage):
+    """Its hash tells; and the new one is used from then on."""
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    flipped = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+    path.write_bytes(whole[: len(whole) // 2] if damage is None else flipped if damage == "flipped" else damage)
+    assert counts(compiler(folder)) == (1, 0, 0)
+    assert counts(compiler(folder)) == (0, 1, 0)
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("what", ["numba", "llvmlite", "python", "processor", "source"])
+def test_other_versions_miss_it(folder, monkeypatch, what):
+    """Of Numba, LLVM or Python; another processor; another text of our generator."""
+    version, host, source = machine_code.version, machine_code._host(), machine_code.inspect.getsource
+    match what:
+        case "python":
+            monkeypatch.setattr(machine_code.platform, "python_version", lambda: "3.99.0")
+        case "processor":  # with a feature less: the code for it would run here as well
+            fewer = host[2].replace("+popcnt", "-popcnt") if "+popcnt" in host[2] else host[2] + ","
+            monkeypatch.setattr(machine_code, "_host", lambda: (*host[:2], fewer))
+        case "source":
+            monkeypatch.setattr(machine_code.inspect, "getsource", lambda m: source(m) + "#" * (m is compiled))
+        case name:
+            monkeypatch.setattr(machine_code, "version", lambda n: "0.0" if n == name else version(n))
+    assert counts(compiler(folder)) == (1, 0, 0)
+    assert len(list(folder.iterdir())) == 2
+    monkeypatch.undo()
+    assert counts(compiler(folder)) == (0, 1, 0)
+
+
+def test_the_folder_stays_small(tmp_path, monkeypatch):
+    """Beyond its size those go that nobody has used for longest; files of others stay, and are not counted."""
+    monkeypatch.setattr(kept, "MAX_BYTES", 3 * 1032)
+    store = KeptCode(str(tmp_path / "k"))
+    stranger = tmp_path / "k" / "mine.kernel"
+    stranger.write_bytes(b"x" * 100_000)
+    for number in range(3):
+        store.write(str(number) * 64, b"c" * 1000)
+        os.utime(tmp_path / "k" / f"{str(number) * 64}.kernel", (number, number))
+    assert store.read("0" * 64)  # used: now 1 is the oldest
+    store.write("3" * 64, b"c" * 1000)
+    assert [n for n in range(4) if store.read(str(n) * 64)] == [0, 2, 3]
+    assert stranger.exists()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    """Unfinished files and locks, once they are old; those of a process at work stay."""
+    store = KeptCode(str(tmp_path))
+    old, fresh = [tmp_path / f"{NAME}.{end}" for end in ("123", "lock")], tmp_path / f"{'ab' * 32}.lock"
+    for path in (*old, fresh):
+        path.write_bytes(b"")
+    for path in old:
+        os.utime(path, (1, 1))
+    store.write("77" * 32, b"code")
+    assert [path.exists() for path in (*old, fresh)] == [False, False, True]
+
+
+def test_a_full_disk_keeps_nothing(tmp_path, monkeypatch):
+    """The kernel works all the same, and no unfinished file stays."""
+    store = KeptCode(str(tmp_path))
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept.os, "rename", full)
+    store.write(NAME, b"code")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- Two at once ----
+
+
+def test_two_processes_share_the_work(tmp_path):
+    """Two that want the same kernel at the same moment: one compiles, the other waits for it and loads."""
+    script = (
+        "import sys; from tests.psserver.programs.test_kept_kernels import *; print('ready', flush=True); "
+        "sys.stdin.readline(); print(counts(compiler(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "k")]
+    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [p.stdout.readline() for p in both] == ["ready\n"] * 2
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    assert sorted(p.communicate(timeout=60)[0] for p in both) == ["(0, 1, 0)\n", "(1, 0, 0)\n"]
+    assert names(tmp_path / "k") == [".kernel"]
+
+
+def test_nobody_waits_long_for_another_process(tmp_path, monkeypatch):
+    """One that stands still with the lock holds nobody up; nor does one that ends wait for it."""
+    one, other = KeptCode(str(tmp_path)), KeptCode(str(tmp_path))
+    monkeypatch.setattr(kept, "LOCK_SECONDS", 0.1)
+    with one.alone(NAME, lambda: False), other.alone(NAME, lambda: False):
+        pass
+    monkeypatch.setattr(kept, "LOCK_SECONDS", 1000)
+    began = time.monotonic()
+    with one.alone(NAME, lambda: False), other.alone(NAME, lambda: True):
+        assert time.monotonic() - began < 100
+
+
+# ---- Whose folder ----
+
+
+def unusable(caplog, folder, level=logging.INFO):
+    """The line that a compiler logs, once, on a folder that it does not use."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "psserver"):
+        made = compiler(folder)
+    assert counts(made) == (1, 0, 0)
+    (record,) = caplog.records
+    assert record.levelno == level
+    return record.getMessage()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])
+def test_a_folder_where_others_may_write_is_not_used(folder, caplog, mode):
+    """What is in it would be run by this server; the log says so, and what to do."""
+    folder.chmod(mode)
+    said = unusable(caplog, folder, logging.WARNING)
+    assert f"others may write to {folder}" in said
+    assert f"chmod go-w {folder}" in said
+    assert "PS_KERNEL_CACHE=0" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_folder_of_another_user_is_not_used(folder, caplog):
+    """Whatever its mode."""
+    os.chown(folder, 12345, -1)
+    assert "belongs to user 12345" in unusable(caplog, folder, logging.WARNING)
+
+
+def test_a_link_to_a_folder_is_not_used(folder, caplog, tmp_path):
+    """It may lead elsewhere the next moment."""
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert "is a link or a file; name a folder" in unusable(caplog, link, logging.WARNING)
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is a link or a file; name a folder" in unusable(caplog, file, logging.WARNING)
+
+
+def test_a_place_that_cannot_be_written_is_passed_over(caplog):
+    """A container's home may be read-only: that is nothing to worry about."""
+    assert "/proc/nobody/kernels cannot be used" in unusable(caplog, "/proc/nobody/kernels")
+
+
+@pytest.mark.parametrize("how", ["writable", "link", "given away"])
+def test_a_file_that_others_could_write_is_not_run(folder, tmp_path, how):
+    """Nor one that is a link: each is checked like the folder."""
+    (path,) = folder.iterdir()
+    if how == "given away":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(path, 12345, -1)
+    elif how == "writable":
+        path.chmod(0o622)
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    assert counts(compiler(folder)) == (1, 0, 0)
+    assert counts(compiler(folder)) == (0, 1, 0)  # a sound file stands in its place
+
+
+# ---- Which folder ----
+
+
+def test_the_folder_is_below_the_users_caches(tmp_path, monkeypatch):
+    """`PS_KERNEL_CACHE` names another, or none; settings that change Numba's code switch it off."""
+    monkeypatch.chdir(tmp_path)
+
+    def folder(**environ: str) -> str:
+        return server_config({"HOME": "/tmp/me", **environ}).kernel_cache
+
+    assert folder() == "/tmp/me/.cache/paramserver/kernels"
+    assert folder(XDG_CACHE_HOME="/fast") == "/fast/paramserver/kernels"
+    assert folder(XDG_CACHE_HOME="relative") == "/tmp/me/.cache/paramserver/kernels"
+    assert folder(PS_KERNEL_CACHE="here") == str(tmp_path / "here")
+    assert folder(PS_KERNEL_CACHE="0", XDG_CACHE_HOME="/fast") == ""
+    assert folder(NUMBA_CPU_NAME="generic") == ""
+    assert folder(NUMBA_NUM_THREADS="2") != ""
+    assert folder(HOME="nowhere") == ""
+    Path(".numba_config.yaml").write_text("opt: 0")
+    assert folder() == ""
