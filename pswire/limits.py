@@ -39,6 +39,9 @@ MAX_PLAN_ITEMS = 250_000
 MAX_VARIABLES = 100_000
 """Variables of a job: whoever may create one may create many, and all of them stay in the log."""
 
+MAX_BATCH_VARIABLES = 4096
+"""Variables that one call may create: while they are read and declared, other calls wait."""
+
 MAX_SESSIONS = 1024
 """Default maximum of concurrent sessions."""
 

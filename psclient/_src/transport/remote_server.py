@@ -25,6 +25,7 @@ from pswire.api import (
     ALL,
     Begun,
     Contribution,
+    CreateBatchReply,
     CreateReply,
     Opened,
     PullReply,
@@ -39,9 +40,9 @@ from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import VERBS, batches, parse
 from pswire.errors import PSError
-from pswire.limits import Refused, Timeouts
+from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
-from pswire.model.plan import Plan, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import Happened, ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
@@ -177,6 +178,24 @@ class RemoteServer:
         extra = value.size / SLOWEST if value else 0.0
         reply = self._attempts.until_answered(VERBS["Create"], once, extra)
         return messages.CREATED.from_pb(parse(pb.CreateReply, reply))
+
+    def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
+        """Calls `ParameterServer.create_batch`; sends a large batch in several calls."""
+        whole = CreateBatchReply(0)
+        encoded = [messages.VARIABLE.to_pb(variable) for variable in variables]
+        for first in range(0, len(encoded), MAX_BATCH_VARIABLES):
+            for batch in batches(encoded[first : first + MAX_BATCH_VARIABLES]):
+                request = pb.CreateBatchRequest(session=session, variables=batch)
+                reply = messages.batch_from_pb(parse(pb.CreateBatchReply, self._ask("CreateBatch", request)))
+                whole = CreateBatchReply(
+                    whole.count + reply.count,
+                    whole.initialized + reply.initialized,
+                    whole.restored + reply.restored,
+                    reply.error,
+                )
+                if reply.error is not None:
+                    return whole
+        return whole
 
     def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
         """Implements `ParameterServer.propose`."""

@@ -179,7 +179,8 @@ class Worker:
         model, group = self.model, self.group
         self.session.open()
         self.session.await_job()
-        created = [self.exchange.create(spec, where, np.zeros((), "int64")) for spec, where in model.variables]
+        create, zero = self.exchange.creation.create, np.zeros((), "int64")
+        created = [create(spec, where, zero, now=True) for spec, where in model.variables]
         batch = 0
         while True:
             if model.datasets:
