@@ -48,8 +48,15 @@ class Creation:
 
     # ---- Several ----
 
-    def create_batch(self, task: Task, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
-        """Creates or finds several variables, up to the first that is refused."""
+    def create_batch(
+        self, task: Task, variables: Sequence[PlacedVariable]
+    ) -> tuple[CreateBatchReply, tuple[PlacedVariable, ...]]:
+        """Creates or finds several variables, up to the first that is refused.
+
+        Returns:
+            The answer, and those that need a first value here.
+        """
+        refusal: PSError | None = None
         for count, variable in enumerate(variables):
             try:
                 if self._store.server == 0:
@@ -57,8 +64,9 @@ class Creation:
                 else:
                     self._declare(variable, MAX_VARIABLES)
             except PSError as error:
-                return self._reply(variables[:count], error)
-        return self._reply(variables, None)
+                refusal, variables = error, variables[:count]
+                break
+        return self._reply(variables, refusal), tuple(filter(self.needs_value, variables))
 
     def initialize_batch(
         self, variables: Sequence[PlacedVariable], saved: Mapping[int, Array], error: PSError | None

@@ -60,6 +60,9 @@ T = TypeVar("T")
 Outcome = tuple[T, list[Effect]]
 """A stimulus's answer to its caller, and its effects."""
 
+Batch = tuple[PlacedVariable, ...]
+"""Variables that are created together."""
+
 NUMBERS = 20
 """Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
 
@@ -111,13 +114,10 @@ class Machine:
         """Returns the effects that have become possible: answers and rounds. Called after every stimulus."""
         effects: list[Effect] = []
         if self._admission.changed():  # else no session has ended, and who pushes is looked at when it does
-            for session in self.rounds.sessions():
+            for session in dict.fromkeys((*self.rounds.sessions(), *self.first_values.sessions())):
                 error = self._admission.ended(session)
                 if error is not None:
                     effects += self._heard(self.rounds.fail_session(session, error))
-            for session in self.first_values.sessions():
-                error = self._admission.ended(session)
-                if error is not None:
                     effects += self.first_values.fail(session, error)
         effects += self.first_values.next()
         effects += self.runner.next()
@@ -227,36 +227,27 @@ class Machine:
         self, now: float, variable: PlacedVariable, job: int | None, array: Array | None, saved: bool
     ) -> Outcome[CreateReply]:
         """Gives a variable of a job its first value, if there is one; `saved` is True for a checkpoint's value."""
-        if job is not None:
-            self._check_job(job)
+        self._check_job(job)
         return self._creation.initialize(variable, array, saved), []
 
-    def create_batch(
-        self, now: float, session: int, variables: tuple[PlacedVariable, ...]
-    ) -> Outcome[tuple[CreateBatchReply, tuple[PlacedVariable, ...], int]]:
+    def create_batch(self, now: float, session: int, variables: Batch) -> Outcome[tuple[CreateBatchReply, Batch, int]]:
         """Creates or finds several variables, up to the first that is refused.
 
         Answers with what is known of them, with those that need a first value here, and with the job.
         """
         self._admission.check(session, now)
-        reply = self._creation.create_batch(self.registry.task(session), variables)
-        needing = tuple(filter(self._creation.needs_value, variables[: reply.count]))
+        reply, needing = self._creation.create_batch(self.registry.task(session), variables)
         return (reply, needing, self._job), []
 
     def initialize_batch(
-        self,
-        now: float,
-        variables: tuple[PlacedVariable, ...],
-        job: int,
-        saved: Mapping[int, Array],
-        error: PSError | None,
+        self, now: float, variables: Batch, job: int, saved: Mapping[int, Array], error: PSError | None
     ) -> Outcome[CreateBatchReply]:
         """Gives variables of a job the values that a checkpoint has for them, by number."""
         self._check_job(job)
         return self._creation.initialize_batch(variables, saved, error), []
 
-    def _check_job(self, job: int) -> None:
-        if job != self._job:
+    def _check_job(self, job: int | None) -> None:
+        if job not in (None, self._job):
             raise ServerLost("the job was started anew; restart the process", str(self.task))
 
     def pull(
@@ -430,5 +421,5 @@ class Machine:
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:
         """Fails all calls that wait; a watch only if `watches` holds for its session."""
         waiting: list[Future[Any]] = [*self.waiters.drop(watches), *self.snapshots.clear(), *self.restores.clear()]
-        effects = self.rounds.abandon(error) + self.first_values.abandon(error)
-        return [*effects, *(Fail(future, error) for future in waiting)]
+        given_up = self.rounds.abandon(error) + self.first_values.abandon(error)
+        return [*given_up, *(Fail(future, error) for future in waiting)]

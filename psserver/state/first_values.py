@@ -176,9 +176,13 @@ class FirstValues:
         return effects
 
     def fail(self, session: int, error: PSError) -> list[Effect]:
-        """Gives up what a session sends, which is told why."""
-        arrival = self._arrivals.pop(session)
-        return [Run(arrival.payload.discard), *(Fail(future, error) for future in arrival.futures)]
+        """Gives up what a session sends, if anything, and tells it why."""
+        arrival = self._arrivals.pop(session, None)
+        return (
+            []
+            if arrival is None
+            else [Run(arrival.payload.discard), *(Fail(future, error) for future in arrival.futures)]
+        )
 
     def abandon(self, error: PSError) -> list[Effect]:
         """Gives up all that is on its way."""

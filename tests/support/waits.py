@@ -16,6 +16,7 @@ TRIED: dict[str, tuple[str, ...]] = {
         "for_a_checkpoint_to_be_written",
     ),
     "psclient._src.rounds.creation.Creation._begin": ("for_a_first_value",),
+    "psclient._src.rounds.creation.Creation._await": ("for_a_server_to_take_first_values",),
     "psclient._src.rounds.rounds.Exchange._await": ("for_a_worker_in_a_round", "for_approval"),
     "psclient._src.rounds.read_cache.ReadCache.pull": ("for_a_value",),
     "psclient._src.rounds.rounds.Exchange._stand_in": ("for_who_saves",),

@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from psclient._src.rounds.first_values import FirstValues
+from psclient._src.rounds.first_values import FirstValues, Recorded
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.tracing.diagnostics import users_line
@@ -36,37 +36,6 @@ KEPT_SECONDS = 0.5
 
 SLOWEST = 10e6
 """Bytes per second that the slowest network carries."""
-
-
-@dataclass(frozen=True, eq=False)
-class Recorded:
-    """A variable that this process creates.
-
-    Attributes:
-        variable: its number, description and servers.
-        value: this process's first value.
-        line: the line of the user's script that created it, `file:line`; "" where none runs.
-    """
-
-    variable: PlacedVariable
-    value: Array
-    line: str
-
-    def __str__(self) -> str:
-        return f"{self.variable.spec.name!r}{self._place}"
-
-    @property
-    def first(self) -> int:
-        """The server whose value counts; others that hold the variable get a copy of it."""
-        return self.variable.servers[0]
-
-    @property
-    def _place(self) -> str:
-        return f" (created at {self.line})" if self.line else ""
-
-    def named(self, error: PSError) -> PSError:
-        """Returns an error about this variable with the line that created it."""
-        return type(error)(error.message + self._place, error.task)
 
 
 class Creation:
@@ -251,11 +220,13 @@ class Creation:
             self._await(server, some, future, limit + sum(each.value.nbytes for each in some) / SLOWEST)
 
     def _await(self, server: int, given: Sequence[Recorded], future: Future[RoundReply], limit: float) -> None:
-        task, which = Task("ps", server), f"{given[0]}" + (f" and {len(given) - 1} more" if len(given) > 1 else "")
+        task, which = Task("ps", server), given[0].name + (f" and {len(given) - 1} more" if len(given) > 1 else "")
         self._session.wait(
             future,
             self._session.deadline(limit),
-            lambda: RoundTimeout(f"the first value of variable {which} took longer than {limit:g} s to {task}"),
+            lambda: given[0].named(
+                RoundTimeout(f"the first value of variable {which} took longer than {limit:g} s to {task}")
+            ),
             lambda: f"waits for {task} to take the first value of variable {which}",
             lambda: False,
         )

@@ -183,7 +183,7 @@ class RemoteServer:
         """Calls `ParameterServer.create_batch`; sends a large batch in several calls."""
         whole = CreateBatchReply(0)
         encoded = [messages.VARIABLE.to_pb(variable) for variable in variables]
-        for first in range(0, len(encoded), MAX_BATCH_VARIABLES):
+        for first in range(0, max(len(encoded), 1), MAX_BATCH_VARIABLES):
             for batch in batches(encoded[first : first + MAX_BATCH_VARIABLES]):
                 request = pb.CreateBatchRequest(session=session, variables=batch)
                 reply = messages.batch_from_pb(parse(pb.CreateBatchReply, self._ask("CreateBatch", request)))
