@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from psclient._src.transport import tls_diagnosis
+from psclient._src.transport import older_server, tls_diagnosis
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.grpc_calls import GrpcCalls
 from psclient._src.transport.lane import Answered, Lane, Offer
@@ -39,7 +39,7 @@ from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import VERBS, batches, parse
-from pswire.errors import PSError
+from pswire.errors import ConfigError, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
@@ -92,6 +92,7 @@ class RemoteServer:
         self._threads = Threads(f"call {task}")
         self._lane = lane
         self._lanes: dict[int, LaneSelector] = {}  # of each session
+        self._singly: dict[int, PlacedVariable] | None = None  # what a server has that knows no batches
         shown = security or Security()
         self._tls = shown.client_context() if shown.tls else None
         self._name = certificate_name(task_name(task))
@@ -180,7 +181,16 @@ class RemoteServer:
         return messages.CREATED.from_pb(parse(pb.CreateReply, reply))
 
     def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
-        """Calls `ParameterServer.create_batch`; sends a large batch in several calls."""
+        """Calls `ParameterServer.create_batch`; sends a large batch in several calls, to an older server one by one."""
+        try:
+            if self._singly is None:
+                return self._create_batch(session, variables)
+        except ConfigError:  # so does a server answer that is older than the verb
+            self._singly = {}
+        self._singly |= {variable.id: variable for variable in variables}
+        return older_server.create_each(self.create, self.task.index, session, variables)
+
+    def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         whole = CreateBatchReply(0)
         encoded = [messages.VARIABLE.to_pb(variable) for variable in variables]
         for first in range(0, max(len(encoded), 1), MAX_BATCH_VARIABLES):
@@ -227,6 +237,10 @@ class RemoteServer:
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """Calls `ParameterServer.push`; the payload may still grow. Sends a broken stream again, whole."""
+        if contribution.first_values and self._singly is not None:
+            return self._threads.submit(
+                partial(older_server.give_each, self.create, self._singly, contribution, payload)
+            )
         header = messages.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:
