@@ -72,7 +72,7 @@ def test_many_variables_cost_a_call_of_each_kind(cluster):
         assert calls.of("first values") == [1, 2], "its slots, and a copy of the count of steps"
         assert [round(float(v.numpy()[0]), 3) for v in variables[:3]] == [-0.5, 0.5, 1.5]
         assert calls.of("pull") == [1, 0], "for that copy"
-        assert [core.status().variables for core in cluster.cores] == [COUNT // 2 * 3 + 1] * 2
+        assert [core.status().variables for core in cluster.cores] == [COUNT * 3 + 1] * 2
 
 
 @pytest.mark.parametrize("elements", [10, PART_BYTES // 4 + 1], ids=["small", "large"])
