@@ -145,6 +145,9 @@ class Line:
         return call
 
     def push(self, said: Contribution, payload: Payload) -> Future[RoundReply]:
+        if said.first_values:  # a part of no round: it comes as other calls do
+            found: Future[RoundReply] = self.__getattr__("push")(said, payload)
+            return found
         message = Message(self._process.task, self._server, said, payload)
         self._model.messages.append(message)
         return message.reply
