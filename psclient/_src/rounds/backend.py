@@ -227,7 +227,7 @@ class RemoteBackend:
         if section is not None:
             section.give_back(returned)
             self._send(section)
-        elif not self._closed:
+        elif self._creation.waits and not self._closed:
             self._creation.send()
 
     def run(self, replicas: Callable[[], T]) -> T:

@@ -107,6 +107,11 @@ class Creation:
             self._nbytes -= last.value.nbytes
             del self.variables[last.variable.id]
 
+    @property
+    def waits(self) -> bool:
+        """True while something that was recorded is not sent."""
+        return bool(self._recorded)
+
     def send(self) -> None:
         """Sends what was recorded, and waits until every variable has its value.
 
