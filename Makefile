@@ -56,6 +56,7 @@ proto: .venv/dev  ## generates pswire/pb anew
 bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training steps, of other systems' rounds; ARGS=--quick for a first look
 	$(BIN)/python benchmarks/round.py $(ARGS)
 	$(BIN)/python benchmarks/fanin.py $(ARGS)
+	$(BIN)/python benchmarks/growth.py $(ARGS)
 	$(BIN)/python benchmarks/update.py $(ARGS)
 	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 	$(BIN)/python benchmarks/step.py $(ARGS) $(PEERS:%=--python %)

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
-from pswire.model.plan import Plan, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
@@ -62,6 +62,23 @@ class CreateReply:
 
 
 @dataclass(frozen=True)
+class CreateBatchReply:
+    """The answer to `create_batch`.
+
+    Attributes:
+        count: the variables that are there, from the first of the batch on; all of them, where there is no error.
+        initialized: numbers of those that have a value on this server.
+        restored: numbers of those whose first value was a restored checkpoint's, whatever their creators gave.
+        error: why the variable behind these was refused.
+    """
+
+    count: int
+    initialized: tuple[int, ...] = ()
+    restored: tuple[int, ...] = ()
+    error: PSError | None = None
+
+
+@dataclass(frozen=True)
 class Contribution:
     """One worker's contribution to one round on one server; its payload comes beside it.
 
@@ -79,6 +96,8 @@ class Contribution:
             before it was taken in.
         start: the first round of this session: a difference in that round is the newcomer's alone; -1 does not say.
         nonfinite: numbers of the reductions to which it contributes NaN or infinity, where the plan asks for them.
+        first_values: numbers of the variables whose first values the payload has, in order; then it is a part of no
+            round, and of the other fields only `session` counts.
         previous: the round before this one that the sender has pushed to this server; -1 for none. Several may be
             under way, and arrive in any order.
     """
@@ -94,6 +113,7 @@ class Contribution:
     observes: bool = False
     start: int = -1
     nonfinite: tuple[int, ...] = ()
+    first_values: tuple[int, ...] = ()
     previous: int = -1
 
 
@@ -324,7 +344,7 @@ class ParameterServer(Protocol):
         servers: tuple[int, ...],
         value: Payload | None,
     ) -> CreateReply:
-        """Gets or creates a variable. Key: the name; the first value wins.
+        """Gets or creates one variable, with its value; older clients do. Key: the name; the first value wins.
 
         At server 0 with `id` -1, this names the variable and keeps its place; at each server that holds it,
         with its id, this gives the first value.
@@ -340,6 +360,23 @@ class ParameterServer(Protocol):
         Raises:
             VariableMismatch: another process created something else under this name or at this place.
             MemoryLimit: the variable does not fit.
+        """
+        ...
+
+    def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
+        """Gets or creates several variables, in the order of their numbers. Key: the names; the first value wins.
+
+        Server 0 names all of them and keeps their places; each server that holds some declares those. A `push` with
+        `first_values` brings their first values. The first variable that is refused ends the batch: its error is in the
+        answer.
+
+        Args:
+            session: number of the session that creates.
+            variables: of server 0 all, of another server those that it holds; each with the number and the servers
+                that every process finds by itself.
+
+        Raises:
+            ConfigError: the server is older than this verb.
         """
         ...
 
@@ -383,7 +420,8 @@ class ParameterServer(Protocol):
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """Contributes to a round, and waits for its completion. Key: (task, session, round).
 
-        In async mode the round is the sender's own: it is complete with this contribution alone.
+        In async mode the round is the sender's own: it is complete with this contribution alone. Where it says
+        `first_values` it gives variables their values, unless they have one, and is a part of no round.
 
         Args:
             contribution: the header: session, round, plan and weights.

@@ -3,6 +3,7 @@
 core       `Core`: the verbs of `ParameterServer`; holds the lock, and carries out effects
 machine    `Machine`: all state; each stimulus returns effects
 admission  who may do something here
+creation   names and declares variables
 stimuli    the last stimuli, for people; all of them, for a replay
 log        server 0's log: epochs, plans, checkpoints
 runner     runs rounds that are complete

@@ -27,6 +27,7 @@ from pswire.api import (
     ALL,
     Begun,
     Contribution,
+    CreateBatchReply,
     CreateReply,
     Opened,
     PullReply,
@@ -40,8 +41,9 @@ from pswire.api import (
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Approved, LogEntry, Mode, Start
-from pswire.model.plan import Plan, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
+from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
 T = TypeVar("T")
@@ -236,6 +238,24 @@ class Core:
             if array is None and value is not None:
                 array = self.device.put(owned(value.tensors([spec.tensor])[0]))
         return self._enter(self.machine.initialize, variable, job, array, saved is not None)
+
+    def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
+        batch = tuple(variables)
+        reply, needing, job = self._enter(self.machine.create_batch, session, batch)
+        found, error = batch[: reply.count], reply.error
+        saved: dict[int, Array] = {}
+        for variable in needing:
+            try:
+                # Without the lock: this may read a file.
+                array = self.machine.restores.first_value(variable)
+            except PSError as failure:
+                found, error = found[: found.index(variable)], failure
+                break
+            if array is not None:
+                saved[variable.id] = array
+        if not saved and error is reply.error:
+            return reply
+        return self._enter(self.machine.initialize_batch, found, job, saved, error)
 
     def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
         future: Future[PullReply] = Future()

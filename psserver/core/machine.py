@@ -15,6 +15,7 @@ from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
 from psserver.core.admission import Admission
+from psserver.core.creation import Creation
 from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.runner import Runner
@@ -25,12 +26,14 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
 from psserver.state.counters import ServerCounters
+from psserver.state.first_values import FirstValues
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
 from psserver.state.variables import Store
 from pswire.api import (
     Begun,
     Contribution,
+    CreateBatchReply,
     CreateReply,
     Opened,
     PullReply,
@@ -44,7 +47,7 @@ from pswire.api import (
 from pswire.checkpoint.storage import storage_at
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
-from pswire.limits import MAX_VARIABLES, WINDOW
+from pswire.limits import WINDOW
 from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.status import STILL, Pace, ServerStatus
@@ -57,6 +60,9 @@ T = TypeVar("T")
 
 Outcome = tuple[T, list[Effect]]
 """A stimulus's answer to its caller, and its effects."""
+
+Batch = tuple[PlacedVariable, ...]
+"""Variables that are created together."""
 
 NUMBERS = 20
 """Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
@@ -85,6 +91,7 @@ class Machine:
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
         self.store = Store(self.server, kernels.device, config.memory_limit)
         self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
+        self.first_values = FirstValues(self.store)
         self.tally = ServerCounters(clock)
         self.registry = Registry(self.task, config.max_sessions)
         # Other servers may remember the numbers of an earlier incarnation.
@@ -95,6 +102,7 @@ class Machine:
         self.restores = Restores(self.store, root, self.tally)
         self.snapshots = Snapshots(self.store, self.rounds, self.restores, root, config.snapshot_limit, self.tally)
         self.log = Log(self.store, self.rounds, self.snapshots, config.addresses)
+        self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
@@ -107,10 +115,12 @@ class Machine:
         """Returns the effects that have become possible: answers and rounds. Called after every stimulus."""
         effects: list[Effect] = []
         if self._admission.changed():  # else no session has ended, and who pushes is looked at when it does
-            for session in self.rounds.sessions():
+            for session in dict.fromkeys((*self.rounds.sessions(), *self.first_values.sessions())):
                 error = self._admission.ended(session)
                 if error is not None:
                     effects += self._heard(self.rounds.fail_session(session, error))
+                    effects += self.first_values.fail(session, error)
+        effects += self.first_values.next()
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended)
         effects += self.snapshots.hopeless()
@@ -211,31 +221,35 @@ class Machine:
         Answers with it, and with the job if it needs a first value here, else with None.
         """
         self._admission.check(session, now)
-        if id < 0 and self.server == 0:
-            variable = self.log.name(self.registry.task(session), ordinal, spec, servers)
-        else:
-            variable = PlacedVariable(id, spec, servers)
-            known = MAX_VARIABLES if self.server else len(self.store.variables)
-            if self.server not in servers or not 0 <= id < known:
-                raise InvalidRequest(f"variable {spec} was not placed on this server", str(self.task))
-            self.store.declare(variable)
-        needed = self._here(variable) and not self.store.initialized(variable.id)
-        return (variable, self._job if needed else None), []
+        variable = self._creation.create(self.registry.task(session), ordinal, id, spec, servers)
+        return (variable, self._job if self._creation.needs_value(variable) else None), []
 
     def initialize(
         self, now: float, variable: PlacedVariable, job: int | None, array: Array | None, saved: bool
     ) -> Outcome[CreateReply]:
         """Gives a variable of a job its first value, if there is one; `saved` is True for a checkpoint's value."""
-        if job is not None and job != self._job:
-            raise ServerLost("the job was started anew; restart the process", str(self.task))
-        if array is not None and self.store.initialize(variable.id, array) and saved:
-            self.restores.begun.add(variable.id)
-        initialized = self._here(variable) and self.store.initialized(variable.id)
-        restored = variable.id in self.restores.begun
-        return CreateReply(variable.id, variable.servers, initialized, restored), []
+        self._check_job(job)
+        return self._creation.initialize(variable, array, saved), []
 
-    def _here(self, variable: PlacedVariable) -> bool:
-        return self.server in variable.servers
+    def create_batch(self, now: float, session: int, variables: Batch) -> Outcome[tuple[CreateBatchReply, Batch, int]]:
+        """Creates or finds several variables, up to the first that is refused.
+
+        Answers with what is known of them, with those that need a first value here, and with the job.
+        """
+        self._admission.check(session, now)
+        reply, needing = self._creation.create_batch(self.registry.task(session), variables)
+        return (reply, needing, self._job), []
+
+    def initialize_batch(
+        self, now: float, variables: Batch, job: int, saved: Mapping[int, Array], error: PSError | None
+    ) -> Outcome[CreateBatchReply]:
+        """Gives variables of a job the values that a checkpoint has for them, by number."""
+        self._check_job(job)
+        return self._creation.initialize_batch(variables, saved, error), []
+
+    def _check_job(self, job: int | None) -> None:
+        if job not in (None, self._job):
+            raise ServerLost("the job was started anew; restart the process", str(self.task))
 
     def pull(
         self, now: float, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]
@@ -330,6 +344,8 @@ class Machine:
         """Takes a contribution to a round, or a resend of one."""
         whole = payload.whole  # else it may become so unseen before somebody waits for it
         self._admission.check(contribution.session, now)
+        if contribution.first_values:
+            return None, self.first_values.push(contribution.session, contribution.first_values, payload, future)
         effects: list[Effect] = []
         record = self.rounds.recorded(contribution)
         if record is not None:
@@ -406,4 +422,5 @@ class Machine:
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:
         """Fails all calls that wait; a watch only if `watches` holds for its session."""
         waiting: list[Future[Any]] = [*self.waiters.drop(watches), *self.snapshots.clear(), *self.restores.clear()]
-        return [*self.rounds.abandon(error), *(Fail(future, error) for future in waiting)]
+        given_up = self.rounds.abandon(error) + self.first_values.abandon(error)
+        return [*given_up, *(Fail(future, error) for future in waiting)]

@@ -50,7 +50,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     bytes: lambda id: id[:4].hex(),
     tuple: len,
     list: _entries,
-    Contribution: lambda said: (said.session, said.round, said.epoch),
+    Contribution: lambda said: (said.session, said.round, said.epoch, len(said.first_values)),
     Payload: lambda payload: payload.size,
     PlacedVariable: lambda variable: _cut(str(variable.spec)),
     PreparedPlan: lambda prepared: prepared.plan.id[:4].hex(),
@@ -63,7 +63,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
 """What is kept of an argument, by its type; of others nothing. No payload, array or traceback may be held by it."""
 
 
-QUIET = frozenset(("tick", "beat", "watch", "holds", "initialize", "look", "asked", "miss"))
+QUIET = frozenset(("tick", "beat", "watch", "holds", "initialize", "initialize_batch", "look", "asked", "miss"))
 """Stimuli that come by themselves or with another one, and say little: they are kept only where they were refused."""
 
 Short = tuple[float, str, tuple[Any, ...], str]
@@ -167,6 +167,10 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return who(session) + (f": waits in round {round}" if round >= 0 else "")
         case "create", (int(session), _, int(id), str(spec), *_):
             return f"{who(session)}: {spec}" + (f", number {id}" if id >= 0 else "")
+        case "create_batch", (int(session), int(count)):
+            return f"{who(session)}: {_counted(count, 'variable')}"
+        case "initialize_batch", (int(count), *_):
+            return f"{_counted(count, 'variable')}, with values of a checkpoint"
         case "initialize", (str(spec), _, _, bool(saved)):
             return spec + (", with a value of a checkpoint" if saved else "")
         case "pull", (int(session), int(count), int(after), *_):
@@ -184,7 +188,9 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return "a chief's token"
         case "approve", (_, int(index), str(entries), *_):
             return f"the log from {index} on: {entries or 'nothing'}"
-        case "push", ((int(session), int(round), int(epoch)), int(size), *_):
+        case "push", ((int(session), _, _, int(values)), int(size), *_) if values:
+            return f"{who(session)}: {_counted(values, 'first value')}, {human(size)}"
+        case "push", ((int(session), int(round), int(epoch), _), int(size), *_):
             return f"{who(session)}: round {round} of epoch {epoch}, {human(size)}"
         case "hear", (int(server), (int(round), int(attempt), error)):
             return f"server {server} votes in round {round}" + (", again" if attempt else "") + (error and f": {error}")

@@ -30,6 +30,7 @@ from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, VERBS, Verb, fitting, parse, refusal, refusal_to_pb
 from pswire.errors import InvalidRequest, PSError, ServerLost
+from pswire.limits import MAX_BATCH_VARIABLES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame
 from pswire.transport.parts import Assembly, parts_of
@@ -72,6 +73,13 @@ def _leave(core: ParameterServer, m: pb.LeaveRequest) -> Message:
     return pb.Empty()
 
 
+def _create_batch(core: ParameterServer, m: pb.CreateBatchRequest) -> Message:
+    if len(m.variables) > MAX_BATCH_VARIABLES:
+        raise InvalidRequest(f"a batch has {len(m.variables)} variables; at most {MAX_BATCH_VARIABLES} are allowed")
+    variables = [messages.VARIABLE.from_pb(variable) for variable in m.variables]
+    return messages.batch_to_pb(core.create_batch(m.session, variables))
+
+
 def _propose(core: ParameterServer, m: pb.ProposeRequest) -> Message:
     plan = messages.PLAN.from_pb(m.plan) if m.HasField("plan") else None
     start = messages.START.from_pb(m.start) if m.HasField("start") else None
@@ -105,6 +113,7 @@ class Prompt:
 PROMPT: Mapping[str, Prompt] = {
     "Beat": Prompt(_beat, threaded=False),
     "Leave": Prompt(_leave),
+    "CreateBatch": Prompt(_create_batch),
     "Propose": Prompt(_propose),
     "Approve": Prompt(_approve),
     "Recent": Prompt(_recent),

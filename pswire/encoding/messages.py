@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pswire.api import (
     Contribution,
+    CreateBatchReply,
     CreateReply,
     Opened,
     PullReply,
@@ -138,6 +139,18 @@ STATUS = MAPPER.pair(ServerStatus, pb.StatusReply)
 HAPPENED = MAPPER.pair(Happened, pb.Happened)
 
 
+def batch_to_pb(reply: CreateBatchReply) -> pb.CreateBatchReply:
+    """Makes the answer to the creation of several variables."""
+    error = None if reply.error is None else refusal_to_pb(reply.error)
+    return pb.CreateBatchReply(count=reply.count, initialized=reply.initialized, restored=reply.restored, error=error)
+
+
+def batch_from_pb(message: pb.CreateBatchReply) -> CreateBatchReply:
+    """Reads the answer to the creation of several variables."""
+    error = refusal_from_pb(message.error) if message.HasField("error") else None
+    return CreateBatchReply(message.count, tuple(message.initialized), tuple(message.restored), error)
+
+
 # ---- Of each round: the payload comes beside the message ----
 
 
@@ -157,6 +170,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         size=size,
         nonfinite=contribution.nonfinite,
         follows=contribution.previous + 1,
+        first_values=contribution.first_values,
     )
 
 
@@ -174,6 +188,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         message.observes,
         message.start,
         tuple(message.nonfinite),
+        tuple(message.first_values),
         message.follows - 1,
     )
 

@@ -87,6 +87,7 @@ VERBS: dict[str, Verb] = {
         Verb("Beat", pb.BeatRequest, "session", ""),  # until the server has been silent for a lease, and is lost
         Verb("Leave", pb.LeaveRequest, "session", "call"),
         Verb("Create", pb.CreateHeader, "session", "call", streams=(True, False)),
+        Verb("CreateBatch", pb.CreateBatchRequest, "session", "call", newer=True),
         Verb("Propose", pb.ProposeRequest, "session", "call"),
         Verb("Watch", pb.WatchRequest, "reader", "", waits=True),
         Verb("Approve", pb.ApproveRequest, "chief", "call"),

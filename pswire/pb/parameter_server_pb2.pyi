@@ -328,6 +328,26 @@ class CreateReply(_message.Message):
     restored: bool
     def __init__(self, id: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., initialized: _Optional[bool] = ..., restored: _Optional[bool] = ...) -> None: ...
 
+class CreateBatchRequest(_message.Message):
+    __slots__ = ("session", "variables")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    variables: _containers.RepeatedCompositeFieldContainer[Variable]
+    def __init__(self, session: _Optional[int] = ..., variables: _Optional[_Iterable[_Union[Variable, _Mapping]]] = ...) -> None: ...
+
+class CreateBatchReply(_message.Message):
+    __slots__ = ("count", "initialized", "restored", "error")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZED_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    initialized: _containers.RepeatedScalarFieldContainer[int]
+    restored: _containers.RepeatedScalarFieldContainer[int]
+    error: Refusal
+    def __init__(self, count: _Optional[int] = ..., initialized: _Optional[_Iterable[int]] = ..., restored: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
 class Input(_message.Message):
     __slots__ = ("kind", "spec")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -679,7 +699,7 @@ class ApproveReply(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -693,6 +713,7 @@ class PushHeader(_message.Message):
     START_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_VALUES_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -706,7 +727,8 @@ class PushHeader(_message.Message):
     start: int
     nonfinite: _containers.RepeatedScalarFieldContainer[int]
     follows: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ...) -> None: ...
+    first_values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers")

@@ -180,7 +180,7 @@ def test_two_tasks_that_disagree_on_a_shape(tmp_path):
     done = cluster(tmp_path, SHAPES, "--workers", "2")
     side = r"'v' float64\[[34]\]"
     says = rf"/job:worker/task:(\d) creates variable {side} as its number 0; /job:worker/task:(?!\1)\d created {side} "
-    failed(done, rf"{says}.*must create the same variables.* \(script.py:5\)")
+    failed(done, rf"{says}.*must create the same variables.* \(created at script.py:5\)")
     assert {"float64[3]", "float64[4]"} <= set(re.findall(r"float64\[\d\]", done.err))
 
 
@@ -190,7 +190,7 @@ def test_a_server_out_of_its_memory_limit(tmp_path):
     failed(
         done,
         r"/job:ps/task:0: variable 'large' float64\[1000\] needs 7\.812 KiB, and this server holds 0 bytes of its "
-        r"limit of 4\.883 KiB; raise --memory-limit \(script.py:4\)",
+        r"limit of 4\.883 KiB; raise --memory-limit \(created at script.py:4\)",
     )
 
 

@@ -249,11 +249,23 @@ def for_the_others_to_take_it_in(site: Site) -> Iterator[Said]:
     gate.set()
 
 
+def for_a_server_to_take_first_values(site: Site) -> Iterator[Said]:
+    gate, opened = site.gate(), threading.Barrier(3)
+    for task in (W0, W1):
+        site.work(task, lambda strategy: (opened.wait(), gate.wait(), variable(strategy, "u")))
+    opened.wait()
+    free = site.busy("arrays")
+    gate.set()
+    yield Said(f"{W0} waits for {PS0} to take the first value of variable 'u'")
+    free.set()
+
+
 def for_a_value(site: Site) -> Iterator[Said]:
     """That a variable has."""
-    gate = site.gate()
+    gate, created = site.gate(), threading.Barrier(3)
     for task in (W0, W1):
-        site.work(task, lambda strategy: (variable(strategy), gate.wait(), variable(strategy, "u").numpy()))
+        site.work(task, lambda strategy: (u := variable(strategy, "u"), created.wait(), gate.wait(), u.numpy()))
+    created.wait()
     free = site.busy("arrays")
     gate.set()
     yield Said(f"{W0} waits for variable 'u' of {PS0}")
@@ -399,6 +411,7 @@ WAITS = [
     for_a_worker_in_a_round,
     for_approval,
     for_the_others_to_take_it_in,
+    for_a_server_to_take_first_values,
     for_a_value,
     for_a_checkpoint_to_be_written,
     for_a_shard,

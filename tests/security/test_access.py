@@ -38,6 +38,7 @@ VERBS_OF: dict[str, Caller] = {
     "Beat": "session",
     "Leave": "session",
     "Create": "session",
+    "CreateBatch": "session",
     "Propose": "session",
     "Watch": "reader",
     "Approve": "chief",

@@ -202,6 +202,9 @@ class Attacker:
             "Create": lambda: pb.CreateHeader(
                 session=session, ordinal=len(ids), id=draw(st.sampled_from([-1, *ids])), spec=spec, servers=[0]
             ),
+            "CreateBatch": lambda: pb.CreateBatchRequest(
+                session=session, variables=[pb.Variable(id=draw(st.sampled_from(ids)), spec=spec, servers=[0])]
+            ),
             "Propose": lambda: pb.ProposeRequest(session=session, plan=messages.PLAN.to_pb(plan)),
             "Watch": lambda: pb.WatchRequest(
                 session=session, after=draw(st.sampled_from([0, site.server.status().log, 1 << 40])), version=-1

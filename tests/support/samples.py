@@ -19,6 +19,7 @@ from pswire.api import (
     UNTIL_ENDED,
     Begun,
     Contribution,
+    CreateBatchReply,
     CreateReply,
     Opened,
     PullReply,
@@ -182,6 +183,7 @@ BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), p
 def contribution(**said: Any) -> Contribution:
     """What a worker says in a round."""
     full = Contribution(SESSION, 6, 41, PLAN_ID, (1.0, 0.5, -3.25), True, POSITIONS, (150, 1 << 35), True, -1, (2, 300))
+    full = replace(full, first_values=(151, 1 << 36))
     return replace(full, **said)
 
 
@@ -241,6 +243,7 @@ _SESSION_AND_VERSION = (SESSION, 40, -70_000)
 _OPENED = Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9)
 _CREATED = CreateReply(150, (0, 3), True, True)
 _CREATE = (SESSION, 12, -1, VARIABLE.spec, (0, 3))
+_BATCH = (VARIABLE, replace(VARIABLE, id=151, servers=(3,)))
 _VALUE = Payload.pack([np.array([1.5, -2, 3], np.float32)])
 _LARGE = VariableSpec("table", TensorSpec("uint8", (LARGE,)), False)
 _TURN = Turn(42, 6, 2)
@@ -265,6 +268,8 @@ SAMPLES = (
         CreateReply(0, (), False, False),
     ),
     Sample("Create", "refused", (*_CREATE, _VALUE), error("VariableMismatch")),
+    Sample("CreateBatch", "full", (SESSION, _BATCH), CreateBatchReply(2, (150, 151), (151,), error("MemoryLimit"))),
+    Sample("CreateBatch", "least", (1, ()), CreateBatchReply(0)),
     Sample("Propose", "full", (SESSION, PLAN, "plan:00ff", START)),
     Sample("Propose", "least", (SESSION, None, "", None)),
     Sample(
@@ -412,6 +417,10 @@ class Fixed:
         return self._now(args)
 
     def leave(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
+
+    def create_batch(self, *args: Any) -> Any:
         """As all verbs here."""
         return self._now(args)
 

@@ -126,7 +126,9 @@ def one_line(error: PSError, script: Path) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     beside = [frame for frame in frames if Path(frame.filename).is_relative_to(script.parent)]
     where = (beside or frames)[-1:]
-    return f"{text} ({_relative(where[0].filename)}:{where[0].lineno})" if where else text
+    if not where or " (created at " in text:  # it names a line already, which is often another one
+        return text
+    return f"{text} ({_relative(where[0].filename)}:{where[0].lineno})"
 
 
 def end_on_sigterm() -> None:

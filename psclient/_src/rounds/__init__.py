@@ -4,6 +4,7 @@ backend      carries out the operations of the model on servers
 section      collects reductions and updates until the next look, and sends them as one round
 prepared     what goes to each server and comes back; found once for each plan
 rounds       makes one round: a push to each server, and what comes back
+creation     records the variables that the script creates, and sends them in batches
 read_cache   reads variables between the rounds, and keeps what was read
 awaited      names those whom a round waits for
 first_values waits where another process gives a variable its first value

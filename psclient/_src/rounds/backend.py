@@ -65,6 +65,7 @@ class RemoteBackend:
         self._copies: list[SyncOnReadVariable] = []
         self._exchange = exchange
         self._reads = exchange.reads
+        self._creation = exchange.creation
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot)
         self._placement = placement
         self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
@@ -93,13 +94,18 @@ class RemoteBackend:
         on_read: bool,
         how: VariableAggregation,
     ) -> Variable:
-        """Gets or creates it on the servers; an ON_READ variable has there what was saved of it."""
+        """Gets or creates it on the servers once somebody needs it; an ON_READ variable has there what was saved of it.
+
+        What needs its value now, or has no room there, is sent at once.
+        """
         self.check_open()
-        handle = self._exchange.create(spec, place or self._placement.choose(spec.tensor), value)
+        servers = place or self._placement.choose(spec.tensor)
+        now = on_read or not self._placement.has_room(servers, spec.tensor)
+        handle = self._creation.create(spec, servers, value, now)
         self._placement.created(handle, chosen=not place)
         if not on_read:
             return ServerVariable.stored(strategy, spec, how, handle, self.read)
-        restored = self._exchange.was_restored(handle.id)
+        restored = self._creation.was_restored(handle.id)
         # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
         # aggregation nothing was saved but another job's beginning.
         anew = self.group.late or (restored and how is VariableAggregation.NONE)
@@ -123,6 +129,7 @@ class RemoteBackend:
             if value is not None:
                 return value
         self.check_open()
+        self._creation.send()
         section = self._mine()
         if section is not None and section.writes(handle.id):
             self.flush()
@@ -241,6 +248,8 @@ class RemoteBackend:
     def flush(self, returned: object = None) -> None:
         """Ends the calling thread's open section, if there is one: sends what it recorded.
 
+        Sends the variables that were created before.
+
         Args:
             returned: a nest; located values in it are wanted after the end.
         """
@@ -248,6 +257,8 @@ class RemoteBackend:
         if section is not None:
             section.give_back(returned)
             self._send(section)
+        elif self._creation.waits and not self._closed:
+            self._creation.send()
 
     def run(self, replicas: Callable[[], T]) -> T:
         """Runs replicas, behind what was begun; asynchronous ones read anew.
@@ -313,6 +324,7 @@ class RemoteBackend:
         if not context.in_merge_call():
             section.give_back_unused()
         try:
+            self._creation.send()
             outgoing = section.outgoing()
             if outgoing.plan.servers:
                 section.sent(partial(self._exchange.window.values, self._make_round(outgoing)))

@@ -81,6 +81,7 @@ class ServerCheckpoints:
             choose: called with the checkpoint's contents; returns for each of its tensors the variable that gets it.
             cast: True to cast values of another dtype.
         """
+        self._exchange.creation.send()
         chosen: dict[str, Variable] = {}
 
         def order_for(reply: RestoreReply) -> RestoreOrder:
@@ -96,11 +97,11 @@ class ServerCheckpoints:
 
     def was_restored(self, variable: Variable) -> bool:
         """Returns whether a variable's first value was a restored checkpoint's."""
-        return self._exchange.was_restored(_stored(variable).handle.id)
+        return self._exchange.creation.was_restored(_stored(variable).handle.id)
 
     def restored_names(self) -> frozenset[str]:
         """Returns the names of the variables that got their first value from a restored checkpoint."""
-        return self._exchange.restored_names()
+        return self._exchange.creation.restored_names()
 
 
 def _stored(variable: Variable) -> ServerVariable:

@@ -9,18 +9,53 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from psclient._src.rounds.membership import Group
 from psclient._src.transport.session import Session
-from pswire.api import CreateReply
 from pswire.cluster import Task
-from pswire.errors import RoundTimeout
+from pswire.errors import PSError, RoundTimeout
 from pswire.model.log import Member
+from pswire.model.plan import PlacedVariable
+from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
 
 PAUSES = 0.001, 0.1
 """Seconds between two questions, at first and at last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A variable that this process creates.
+
+    Attributes:
+        variable: its number, description and servers.
+        value: this process's first value.
+        line: the line of the user's script that created it, `file:line`; "" where none runs.
+    """
+
+    variable: PlacedVariable
+    value: Array
+    line: str
+
+    @property
+    def name(self) -> str:
+        """Its name, in quotes."""
+        return repr(self.variable.spec.name)
+
+    @property
+    def first(self) -> int:
+        """The server whose value counts; others that hold the variable get a copy of it."""
+        return self.variable.servers[0]
+
+    def named(self, error: PSError) -> PSError:
+        """Returns an error about this variable with the line that created it."""
+        return type(error)(f"{error.message} (created at {self.line})", error.task) if self.line else error
+
+
+Ask = Callable[[Sequence[Recorded]], Sequence[Recorded]]
+"""Asks the servers which of some variables have no value yet."""
 
 
 class FirstValues:
@@ -35,39 +70,43 @@ class FirstValues:
         self._session = session
         self._group = group
 
-    def wait(self, name: str, ask: Callable[[], CreateReply]) -> CreateReply | None:
-        """Waits until a variable has its first value, or until it is this process's turn to give one.
+    def wait(self, missing: Sequence[Recorded], ask: Ask) -> Sequence[Recorded]:
+        """Waits until variables have their first values, or until it is this process's turn to give them.
 
         Args:
-            name: the variable's.
-            ask: asks the server that holds it for what it has.
+            missing: variables that had no value when the servers were asked last.
+            ask: asks them again.
 
         Returns:
-            The server's answer once the variable has a value; None if this process shall give its own.
+            Those to which this process shall give its own values.
 
         Raises:
-            RoundTimeout: whose turn it is does not create the variable.
+            RoundTimeout: whose turn it is does not create them.
         """
-        session, ahead = self._session, self._group.ahead()
+        session, ahead = self._session, self._group.ahead() if missing else ()
         deadline, said, pause = session.deadline(session.timeouts.round), time.monotonic(), PAUSES[0]
-        while ahead:
-            found = ask()
-            if found.initialized:
-                return found
+        while ahead and missing:
             first = self._first(ahead)
-            if first is None:
+            # Asked behind that: who has come to a round by now has given its values before.
+            if len(ask(missing[:1])) == 0 or first is None:
+                missing = ask(missing)
+                deadline, pause = session.deadline(session.timeouts.round), PAUSES[0]
+            if first is None or not missing:
                 break
             if deadline.left() <= 0:
-                raise RoundTimeout(
-                    f"variable {name!r} got no first value within {session.timeouts.round:g} s: it waits for {first}; "
-                    "create the same variables in every process, in the same order"
+                raise missing[0].named(
+                    RoundTimeout(
+                        f"variable {missing[0].name} got no first value within {session.timeouts.round:g} s: it waits "
+                        f"for {first}; create the same variables in every process, in the same order"
+                    )
                 )
             if time.monotonic() - said > session.timeouts.word:
-                log.warning("%s waits for %s to give variable %r its first value", session.task, first, name)
+                who, what = (session.task, first), missing[0]
+                log.warning("%s waits for %s to give variable %s its first value (%s)", *who, what.name, what.line)
                 said = time.monotonic()
             session.pause(pause)
             pause = min(2 * pause, PAUSES[1])
-        return None
+        return missing
 
     def _first(self, ahead: Sequence[Member]) -> Task | None:
         """Returns the first of those before this process who can still give a value; None if nobody can."""

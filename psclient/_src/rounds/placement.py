@@ -47,12 +47,13 @@ class Placement:
     def choose(self, tensor: TensorSpec) -> ServerIds:
         """Chooses the server for a variable of this dtype and shape."""
         everywhere = range(len(self._limits))
-        roomy = [server for server in everywhere if self._has_room(server, tensor.nbytes)]
+        roomy = [server for server in everywhere if self.has_room((server,), tensor)]
         return (min(roomy or everywhere, key=self._load.__getitem__),)
 
-    def _has_room(self, server: int, nbytes: int) -> bool:
-        limit = self._limits[server]
-        return not limit or self._nbytes[server] + nbytes <= limit
+    def has_room(self, servers: ServerIds, tensor: TensorSpec) -> bool:
+        """Returns whether a variable of this dtype and shape fits on some servers."""
+        limits = ((self._limits[server], self._nbytes[server]) for server in servers)
+        return all(not limit or taken + tensor.nbytes <= limit for limit, taken in limits)
 
     def created(self, variable: PlacedVariable, chosen: bool) -> None:
         """Counts a variable.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import RoundCounters
@@ -13,12 +13,19 @@ from psclient._src.rounds.under_way import UnderWay
 from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.errors import RoundTimeout
+from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import Array
+
+AHEAD_BYTES = 16 * PART_BYTES
+"""Bytes of values that were read with others and that nobody has asked for yet."""
 
 
 class ReadCache:
     """Reads variables, and keeps what was read.
+
+    A variable that was created and never read comes with the next one that is pulled from its server, as long as what
+    came so and was not asked for is little: who comes back to many variables needs one call for all of them.
 
     Reads may come from the threads of several replicas; what a round does comes from the thread that runs
     cross-replica code, while the replicas wait.
@@ -48,6 +55,11 @@ class ReadCache:
         self._read: set[int] = set()
         self._changing: dict[int, UnderWay] = {}  # variables with the last round under way that assigns them
         self.take: Callable[[UnderWay], object] = lambda round: None
+        self._known: dict[int, PlacedVariable] = {}
+        self._ahead: list[dict[int, PlacedVariable]] = [
+            {} for _ in session.servers
+        ]  # come with the next that is pulled
+        self._unasked: dict[int, int] = {}  # bytes of values that came so and that nobody has asked for
 
     def read(self, variable: PlacedVariable, now: bool = False, waits: bool = True) -> Array:
         """Returns a variable's value, read-only, as of the last round of this process that touched its server.
@@ -64,15 +76,44 @@ class ReadCache:
         if changing is not None:
             self.take(changing)
         if now and self._group.alone:
-            return self.pull(variable)
+            return self.pull([variable])[0]
         self.renew()
         with self._lock:
             self._read.add(variable.id)
             self._brought.discard(variable.id)
-            value = self._values.get(variable.id)
-            if value is None:
-                value = self._values[variable.id] = self.pull(variable)
-            return value
+            self._unasked.pop(variable.id, None)
+            if variable.id not in self._values:
+                wanted = [variable, *self._take_ahead(variable)]
+                self._values |= zip([v.id for v in wanted], self.pull(wanted), strict=True)
+            return self._values[variable.id]
+
+    def created(self, variables: Iterable[PlacedVariable]) -> None:
+        """Takes variables that this process has created, and that have a value."""
+        with self._lock:
+            for variable in variables:
+                if variable.spec.tensor.nbytes <= PART_BYTES:
+                    self._known[variable.id] = self._ahead[variable.servers[0]][variable.id] = variable
+
+    def _take_ahead(self, variable: PlacedVariable) -> list[PlacedVariable]:
+        """Returns the variables that come with one that is pulled."""
+        ahead, room = self._ahead[variable.servers[0]], AHEAD_BYTES - sum(self._unasked.values())
+        ahead.pop(variable.id, None)
+        taken: list[PlacedVariable] = []
+        for other in ahead.values():
+            room -= other.spec.tensor.nbytes
+            if room < 0:
+                break
+            taken.append(other)
+        for other in taken:
+            del ahead[other.id]
+            self._unasked[other.id] = other.spec.tensor.nbytes
+        return [other for other in taken if other.id not in self._values]
+
+    def _forget_all(self) -> None:
+        """Forgets all values; those that were read come again with the next that is pulled."""
+        for id in self._values.keys() & self._known.keys():
+            self._ahead[self._known[id].servers[0]][id] = self._known[id]
+        self._values.clear()
 
     def kept(self, id: int) -> Array | None:
         """Returns a variable's value if no round has changed it since it was read; None if `read` must look closer.
@@ -82,6 +123,7 @@ class ReadCache:
         value = self._values.get(id) if self._renewed and id not in self._changing else None
         if value is not None:
             self._read.add(id)
+            self._unasked.pop(id, None)
         return value
 
     def begin_step(self) -> None:
@@ -101,17 +143,17 @@ class ReadCache:
             self._renewed = True
             stale = any(self._session.servers[s].status().round != round for s, round in self._seen.items())
             if stale:
-                self._values.clear()
+                self._forget_all()
             return stale
 
-    def pull(self, variable: PlacedVariable) -> Array:
-        """Returns a variable's value as its first server has it; keeps nothing."""
-        server = variable.servers[0]
+    def pull(self, variables: Sequence[PlacedVariable]) -> list[Array]:
+        """Returns the values of variables as their first server has them, which is the same; keeps nothing."""
+        variable, server = variables[0], variables[0].servers[0]
         session, limit = self._session, self._session.round_limit
         # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
         after = -1 if self._group.alone else self._touched[server]
         began = time.monotonic()
-        future = session.servers[server].pull(session.number, [variable.id], after)
+        future = session.servers[server].pull(session.number, [each.id for each in variables], after)
         name = repr(variable.spec.name)
         reply = session.wait(
             future,
@@ -125,7 +167,7 @@ class ReadCache:
         self._measures.read(time.monotonic() - began)
         if not self._renewed:
             self._seen[server] = min(reply.round, self._seen.get(server, reply.round))
-        return frozen(reply.payload.tensors([variable.spec.tensor])[0])
+        return [frozen(array) for array in reply.payload.tensors([each.spec.tensor for each in variables])]
 
     # ---- What rounds do to it ----
 
@@ -144,7 +186,9 @@ class ReadCache:
     def forget(self, written: frozenset[int], round: UnderWay, everything: bool) -> None:
         """Forgets values of variables that a round has assigned, which is over; with `everything` all values."""
         with self._lock:
-            for id in set(self._values) if everything else written & self._values.keys():
+            if everything:
+                self._forget_all()
+            for id in written & self._values.keys():
                 del self._values[id]
             if self._changing:
                 self._changing = {id: last for id, last in self._changing.items() if last is not round}

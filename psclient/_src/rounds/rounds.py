@@ -16,7 +16,7 @@ from functools import partial
 
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import RoundCounters
-from psclient._src.rounds.first_values import FirstValues
+from psclient._src.rounds.creation import Creation
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.prepared import PlanShares, ServerShare
 from psclient._src.rounds.read_cache import ReadCache
@@ -25,12 +25,11 @@ from psclient._src.rounds.window import Window
 from psclient._src.tracing.diagnostics import users_line
 from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, fill, host, keep, pack
-from pswire.api import Contribution, CreateReply, RoundReply
+from pswire.api import Contribution, RoundReply
 from pswire.errors import Fenced, PSError, PushAgain
-from pswire.limits import PART_BYTES
 from pswire.model.finite import is_finite
-from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder, VariableSpec
-from pswire.model.tensor import Array, TensorSpec, portable
+from pswire.model.plan import Plan, SnapshotOrder
+from pswire.model.tensor import Array, TensorSpec
 from pswire.telemetry.reminder import Reminder
 from pswire.transport.payload import EMPTY, Payload
 
@@ -76,7 +75,7 @@ class Outgoing:
 
 
 class Exchange:
-    """The rounds of this process, and its variables. Used by the thread that runs cross-replica code.
+    """The rounds of this process. Used by the thread that runs cross-replica code.
 
     Args:
         session: this process's session, open.
@@ -84,6 +83,7 @@ class Exchange:
 
     Attributes:
         measures: counters of rounds and reads.
+        creation: creates variables.
         reads: the variables' values as they were read between the rounds.
         window: the rounds under way.
     """
@@ -94,68 +94,13 @@ class Exchange:
         self.measures = RoundCounters()
         session.pace = self.measures.pace
         self._awaited = Awaited(session, group)
-        self._first_values = FirstValues(session, group)
         self.reads = ReadCache(session, group, self._awaited, self.measures)
         self.window = Window(session, group, self.reads, self._awaited, self.measures)
-        self._variables: dict[int, PlacedVariable] = {}
+        self.creation = Creation(session, group, self.reads)
+        self._variables = self.creation.variables
         self._proposed: set[bytes] = set()
         self._prepared: dict[bytes, PlanShares] = {}
-        self._restored: set[int] = set()
         self._pushed = [-1] * len(session.servers)  # the last round that each server was sent
-
-    # ---- Variables ----
-
-    def create(self, spec: VariableSpec, servers: tuple[int, ...], value: Array) -> PlacedVariable:
-        """Gets or creates a variable, with the first value of the lowest task that begins the job.
-
-        Args:
-            spec: name, dtype and shape.
-            servers: the servers that shall hold it; never empty for a new one.
-            value: this process's initial value, of that dtype and shape.
-
-        Raises:
-            VariableMismatch: another process created another variable in its place.
-            RoundTimeout: the process whose value it shall be does not create it.
-            MemoryLimit: the variable does not fit.
-        """
-        self.session.check()
-        number, ordinal = self.session.number, len(self._variables)
-        named = self.session.log_server.create(number, ordinal, -1, spec, servers, None)
-        variable = self._variables[named.id] = PlacedVariable(named.id, spec, named.servers)
-        first, *copies = variable.servers
-        given = named if first == 0 and named.initialized else self._begin(variable, ordinal, first, value)
-        if given.restored:
-            self._restored.add(variable.id)
-        if copies:
-            # Copies must be equal: all of them get the value that won on the first.
-            value = self.reads.pull(variable)
-            for server in copies:
-                self._give(variable, ordinal, server, value)
-        return variable
-
-    def _begin(self, variable: PlacedVariable, ordinal: int, server: int, value: Array) -> CreateReply:
-        ask = partial(self._create, variable, ordinal, server, None)
-        return self._first_values.wait(variable.spec.name, ask) or self._give(variable, ordinal, server, value)
-
-    def _give(self, variable: PlacedVariable, ordinal: int, server: int, value: Array) -> CreateReply:
-        # A large value travels only where it is wanted, a small one is sent sooner than asked for.
-        if value.nbytes > PART_BYTES:
-            found = self._create(variable, ordinal, server, None)
-            if found.initialized:
-                return found
-        return self._create(variable, ordinal, server, Payload.pack([portable(value)]))
-
-    def _create(self, variable: PlacedVariable, ordinal: int, server: int, value: Payload | None) -> CreateReply:
-        create, number = self.session.servers[server].create, self.session.number
-        return create(number, ordinal, variable.id, variable.spec, variable.servers, value)
-
-    def was_restored(self, id: int) -> bool:
-        """Returns whether the first value of a variable that this process created was a restored checkpoint's."""
-        return id in self._restored
-
-    def restored_names(self) -> frozenset[str]:
-        """Returns the names of the variables of which `was_restored` holds."""
-        return frozenset(self._variables[id].spec.name for id in self._restored)
 
     # ---- Rounds ----
 
@@ -326,7 +271,7 @@ class Exchange:
             observes,
             group.start,
             nonfinite,
-            previous,
+            previous=previous,
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:

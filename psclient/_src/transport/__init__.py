@@ -2,6 +2,7 @@
 
 session         opens, beats, waits and leaves; patience says which time counts against deadlines
 remote_server   the verbs of `ParameterServer` over gRPC and lanes; retries repeats an unanswered call
+older_server    what servers do in one call, and did in several in the version before
 grpc_calls      single attempts of calls over gRPC, which can be ended at once; grpc_stream has many on one stream
 tls_diagnosis   says why a TLS handshake fails
 lane            one fast connection for payloads; lane_selector tries them in order; silence finds dead ones

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from psclient._src.config import grpc_streams
-from psclient._src.transport import tls_diagnosis
+from psclient._src.transport import older_server, tls_diagnosis
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.grpc_calls import GrpcCalls
 from psclient._src.transport.lane import Answered, Lane, Offer
@@ -26,6 +26,7 @@ from pswire.api import (
     ALL,
     Begun,
     Contribution,
+    CreateBatchReply,
     CreateReply,
     Opened,
     PullReply,
@@ -39,10 +40,10 @@ from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import VERBS, batches, parse
-from pswire.errors import PSError
-from pswire.limits import Refused, Timeouts
+from pswire.errors import ConfigError, PSError
+from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
-from pswire.model.plan import Plan, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
@@ -95,6 +96,7 @@ class RemoteServer:
         self._lane = lane
         self._decoder = messages.RoundDecoder()
         self._lanes: dict[int, LaneSelector] = {}  # of each session
+        self._singly: dict[int, PlacedVariable] | None = None  # what a server has that knows no batches
         shown = security or Security()
         self._tls = shown.client_context() if shown.tls else None
         self._name = certificate_name(task_name(task))
@@ -184,6 +186,33 @@ class RemoteServer:
         reply = self._attempts.until_answered(VERBS["Create"], once, extra)
         return messages.CREATED.from_pb(parse(pb.CreateReply, reply))
 
+    def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
+        """Calls `ParameterServer.create_batch`; sends a large batch in several calls, to an older server one by one."""
+        try:
+            if self._singly is None:
+                return self._create_batch(session, variables)
+        except ConfigError:  # so does a server answer that is older than the verb
+            self._singly = {}
+        self._singly |= {variable.id: variable for variable in variables}
+        return older_server.create_each(self.create, self.task.index, session, variables)
+
+    def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
+        whole = CreateBatchReply(0)
+        encoded = [messages.VARIABLE.to_pb(variable) for variable in variables]
+        for first in range(0, max(len(encoded), 1), MAX_BATCH_VARIABLES):
+            for batch in batches(encoded[first : first + MAX_BATCH_VARIABLES]):
+                request = pb.CreateBatchRequest(session=session, variables=batch)
+                reply = messages.batch_from_pb(parse(pb.CreateBatchReply, self._ask("CreateBatch", request)))
+                whole = CreateBatchReply(
+                    whole.count + reply.count,
+                    whole.initialized + reply.initialized,
+                    whole.restored + reply.restored,
+                    reply.error,
+                )
+                if reply.error is not None:
+                    return whole
+        return whole
+
     def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
         """Implements `ParameterServer.propose`."""
         request = pb.ProposeRequest(
@@ -214,6 +243,10 @@ class RemoteServer:
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[RoundReply]:
         """Calls `ParameterServer.push`; the payload may still grow. Sends a broken stream again, whole."""
+        if contribution.first_values and self._singly is not None:
+            return self._threads.submit(
+                partial(older_server.give_each, self.create, self._singly, contribution, payload)
+            )
         header = messages.contribution_to_pb(contribution, payload.size).SerializeToString()
 
         def once(seconds: float) -> RoundReply:

@@ -203,8 +203,10 @@ def test_what_servers_were_told_last(run):
         assert not any(one["refused"] for one in told)
         for task in (W0, W1):
             pushed = [one["said"] for one in told if one["what"] == "push" and one["said"].startswith(str(task))]
+            pushed = [text for text in pushed if "first value" not in text]
             assert [f": round {at} of epoch 1, " in text for at, text in enumerate(pushed[:5])] == [True] * 5
-        assert [one["said"] for one in told if one["what"] == "worked"] == ["step (arrays)"] * 5
+        worked = [one["said"] for one in told if one["what"] == "worked"]
+        assert worked == ["copy (arrays)"] * (len(worked) - 5) + ["step (arrays)"] * 5
     code, text = run("recent", "--server", "1")
     assert code == 0
     assert "ps-1    push " in text

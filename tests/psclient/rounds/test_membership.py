@@ -52,7 +52,7 @@ class Process:
         return Member(self.session.task, self.session.number, self.session.replicas, self.session.consistency)
 
     def create(self, name: str, server: int = 0) -> Any:
-        return self.exchange.create(VariableSpec(name, NUMBER), (server,), np.asarray(0))
+        return self.exchange.creation.create(VariableSpec(name, NUMBER), (server,), np.asarray(0), now=True)
 
     def add(self, plan: Any, value: int) -> None:
         self.exchange.enter(plan)

@@ -66,6 +66,10 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((VARIABLE, 1, np.zeros(3), False), "'dense/kernel' float32[2,3]"),
         ((VARIABLE, None, None, True), "'dense/kernel' float32[2,3], with a value of a checkpoint"),
     ],
+    "create_batch": [((SESSION, (VARIABLE, VARIABLE)), f"{WHO}: 2 variables")],
+    "initialize_batch": [
+        (((VARIABLE,), 1, {4: np.zeros(3)}, None), "1 variable, with values of a checkpoint"),
+    ],
     "pull": [
         ((SESSION, (1, 2, 3), 5, FUTURE), f"{WHO}: 3 variables after round 5"),
         ((0, (1,), -1, FUTURE), "no session: 1 variable"),
@@ -87,7 +91,11 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((TOKEN, 0, [], {}), "the log from 0 on: nothing"),
     ],
     "push": [
-        ((Contribution(SESSION, 1, 5, PLAN.id), Payload((), 40), None, FUTURE), f"{WHO}: round 5 of epoch 1, 40 bytes")
+        (
+            (Contribution(SESSION, 0, 0, b"", first_values=(4, 5)), Payload((), 2048), None, FUTURE),
+            f"{WHO}: 2 first values, 2 KiB",
+        ),
+        ((Contribution(SESSION, 1, 5, PLAN.id), Payload((), 40), None, FUTURE), f"{WHO}: round 5 of epoch 1, 40 bytes"),
     ],
     "hear": [
         ((1, Vote(7, 5, PLAN.id, 1, 0, frozenset((SESSION,)))), "server 1 votes in round 5"),

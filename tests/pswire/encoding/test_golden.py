@@ -14,6 +14,7 @@ changed is something that the last release says otherwise.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sys
 import threading
@@ -112,10 +113,15 @@ def offer_fixed(stack: ExitStack, thread: ServerThread) -> None:
     lanes.port, lanes.path = DATA_PORT, DATA_PATH
 
 
+def method_of(verb: str) -> str:
+    """The name of a verb in `ParameterServer`."""
+    return re.sub(r"\B(?=[A-Z])", "_", verb).lower()
+
+
 def make(server: RemoteServer, sample: Sample) -> Any:
     """Makes a call by the client's method; gives the answer, or the error that is raised, as a plain value."""
     try:
-        found = getattr(server, sample.verb.lower())(*sample.args)
+        found = getattr(server, method_of(sample.verb))(*sample.args)
         return plain(found.result(SECONDS) if isinstance(found, Future) else found)
     except PSError as error:
         return plain(error)

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
-from pswire.api import Contribution, PullReply, RoundReply, Vote
+from pswire.api import Contribution, CreateBatchReply, PullReply, RoundReply, Vote
 from pswire.encoding import messages
 from pswire.encoding.mapper import Codec, Mapper
 from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
@@ -27,6 +27,7 @@ BY_HAND: dict[type, Codec[Any, Any]] = {
     Contribution: Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
     RoundReply: Codec(pb.RoundHeader, messages.round_to_pb, lambda m: messages.round_from_pb(m, EMPTY)),
     PullReply: Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
+    CreateBatchReply: Codec(pb.CreateBatchReply, messages.batch_to_pb, messages.batch_from_pb),
     PSError: Codec(pb.Refusal, refusal_to_pb, refusal_from_pb),
     Vote: Codec(pb.ServerVote, lambda v: messages.vote_to_pb(v, PEER_INCARNATION), messages.vote_from_pb),
 }
@@ -37,6 +38,7 @@ REQUESTS: list[type[Message]] = [
     *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.RecentReply),
     *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive),
     *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame),
+    pb.CreateBatchRequest,
 ]
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
 

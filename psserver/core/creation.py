@@ -1,0 +1,105 @@
+"""The creation of variables on one server: server 0 names them, their holders declare them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from psserver.checkpoints.restores import Restores
+from psserver.core.log import Log
+from psserver.state.variables import Store
+from pswire.api import CreateBatchReply, CreateReply
+from pswire.cluster import Task
+from pswire.errors import InvalidRequest, PSError, VariableMismatch
+from pswire.limits import MAX_VARIABLES
+from pswire.model.plan import PlacedVariable, VariableSpec
+from pswire.model.tensor import Array
+
+
+class Creation:
+    """Creates variables, and says what is known of them. Guarded by the core's lock.
+
+    Args:
+        store: the variables.
+        log: of server 0, which names them.
+        restores: what a checkpoint has for them.
+    """
+
+    def __init__(self, store: Store, log: Log, restores: Restores) -> None:
+        self._store = store
+        self._log = log
+        self._restores = restores
+
+    # ---- One, as older clients create it ----
+
+    def create(self, task: Task, ordinal: int, id: int, spec: VariableSpec, servers: tuple[int, ...]) -> PlacedVariable:
+        """Creates or finds a variable; on server 0 with the number -1 this names it."""
+        if id < 0 and self._store.server == 0:
+            return self._log.name(task, ordinal, spec, servers)
+        variable = PlacedVariable(id, spec, servers)
+        self._declare(variable, MAX_VARIABLES if self._store.server else len(self._store.variables))
+        return variable
+
+    def initialize(self, variable: PlacedVariable, array: Array | None, saved: bool) -> CreateReply:
+        """Gives a variable its first value, if there is one; `saved` is True for a checkpoint's value."""
+        if array is not None and self._store.initialize(variable.id, array) and saved:
+            self._restores.begun.add(variable.id)
+        restored = variable.id in self._restores.begun
+        return CreateReply(variable.id, variable.servers, self._valued(variable), restored)
+
+    # ---- Several ----
+
+    def create_batch(
+        self, task: Task, variables: Sequence[PlacedVariable]
+    ) -> tuple[CreateBatchReply, tuple[PlacedVariable, ...]]:
+        """Creates or finds several variables, up to the first that is refused.
+
+        Returns:
+            The answer, and those that need a first value here.
+        """
+        refusal: PSError | None = None
+        for count, variable in enumerate(variables):
+            try:
+                if self._store.server == 0:
+                    self._name(task, variable)
+                else:
+                    self._declare(variable, MAX_VARIABLES)
+            except PSError as error:
+                refusal, variables = error, variables[:count]
+                break
+        return self._reply(variables, refusal), tuple(filter(self.needs_value, variables))
+
+    def initialize_batch(
+        self, variables: Sequence[PlacedVariable], saved: Mapping[int, Array], error: PSError | None
+    ) -> CreateBatchReply:
+        """Gives variables the values that a checkpoint has for them, by number; `error` refuses the one behind them."""
+        for id, array in saved.items():
+            if self._store.initialize(id, array):
+                self._restores.begun.add(id)
+        return self._reply(variables, error)
+
+    def needs_value(self, variable: PlacedVariable) -> bool:
+        """Returns whether a variable lives here and has no value."""
+        return self._store.server in variable.servers and not self._valued(variable)
+
+    def _name(self, task: Task, variable: PlacedVariable) -> None:
+        """Names a variable on server 0, which has to have the number and the servers that its creator says."""
+        there = self._log.name(task, variable.id, variable.spec, variable.servers)
+        if there != variable:
+            raise VariableMismatch(
+                f"{task} creates variable {variable.spec} on servers {variable.servers[:8]}, in this order; others "
+                f"created it on {there.servers}. Give every process the same ps_strategy"
+            )
+
+    def _declare(self, variable: PlacedVariable, known: int) -> None:
+        if self._store.server not in variable.servers or not 0 <= variable.id < known:
+            task = str(self._store.task)
+            raise InvalidRequest(f"variable {variable.spec} was not placed on this server", task)
+        self._store.declare(variable)
+
+    def _valued(self, variable: PlacedVariable) -> bool:
+        return self._store.server in variable.servers and self._store.initialized(variable.id)
+
+    def _reply(self, variables: Sequence[PlacedVariable], error: PSError | None) -> CreateBatchReply:
+        valued = tuple([variable.id for variable in variables if self._valued(variable)])
+        restored = tuple([variable.id for variable in variables if variable.id in self._restores.begun])
+        return CreateBatchReply(len(variables), valued, restored, error)

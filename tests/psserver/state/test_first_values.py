@@ -1,0 +1,194 @@
+"""First values on their way to a server: they come in parts, are copied once, and the first ones count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psserver.devices import Device
+from psserver.effects import Await, Effect, Fail, Reply, Run, Work
+from psserver.state.first_values import FirstValues
+from psserver.state.variables import Store
+from pswire.api import RoundReply
+from pswire.errors import Fenced, InvalidRequest
+from pswire.limits import PART_BYTES
+from pswire.model.plan import PlacedVariable, VariableSpec
+from pswire.model.tensor import Array, as_bytes, spec_of
+from pswire.transport.payload import Payload
+
+A, B = 7, 8
+"""Sessions."""
+
+VALUES: list[Array] = [
+    np.arange(5, dtype="int16"),
+    np.zeros((0, 3), "float32"),
+    np.arange(100, dtype="float64").reshape(10, 10),
+    np.array(True),
+]
+
+
+class Server:
+    """First values without threads: work is done, and an awaited payload looked at, when the test says so."""
+
+    def __init__(self, values: Sequence[Array] = VALUES) -> None:
+        self.store = Store(1, Device(), 0)
+        for id, value in enumerate(values):
+            self.store.declare(PlacedVariable(id, VariableSpec(f"v{id}", spec_of(value)), (1,)))
+        self.store.declare(PlacedVariable(99, VariableSpec("elsewhere", spec_of(values[0])), (0,)))
+        self.first_values = FirstValues(self.store)
+        self.work: list[Work] = []
+        self.looks = 0
+
+    def push(self, session: int, ids: tuple[int, ...], payload: Payload) -> Future[RoundReply]:
+        future: Future[RoundReply] = Future()
+        self._take(self.first_values.push(session, ids, payload, future))
+        self.progress()
+        return future
+
+    def progress(self) -> None:
+        self._take(self.first_values.next())
+
+    def do(self) -> None:
+        """Does the work that waits, and what follows from it, until there is none."""
+        while self.work:
+            work = self.work.pop(0)
+            work.call(*work.args)
+            assert work.then is not None
+            self._take(work.then(None, None, 0.0))
+            self.progress()
+
+    def end(self, session: int) -> None:
+        self._take(self.first_values.fail(session, Fenced("it ended")))
+
+    def _take(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Work():
+                    self.work.append(effect)
+                case Await():
+                    effect.payload.reach(effect.offset, self.progress)
+                case Run():
+                    effect.call(*effect.args)
+                case Reply():
+                    effect.future.set_result(effect.value)
+                case Fail():
+                    effect.future.set_exception(effect.error)
+
+    def value(self, id: int) -> Any:
+        return self.store.value(id).tolist()
+
+
+def packed(values: Sequence[Array]) -> bytes:
+    """The bytes of a payload of these values, padding and all."""
+    whole = Payload.pack(values)
+    found = bytearray(whole.size)
+    for offset, buffer in whole.chunks:
+        found[offset : offset + len(buffer)] = buffer
+    return bytes(found)
+
+
+@pytest.mark.parametrize("step", [1, 16, 48, 1 << 20])
+@pytest.mark.parametrize("eager", [True, False], ids=["copied as it comes", "copied in the end"])
+def test_values_are_as_they_were_sent(step, eager):
+    """Wherever they are cut; nothing is there before all is."""
+    server, data = Server(), packed(VALUES)
+    payload = Payload((), len(data))
+    future = server.push(A, (0, 1, 2, 3), payload)
+    for at in range(0, len(data), step):
+        assert not future.done()
+        assert not server.store.initialized(0)
+        payload.add(at, memoryview(data[at : at + step]))
+        if eager:
+            server.do()
+            assert payload.begin == payload.end, "what was copied is let go of"
+    server.do()
+    assert future.result().payload.size == 0
+    assert [server.value(id) for id in range(4)] == [value.tolist() for value in VALUES]
+    assert all(server.store.value(id).flags.owndata for id in range(4)), "rounds write into them"
+    assert server.first_values.sessions() == ()
+
+
+def test_the_first_values_count():
+    """Those of another session change nothing, and it is told that the variables have some; only missing ones count."""
+    server, mine = Server(), [np.full(5, 3, "int16"), np.zeros((10, 10))]
+    server.push(A, (0,), Payload.pack(VALUES[:1]))
+    late = server.push(B, (0, 2), Payload.pack(mine))
+    server.do()
+    assert late.done()
+    assert (server.value(0), server.value(2)) == (VALUES[0].tolist(), mine[1].tolist())
+    again = server.push(B, (2, 0), Payload((), len(packed(mine[::-1]))))
+    assert again.done(), "nobody waits for bytes that are not wanted"
+
+
+def test_a_resend_goes_on_where_the_first_call_has_stopped():
+    """A lane that broke has brought a part of it; both calls are answered."""
+    server, data = Server(), packed(VALUES)
+    first, second = (Payload((), len(data)) for _ in range(2))
+    one = server.push(A, (0, 1, 2, 3), first)
+    first.add(0, memoryview(data[:64]))
+    server.do()
+    two = server.push(A, (0, 1, 2, 3), second)
+    second.add(0, memoryview(data[:256]))
+    server.do()
+    assert not two.done()
+    second.add(256, memoryview(data[256:]))
+    server.do()
+    assert (one.done(), two.done(), server.value(2)) == (True, True, VALUES[2].tolist())
+
+
+def test_a_session_that_ends_gives_nothing():
+    """What it has sent is dropped, also what is being copied; another one's values are taken."""
+    server, data = Server(), packed(VALUES)
+    payload = Payload((), len(data))
+    future = server.push(A, (0, 1, 2, 3), payload)
+    payload.add(0, memoryview(data[:128]))
+    server.end(A)
+    with pytest.raises(Fenced):
+        future.result(0)
+    payload.add(128, memoryview(data[128:]))
+    server.do()
+    assert not server.store.initialized(0)
+    server.push(B, (0,), Payload.pack([np.ones(5, "int16")]))
+    server.do()
+    assert server.value(0) == [1] * 5
+
+
+def test_a_session_sends_one_push_at_a_time():
+    """Other values give up those before: what a client can make a server hold is bounded."""
+    server = Server()
+    given_up = server.push(A, (2,), Payload((), VALUES[2].nbytes))
+    server.push(A, (0,), Payload.pack(VALUES[:1]))
+    with pytest.raises(InvalidRequest, match="came after"):
+        given_up.result(0)
+    server.do()
+    assert server.value(0) == VALUES[0].tolist()
+    assert not server.store.initialized(2)
+
+
+@pytest.mark.parametrize("ids", [(0, 0), (5,), (99,), (0, 99)], ids=str)
+def test_other_variables_are_refused(ids):
+    """Twice the same, one that nobody has created, one that lives elsewhere."""
+    with pytest.raises(InvalidRequest, match="held here, each once"):
+        Server().push(A, ids, Payload.pack([VALUES[0]] * len(ids)))
+
+
+def test_a_payload_of_another_size_is_refused():
+    """It cannot be their values."""
+    with pytest.raises(InvalidRequest, match="11 bytes has not the first values of 1 variables"):
+        Server().push(A, (0,), Payload((), 11))
+
+
+def test_a_large_value_is_taken_in_as_it_comes():
+    """A server takes no more of it in than what it may have in flight."""
+    large = np.zeros(4 * PART_BYTES, "int8")
+    server, payload = Server([large]), Payload((), large.nbytes)
+    server.push(A, (0,), payload)
+    payload.add(0, as_bytes(large)[: 3 * PART_BYTES])
+    told: list[str] = []
+    assert payload.crowded(2 * PART_BYTES, lambda: told.append("there is room"))
+    server.do()
+    assert (payload.begin, told) == (3 * PART_BYTES, ["there is room"])
