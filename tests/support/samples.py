@@ -61,9 +61,11 @@ from pswire.model.plan import (
 )
 from pswire.model.program import Input, Node, Program
 from pswire.model.status import (
+    STILL,
     Happened,
     MissedPeer,
     OpenRound,
+    Pace,
     ProcessStatus,
     Saving,
     ServerStatus,
@@ -144,7 +146,7 @@ ENTRIES: tuple[LogEntry, ...] = (
     Done(),
 )
 SESSIONS = (
-    SessionState(MEMBERS[0], "open", "plan:00ff", 1.5, False),
+    SessionState(MEMBERS[0], "open", "plan:00ff", 1.5, False, Pace(7, 9, 8)),
     SessionState(Member(CHIEF, 10, 0, "sync"), "lost", "", 0.25, True),
 )
 PROCESS = ProcessStatus(
@@ -183,7 +185,7 @@ BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), p
 def contribution(**said: Any) -> Contribution:
     """What a worker says in a round."""
     full = Contribution(SESSION, 6, 41, PLAN_ID, (1.0, 0.5, -3.25), True, POSITIONS, (150, 1 << 35), True, -1, (2, 300))
-    full = replace(full, first_values=(151, 1 << 36))
+    full = replace(full, first_values=(151, 1 << 36), previous=40)
     return replace(full, **said)
 
 
@@ -240,7 +242,8 @@ def error(name: str) -> PSError:
 
 
 _SESSION_AND_VERSION = (SESSION, 40, -70_000)
-_OPENED = Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9)
+_OPENED = Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8)
+_PACE = Pace(30, 61, 32)
 _CREATED = CreateReply(150, (0, 3), True, True)
 _CREATE = (SESSION, 12, -1, VARIABLE.spec, (0, 3))
 _BATCH = (VARIABLE, replace(VARIABLE, id=151, servers=(3,)))
@@ -255,8 +258,8 @@ SAMPLES = (
     Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8), _OPENED),
     Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8), _OPENED),
     Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0), Opened(1, INCARNATION, 0, 0, "cpu")),
-    Sample("Beat", "full", (SESSION, 41, PLAN_ID)),
-    Sample("Beat", "least", (SESSION, -1, b"")),
+    Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE)),
+    Sample("Beat", "least", (SESSION, -1, b"", STILL)),
     Sample("Leave", "full", (SESSION, "it failed")),
     Sample("Leave", "least", (SESSION, "")),
     Sample("Create", "to name it", (*_CREATE, None), CreateReply(150, (0, 3), False, False)),
@@ -302,7 +305,7 @@ SAMPLES = (
     Sample("Status", "least", (), BARE),
     Sample("Recent", "full", (), (HAPPENED, Happened(0.25, "close", ""))),
     Sample("Recent", "least", (), ()),
-    *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID), error(name)) for name in BY_NAME),
+    *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID, STILL), error(name)) for name in BY_NAME),
 )
 
 
