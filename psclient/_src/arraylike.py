@@ -167,13 +167,29 @@ class LazyArray(Readable):
         return str(self.numpy())
 
 
+class LazyCopy(LazyArray):
+    """One replica's own object of a value that all of them have.
+
+    Args:
+        value: the value.
+    """
+
+    def __init__(self, value: LazyArray) -> None:
+        self.spec = value.spec
+        self._value = value
+
+    def _fetch(self) -> Array:
+        return self._value._fetch()
+
+
 class Mirrored(Readable, DistributedValues):
     """A value that is the same on every replica. In cross-replica context it behaves as the first replica's."""
 
     @property
     def spec(self) -> TensorSpec:  # type: ignore[override]
         """Dtype and shape."""
-        return spec_of(as_array(self.values[0]))
+        first = self.values[0]
+        return first.spec if isinstance(first, Readable) else spec_of(as_array(first))
 
     def _mine(self) -> Any:
         index = context.local_replica(context.get_strategy()) or 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 from psclient._src import context, nest
-from psclient._src.arraylike import HostArray, LazyArray, Mirrored, Readable, read, reduced_array
+from psclient._src.arraylike import HostArray, LazyArray, LazyCopy, Mirrored, Readable, read, reduced_array
 from psclient._src.context import StrategyFace
 from psclient._src.devices import Device, Value, is_array, local_devices, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
@@ -407,10 +407,10 @@ class StrategyExtended:
     def _bring(value: object, devices: Sequence[Device]) -> Value:
         """Copies a value to worker devices: returns an array for one device, else a mirrored value.
 
-        One that comes to the only CPU is copied when it is looked at.
+        One that comes to CPUs is there when it is looked at.
         """
-        if isinstance(value, LazyArray) and len(devices) == 1 and devices[0].kind == "cpu":
-            return value
+        if isinstance(value, LazyArray) and all(device.kind == "cpu" for device in devices):
+            return value if len(devices) == 1 else Mirrored([LazyCopy(value) for _ in devices])
         array = read(value)
         copies = [reduced_array(array, device) for device in devices]
         return copies[0] if len(copies) == 1 else Mirrored(copies)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from psclient._src.data.progress import Pass
 from psclient._src.rounds.prepared import PlanShares
@@ -29,7 +30,6 @@ class UnderWay:
         passed: the pass over a dataset that it belongs to; None outside of all.
         waited: True if the call that makes it waits for it: that call is told where it fails.
         line: the user's line that made it.
-        replies: the answers, once its values are taken.
         values: what its plan returns; None until they are taken.
         failure: why it failed, for every process; None if it did not.
     """
@@ -43,6 +43,21 @@ class UnderWay:
     passed: Pass | None
     waited: bool
     line: str
-    replies: Mapping[int, RoundReply] = field(default_factory=dict)
     values: Mapping[Ref, Array] | None = None
     failure: PSError | None = None
+
+
+class Answered(NamedTuple):
+    """What the answers to a round say of the members; its values are nobody's concern any more.
+
+    Attributes:
+        number: the round's number.
+        passed: as in `UnderWay`.
+        epoch: the newest epoch that they name; None where the round failed.
+        more: True if any member had a further batch.
+    """
+
+    number: int
+    passed: Pass | None
+    epoch: Epoch | None
+    more: bool

@@ -19,7 +19,7 @@ from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.read_cache import ReadCache, frozen
-from psclient._src.rounds.under_way import UnderWay
+from psclient._src.rounds.under_way import Answered, UnderWay
 from psclient._src.tracing.diagnostics import users_line
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
@@ -61,7 +61,8 @@ class Window:
         self._awaited = awaited
         self._measures = measures
         self._taking = threading.RLock()  # held by the thread that waits for answers
-        self._rounds: deque[UnderWay] = deque()  # whose answers are not taken in
+        self._rounds: deque[UnderWay] = deque()  # whose values are not taken
+        self._answered: deque[Answered] = deque()  # what was said of the members, and is not taken in
         self._lines: list[str] = []  # where this step has waited
         self._told = False
         self._thread = 0
@@ -104,14 +105,15 @@ class Window:
         if round.values is not None:
             return
         with self._taking:
-            left = [each for each in self._rounds if each.values is None and each.number <= round.number]
-            if not left:
+            if round.values is not None:
                 return
             if not round.waited:
                 self._lines.append(users_line())
             with self._measures:
-                for each in left:
-                    self._take(each)
+                while round.values is None:
+                    if self._rounds[0].values is None:  # else an interrupt came before the next line
+                        self._take(self._rounds[0])
+                    self._rounds.popleft()
                     self._say_waits()
 
     def take_in(self, before: int) -> None:
@@ -119,12 +121,9 @@ class Window:
         due = [round for round in self._rounds if round.number < before]
         if due:
             self.take(due[-1])
-        for round in due:
-            self._rounds.popleft()
-            replies = round.replies.values()
-            epochs = [reply.epoch for reply in replies]
-            newest = max(epochs, key=lambda epoch: epoch.number, default=None)
-            self._group.answered(round.passed, newest, any(reply.more for reply in replies))
+        while self._answered and self._answered[0].number < before:
+            said = self._answered.popleft()
+            self._group.answered(said.passed, said.epoch, said.more)
 
     def settle(self) -> None:
         """Takes in the answers to all rounds."""
@@ -146,8 +145,8 @@ class Window:
     def _say_waits(self) -> None:
         """Notes for the beats which round is the oldest that is not answered."""
         if not self._group.alone:
-            oldest = next((round for round in self._rounds if round.values is None), None)
-            self._session.waits = (-1, b"") if oldest is None else (oldest.number, oldest.plan.id)
+            rounds = self._rounds
+            self._session.waits = (rounds[0].number, rounds[0].plan.id) if rounds else (-1, b"")
 
     # ---- Answers ----
 
@@ -174,7 +173,10 @@ class Window:
         if replies:
             self.last_round = self._members(round, replies)
         self._measures.rounds["completed" if failure is None else "failed"] += 1
-        round.replies, round.failure, round.futures = replies, failure, {}
+        newest = max((reply.epoch for reply in replies.values()), key=lambda epoch: epoch.number, default=None)
+        more = any(reply.more for reply in replies.values())
+        self._answered.append(Answered(round.number, round.passed, newest, more))
+        round.failure, round.futures = failure, {}
         round.values = values  # last: who sees it looks at no lock
 
     def _gather(self, round: UnderWay) -> tuple[dict[int, RoundReply], PSError | None]:
