@@ -151,7 +151,8 @@ class Checkpoint:
         """
         counter, path = self.save_counter, f"{file_prefix}-{number}"
         self.backend.check_path(path)
-        with self._saving("save", options or DEFAULT):
+        # As in a merge call: the count is part of the round that the checkpoint is of.
+        with self._saving("save", options or DEFAULT), context.enter_cross_replica(self.strategy):
             counter.assign_add(1)
             tracked = self._explore()
             self.backend.save(path, Content(tracked.variables, {**tracked.states(), **(note or {})}, delete, True))

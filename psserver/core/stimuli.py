@@ -163,7 +163,7 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"{task}: " + ("drives" if drives else f"{_counted(replicas, 'replica')}, {mode}")
         case "leave", (int(session), str(error)):
             return f"{who(session)}: {error or 'cleanly'}"
-        case "beat", (int(session), int(round), _):
+        case "beat", (int(session), int(round), *_):
             return who(session) + (f": waits in round {round}" if round >= 0 else "")
         case "create", (int(session), _, int(id), str(spec), *_):
             return f"{who(session)}: {spec}" + (f", number {id}" if id >= 0 else "")

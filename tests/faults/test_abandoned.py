@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.chief.driver import Chief
-from psclient._src.launch.script import SERVER_LOST
+from psclient._src.processes.shutdown import SERVER_LOST
 from psclient._src.transport.remote_server import connect
 from psserver.config import ServerConfig
 from psserver.transport.server import ServerThread

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import psclient as ps
-from psclient._src.launch.script import SERVER_LOST
+from psclient._src.processes.shutdown import SERVER_LOST
 from psclient._src.transport import lane_selector as client_lanes
 from pstesting.processes import CALM, CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say

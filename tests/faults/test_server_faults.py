@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.launch.script import SERVER_LOST
+from psclient._src.processes.shutdown import SERVER_LOST
 from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.launch.script import SERVER_LOST
+from psclient._src.processes.shutdown import SERVER_LOST
 from pstesting.network import Relay
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say

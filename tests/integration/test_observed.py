@@ -30,6 +30,7 @@ def observed(rounds: int) -> None:
         v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
     for _ in range(rounds):
         strategy.run(add, args=(v, np.ones(1 << 12, "float32")))
+        v.numpy()
     logging.getLogger("mine").warning("half way")
     say("rounds", strategy.round)
     gate("on")

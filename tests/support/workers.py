@@ -46,6 +46,9 @@ class Worker:
     def finish(self, dataset: int) -> None:
         self.empty = frozenset()
 
+    def made_round(self, dataset: int) -> bool:
+        return self.others_more is not None
+
     def any_more(self, dataset: int) -> bool | None:
         return self.others_more
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from psclient._src.launch.script import SERVER_LOST
+from psclient._src.processes.shutdown import SERVER_LOST
 from pswire.cluster import Task
 
 

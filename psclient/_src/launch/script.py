@@ -25,11 +25,7 @@ log = logging.getLogger("psworker")
 _OURS = tuple(str(path) + os.sep for path in (Path(__file__).parents[2], *map(Path, pswire.__path__)))
 _PR_SET_PDEATHSIG = 1
 
-SERVER_LOST = 75
-"""The exit code of a process that `ServerLost` ended, EX_TEMPFAIL of sysexits.h: nothing is wrong with the process
-itself, and another attempt goes on from a checkpoint."""
-
-_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2, ServerLost: SERVER_LOST}
+_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2, ServerLost: shutdown.SERVER_LOST}
 
 
 def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool = False) -> int:
@@ -43,7 +39,7 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
 
     Returns:
         The exit code: 0, the script's own, 2 without such a script, that of the error that ended it, or
-        `endings.NOT_SAVED` where what was to be done after its end was not.
+        `shutdown.code_of` what was to be done after its end and was not.
     """
     path = Path(script)
     if not path.exists():
@@ -61,7 +57,7 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
         failures = shutdown.run()
     for error in failures:
         say(task, f"error: {' '.join(str(error).split())}")
-    return shutdown.NOT_SAVED if failures and not code else code
+    return code or shutdown.code_of(failures)
 
 
 def _run(script: str) -> int:
@@ -98,7 +94,7 @@ def _hook(script: str, task: Task | None, debug: bool) -> Callable[..., None]:
 def code_of(error: BaseException) -> int:
     """The exit code of a process that an error ends.
 
-    2 says that another attempt would end in the same way, `SERVER_LOST` that another process is to blame.
+    2 says that another attempt would end in the same way, `shutdown.SERVER_LOST` that another process is to blame.
     """
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
 

@@ -13,15 +13,19 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from pswire.errors import PSError
+from pswire.errors import CheckpointError, PSError, ServerLost
 
 log = logging.getLogger("psclient")
 
 NOT_SAVED = 73
 """The exit code of a process whose script ended well, and what was to be done after it was not: EX_CANTCREAT of
 sysexits.h, as it was to write a checkpoint."""
+
+SERVER_LOST = 75
+"""The exit code of a process that `ServerLost` ended, EX_TEMPFAIL of sysexits.h: nothing is wrong with the process
+itself, and another attempt goes on from a checkpoint."""
 
 _endings: list[Callable[[], None]] = []
 
@@ -58,6 +62,13 @@ def run() -> list[PSError]:
     return failures
 
 
+def code_of(failures: Sequence[PSError]) -> int:
+    """Returns the exit code of a process whose script ended well, and then something failed; 0 where nothing did."""
+    if not failures or isinstance(failures[0], CheckpointError):
+        return NOT_SAVED if failures else 0
+    return SERVER_LOST if isinstance(failures[0], ServerLost) else 1
+
+
 def _run_at_exit() -> None:
     """After a script that `python` runs: says why the process fails, and has it end with that code.
 
@@ -68,7 +79,7 @@ def _run_at_exit() -> None:
     for error in failures:
         print(f"{sys.argv[0] or 'python'}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)  # noqa: T201
     if failures:
-        ctypes.pythonapi.Py_Exit(NOT_SAVED)
+        ctypes.pythonapi.Py_Exit(code_of(failures))
 
 
 # The executors of `concurrent.futures` end by this function as well: Python has no public one that runs early enough.

@@ -293,7 +293,7 @@ class RemoteBackend:
         for variable in self._copies:
             if variable.aggregation is not VariableAggregation.NONE:
                 variable.saved.assign_aggregate(variable.strategy, "assign", variable)
-        self.settle()  # It is of the values that all rounds before it have left.
+        self._exchange.window.settle()  # It is of the values that all rounds before it have left.
         section = self.section_here
         section.order_snapshot(path, self.group.round, state)
         return self._send(section).id

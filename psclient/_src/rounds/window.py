@@ -24,6 +24,7 @@ from psclient._src.tracing.diagnostics import users_line
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
 from pswire.api import RoundReply
+from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.model.plan import Ref
 from pswire.model.tensor import Array
@@ -63,6 +64,7 @@ class Window:
         self._taking = threading.RLock()  # held by the thread that waits for answers
         self._rounds: deque[UnderWay] = deque()  # whose values are not taken
         self._answered: deque[Answered] = deque()  # what was said of the members, and is not taken in
+        self._missing: list[set[Task]] = [set() for _ in session.servers]  # in the last round of each
         self._lines: list[str] = []  # where this step has waited
         self._told = False
         self._thread = 0
@@ -78,6 +80,11 @@ class Window:
     def mine(self) -> bool:
         """True in the thread that has sent the last round, or where none was sent."""
         return self._thread in (0, threading.get_ident())
+
+    @property
+    def busy(self) -> bool:
+        """True while rounds are under way whose values were not taken."""
+        return bool(self._rounds)
 
     def add(self, round: UnderWay) -> None:
         """Adds a round that the calling thread has sent, behind all others."""
@@ -163,9 +170,10 @@ class Window:
             tensors = [frozen(array) for array in reply.payload.tensors(specs)]
             fresh |= zip([id for id, _ in want], tensors, strict=False)
             values |= zip([ref for ref, _ in given], tensors[len(want) :], strict=True)
-            for task in reply.left_out:
-                self._measures.left_out += 1
+            self._measures.left_out += len(reply.left_out)
+            for task in set(reply.left_out) - self._missing[server]:
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)
+            self._missing[server] = set(reply.left_out)
         # Of a variable that several servers hold each of them says the same.
         for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
             log.warning("%s", words)

@@ -98,7 +98,7 @@ class ParameterServerStrategy(Strategy):
         self._closing = threading.Lock()
         self._closed = False
         self._failed = False
-        self._unsaved: CheckpointError | None = None
+        self._undone: PSError | None = None
         self._last_error = _last_error()
         try:
             self._connect()
@@ -186,6 +186,7 @@ class ParameterServerStrategy(Strategy):
 
         Raises:
             CheckpointError: the last checkpoint could not be written; all else is done.
+            PSError: the last rounds, which the script did not wait for, were not made.
         """
         if os.getpid() != self._owner:
             return
@@ -212,10 +213,12 @@ class ParameterServerStrategy(Strategy):
             self._exporter.stop()
         if self._embedded:
             self._embedded.stop()
-        if self._unsaved is not None:
-            raise self._unsaved
+        if self._undone is not None:
+            raise self._undone
 
     def _flush_last(self) -> str:
+        # What ends a script's last rounds is raised by nothing else.
+        untold = self._exchange.window.busy and not self._session.told
         try:
             # A script that has caught why its session ended does not leave cleanly either.
             self._session.check()
@@ -223,6 +226,7 @@ class ParameterServerStrategy(Strategy):
             self._wait_saved()
         except PSError as error:
             log.error("%s does not leave cleanly: %s", self.task, error)
+            self._undone = error if untold else None
             return str(error)
         return ""
 
@@ -231,7 +235,7 @@ class ParameterServerStrategy(Strategy):
         try:
             self._remote.checkpoints.saved()
         except CheckpointError as error:
-            self._unsaved = CheckpointError(f"the last {error.message}", str(self.task))
+            self._undone = CheckpointError(f"the last {error.message}", str(self.task))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._failed = self._failed or kind is not None

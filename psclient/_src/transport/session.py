@@ -73,6 +73,8 @@ class Session:
         self.incarnations: tuple[int, ...] = ()
         self.devices: tuple[str, ...] = ()
         """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
+        self.told = False
+        """True once the error that ended it was raised: the script may have caught it."""
         self.waits = (-1, b"")
         """The oldest round that is not answered, and its plan, for the beats."""
         self.pace: Callable[[], Pace] = Pace
@@ -285,6 +287,7 @@ class Session:
     def check(self) -> None:
         """Raises the error that ended this session, if one did."""
         if self._broken.done():
+            self.told = True
             self._broken.result()
 
     def deadline(self, seconds: float) -> Deadline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psclient._src.launch.restarts import Replacement, Restarts
-from psclient._src.launch.script import SERVER_LOST
+from psclient._src.processes.shutdown import SERVER_LOST
 from pswire.cluster import Task
 
 PS, A, B = Task("ps", 0), Task("worker", 0), Task("worker", 1)

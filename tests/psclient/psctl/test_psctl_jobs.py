@@ -120,6 +120,7 @@ def train(rounds, stop, mode="sync"):
             say("at", stop)
             gate("go1")
         strategy.run(step)
+        u.numpy()
         say("did", strategy.round - 1)
     say("done")
     gate("end")
