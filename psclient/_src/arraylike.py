@@ -171,15 +171,15 @@ class LazyCopy(LazyArray):
     """One replica's own object of a value that all of them have.
 
     Args:
-        value: the value.
+        source: the value.
     """
 
-    def __init__(self, value: LazyArray) -> None:
-        self.spec = value.spec
-        self._value = value
+    def __init__(self, source: LazyArray) -> None:
+        self.spec = source.spec
+        self.source = source
 
     def _fetch(self) -> Array:
-        return self._value._fetch()
+        return self.source._fetch()
 
 
 class Mirrored(Readable, DistributedValues):

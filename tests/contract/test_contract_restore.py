@@ -263,7 +263,9 @@ def test_who_restores_something_else_diverges(job, worker):
     other, turn = second(job, worker), worker.turn()
     job.prepare(worker, "run", turn)
     plans = [job.approve(Plan(restore=RestoreCommit(path, (0, 1), turn)), worker) for path in ("run", "run/ckpt-1")]
-    futures = [one.push(plan) for one, plan in zip((worker, other), plans, strict=True)]
+    futures = [worker.push(plans[0])]
+    job.arrived(worker)
+    futures.append(other.push(plans[1]))
     for future in futures:
         with pytest.raises(Diverged, match=r"restore 'run'.*restore 'run/ckpt-1'"):
             future.result(SOON)

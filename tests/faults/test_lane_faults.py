@@ -176,7 +176,7 @@ def endure(rounds, stops, elements, stall):
 
     if stall and stall[0] == ME:
         lane_rig.stall(
-            lambda: strategy is not None and strategy.round == stall[1],
+            lambda: strategy is not None and strategy._session.waits[0] == stall[1],
             lambda: (say("stalled"), gate("never")),
         )
     strategy = None

@@ -23,8 +23,9 @@ def endure(rounds, stops, elements, stall, whole=True):
     Stops are (worker, round), each with a gate of its own.
     """
     if stall and stall[0] == ME:
-        pushes = iter(range(1000))  # to the one server, one in each round
-        faults.use(Stall(lambda: next(pushes) == stall[1], lambda: (say("stalled"), gate("never"))), only=1)
+        faults.use(
+            Stall(lambda: strategy._session.waits[0] == stall[1], lambda: (say("stalled"), gate("never"))), only=1
+        )
     strategy = ps.ParameterServerStrategy(consistency=ps.Sync(whole_rounds=whole))
     with strategy.scope():
         v = ps.Variable(np.zeros(elements), name="v")

@@ -460,7 +460,9 @@ class _Stalling(socket.socket):
     stop: Callable[[], object] = staticmethod(lambda: None)
 
     def sendmsg(self, buffers: Any, *rest: Any) -> int:
-        if buffers[0][0] != Kind.PUSH or not self.when():
+        buffers = list(buffers)
+        kind = next((each[0] for each in buffers if each[0] != Kind.FREED), None)  # which goes ahead of a message
+        if kind != Kind.PUSH or not self.when():
             return super().sendmsg(buffers, *rest)
         data = b"".join(buffers)
         sent = super().send(data[: max(len(data) // 2, 1)])

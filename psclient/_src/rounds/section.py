@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from psclient._src import context, nest
-from psclient._src.arraylike import LazyArray, Mirrored, Readable
+from psclient._src.arraylike import LazyArray, LazyCopy, Mirrored, Readable
 from psclient._src.context import StrategyFace
 from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import LocalValue
@@ -397,6 +397,8 @@ class _Inputs:
         """Returns what a variable, an array, a located or a mirrored value is as an input; None for all else."""
         if isinstance(value, Variable):
             return self._variable(value)
+        if isinstance(value, Mirrored) and isinstance(value.values[0], LazyCopy):
+            value = value.values[0].source  # it is here once the section has been sent, and there already
         if isinstance(value, ServerValue):
             if value.section is self.section and not value.section.flushed:
                 if value.place is not None:
