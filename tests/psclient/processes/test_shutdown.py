@@ -19,7 +19,7 @@ from psclient._src.transport.remote_server import RemoteServer
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from pswire.cluster import Task
-from pswire.errors import PSError
+from pswire.errors import CheckpointError, PSError, RoundTimeout, ServerLost
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import TensorSpec
 from tests.support.shell import shell
@@ -247,3 +247,17 @@ def test_a_connection_that_lacks_a_thread_can_be_closed(server: RemoteServer) ->
         assert [state.member.session for state in server.status().sessions] == [session]
         server.leave(session, "")
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("failures", "code"),
+    [
+        ([], 0),
+        ([CheckpointError("not written")], shutdown.NOT_SAVED),
+        ([ServerLost("it was lost")], shutdown.SERVER_LOST),
+        ([RoundTimeout("too late")], 1),
+    ],
+)
+def test_the_exit_code_says_what_was_not_done(failures, code):
+    """A launcher tells by it whether another attempt helps."""
+    assert shutdown.code_of(failures) == code
