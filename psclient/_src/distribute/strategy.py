@@ -154,7 +154,8 @@ class Strategy:
 
         Returns:
             A host array, the same on every process, which like all reduced values has a method `numpy()`; of a nest
-            one like it, of arrays.
+            one like it, of arrays. With parameter servers it returns at once, and the value behaves as such an array,
+            which is waited for when somebody looks at it; the value that was given may be changed.
 
         Raises:
             ValueError: shapes that differ without an axis; SUM of a plain value with several local replicas, or of a

@@ -41,9 +41,11 @@ class ParameterServerStrategy(Strategy):
 
     Every process of the job runs the same script. Without a cluster, one local server is started for it.
 
-    One thread at a time runs replicas, reduces, updates, creates variables and saves; it is refused to another as
-    long as what the first has recorded is not sent, at the end of its scope at the latest. All threads may read
-    variables. A fork of the process has no part in the job: it may only compute with what was read before.
+    Calls send their rounds and return; a look at a value waits for it, see `waits`.
+
+    One thread at a time runs replicas, reduces, updates, creates variables and saves; another waits as long as what
+    the first has recorded is not sent, at the end of its scope at the latest, and is refused after
+    `PS_TIMEOUT_CALL`. All threads may read variables: those that make no rounds see what came last. A fork of the process has no part in the job: it may only compute with what was read before.
 
     Args:
         devices: the local replicas' devices, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs,
