@@ -45,7 +45,8 @@ class ParameterServerStrategy(Strategy):
 
     One thread at a time runs replicas, reduces, updates, creates variables and saves; another waits as long as what
     the first has recorded is not sent, at the end of its scope at the latest, and is refused after
-    `PS_TIMEOUT_CALL`. All threads may read variables: those that make no rounds see what came last. A fork of the process has no part in the job: it may only compute with what was read before.
+    `PS_TIMEOUT_CALL`. All threads may read variables: those that make no rounds see what came last. A fork of the
+    process has no part in the job: it may only compute with what was read before.
 
     Args:
         devices: the local replicas' devices, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs,
