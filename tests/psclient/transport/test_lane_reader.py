@@ -126,8 +126,9 @@ def test_what_comes_while_nobody_waits_is_handled_at_once(stack: ExitStack, name
     site = Site(stack, name, elements=SMALL)
     waiting = Waiting(site)
     for _ in range(3):
-        answers = pushed(site, 1, 2)
-        names = thread_of(answers[0])
+        first = site.push(site.workers[0], 1)
+        names = thread_of(first)  # before the round can be over
+        answers = [first, site.push(site.workers[1], 2)]
         eventually(lambda answers=answers: all(answer.done() for answer in answers))
         assert names == [f"lane {name}"]
         site.whole([1, 2], *answers)
