@@ -51,5 +51,9 @@ class PlanShares:
         self.written = frozenset(id for share in self.shares.values() for id in share.writes)
         self.restores = plan.restore is not None
         refuses = plan.nonfinite == "raise" or any(program.may_refuse for program in plan.programs)
-        sent = [sum(plan.reductions[place].tensor.nbytes for place in each.reductions) for each in self.shares.values()]
+        sent = [
+            sum(plan.operands[place].tensor.nbytes for place in each.operands)
+            + sum(plan.reductions[place].tensor.nbytes for place in each.reductions)
+            for each in self.shares.values()
+        ]
         self.waits = refuses or max(sent, default=0) > PART_BYTES

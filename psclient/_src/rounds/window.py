@@ -65,7 +65,8 @@ class Window:
         self._rounds: deque[UnderWay] = deque()  # whose values are not taken
         self._answered: deque[Answered] = deque()  # what was said of the members, and is not taken in
         self._missing: list[set[Task]] = [set() for _ in session.servers]  # in the last round of each
-        self._lines: list[str] = []  # where this step has waited
+        self._step_waits = 0
+        self._lines: dict[str, None] = {}  # where this step has waited, each once
         self._told = False
         self._thread = 0
         group.settle, reads.take = self.settle, self.take
@@ -114,8 +115,9 @@ class Window:
         with self._taking:
             if round.values is not None:
                 return
-            if not round.waited:
-                self._lines.append(users_line())
+            if not (round.waited or self._told):
+                self._step_waits += 1
+                self._lines[users_line()] = None
             with self._measures:
                 while round.values is None:
                     if self._rounds[0].values is None:  # else an interrupt came before the next line
@@ -139,15 +141,15 @@ class Window:
     def begin_step(self) -> None:
         """A step begins, or the script ends: says once where the one before has waited too often."""
         self._measures.steps += 1
-        lines, self._lines = self._lines, []
-        if len(lines) > MANY_WAITS and not self._told:
+        if self._step_waits > MANY_WAITS:
             self._told = True
             log.warning(
                 "a step has waited %d times for values of its rounds, at %s; each wait is a round trip. Look at values "
                 "once, at the end of a step, or not in every step",
-                len(lines),
-                ", ".join(dict.fromkeys(lines)),
+                self._step_waits,
+                ", ".join(self._lines),
             )
+        self._step_waits, self._lines = 0, {}
 
     def _say_waits(self) -> None:
         """Notes for the beats which round is the oldest that is not answered."""

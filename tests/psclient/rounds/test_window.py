@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from psclient._src.rounds.prepared import PlanShares
 from psclient._src.rounds.rounds import Outgoing
 from psserver.plans.prepared import PreparedPlan
 from pswire.errors import MemoryLimit
-from pswire.limits import WINDOW
+from pswire.limits import PART_BYTES, WINDOW
 from pswire.model.log import Approved, Epoch, EpochClosed
-from pswire.model.plan import Ref
+from pswire.model.plan import Operand, Plan, Reduction, Ref
+from pswire.model.tensor import TensorSpec
 from tests.psclient.rounds.test_membership import began
 from tests.support.rig import Job, serving, sum_into
 
@@ -151,3 +153,30 @@ def test_an_asynchronous_worker_sends_ahead_to_one_server(job, servers):
         assert [round.values is None for round in rounds] == [servers == 1] * 3
         one.exchange.window.settle()
         assert [value_of(one, round) for round in rounds] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("which", ["operand", "reduction", "both"])
+def test_a_push_of_more_than_a_part_is_waited_for(which):
+    """Whatever it carries: it is not copied, so that its arrays must not change before."""
+    half, whole = (TensorSpec("int8", (PART_BYTES // 2 + 1,)), TensorSpec("int8", (PART_BYTES + 1,)))
+    operands = {"operand": whole, "both": half}.get(which)
+    reduced = {"reduction": whole, "both": half}.get(which)
+    plan = Plan(
+        (Reduction("sum", reduced, (0,)),) if reduced else (),
+        (Operand(operands, (0,)),) if operands else (),
+    )
+    assert PlanShares(plan).waits
+    assert not PlanShares(Plan((Reduction("sum", half, (0,)),), (Operand(half, (1,)),))).waits, "not to one server"
+
+
+def test_lines_are_kept_until_they_are_said(alone):
+    """Each once, and none after that: a script may never begin another step."""
+    _, one, plan = alone
+    window = one.exchange.window
+    for number in range(20):
+        value_of(one, send(one, plan, number))
+    assert len(window._lines) == 1
+    window.begin_step()
+    for number in range(5):
+        value_of(one, send(one, plan, number))
+    assert not window._lines
