@@ -1,16 +1,32 @@
-"""Numbers that all benchmarks tell: how far figures spread, and what a process has used."""
+"""What all benchmarks tell: how far figures spread, what a process has used, and how a program has ended."""
 
 from __future__ import annotations
 
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from psclient._src.processes.process import describe_exit
 
 REST_SECONDS = 0.2
 """Between two looks at processes that come to rest."""
+
+
+class Failed(Exception):
+    """A system's program did not end well; says why."""
+
+
+def check_exit(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+    """Raises `Failed` if a program that has ended did not end well, with the last line that it wrote to `errors`."""
+    errors.seek(0)
+    said = errors.read().decode(errors="replace").strip()
+    if process.returncode:
+        raise Failed(f"{describe_exit(process.returncode)}: {said.splitlines()[-1] if said else 'it said nothing'}")
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:

@@ -37,7 +37,7 @@ from typing import Any
 import click
 import numpy as np
 from figures import machine
-from measures import Cost
+from measures import Cost, Failed, check_exit
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +50,7 @@ import psclient as ps  # noqa: E402
 from psclient._src.config import child_environ  # noqa: E402
 from psclient._src.launch.cluster import Cluster  # noqa: E402
 from psclient._src.processes.output import Line  # noqa: E402
-from psclient._src.processes.process import describe_exit, send, spawn  # noqa: E402
+from psclient._src.processes.process import send, spawn  # noqa: E402
 
 FORMAT = 1
 BATCH, RATE, SEED = 64, 0.002, 0
@@ -106,10 +106,6 @@ class Row:
             "loss": statistics.median(self.loss),
             "laps": len(self.rate),
         }
-
-
-class Failed(Exception):
-    """A system's program did not end well; says why."""
 
 
 # ---- In the process that trains ----
@@ -283,10 +279,7 @@ def run_program(command: Sequence[str], steps: tuple[int, int]) -> Watch:
         finally:
             send(process, signal.SIGKILL)
             process.wait()
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip()
-    if process.returncode:
-        raise Failed(f"{describe_exit(process.returncode)}: {said.splitlines()[-1] if said else 'it said nothing'}")
+        check_exit(process, errors)
     return watch
 
 

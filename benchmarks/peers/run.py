@@ -40,12 +40,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from figures import machine
 from limits import Limits
-from measures import spread
+from measures import Failed, check_exit, spread
 from models import MODELS, SIZES
 from rounds import WORKERS, Work, to_text
 
 from psclient._src.config import child_environ
-from psclient._src.processes.process import describe_exit, send, spawn
+from psclient._src.processes.process import send, spawn
 
 FORMAT = 1
 HERE = Path(__file__).resolve().parent
@@ -115,10 +115,6 @@ class Row:
         return {"min": least} | {key: statistics.median(lap[key] for lap in laps) for key in ("median", "p90")}
 
 
-class Failed(Exception):
-    """A system's program did not end well; says why."""
-
-
 # ---- Peers ----
 
 
@@ -157,10 +153,7 @@ def run_program(command: list[str]) -> str:
         finally:
             send(process, signal.SIGKILL)
             process.wait()
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip()
-    if process.returncode:
-        raise Failed(f"{describe_exit(process.returncode)}: {said.splitlines()[-1] if said else 'it said nothing'}")
+        check_exit(process, errors)
     return out.decode()
 
 

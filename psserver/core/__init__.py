@@ -1,12 +1,13 @@
 """The server as a state machine, and the one lock around it.
 
-core       `Core`: the verbs of `ParameterServer`; holds the lock, and carries out effects
-machine    `Machine`: all state; each stimulus returns effects
-admission  who may do something here
-creation   names and declares variables
-stimuli    the last stimuli, for people; all of them, for a replay
-log        server 0's log: epochs, plans, checkpoints
-runner     runs rounds that are complete
-waiting    calls that are answered later
-status     the status that `psctl` shows
+core         `Core`: the verbs of `ParameterServer`; holds the lock, and carries out effects
+machine      `Machine`: all state; each stimulus returns effects
+admission    who may do something here
+creation     names and declares variables
+array_queue  runs array work, one piece after another; brief pieces in the thread that asks
+stimuli      the last stimuli, for people; all of them, for a replay
+log          server 0's log: epochs, plans, checkpoints
+runner       runs rounds that are complete
+waiting      calls that are answered later
+status       the status that `psctl` shows
 """

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from pswire.errors import InvalidRequest
-from pswire.limits import ALIGN
-from pswire.model.tensor import DTYPES, Array, TensorSpec, as_bytes, join, layout
+from pswire.model.tensor import DTYPES, Array, TensorSpec, align, as_bytes, join, layout
 
 Chunk = tuple[int, memoryview]
 """An offset in a payload, and the bytes that belong there."""
@@ -54,7 +53,7 @@ class Payload:
         end = 0
         for array in arrays:
             if array.nbytes:
-                start = -(-end // ALIGN) * ALIGN
+                start = align(end)
                 end = start + array.nbytes
                 chunks.append((start, as_bytes(array)))
         return cls(chunks, end)

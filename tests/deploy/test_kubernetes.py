@@ -19,8 +19,7 @@ from click.testing import CliRunner
 
 from psclient import TFConfigClusterResolver
 from psclient._src.launch.psworker import command as psworker
-from psclient._src.launch.script import code_of
-from psclient._src.processes.shutdown import SERVER_LOST
+from psclient._src.processes.shutdown import SERVER_LOST, code_of
 from psclient.cluster_resolver import task_of
 from psclient.psctl.cli import command as psctl
 from psserver.cli import command as psserver

@@ -29,8 +29,9 @@ from psclient._src.config import (
 )
 from psclient._src.launch.chief import drive
 from psclient._src.launch.cluster import Cluster
-from psclient._src.launch.script import code_of, die_with, end_on_sigterm, run_script, say
+from psclient._src.launch.script import die_with, end_on_sigterm, run_script, say
 from psclient._src.processes.output import Printer
+from psclient._src.processes.shutdown import code_of
 from pswire.cluster import EVALUATOR, TaskConfig
 from pswire.errors import ConfigError, PSError
 from pswire.flags import flag, flags

@@ -17,15 +17,13 @@ from types import FrameType, TracebackType
 import pswire
 from psclient._src.processes import shutdown
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Forbidden, PSError, ServerLost
+from pswire.errors import PSError
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psworker")
 
 _OURS = tuple(str(path) + os.sep for path in (Path(__file__).parents[2], *map(Path, pswire.__path__)))
 _PR_SET_PDEATHSIG = 1
-
-_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2, ServerLost: shutdown.SERVER_LOST}
 
 
 def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool = False) -> int:
@@ -39,7 +37,7 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
 
     Returns:
         The exit code: 0, the script's own, 2 without such a script, that of the error that ended it, or
-        `shutdown.code_of` what was to be done after its end and was not.
+        `shutdown.code_after` what was to be done after its end and was not.
     """
     path = Path(script)
     if not path.exists():
@@ -57,7 +55,7 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
         failures = shutdown.run()
     for error in failures:
         say(task, f"error: {' '.join(str(error).split())}")
-    return code or shutdown.code_of(failures)
+    return code or shutdown.code_after(failures)
 
 
 def _run(script: str) -> int:
@@ -68,7 +66,7 @@ def _run(script: str) -> int:
     except BaseException as error:
         _remember(error)
         sys.excepthook(type(error), error, error.__traceback__)  # by now others may have hung on to it
-        return code_of(error)
+        return shutdown.code_of(error)
     return 0
 
 
@@ -89,14 +87,6 @@ def _hook(script: str, task: Task | None, debug: bool) -> Callable[..., None]:
                 sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
     return show
-
-
-def code_of(error: BaseException) -> int:
-    """The exit code of a process that an error ends.
-
-    2 says that another attempt would end in the same way, `shutdown.SERVER_LOST` that another process is to blame.
-    """
-    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
 
 
 def say(task: Task | None, text: str) -> None:

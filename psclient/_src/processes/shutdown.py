@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from pswire.errors import CheckpointError, PSError, ServerLost
+from pswire.errors import CheckpointError, ConfigError, Forbidden, PSError, ServerLost
 
 log = logging.getLogger("psclient")
 
@@ -26,6 +26,8 @@ sysexits.h, as it was to write a checkpoint."""
 SERVER_LOST = 75
 """The exit code of a process that `ServerLost` ended, EX_TEMPFAIL of sysexits.h: nothing is wrong with the process
 itself, and another attempt goes on from a checkpoint."""
+
+_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2, ServerLost: SERVER_LOST}
 
 _endings: list[Callable[[], None]] = []
 
@@ -62,11 +64,19 @@ def run() -> list[PSError]:
     return failures
 
 
-def code_of(failures: Sequence[PSError]) -> int:
+def code_of(error: BaseException) -> int:
+    """Returns the exit code of a process that an error ends.
+
+    2 says that another attempt would end in the same way, `SERVER_LOST` that another process is to blame.
+    """
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
+
+
+def code_after(failures: Sequence[PSError]) -> int:
     """Returns the exit code of a process whose script ended well, and then something failed; 0 where nothing did."""
-    if not failures or isinstance(failures[0], CheckpointError):
-        return NOT_SAVED if failures else 0
-    return SERVER_LOST if isinstance(failures[0], ServerLost) else 1
+    if not failures:
+        return 0
+    return NOT_SAVED if isinstance(failures[0], CheckpointError) else code_of(failures[0])
 
 
 def _run_at_exit() -> None:
@@ -79,7 +89,7 @@ def _run_at_exit() -> None:
     for error in failures:
         print(f"{sys.argv[0] or 'python'}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)  # noqa: T201
     if failures:
-        ctypes.pythonapi.Py_Exit(code_of(failures))
+        ctypes.pythonapi.Py_Exit(code_after(failures))
 
 
 # The executors of `concurrent.futures` end by this function as well: Python has no public one that runs early enough.

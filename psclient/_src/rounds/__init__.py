@@ -1,9 +1,10 @@
 """Rounds on parameter servers: the backend of `ParameterServerStrategy`.
 
 backend      carries out the operations of the model on servers
-section      collects reductions and updates until the next look, and sends them as one round
+section      collects reductions and updates of one stretch of code, which become one round
 prepared     what goes to each server and comes back; found once for each plan
-rounds       makes one round: a push to each server, and what comes back
+rounds       sends one round: a push to each server
+window       takes the answers of the rounds that are under way, in order; under_way is one of them
 creation     records the variables that the script creates, and sends them in batches
 read_cache   reads variables between the rounds, and keeps what was read
 awaited      names those whom a round waits for

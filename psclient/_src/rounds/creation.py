@@ -19,6 +19,7 @@ from psclient._src.rounds.first_values import FirstValues, Recorded
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.tracing.diagnostics import users_line
+from psclient._src.transport.remote_server import SLOWEST
 from psclient._src.transport.session import Session
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
@@ -33,9 +34,6 @@ KEPT_BYTES = 4 * PART_BYTES
 
 KEPT_SECONDS = 0.5
 """How long a creation may wait for others before the next one sends it: other processes may wait for its value."""
-
-SLOWEST = 10e6
-"""Bytes per second that the slowest network carries."""
 
 
 class Creation:

@@ -217,11 +217,12 @@ class Group(Progress):
         """This process did not make a section that the others make: their round is over without it."""
         self.round += 1
 
-    def takes_in(self, join_point: str) -> bool:
-        """Returns whether new members begin when this process comes to a join point."""
+    def due(self, join_point: str) -> Epoch | None:
+        """Returns the epoch whose new members begin when this process comes to a join point; None if there is none."""
         announced = self._announced
-        newer = announced is not None and (self.epoch is None or announced.number > self.epoch.number)
-        return newer and announced is not None and announced.join_point == join_point
+        if announced is None or announced.join_point != join_point:
+            return None
+        return announced if self.epoch is None or announced.number > self.epoch.number else None
 
     def enter(self, join_point: str) -> None:
         """Enters a join point, a place in the program where epochs begin.
@@ -233,8 +234,8 @@ class Group(Progress):
         self.session.check()
         if self.epoch is None:
             self._join(join_point)
-        if self._announced is not None and self.takes_in(join_point):
-            self._take_in(self._announced)
+        if (epoch := self.due(join_point)) is not None:
+            self._take_in(epoch)
         self._entered = True
 
     def _take_in(self, epoch: Epoch) -> None:

@@ -56,9 +56,8 @@ class ReadCache:
         self._changing: dict[int, UnderWay] = {}  # variables with the last round under way that assigns them
         self.take: Callable[[UnderWay], object] = lambda round: None
         self._known: dict[int, PlacedVariable] = {}
-        self._ahead: list[dict[int, PlacedVariable]] = [
-            {} for _ in session.servers
-        ]  # come with the next that is pulled
+        # Of each server those that come with the next that is pulled.
+        self._ahead: list[dict[int, PlacedVariable]] = [{} for _ in session.servers]
         self._unasked: dict[int, int] = {}  # bytes of values that came so and that nobody has asked for
 
     def read(self, variable: PlacedVariable, now: bool = False, waits: bool = True) -> Array:

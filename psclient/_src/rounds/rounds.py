@@ -113,7 +113,7 @@ class Exchange:
         group = self.group
         self.window.take_in(group.round - self.window.size + 1)
         waiting, join_point = group.epoch is None, f"plan:{plan.id.hex()}"
-        if group.takes_in(join_point):
+        if group.due(join_point) is not None:
             self.window.settle()  # new members begin with the values that all rounds before this one have left
         group.enter(join_point)
         stale = self.reads.renew()

@@ -6,6 +6,7 @@ older_server    what servers do in one call, and did in several in the version b
 grpc_calls      single attempts of calls over gRPC, which can be ended at once; grpc_stream has many on one stream
 tls_diagnosis   says why a TLS handshake fails
 lane            one fast connection for payloads; lane_selector tries them in order; silence finds dead ones
+lane_reader     lets a caller that waits receive on the lanes itself
 staging         copies of arrays that are on their way, from GPUs too
 forks           children of this process that may look at its memory
 daemon_threads  a pool of threads that no exit waits for

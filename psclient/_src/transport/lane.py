@@ -307,9 +307,8 @@ class Lane:
             self._receive()
         except (OSError, PSError) as error:
             self.close(str(error))
-        except (
-            BaseException
-        ):  # an interrupt, perhaps in the middle of a message: the rest of it would have no beginning
+        except BaseException:
+            # An interrupt, perhaps in the middle of a message: the rest of it would have no beginning.
             self.close("it was read when its process was interrupted")
             raise
 

@@ -53,7 +53,7 @@ from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName, traffic
 
 SLOWEST = 10e6
-"""Bytes per second that the slowest network carries; the deadline of `Create` allows for its value."""
+"""Bytes per second that the slowest network carries; the deadlines of first values allow for them."""
 
 T = TypeVar("T")
 

@@ -260,4 +260,4 @@ def test_a_connection_that_lacks_a_thread_can_be_closed(server: RemoteServer) ->
 )
 def test_the_exit_code_says_what_was_not_done(failures, code):
     """A launcher tells by it whether another attempt helps."""
-    assert shutdown.code_of(failures) == code
+    assert shutdown.code_after(failures) == code
