@@ -49,6 +49,7 @@ W0, W1, W2 = (Task("worker", index) for index in range(3))
 PS0, PS1 = (Task("ps", index) for index in range(2))
 
 _HEAD = """
+import faulthandler
 import sys
 import time
 sys.path += [path for path in {path!r} if path not in sys.path]
@@ -57,6 +58,7 @@ import numpy as np
 import psclient as ps
 from pstesting.faults import Faults, Stall
 from pstesting.script import *
+faulthandler.enable()
 """
 
 
@@ -208,20 +210,35 @@ class ProcessCluster:
                 if ended:
                     deadline = min(deadline, time.monotonic() + LAST_WORDS)
                 if time.monotonic() > deadline:
-                    raise AssertionError(f"{task} did not say {what} in time, or has ended:\n{self._transcript()}")
+                    break
                 self._news.wait(0.2)
+        self._abort()
+        time.sleep(1)  # until the lines are here
+        raise AssertionError(f"{task} did not say {what} in time, or has ended:\n{self._transcript()}")
 
     def _transcript(self) -> str:
-        return "\n".join(f"{line.task} {'E' if line.error else ' '} {line.text}" for line in self._lines[-80:])
+        """What was printed last; what is said again and again is said once."""
+        lines = [f"{line.task} {'E' if line.error else ' '} {line.text}" for line in self._lines]
+        return "\n".join(line for line, before in list(zip(lines, ["", *lines], strict=False))[-300:] if line != before)
+
+    def _abort(self) -> None:
+        """Ends the programs that still run; each says where its threads stand."""
+        for task in self.runners:
+            if self.cluster.processes[task].poll() is None:
+                self.kill(task, signal.SIGABRT)
 
     # ---- How it ends ----
 
     def finish(self, seconds: float = SECONDS) -> Outcome:
         """Waits for the end of all; fails unless every process ended by itself with code 0."""
+        late = threading.Timer(seconds, self._abort)
+        late.start()
         try:
-            outcome = self.cluster.wait(seconds)
+            outcome = self.cluster.wait(seconds + LAST_WORDS)
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{self._transcript()}") from None
+        finally:
+            late.cancel()
         assert outcome == Outcome(0), f"{outcome.report}\n{self._transcript()}"
         codes = {str(task): process.returncode for task, process in self.cluster.processes.items()}
         assert set(codes.values()) == {0}, f"{codes}\n{self._transcript()}"

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -57,6 +58,36 @@ def _sockets(pid):
     """The names in shared memory of the sockets that a process listens on; not those of other tests' servers."""
     bound = {Path(each.laddr) for each in psutil.Process(pid).net_connections("unix") if each.laddr}
     return [path.with_name(path.name.removeprefix(".")) for path in bound if path.parent == Path("/dev/shm")]
+
+
+def close_and_look(seconds):
+    """Says what is left of gRPC, by the names of its types, after a job whose pushes went over a stream of gRPC's."""
+    import gc
+
+    import grpc
+
+    strategy = ps.ParameterServerStrategy(lane="grpc")
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="v")
+    for _ in range(3):
+        strategy.run(lambda: add(v, np.ones(3)))
+    strategy.close()
+    deadline = time.monotonic() + seconds
+    while True:
+        gc.collect()
+        left = [type(one).__name__ for one in gc.get_objects() if isinstance(one, grpc.Call | grpc.Channel)]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    say("left", left)
+
+
+def test_nothing_of_grpc_waits_for_the_end_of_the_interpreter(tmp_path):
+    """One call in a thousand that was deleted there waited for good for a thread that was no longer."""
+    with ProcessCluster(close_and_look, tmp_path, (10,), workers=2) as job:
+        for task in job.runners:
+            assert job.hear(task, "left") == []
+        job.finish()
 
 
 class Held:

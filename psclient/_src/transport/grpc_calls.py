@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +39,9 @@ MAX_BREAKS = 4
 
 PUSH, PULL = 1, 2
 """Fields of `ExchangeHeader`."""
+
+WHOLE_PUSH, HELD_WATCH = "Push of one message", "Watch without a stream"
+"""Stubs beside those of the verbs."""
 
 
 class GrpcCalls:
@@ -73,14 +76,14 @@ class GrpcCalls:
         self._address = address
         self._task = str(task)
         self._traffic = traffic["grpc"]
-        self._channel = open_channel(address, security, name, lease)
+        self._channel: grpc.Channel | None = open_channel(address, security, name, lease)
         channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
         # On the network there is no difference between one message and a stream of one, for which gRPC needs no thread.
         self._stubs = {n: stub(channel, v.path, v.streams if v.streams[0] else (False, True)) for n, v in VERBS.items()}
         # A call that is held for as long as the process lives is ended while it waits: a stream that is read by the
         # thread that waits for it may then keep its connection for good.
-        self._watch = stub(channel, VERBS["Watch"].path, (False, False))
-        self._push_whole = stub(channel, VERBS["Push"].path, (False, True))
+        self._stubs[HELD_WATCH] = stub(channel, VERBS["Watch"].path, (False, False))
+        self._stubs[WHOLE_PUSH] = stub(channel, VERBS["Push"].path, (False, True))
         self._token: Metadata = ((TOKEN_KEY, bearer(security.token)),) if security.token else ()
         self._metadata: Metadata = self._token  # of every call; `bind` adds to it
         self._lock = threading.Lock()  # guards all below
@@ -105,18 +108,18 @@ class GrpcCalls:
 
     def once(self, name: str, data: bytes, seconds: float) -> bytes:
         """Calls a verb of one request and one reply. Starts no thread."""
-        call = self._start(self._stubs[name], data, seconds)
+        call = self._start(name, data, seconds)
         with self._endable(call):
             return b"".join(call)
 
     def create(self, header: bytes, value: Payload | None, seconds: float) -> bytes:
         """Calls `Create`, with or without a value."""
         parts = parts_of(value) if value else ()
-        return self._answer(self._start(self._stubs["Create"].future, self._frames(header, parts), seconds))
+        return self._answer(self._start("Create", self._frames(header, parts), seconds, future=True))
 
     def watch(self, data: bytes, seconds: float) -> bytes:
         """Calls `Watch`, which the server may hold for long."""
-        return self._answer(self._start(self._watch.future, data, seconds))
+        return self._answer(self._start(HELD_WATCH, data, seconds, future=True))
 
     def push(self, header: bytes, payload: Payload, seconds: float) -> tuple[pb.RoundHeader, Payload]:
         """Calls `Push`; the payload may still grow."""
@@ -127,8 +130,8 @@ class GrpcCalls:
                 if stream:
                     asked = [next(messages)] if alone else messages  # one is encoded here, and not in gRPC's thread
                     return self._collect(stream.exchange(asked), pb.RoundHeader)
-                start, request = (self._push_whole, next(messages)) if alone else (self._stubs["Push"], messages)
-                return self._receive(self._start(start, request, seconds), pb.RoundHeader)
+                name, request = (WHOLE_PUSH, next(messages)) if alone else ("Push", messages)
+                return self._receive(self._start(name, request, seconds), pb.RoundHeader)
         finally:
             parts.end()  # gRPC's thread would wait for them, however the call has ended
 
@@ -137,15 +140,16 @@ class GrpcCalls:
         with self._taken(seconds) as stream:
             if stream:
                 return self._collect(stream.exchange([Frame(within(PULL, data)).encode()]), pb.PullHeader)
-            return self._receive(self._start(self._stubs["Pull"], data, seconds), pb.PullHeader)
+            return self._receive(self._start("Pull", data, seconds), pb.PullHeader)
 
-    def _start(self, start: Callable[..., Any], request: bytes | Iterator[bytes], seconds: float) -> Any:
+    def _start(self, name: str, request: bytes | Iterator[bytes], seconds: float, future: bool = False) -> Any:
         """Starts a call; it is a future, or an iterator over the frames of its reply."""
         if not isinstance(request, bytes):
             check_startable()  # gRPC needs threads to send more than one message, and would wait for them for good
         try:
-            return start(request, timeout=seconds, metadata=self._metadata)
-        except ValueError:  # so gRPC says that `close` came first
+            call = self._stubs[name].future if future else self._stubs[name]
+            return call(request, timeout=seconds, metadata=self._metadata)
+        except (KeyError, ValueError):  # `close` came first: gRPC says so by a ValueError
             self.check()
             raise
 
@@ -215,23 +219,16 @@ class GrpcCalls:
             return self._stream
         self._drop_stream()
         try:
-            check_startable()
+            stream = CallStream(partial(self._start, "Exchange"), seconds)
         except PSError:
+            self.check()
             return None
-        stream = CallStream(partial(self._start_stream, self._metadata), seconds)
         with self._lock:
             self._stream = stream
             self._under_way.add(stream)
         if self.failed.is_set():
             stream.cancel()
         return stream
-
-    def _start_stream(self, metadata: Metadata, messages: Iterator[bytes], seconds: float) -> Any:
-        try:
-            return self._stubs["Exchange"](messages, timeout=seconds, metadata=metadata)
-        except ValueError:  # as in `_start`
-            self.check()
-            raise
 
     def _give_back(self) -> None:
         """Ends the loan; a stream on which a call was left in its middle is ended."""
@@ -292,8 +289,16 @@ class GrpcCalls:
             raise type(self._failure)(self._failure.message, self._failure.task)
 
     def close(self) -> None:
-        """Ends the connection, after `fail`."""
-        self._channel.close()
+        """Ends the connection, after `fail`.
+
+        Keeps nothing of gRPC: a call that is deleted at the end of the interpreter waits for its lock, which a thread
+        of gRPC's may have held when the interpreter stopped it, for good.
+        """
+        with self._lock:
+            channel, self._channel, self._stubs, self._stream = self._channel, None, {}, None
+            self._under_way.clear()
+        if channel is not None:
+            channel.close()
 
 
 def _is_unknown(error: grpc.RpcError) -> bool:
