@@ -43,6 +43,9 @@ WINDOW = 8
 """Rounds of one session that may be under way at a time. All processes of a job have the same: what answers say of the
 members, a process takes in so many rounds later at the latest."""
 
+BUFFER_BYTES = 1 << 36
+"""Address space of a client's segment for the arrays of `strategy.buffer`; what is not written takes no memory."""
+
 MAX_BATCH_VARIABLES = 4096
 """Variables that one call may create: while they are read and declared, other calls wait."""
 

@@ -7,6 +7,7 @@ driver, so what is looked for is a device, not the package.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import threading
 from collections import deque
@@ -262,6 +263,11 @@ def begin_download(array: AnyArray, dtype: np.dtype[np.generic], shape: tuple[in
     return np.ascontiguousarray(array, dtype).reshape(shape)
 
 
+def empty_host(device: Device, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array:
+    """Returns a new array on the host, in pinned memory where the device is a GPU."""
+    return np.empty(shape, dtype) if device.kind == "cpu" else _copies(device).pinned(dtype, shape)
+
+
 def add(a: AnyArray, b: AnyArray) -> AnyArray:
     """Returns the sum of two arrays of one shape, on the device of the first."""
     device = device_of(a)
@@ -322,7 +328,7 @@ class _Copies:
         """Begins to copy an array of this device to the host, contiguous, in a dtype and a shape."""
         with device_scope(self._device):
             there = self._cupy.ascontiguousarray(array, dtype).reshape(shape)
-            host = self._pinned(there)
+            host = self.pinned(there.dtype, there.shape)
             self._stream.wait_event(self._now(self._current()))
             there.data.copy_to_host_async(host.ctypes.data, host.nbytes, self._stream)
             return Download(host, self._copied(there, host), self._let_go)
@@ -331,7 +337,7 @@ class _Copies:
         """Copies a host array to this device; the host array may change when this returns."""
         with device_scope(self._device):
             there = self._cupy.empty(host.shape, host.dtype.newbyteorder("="))
-            pinned = self._pinned(there)
+            pinned = self.pinned(there.dtype, there.shape)
             pinned[...] = host
             current = self._current()
             # The array is the current stream's, which may still be reading what was in this memory before.
@@ -365,12 +371,13 @@ class _Copies:
         """Records the end of the work that a stream of the current device was given so far; returns the event."""
         return stream.record(self._cupy.cuda.Event(block=True, disable_timing=True))
 
-    def _pinned(self, like: AnyArray) -> Array:
-        """Allocates a host array with the dtype and shape of another."""
-        if not like.nbytes:
-            return np.empty(like.shape, like.dtype)
-        memory = self._cupy.cuda.alloc_pinned_memory(like.nbytes)
-        return np.frombuffer(memory, like.dtype, like.size).reshape(like.shape)
+    def pinned(self, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> Array:
+        """Allocates a pinned host array."""
+        size = math.prod(shape)
+        if not size:
+            return np.empty(shape, dtype)
+        memory = self._cupy.cuda.alloc_pinned_memory(size * dtype.itemsize)
+        return np.frombuffer(memory, dtype, size).reshape(shape)
 
     def _copied(self, *arrays: AnyArray) -> _Event:
         """Records the end of a copy, and holds its arrays until then, so that nobody else gets their memory."""

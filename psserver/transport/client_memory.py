@@ -24,11 +24,12 @@ class ClientMemory:
 
     Args:
         memory: the segment.
+        ring: as of `SharedView`.
         channel: returns the sender of messages to the client.
     """
 
-    def __init__(self, memory: memoryview, channel: Callable[[], PayloadSender]) -> None:
-        self._view: SharedView | None = SharedView(memory, self._let_go)
+    def __init__(self, memory: memoryview, ring: int, channel: Callable[[], PayloadSender]) -> None:
+        self._view: SharedView | None = SharedView(memory, self._let_go, ring)
         self._channel = channel
         self._loop = asyncio.get_running_loop()
         self._telling = self._watching = False

@@ -276,6 +276,7 @@ class Service(grpc.GenericRpcHandler):
         reply.protocol = PROTOCOL
         reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
         reply.lane_token, reply.in_flight = self._access.registry.lane_token(reply.session), self._lanes.in_flight
+        reply.buffer_bytes = self._lanes.buffer_bytes
         return reply.SerializeToString()
 
     async def _status(self, m: pb.Empty, context: Context, first: Frame) -> bytes:

@@ -62,6 +62,7 @@ class Hub(Protocol):
     access: Access
     task: str
     in_flight: int
+    buffer_bytes: int
     traffic: Mapping[LaneName, Traffic]
     ended: PSError | None
     encoder: messages.RoundEncoder
@@ -254,11 +255,11 @@ class Connection:
                 raise ConnectionResetError("it was closed at once")
             if len(files) != 1:
                 raise InvalidRequest("no memory was handed over")
-            segment = Segment.take(files[0], self._lanes.in_flight)
+            segment = Segment.take(files[0], self._lanes.in_flight + self._lanes.buffer_bytes)
         finally:
             for file in files:
                 os.close(file)
-        self._memory = ClientMemory(segment.memory, lambda: self._channel)
+        self._memory = ClientMemory(segment.memory, self._lanes.in_flight, lambda: self._channel)
 
     def _hand_over(self) -> None:
         """Hands over the memory of answers, with this side's first byte, to a client that has shown its session."""

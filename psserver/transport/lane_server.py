@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from psserver.transport.served import Served
 from psserver.transport.tls_handshake import Handshake
 from pswire.encoding.messages import RoundEncoder
 from pswire.errors import MemoryLimit, PSError
+from pswire.limits import BUFFER_BYTES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import named
 from pswire.transport.parts import Assembly
@@ -60,6 +62,8 @@ class LaneServer:
 
     def __init__(self, core: Served, config: ServerConfig, access: Access) -> None:
         self.in_flight = config.in_flight
+        limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+        self.buffer_bytes = 0 if limited else BUFFER_BYTES
         self._shared_memory = config.shared_memory
         self.core = core
         self.access = access

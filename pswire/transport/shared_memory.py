@@ -1,9 +1,11 @@
 """Shared memory of the shm lane: values without a copy in a socket.
 
-Each client has a segment into which it writes what it pushes. A server has one, into which it writes what it answers,
-once for all clients that want the same. Segments have no names: their file descriptors are handed over a Unix socket.
-They are gone when both ends are, however they die. They are sealed against shrinking, so that neither end can make the
-other read what is not there, and against writing by others.
+Each client has a segment into which it writes what it pushes: copies, and behind them arrays that are sent from where
+they are. A server has one, into which it writes what it answers, once for all clients that want the same.
+
+Segments have no names: their file descriptors are handed over a Unix socket. They are gone when both ends are, however
+they die. They are sealed against shrinking, so that neither end can make the other read what is not there, and against
+writing by others.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pswire.errors import InvalidRequest
-from pswire.model.tensor import Array
+from pswire.limits import ALIGN
+from pswire.model.tensor import Array, align
 
 CLIENT_BYTES = 64 << 20
-"""Of a client's segment. Of each segment only what was once in use at a time takes memory."""
+"""Of a client's segment, for copies. Of each segment only what was once in use at a time takes memory."""
 
 MAX_SEGMENT_BYTES = 1 << 40
 """Greatest segment of another process that is mapped."""
@@ -113,18 +116,26 @@ class _Extent:
 class SharedArena:
     """A segment that this process writes. May be used by any thread.
 
-    The lowest free place is taken, so that memory that the processor's caches still have is used again.
+    Of the ring the lowest free place is taken, so that memory that the processor's caches still have is used again.
+    What lies behind the ring is reserved once, for arrays that are sent again and again from where they are.
 
     Args:
         memory: memory of the segment.
+        ring: bytes at its beginning that are for copies; None for all of it.
+
+    Attributes:
+        size: size of the ring, in bytes.
     """
 
-    def __init__(self, memory: memoryview) -> None:
-        self.size = len(memory)
+    def __init__(self, memory: memoryview, ring: int | None = None) -> None:
+        self.size = len(memory) if ring is None else min(ring, len(memory))
         self._memory, self._bytes = memory, np.frombuffer(memory, np.uint8)
+        self._address = address(self._bytes)
         self._lock = threading.Lock()
         self._entries: dict[int, _Extent] = {}
         self._places: dict[Hashable, int] = {}
+        self._reserved = self.size  # up to where memory is reserved
+        self._lent: set[int] = set()  # places behind the ring that have still to be read
 
     def put(self, buffers: Sequence[memoryview], size: int, key: Hashable = None) -> int | None:
         """Copies buffers, one after another, for one more who reads them.
@@ -158,9 +169,46 @@ class SharedArena:
                 self._places[key] = place
             return place
 
+    def reserve(self, size: int) -> tuple[memoryview, int] | None:
+        """Reserves memory behind the ring, for good, right behind what was reserved before.
+
+        Args:
+            size: size in bytes.
+
+        Returns:
+            The memory of the segment, and the offset of the reserved bytes, which are 0; None where there is no room.
+        """
+        with self._lock:
+            place, end = self._reserved, align(self._reserved + size)
+            if end > len(self._memory):
+                return None
+            self._reserved = end
+            return self._memory, place
+
+    def lend(self, buffers: Sequence[memoryview]) -> int | None:
+        """Returns where a buffer lies that is in reserved memory, for one who reads it there.
+
+        Args:
+            buffers: the buffer, and perhaps the padding to the next tensor.
+
+        Returns:
+            Its offset; None where it lies elsewhere, or still has to be read there.
+        """
+        if self._reserved == self.size or len(buffers) > 1 + (len(buffers[-1]) < ALIGN):
+            return None
+        place = address(np.frombuffer(buffers[0], np.uint8)) - self._address
+        with self._lock:
+            if place in self._lent or not self.size <= place < self._reserved or place % ALIGN:
+                return None
+            self._lent.add(place)
+            return place
+
     def free(self, place: int) -> None:
         """One of the readers needs it no more."""
         with self._lock:
+            if place >= self.size:
+                self._lent.discard(place)
+                return
             entry = self._entries[place]
             entry.holders -= 1
             if not entry.holders:
@@ -174,6 +222,11 @@ class SharedArena:
                 return at
             at = place + -(-self._entries[place].size // LINE) * LINE
         return at if self.size - at >= size else None
+
+
+def address(array: Array) -> int:
+    """Returns the address of an array's first byte."""
+    return int(array.__array_interface__["data"][0])
 
 
 class Hold:
@@ -195,21 +248,23 @@ class SharedView:
 
     Args:
         memory: memory of the segment.
-        freed: called with a place and its size, by any thread, when nobody here looks at it any more.
+        freed: called with a place and the bytes of the ring that it takes, by any thread, when nobody here looks at it
+            any more.
+        ring: bytes at its beginning that the other end needs for the next copies; None for all of it.
 
     Attributes:
-        size: size of the memory, in bytes.
+        size: size of the ring, in bytes.
     """
 
-    def __init__(self, memory: memoryview, freed: Callable[[int, int], object]) -> None:
-        self.size = len(memory)
+    def __init__(self, memory: memoryview, freed: Callable[[int, int], object], ring: int | None = None) -> None:
+        self.size = len(memory) if ring is None else min(ring, len(memory))
         self._memory = memory
         self._freed = freed
         self._taken: dict[int, int] = {}
         self._held: dict[int, tuple[Hold, weakref.ref[Array]]] = {}
 
     def read(self, place: int, size: int, reader: int = 0) -> memoryview:
-        """Returns data: where they are, or a copy while half of the memory is in use, so that more can come.
+        """Returns data: where they are, or a copy while half of the ring is in use, so that more can come.
 
         Data in place are freed when the view, and all that were made of it, are gone; data that were copied at once.
 
@@ -222,7 +277,7 @@ class SharedView:
             InvalidRequest: the data are not within the segment, or are being looked at.
         """
         array, half = self._look(place, size), self.size // 2
-        if 0 < reader <= half or sum(list(self._taken.values())) <= half:
+        if place >= self.size or 0 < reader <= half or sum(list(self._taken.values())) <= half:
             return array.data
         found = np.empty(size, np.uint8)
         np.copyto(found, array)
@@ -238,11 +293,13 @@ class SharedView:
         return [hold for hold, _ in list(self._held.values())]
 
     def _look(self, place: int, size: int) -> Array:
-        if place + size > self.size or place % LINE or place in self._taken:
+        in_ring = place < self.size
+        end, step = (self.size, LINE) if in_ring else (len(self._memory), ALIGN)
+        if place + size > end or place % step or place in self._taken:
             raise InvalidRequest(f"{size} bytes at {place} are no place in the shared memory")
         array = np.frombuffer(self._memory, np.uint8, size, place)
         array.flags.writeable = False
-        self._taken[place] = size
+        self._taken[place] = size * in_ring
         self._held[place] = Hold(lambda: self._free(place)), weakref.ref(array, lambda _: self._held.pop(place, None))
         return array
 

@@ -438,6 +438,11 @@ class PayloadSender:
             self._ring.free(place)
             self.pump()
 
+    def reserve(self, size: int) -> tuple[memoryview, int] | None:
+        """Reserves shared memory that is sent without a copy: as `SharedArena.reserve`; None in a socket."""
+        with self._lock:
+            return None if self._ring is None else self._ring.reserve(size)
+
     def close(self) -> None:
         """The other end is gone: it reads nothing more, and nothing more is sent."""
         with self._lock:
@@ -506,6 +511,10 @@ class PayloadSender:
         """Returns where the data of a part are; None where they have to wait for room."""
         if self._ring is None or size < SMALL:
             return INLINE
+        lent = self._ring.lend(buffers)
+        if lent is not None:
+            self._unread[lent] += 1
+            return lent
         # All who are sent one payload are told of one place; it does not keep the arrays of which it is a copy.
         key = None if self._waits else (weakref.ref(stream.cutter.payload), offset, size)
         place = self._ring.put(buffers, size, key)

@@ -132,6 +132,10 @@ class Backend(Protocol):
         """
         ...
 
+    def buffer(self, variable: Variable, replica: int) -> Array:
+        """Returns the array in which a replica, a local number, computes its next contribution to a variable."""
+        ...
+
     def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
         """Reduces over all processes.
 

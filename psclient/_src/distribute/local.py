@@ -10,6 +10,7 @@ from psclient._src.context import StrategyFace
 from psclient._src.data.progress import Progress
 from psclient._src.devices import Device, Value, as_array, device_scope, to_numpy
 from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
+from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.nest import Nest
 from psclient._src.tracing.diagnostics import refuse_result
@@ -83,7 +84,12 @@ class LocalBackend:
         self._closed = False
         self.first_value: Callable[[VariableSpec], Array | None] = lambda spec: None
         self._restored = list[Variable]()
+        self._buffers = HostBuffers()
         self.worker_devices = self.parameter_devices = tuple(map(self.full_name, devices))
+
+    def buffer(self, variable: Variable, replica: int) -> Array:
+        """Returns an array of memory of its own."""
+        return self._buffers.give(variable, replica, self.group.devices[replica])
 
     def full_name(self, device: Device) -> str:
         """Returns the device's name, `/job:localhost/task:0/device:CPU:0`."""

@@ -23,6 +23,7 @@ from psclient._src.distribute.backend import Backend
 from psclient._src.nest import Nest
 from psclient._src.options import InputContext, InputOptions, ReduceOp, ReduceOpName, RunOptions, ValueContext
 from psclient._src.processes import shutdown
+from psclient._src.variables.variable import Variable
 
 T = TypeVar("T")
 
@@ -164,6 +165,35 @@ class Strategy:
         """
         with self.scope():
             return cast(HostArray, self.extended.reduce(ReduceOp.parse(reduce_op), value, axis))
+
+    def buffer(self, variable: Variable) -> Any:
+        """Returns an array in which to compute what the next round reduces for a variable, such as its gradient.
+
+        What is computed there needs no copy: on the shm lane it is sent from where it is, and on the others its call
+        does not wait until a large one has left. It is of the variable's dtype and shape, its first content is
+        undefined, and it is the same until it is given to a reduction. From then on it is read-only, and the next call
+        returns another one: two alternate, and where both are in rounds under way, it waits for the older. With several
+        local replicas, whose values are summed first, it is an ordinary array. Ask for the buffers of many small
+        variables in the order in which their gradients are reduced: so they lie together, and are sent as one.
+
+        Args:
+            variable: a variable of this strategy.
+
+        Returns:
+            A NumPy array, in pinned memory where the replica's device is a GPU: in replica context that of the replica,
+            in cross-replica context a per-replica value.
+
+        Raises:
+            ValueError: the variable is another strategy's.
+            PSError: the session is over.
+        """
+        variable.check_strategy(self._container)
+        replica = context.local_replica(self._container)
+        if replica is not None:
+            return self.backend.buffer(variable, replica)
+        return values.per_replica(
+            [self.backend.buffer(variable, number) for number in range(len(self.backend.worker_devices))]
+        )
 
     def gather(self, value: Any, axis: SupportsIndex) -> Any:
         """Concatenates arrays across all replicas of all workers, for each worker. In cross-replica context.

@@ -15,6 +15,7 @@ from psclient._src import context
 from psclient._src.context import StrategyFace
 from psclient._src.devices import AnyArray, Device, Value
 from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
+from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.template import TemplateCache
@@ -68,6 +69,7 @@ class RemoteBackend:
         self._creation = exchange.creation
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot)
         self._placement = placement
+        self._host_buffers = HostBuffers()
         self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
         self._before: list[tuple[Cell, AnyArray]] | None = None
@@ -137,6 +139,14 @@ class RemoteBackend:
         # Threads that make no rounds see what came last: they wait for nobody.
         return self._reads.read(handle, now=not in_replica, waits=in_replica or self._exchange.window.mine)
 
+    def buffer(self, variable: Variable, replica: int) -> Array:
+        """Returns the array in which a replica computes its next contribution to a variable: see `Buffers`."""
+        devices = self.group.devices
+        if len(devices) > 1 or not isinstance(variable, ServerVariable):
+            return self._host_buffers.give(variable, replica, devices[replica])
+        self.check_open()
+        return self._exchange.buffers.give(variable.handle, devices[0])
+
     # ---- Sections ----
 
     def reduce(self, contributions: Sequence[tuple[LocalValue, Beside | None]]) -> list[Value]:
@@ -148,7 +158,8 @@ class RemoteBackend:
         comes_here = any(to is None for _, to in contributions)
         if not (comes_here or context.in_merge_call()):
             # The section stays open after this call, and what is reduced may be the caller's buffer.
-            contributions = [(local.kept(), to) for local, to in contributions]
+            hand_in = self._exchange.buffers.hand_in
+            contributions = [(local if hand_in(local.total) else local.kept(), to) for local, to in contributions]
         reduced = [
             section.reduce(local, None) if to is None else section.reduce(local, to.place, to.label)
             for local, to in contributions

@@ -42,18 +42,18 @@ class PlanShares:
         shares: the share of each server that takes part.
         written: numbers of the variables that are assigned on any of them.
         restores: True if it restores variables: any of them may have another value after it.
-        waits: True if each of its rounds is waited for by its call: it may refuse a value, which has to be told there;
-            or it sends more than one part, which is not copied, from arrays that may change afterwards.
+        refuses: True if each of its rounds is waited for by its call: it may refuse a value, which is to be told there.
+        large: True if more than one part goes to some server, which is not copied if its arrays may change afterwards.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.shares = {server: ServerShare.of(plan, server) for server in plan.servers}
         self.written = frozenset(id for share in self.shares.values() for id in share.writes)
         self.restores = plan.restore is not None
-        refuses = plan.nonfinite == "raise" or any(program.may_refuse for program in plan.programs)
+        self.refuses = plan.nonfinite == "raise" or any(program.may_refuse for program in plan.programs)
         sent = [
             sum(plan.operands[place].tensor.nbytes for place in each.operands)
             + sum(plan.reductions[place].tensor.nbytes for place in each.reductions)
             for each in self.shares.values()
         ]
-        self.waits = refuses or max(sent, default=0) > PART_BYTES
+        self.large = max(sent, default=0) > PART_BYTES

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
+from psclient._src.devices import Download
 from psclient._src.rounds.awaited import Awaited
+from psclient._src.rounds.buffers import Buffer, Buffers
+from psclient._src.rounds.buffers import pack as pack_buffers
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.creation import Creation
 from psclient._src.rounds.membership import Group
@@ -27,6 +31,7 @@ from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, fill, host, keep, pack
 from pswire.api import Contribution, RoundReply
 from pswire.errors import Fenced, PSError, PushAgain
+from pswire.limits import PART_BYTES
 from pswire.model.finite import is_finite
 from pswire.model.plan import Plan, SnapshotOrder
 from pswire.model.tensor import Array, TensorSpec
@@ -62,16 +67,26 @@ class Outgoing:
         sent = ((number, self.contributions[number]) for number in self.plan.applied)
         return tuple([number for number, array in sent if array is not None and not is_finite(host(array))])
 
-    def payload(self, share: ServerShare, kept: bool) -> Payload:
+    def sent(self, share: ServerShare) -> list[Sent]:
+        """Returns the arrays that go to one server, in their order."""
+        found = [self.contributions[place] for place in share.reductions]
+        return [*(self.operands[place] for place in share.operands), *(x for x in found if x is not None)]
+
+    def payload(self, share: ServerShare, kept: bool, buffers: Mapping[int, Buffer]) -> Payload:
         """Returns what goes to one server.
 
         Args:
             share: the server's share of the plan.
             kept: True for memory of its own: the arrays may change before it is sent, or has to be sent again.
+            buffers: those of the arrays that are buffers, which do not change, by their `id`.
         """
-        sent = [self.contributions[place] for place in share.reductions]
-        arrays = [*(self.operands[place] for place in share.operands), *(x for x in sent if x is not None)]
-        return keep(arrays) if kept else pack(arrays)
+        arrays = self.sent(share)
+        if not buffers or Download in map(type, arrays):
+            return keep(arrays) if kept else pack(arrays)
+        hosts = cast(list[Array], arrays)
+        if kept:
+            hosts = [array if id(array) in buffers else array.copy() for array in hosts]
+        return pack_buffers(hosts, buffers)
 
 
 class Exchange:
@@ -86,6 +101,7 @@ class Exchange:
         creation: creates variables.
         reads: the variables' values as they were read between the rounds.
         window: the rounds under way.
+        buffers: arrays that are sent from where they are.
     """
 
     def __init__(self, session: Session, group: Group) -> None:
@@ -96,6 +112,7 @@ class Exchange:
         self._awaited = Awaited(session, group)
         self.reads = ReadCache(session, group, self._awaited, self.measures)
         self.window = Window(session, group, self.reads, self._awaited, self.measures)
+        self.buffers = Buffers(session.lane, self.window.take)
         self.creation = Creation(session, group, self.reads)
         self._variables = self.creation.variables
         self._proposed: set[bytes] = set()
@@ -123,8 +140,8 @@ class Exchange:
         """Sends one round of a section, whose place was entered.
 
         It returns once the contribution's arrays may be changed. Waits for the round if an error may have to be told
-        here: it is the first of its plan, or its plan may refuse a value. Waits as well if it streams from these
-        arrays.
+        here: it is the first of its plan, or its plan may refuse a value. Waits as well if it streams from arrays that
+        may change.
 
         Args:
             outgoing: this process's contribution.
@@ -140,13 +157,20 @@ class Exchange:
         first = plan.id not in self._prepared
         self._propose(plan)
         shares = self._prepare(plan)
-        waits = first or shares.waits or self.window.size == 1
-        round = self._push_all(outgoing, shares, observes, waits)
+        buffers = self.buffers.among(outgoing.contributions)
+        waits = first or shares.refuses or self.window.size == 1
+        if shares.large and not waits:
+            waits = any(_nbytes(outgoing.sent(share), buffers) > PART_BYTES for share in shares.shares.values())
+        round = self._push_all(outgoing, shares, observes, waits, buffers)
+        for buffer in buffers.values():
+            buffer.round = round
         if waits:
             self.window.values(round)
         return round
 
-    def _push_all(self, outgoing: Outgoing, shares: PlanShares, observes: bool, waits: bool) -> UnderWay:
+    def _push_all(
+        self, outgoing: Outgoing, shares: PlanShares, observes: bool, waits: bool, buffers: Mapping[int, Buffer]
+    ) -> UnderWay:
         """Pushes a contribution to all servers of its plan, and goes on to the next round."""
         plan, group = outgoing.plan, self.group
         want = {server: self._want(share.writes, server) for server, share in shares.shares.items()}
@@ -154,7 +178,7 @@ class Exchange:
             self.session.waits = (group.round, plan.id)
         try:
             payloads = {
-                server: EMPTY if observes else outgoing.payload(share, kept=not waits)
+                server: EMPTY if observes else outgoing.payload(share, not waits, buffers)
                 for server, share in shares.shares.items()
             }
             with self._copied():
@@ -282,6 +306,11 @@ class Exchange:
         answer: Future[RoundReply] = Future()
         push().add_done_callback(partial(_answered, push, answer))
         return answer
+
+
+def _nbytes(arrays: Iterable[Sent], buffers: Mapping[int, Buffer]) -> int:
+    """Returns the size of arrays that may change after their call."""
+    return sum(array.nbytes for array in arrays if id(array) not in buffers)
 
 
 def _answered(push: Callable[[], Future[RoundReply]], answer: Future[RoundReply], pushed: Future[RoundReply]) -> None:

@@ -68,6 +68,7 @@ class Offer:
         path: path of the shm lane's socket; "" where there is none.
         in_flight: bytes of a contribution that the server holds before they are used.
         name: the name that the server's certificate must have.
+        buffer_bytes: bytes that this process's shared memory may have behind those for copies.
         tls: context that encrypts the tcp lane; None for none.
     """
 
@@ -78,6 +79,7 @@ class Offer:
     path: str
     in_flight: int = CLIENT_BYTES
     name: str = ""
+    buffer_bytes: int = 0
     tls: ssl.SSLContext | None = None
 
 
@@ -141,7 +143,9 @@ class Lane:
         try:
             self._sock = _connect(name, offer, lease)
             self._sockets.append(self._sock)
-            ring = self._introduce(hello, offer.in_flight if name == "shm" else 0)
+            ring = self._introduce(hello, offer) if name == "shm" else None
+            if ring is None:
+                self._sock.sendall(hello)
             self._link = MessageSocket(self._sock)
             self._link.trust()
             self._channel = PayloadSender(self._link, ring, True, self._ring_bell, traffic)
@@ -158,12 +162,12 @@ class Lane:
             self.close(self._why or f"{offer.host}:{offer.port} does not answer")
             raise LaneLost(self._why)
 
-    def _introduce(self, hello: bytes, shared: int) -> SharedArena | None:
-        """Says who it is; hands over so many bytes of memory, if any, and the answer's first byte brings more."""
-        if not shared:
-            self._sock.sendall(hello)
-            return None
-        segment, file = Segment.make(shared)
+    def _introduce(self, hello: bytes, offer: Offer) -> SharedArena:
+        """Says who it is, and hands over memory; the answer's first byte brings the server's."""
+        try:
+            segment, file = Segment.make(offer.in_flight + offer.buffer_bytes)
+        except (OSError, OverflowError):  # the address space of this process is limited
+            segment, file = Segment.make(offer.in_flight)
         files: list[int] = [file]
         try:
             sock = cast(socket.socket, self._sock)  # memory is shared on this host alone, by plain sockets
@@ -177,7 +181,7 @@ class Lane:
         finally:
             for each in files:
                 os.close(each)
-        return SharedArena(segment.memory)
+        return SharedArena(segment.memory, offer.in_flight)
 
     def _let_go(self, place: int, size: int) -> None:
         """Releases data. Called from any thread, at any time.
@@ -198,6 +202,10 @@ class Lane:
             self._mirror = None  # else only a collection of garbage would give its memory back
             _LINGERING.discard(self)
             self._drop()
+
+    def reserve(self, size: int) -> tuple[memoryview, int] | None:
+        """Reserves memory from which payloads are sent without a copy, as `SharedArena.reserve`; None where none is."""
+        return self._channel.reserve(size)
 
     def push(self, header: bytes, payload: Payload) -> Future[Answered]:
         """Sends a contribution; the future gives the answer's header and payload, or raises `LaneLost`."""

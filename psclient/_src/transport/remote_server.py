@@ -143,7 +143,10 @@ class RemoteServer:
         self._attempts.opened = True
         if replicas:
             host = self.address.rpartition(":")[0].strip("[]")
-            offer = Offer(m.session, m.lane_token, host, m.data_port, m.data_path, m.in_flight, self._name, self._tls)
+            offer = Offer(
+                *(m.session, m.lane_token, host, m.data_port, m.data_path, m.in_flight),
+                *(self._name, m.buffer_bytes, self._tls),
+            )
             old = self._lanes.get(m.session)
             lanes = LaneSelector(str(self.task), offer, self._timeouts.lease, self._threads, self.traffic, self._lane)
             self._lanes[m.session] = lanes

@@ -331,9 +331,14 @@ class Session:
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
 
+    def lane(self, index: int) -> Lane | None:
+        """Returns the lane to a server, by its number; None for gRPC."""
+        server = self.servers[index]
+        return server.lane(self.number) if isinstance(server, RemoteServer) else None
+
     def _lanes(self) -> list[Lane]:
         """Returns the lanes on which calls of this process are under way."""
-        found = [server.lane(self.number) for server in self.servers if isinstance(server, RemoteServer)]
+        found = map(self.lane, range(len(self.servers)))
         return [lane for lane in found if lane is not None and lane.waits]
 
     def _speak(self, word: Callable[[], str], needs_chief: Callable[[], bool]) -> None:

@@ -43,7 +43,8 @@ REQUESTS: list[type[Message]] = [
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
 
 OF_THE_RIMS = {
-    f"paramserver.v1.OpenReply.{name}" for name in ("data_port", "data_path", "lane_token", "in_flight", "protocol")
+    f"paramserver.v1.OpenReply.{name}"
+    for name in ("data_port", "data_path", "lane_token", "in_flight", "buffer_bytes", "protocol")
 }
 """What the rims add to a message of the table: no core knows of it."""
 
