@@ -29,6 +29,7 @@ SETTINGS = {
     "allocator": "{} allocator",
     "security": "{}",
     "consistency": "rounds: {}",
+    "gradients": "gradients in {}",
     "ps_strategy": "{}",
 }
 """What clusters differ by beside lane and chief: the key in the report, and words. What all have is in the title."""

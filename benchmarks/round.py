@@ -16,6 +16,7 @@ Not measured unless asked for, since they are long or large:
     --optimizer sgd --optimizer adam       beside each other
     --allocator tuned --allocator plain    with what our launcher tells the allocator, and without
     --security token --security tls        with a token alone, and with mutual TLS as well
+    --gradients arrays --gradients buffers without and with `strategy.buffer`
     --servers 2 --consistency each --consistency whole    without and with votes on whose contributions a round has
 
 `--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md says what is in it.
@@ -72,6 +73,9 @@ CHIEFS = {"own": "driver", "worker": "none"}
 ALLOCATORS = {"tuned": GLIBC_TUNABLES, "plain": ""}
 """The allocator of all processes: what the launcher tells it, huge pages among that, or nothing."""
 
+GRADIENTS = ("arrays", "buffers")
+"""Where workers compute gradients."""
+
 SECURITY = ("token", "tls")
 """What keeps others out: the token that our launcher draws, or mutual TLS as well."""
 
@@ -102,6 +106,7 @@ class Setting:
         allocator: a key of `ALLOCATORS`.
         security: one of `SECURITY`.
         consistency: a key of `CONSISTENCY`.
+        gradients: one of `GRADIENTS`.
     """
 
     lane: str
@@ -112,11 +117,13 @@ class Setting:
     allocator: str
     security: str
     consistency: str
+    gradients: str
 
     def __str__(self) -> str:
         return (
             f"{self.lane} lane, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
-            f"{self.optimizer}, {self.allocator} allocator, {self.security}, rounds: {self.consistency}"
+            f"{self.optimizer}, {self.allocator} allocator, {self.security}, rounds: {self.consistency}, "
+            f"gradients in {self.gradients}"
         )
 
 
@@ -178,7 +185,7 @@ class Options:
         """The arguments of the worker script, which is this file."""
         sizes = [arg for size in self.sizes for arg in ("--sizes", size)]
         cluster = ("--optimizer", setting.optimizer, "--consistency", setting.consistency)
-        chosen = (*cluster, "--ps-strategy", self.ps_strategy)
+        chosen = (*cluster, "--gradients", setting.gradients, "--ps-strategy", self.ps_strategy)
         rounds = [] if self.rounds is None else ["--rounds", str(self.rounds)]
         return ("--as-worker", str(gate), *sizes, *chosen, *rounds, *["--quick"] * self.quick)
 
@@ -197,11 +204,13 @@ class Worker:
         options: what to do.
         optimizer: a key of `OPTIMIZERS`.
         consistency: a key of `CONSISTENCY`.
+        gradients: one of `GRADIENTS`.
         gate: a pipe through which the launcher lets worker 0 go on.
     """
 
-    def __init__(self, options: Options, optimizer: str, consistency: str, gate: Path) -> None:
+    def __init__(self, options: Options, optimizer: str, consistency: str, gradients: str, gate: Path) -> None:
         self._options = options
+        self._buffers = gradients == "buffers"
         self._optimizer = optimizer
         self._gate = gate
         self._lanes = _Lanes()
@@ -227,6 +236,12 @@ class Worker:
         optimizer = OPTIMIZERS[self._optimizer]()
 
         def make_round() -> float:
+            nonlocal gradients
+            if self._buffers:
+                gradients = [self._strategy.buffer(variable) for variable in variables]
+                for gradient in gradients:
+                    if gradient[0] != np.float32(1e-3):  # both of a variable keep what was once computed
+                        gradient.fill(1e-3)
             start = time.perf_counter()
             self._strategy.run(optimizer.apply_gradients, args=(list(zip(gradients, variables, strict=True)),))
             for variable in variables:
@@ -430,6 +445,7 @@ def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str)
 @_choices("--allocator", list(ALLOCATORS), ("tuned",), "As our launcher sets it, with huge pages, or not at all.")
 @_choices("--security", SECURITY, SECURITY[:1], "With token and tls, the table has their ratio.")
 @_choices("--consistency", list(CONSISTENCY), ("whole",), "With whole and each, the table has their ratio.")
+@_choices("--gradients", GRADIENTS, GRADIENTS[:1], "In arrays of its own, or in those of strategy.buffer.")
 @click.option("--ps-strategy", type=click.Choice(get_args(PsStrategy)), default="greedy", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), help="How many to measure at a time [default: the model's].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
@@ -451,7 +467,7 @@ def main(
     """Measures, or is a worker of a cluster that is measured."""
     options = Options(sizes, quick, rounds, ps_strategy)
     if gate:
-        Worker(options, chosen["optimizer"][0], chosen["consistency"][0], gate).run()
+        Worker(options, chosen["optimizer"][0], chosen["consistency"][0], chosen["gradients"][0], gate).run()
         return
     console = Console()
     settings = [Setting(*each) for each in product(*(chosen[each.name] for each in fields(Setting)))]

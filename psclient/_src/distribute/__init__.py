@@ -7,5 +7,6 @@ reduction    the sums and means of per-replica values
 gathering    the arrays of all replicas, one behind the other
 backend      the interface between the model and what carries it out
 local        the backend without servers
+host_buffers arrays for replicas to compute in, where nothing is sent from them
 template     what repeated steps have in common
 """

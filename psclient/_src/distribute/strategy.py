@@ -184,9 +184,12 @@ class Strategy:
             in cross-replica context a per-replica value.
 
         Raises:
+            TypeError: it is no variable.
             ValueError: the variable is another strategy's.
             PSError: the session is over.
         """
+        if not isinstance(variable, Variable):
+            raise TypeError(f"buffer takes the variable whose gradient is computed there, no {type(variable).__name__}")
         variable.check_strategy(self._container)
         replica = context.local_replica(self._container)
         if replica is not None:

@@ -5,6 +5,7 @@ section      collects reductions and updates of one stretch of code, which becom
 prepared     what goes to each server and comes back; found once for each plan
 rounds       sends one round: a push to each server
 window       takes the answers of the rounds that are under way, in order; under_way is one of them
+buffers      arrays that are sent from where they are
 creation     records the variables that the script creates, and sends them in batches
 read_cache   reads variables between the rounds, and keeps what was read
 awaited      names those whom a round waits for

@@ -157,7 +157,7 @@ def test_an_asynchronous_worker_sends_ahead_to_one_server(job, servers):
 
 @pytest.mark.parametrize("which", ["operand", "reduction", "both"])
 def test_a_push_of_more_than_a_part_is_waited_for(which):
-    """Whatever it carries: it is not copied, so that its arrays must not change before."""
+    """Whatever it carries: it is not copied, so that its arrays must not change before; buffers do not change."""
     half, whole = (TensorSpec("int8", (PART_BYTES // 2 + 1,)), TensorSpec("int8", (PART_BYTES + 1,)))
     operands = {"operand": whole, "both": half}.get(which)
     reduced = {"reduction": whole, "both": half}.get(which)
@@ -165,8 +165,8 @@ def test_a_push_of_more_than_a_part_is_waited_for(which):
         (Reduction("sum", reduced, (0,)),) if reduced else (),
         (Operand(operands, (0,)),) if operands else (),
     )
-    assert PlanShares(plan).waits
-    assert not PlanShares(Plan((Reduction("sum", half, (0,)),), (Operand(half, (1,)),))).waits, "not to one server"
+    assert PlanShares(plan).large
+    assert not PlanShares(Plan((Reduction("sum", half, (0,)),), (Operand(half, (1,)),))).large, "not to one server"
 
 
 def test_lines_are_kept_until_they_are_said(alone):

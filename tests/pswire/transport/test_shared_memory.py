@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from pswire.errors import InvalidRequest
+from pswire.limits import ALIGN
 from pswire.transport.shared_memory import LINE, SEALS, Segment, SharedArena, SharedView
 
 SIZE = 64 * LINE
@@ -252,6 +253,62 @@ def test_nothing_outside_is_looked_at(place: int, size: int) -> None:
     else:
         with pytest.raises(InvalidRequest):
             mirror.read(place, size)
+
+
+RING = SIZE // 2
+
+
+def test_what_is_reserved_is_read_where_it_is() -> None:
+    """Behind the ring, one after another, once at a time; it takes no room of the ring, and is never copied."""
+    ours, theirs = segment()
+    ring, freed = SharedArena(ours.memory, RING), []
+    mirror = SharedView(theirs.memory, lambda place, size: freed.append((place, size)), RING)
+    (memory, first), (_, second) = (ring.reserve(size) for size in (ALIGN + 1, RING // 2))
+    assert (first, second) == (RING, RING + 2 * ALIGN)
+    assert ring.reserve(RING // 2) is None
+    buffer = memory[second : second + RING // 2]
+    buffer[:] = content(1, len(buffer))
+    assert ring.lend([buffer, memoryview(bytes(ALIGN - 1))]) == second
+    assert ring.lend([buffer]) is None  # it is not read yet
+    kept = mirror.read(0, RING // 2)  # from now on the ring is read by copies
+    view = mirror.read(second, len(buffer))
+    assert bytes(view) == content(1, len(buffer))
+    with pytest.raises(InvalidRequest):
+        mirror.read(second, 1)
+    del view
+    assert freed == [(second, 0)]
+    ring.free(second)
+    assert ring.lend([buffer]) == second
+    assert ring.put([memoryview(bytes(RING))], RING) == 0
+    del kept
+    assert freed[-1] == (0, RING // 2)
+
+
+def test_what_is_not_reserved_is_not_lent() -> None:
+    """What lies elsewhere, in the ring, in two places, or between the places that the other end takes."""
+    ours, _ = segment()
+    ring = SharedArena(ours.memory, RING)
+    assert ring.lend([ours.memory[RING : RING + ALIGN]]) is None
+    memory, place = ring.reserve(4 * ALIGN) or pytest.fail("there is no room")
+    whole = memory[place : place + ALIGN]
+    for other in (
+        memoryview(bytes(ALIGN)),
+        memory[:ALIGN],
+        memory[place + 1 : place + ALIGN],
+        memory[place + RING // 2 :],
+    ):
+        assert ring.lend([other]) is None
+    assert ring.lend([whole, memory[place + 2 * ALIGN : place + 3 * ALIGN]]) is None
+    assert ring.lend([whole]) == place
+
+
+@pytest.mark.parametrize(("place", "size"), [(RING - LINE, 2 * LINE), (RING + 1, 1), (SIZE - ALIGN, 2 * ALIGN)])
+def test_nothing_is_read_across_the_end_of_the_ring(place: int, size: int) -> None:
+    """Nor between the places behind it, nor behind the segment."""
+    _, theirs = segment()
+    mirror = SharedView(theirs.memory, freeing([]), RING)
+    with pytest.raises(InvalidRequest):
+        mirror.read(place, size)
 
 
 def test_what_a_fork_may_look_at_is_not_freed() -> None:
