@@ -395,18 +395,19 @@ class Service(grpc.GenericRpcHandler):
             else:
                 await context.write(self._frames.encoded(answer.header(), answer.payload or EMPTY, part))
         reply = future.result()
+        header = self._lanes.encoder.encode(reply)
         if answer.cutter is None:
-            await self._send(context, messages.round_to_pb(reply), reply.payload)
+            await self._send(context, header, reply.payload)
         else:
-            await context.write(Frame(messages.round_to_pb(reply).SerializeToString(), end=_end(context)).encode())
+            await context.write(Frame(header, end=_end(context)).encode())
 
     async def _pull(self, m: pb.PullRequest, context: Call, first: Frame) -> None:
         reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
-        await self._send(context, messages.pull_to_pb(reply), reply.payload)
+        await self._send(context, messages.pull_to_pb(reply).SerializeToString(), reply.payload)
 
-    async def _send(self, context: Call, message: Message, payload: Payload) -> None:
+    async def _send(self, context: Call, header: bytes, payload: Payload) -> None:
         """Sends an answer that is whole; its first part rides with the header, and its last with the end."""
-        header, left = message.SerializeToString(), payload.size
+        left = payload.size
         for part in parts_of(payload):
             left -= sum(map(len, part[1]))
             await context.write(self._frames.encoded(header, payload, part, None if left else _end(context)))

@@ -193,24 +193,6 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
     )
 
 
-def round_to_pb(reply: RoundReply) -> pb.RoundHeader:
-    """Makes the header of the answer to a push."""
-    return pb.RoundHeader(
-        round=reply.round,
-        epoch=EPOCH.to_pb(reply.epoch),
-        more=reply.more,
-        left_out=[TASK.to_pb(task) for task in reply.left_out],
-        size=reply.payload.size,
-        warnings=reply.warnings,
-        observers=[TASK.to_pb(task) for task in reply.observers],
-    )
-
-
-def round_from_pb(message: pb.RoundHeader, payload: Payload) -> RoundReply:
-    """Reads the header of the answer to a push, which came with a payload."""
-    return RoundDecoder().decode(message, payload)
-
-
 class RoundEncoder:
     """Encodes the headers of answers to pushes: what all members of a round are told alike, once. Used by any thread.
 

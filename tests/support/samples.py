@@ -31,6 +31,8 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import Task
+from pswire.encoding import messages
+from pswire.encoding.mapper import Codec
 from pswire.errors import BY_NAME, PSError
 from pswire.model.log import (
     Approved,
@@ -73,6 +75,7 @@ from pswire.model.status import (
     WorkerProgress,
 )
 from pswire.model.tensor import TensorSpec
+from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY, Payload
 from tests.support.tap import spell
 
@@ -337,6 +340,14 @@ def lane_samples(nbytes: int, refused: Sequence[str]) -> list[Sample]:
         Sample("Push", "refused", (contribution(), small()), error("Diverged")),
         *(Sample("Pull", f"refused {name}", (SESSION, (1,), 0), error(name)) for name in refused),
     ]
+
+
+ROUND = Codec(
+    pb.RoundHeader,
+    lambda reply: pb.RoundHeader.FromString(messages.RoundEncoder().encode(reply)),
+    lambda message: messages.RoundDecoder().decode(message, EMPTY),
+)
+"""The answer to a push, of which nothing is kept."""
 
 
 def plain(value: Any) -> Any:

@@ -2,74 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import numpy as np
 import pytest
 
 from psclient._src.chief.decisions import decide
 from psclient._src.chief.epochs import Beginning
 from psclient._src.chief.job_state import JobState
-from psclient._src.devices import Device
-from psclient._src.rounds.membership import Group
-from psclient._src.rounds.rounds import Exchange, Outgoing
-from psclient._src.transport.session import Session
 from pswire.api import Watched
 from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
-from pswire.model.log import Approved, Epoch, EpochClosed, Member, Mode, Position, Start, Started
-from pswire.model.plan import VariableSpec
+from pswire.model.log import Approved, Epoch, EpochClosed, Member, Position, Start, Started
 from pswire.model.status import SessionState
-from pswire.model.tensor import TensorSpec
-from tests.support.rig import SOON, WORKERS, Job, serving, sum_into
+from tests.support.members import Process, began
+from tests.support.rig import SOON, WORKERS, sum_into
 
 A, B, C = WORKERS[:3]
-NUMBER = TensorSpec("int64", ())
-SLOW = Timeouts(beat=60.0)
-
-
-@pytest.fixture
-def job(tmp_path) -> Iterator[Job]:
-    """Two servers and a chief that does nothing by itself."""
-    with serving("core", 2, tmp_path) as servers:
-        yield Job(servers)
-
-
-class Process:
-    """One process's part of a strategy."""
-
-    def __init__(self, job: Job, task: Any, mode: Mode, replicas: int = 1, timeouts: Timeouts = SLOW) -> None:
-        devices = tuple(Device("cpu", index) for index in range(replicas))
-        self.session = Session(task, job.verbs, replicas, timeouts=timeouts, consistency=mode)
-        self.session.open()
-        self.group = Group(self.session, devices)
-        self.exchange = Exchange(self.session, self.group)
-
-    @property
-    def member(self) -> Member:
-        return Member(self.session.task, self.session.number, self.session.replicas, self.session.consistency)
-
-    def create(self, name: str, server: int = 0) -> Any:
-        return self.exchange.creation.create(VariableSpec(name, NUMBER), (server,), np.asarray(0), now=True)
-
-    def add(self, plan: Any, value: int) -> None:
-        self.exchange.enter(plan)
-        self.exchange.send(Outgoing(plan, (1.0,), (np.asarray(value),), ()))
-        self.exchange.window.settle()
-
-
-@contextmanager
-def began(job: Job, mode: Mode, *replicas: int) -> Iterator[list[Process]]:
-    """Processes that begin a job together, with these numbers of replicas."""
-    found = [Process(job, task, mode, count) for task, count in zip(WORKERS, replicas, strict=False)]
-    try:
-        job.close([one.member for one in found])
-        yield found
-    finally:
-        for one in found:
-            one.session.leave()
 
 
 def test_synchronous_members_count_all_replicas(job):

@@ -16,8 +16,8 @@ from pswire.limits import PART_BYTES, WINDOW
 from pswire.model.log import Approved, Epoch, EpochClosed
 from pswire.model.plan import Operand, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
-from tests.psclient.rounds.test_membership import began
-from tests.support.rig import Job, serving, sum_into
+from tests.support.members import began
+from tests.support.rig import sum_into
 
 
 def send(process, plan, value):
@@ -28,13 +28,6 @@ def send(process, plan, value):
 
 def value_of(process, round):
     return int(process.exchange.window.values(round)[Ref("reduction", 0)])
-
-
-@pytest.fixture
-def job(tmp_path):
-    """Two servers and a chief that does nothing by itself."""
-    with serving("core", 2, tmp_path) as servers:
-        yield Job(servers)
 
 
 @pytest.fixture

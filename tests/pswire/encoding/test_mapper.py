@@ -21,11 +21,11 @@ from pswire.model.status import Saving, WorkerProgress
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
-from tests.support.samples import ENTRIES, HAPPENED, PEER_INCARNATION, PROCESS, SAMPLES, VOTES, plain
+from tests.support.samples import ENTRIES, HAPPENED, PEER_INCARNATION, PROCESS, ROUND, SAMPLES, VOTES, plain
 
 BY_HAND: dict[type, Codec[Any, Any]] = {
     Contribution: Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
-    RoundReply: Codec(pb.RoundHeader, messages.round_to_pb, lambda m: messages.round_from_pb(m, EMPTY)),
+    RoundReply: ROUND,
     PullReply: Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
     CreateBatchReply: Codec(pb.CreateBatchReply, messages.batch_to_pb, messages.batch_from_pb),
     PSError: Codec(pb.Refusal, refusal_to_pb, refusal_from_pb),

@@ -62,6 +62,7 @@ from pswire.model.status import Happened, OpenRound, ProcessStatus, Saving, Serv
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
+from tests.support.samples import ROUND
 
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
 S64 = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -188,7 +189,7 @@ PAIRS: dict[str, tuple[st.SearchStrategy[Any], Codec[Any, Any]]] = {
         CONTRIBUTIONS,
         Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
     ),
-    "round": (REPLIES, Codec(pb.RoundHeader, messages.round_to_pb, lambda m: messages.round_from_pb(m, EMPTY))),
+    "round": (REPLIES, ROUND),
     "pull": (PULLED, Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY))),
 }
 
@@ -210,7 +211,7 @@ def test_answers_are_the_same_where_some_of_them_is_kept(turns: list[int], repli
     for turn in turns:
         reply = replies[turn]
         message = pb.RoundHeader.FromString(encoder.encode(reply))
-        assert message == messages.round_to_pb(reply)
+        assert message == ROUND.to_pb(reply)
         assert repr(decoder.decode(message, EMPTY)) == repr(reply)
         assert pb.RoundHeader.FromString(encoder.encode(replace(reply, more=not reply.more))).more != reply.more
 
@@ -218,7 +219,7 @@ def test_answers_are_the_same_where_some_of_them_is_kept(turns: list[int], repli
 def test_an_epoch_is_read_once() -> None:
     """As long as the answers have the same."""
     decoder = messages.RoundDecoder()
-    headers = [messages.round_to_pb(RoundReply(n, Epoch(n // 2, ()), False, (), EMPTY)) for n in range(4)]
+    headers = [ROUND.to_pb(RoundReply(n, Epoch(n // 2, ()), False, (), EMPTY)) for n in range(4)]
     first, second, third, fourth = (decoder.decode(header, EMPTY).epoch for header in headers)
     assert first is second
     assert third is fourth

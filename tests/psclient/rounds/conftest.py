@@ -1,0 +1,17 @@
+"""A job for the tests of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.rig import Job, serving
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """Two servers and a chief that does nothing by itself."""
+    with serving("core", 2, tmp_path) as servers:
+        yield Job(servers)
