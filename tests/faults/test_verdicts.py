@@ -56,7 +56,7 @@ def test_a_hung_worker_is_left_out(tmp_path):
     """Its beats go on, and it does not come to its push: it is named, then fenced; the others go on, and so does its
     next process. When it wakes it ends, and is told why. A worker that is only slow harms nobody.
     """
-    stops = [[1, 5], [2, 2], [0, 7]]
+    stops = [[1, 5], [2, 2], [0, 7], [2, 7]]  # at the end both, so that no round is open: nobody is late
     gates = [f"{worker} at {round}" for worker, round in stops]
     with ProcessCluster(count, tmp_path, (20, stops), **KEYS, gates=gates) as job, job.server(PS0) as keeper:
         job.hear(W2, "at", 2)
@@ -68,11 +68,13 @@ def test_a_hung_worker_is_left_out(tmp_path):
         for task in (W0, W2):
             job.hear(task, "did", 5)
             assert f"is complete without {W1}" in job.errors(task)
-        job.hear(W0, "at", 7)
+        for task in (W0, W2):
+            job.hear(task, "at", 7)
         job.start(W1)
         assert job.hear(W1, "open", False) is False
         job.until(lambda: len(keeper.status().epoch.members) == 3)
         job.open("0 at 7")
+        job.open("2 at 7")
         found = [job.hear(task, "sums") for task in (W0, W1, W2)]
         assert found[0] == found[1] == found[2]
         assert found[0][0] == found[0][1]
