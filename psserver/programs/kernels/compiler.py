@@ -106,7 +106,13 @@ class Compiler:
         if len(taken) > MAX_POINTERS:
             return None
         dtypes = [parameter.dtype for parameter in taken]
-        return self._get((text, *dtypes), lambda: self._numba(text, sizes, dtypes), now)
+
+        def build() -> NumbaKernel:
+            if sizes == 1:
+                machine_code.caller(1 + len(dtypes))  # while no round waits for it
+            return self._numba(text, sizes, dtypes)
+
+        return self._get((text, *dtypes), build, now)
 
     def _cuda(self, form: Form, scalars: Sequence[bool]) -> Any:
         built = self._device.elementwise(*form.cuda, scalars)

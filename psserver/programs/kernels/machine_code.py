@@ -90,6 +90,26 @@ def loaded(code: bytes, sizes: int, pointers: int) -> Kernel:
     return cast(Kernel, function)
 
 
+@cache
+def caller(columns: int) -> Kernel:
+    """Returns a function that calls a kernel once for each row of a table, which releases the GIL.
+
+    Python takes as long for each call of a kernel as the kernel for some hundred elements. The function takes the
+    addresses of the kernel, of a table of int64 with the number of its rows, and of an int64 for each row, where it
+    writes the kernel's result. It returns the bits of all results.
+
+    Args:
+        columns: number of arguments that the kernel takes: a number of elements, then pointers.
+    """
+    llvm = _llvm()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(_loop(columns)), _machine())
+    engine.finalize_object()
+    types = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_void_p]
+    function: Any = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *types)(engine.get_function_address(ENTRY))
+    function.engine = engine  # keeps the machine code alive
+    return cast(Kernel, function)
+
+
 def prototype(sizes: int, pointers: int, returns: bool) -> Any:
     """Returns the C type of a kernel."""
     result = ctypes.c_ssize_t if returns else None
@@ -114,6 +134,39 @@ define {word} @{ENTRY}({", ".join(taken)}) {{
   %status = call i32 @"{inner}"({", ".join(["ptr %result", "ptr %error", *taken])})
   %value = load {word}, ptr %result
   ret {word} %value
+}}
+"""
+
+
+def _loop(columns: int) -> str:
+    """Writes the function `ENTRY` of `caller`."""
+    types = ["i64", *["ptr"] * (columns - 1)]
+    loads = [
+        f"  %at{n} = getelementptr i64, ptr %row, i64 {n}\n  %arg{n} = load {type}, ptr %at{n}"
+        for n, type in enumerate(types)
+    ]
+    args = ", ".join(f"{type} %arg{n}" for n, type in enumerate(types))
+    return f"""
+define i64 @{ENTRY}(ptr %kernel, ptr %table, i64 %rows, ptr %results) {{
+begin:
+  %empty = icmp eq i64 %rows, 0
+  br i1 %empty, label %end, label %each
+each:
+  %i = phi i64 [0, %begin], [%next, %each]
+  %before = phi i64 [0, %begin], [%after, %each]
+  %first = mul i64 %i, {columns}
+  %row = getelementptr i64, ptr %table, i64 %first
+{chr(10).join(loads)}
+  %result = call i64 %kernel({args})
+  %place = getelementptr i64, ptr %results, i64 %i
+  store i64 %result, ptr %place
+  %after = or i64 %before, %result
+  %next = add i64 %i, 1
+  %over = icmp eq i64 %next, %rows
+  br i1 %over, label %end, label %each
+end:
+  %all = phi i64 [0, %begin], [%after, %each]
+  ret i64 %all
 }}
 """
 
