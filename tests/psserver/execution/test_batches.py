@@ -16,7 +16,7 @@ from psserver.devices import Device
 from psserver.execution.execution import Execution
 from psserver.plans.round import Commit
 from psserver.programs.interpreter import Script
-from psserver.programs.kernels import launch
+from psserver.programs.kernels import launch, machine_code
 from psserver.programs.kernels.kernels import SMALL_PATIENCE, Kernels
 from pswire.errors import ProgramError
 from pswire.limits import ALIGN
@@ -117,6 +117,41 @@ def test_threads_share_a_batch_evenly(monkeypatch):
     assert [size for size, *_ in calls] == [16, 16, 16, 2, 3, 16, 16, 1]
     assert all(same_bits(found[id], expected.assigned[id]) for id in values)
     kernels.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_each_variable_has_the_operand_that_its_application_names(threads):
+    """One for all of them, or one of its own for each."""
+    kernels, sizes = Kernels(Device(), threads, patience=1, smallest=0), [8, 9, 10]
+    shared = descents(sizes)
+    applies = tuple(replace(a, args=(*a.args[:2], Ref("operand", n))) for n, a in enumerate(shared.applies))
+    rates = [np.float32(rate) for rate in (0.1, 10.0, -3.0)]
+    own = replace(shared, operands=shared.operands * 3, applies=applies)
+    for plan, operands in ((shared, rates[:1]), (own, rates)):
+        job = job_of(plan, [arrays(sizes, 1), arrays(sizes, 2)], operands)
+        expected = run(job, Kernels(Device()), fresh(sizes)).assigned
+        assert warm(kernels, job, fresh(sizes)) == {0, 1, 2}
+        values = fresh(sizes)
+        found = run(job, kernels, values, frozenset(values)).assigned
+        assert all(found[id] is values[id] and same_bits(values[id], expected[id]) for id in values)
+    kernels.close()
+
+
+def test_a_batch_is_one_call_that_was_compiled_before(monkeypatch):
+    """Python calls once for all variables, and no round waits for what makes that call."""
+    sizes = [8] * 5
+    job = job_for(descents(sizes), [arrays(sizes, 1), arrays(sizes, 2)])
+    machine_code.caller.cache_clear()
+    own = Kernels(Device(), patience=1, smallest=0)
+    warm(own, job, fresh(sizes))
+    caller, calls = machine_code.caller, []
+    made = caller.cache_info().misses
+    monkeypatch.setattr(launch, "caller", lambda columns: lambda *args: calls.append(args) or caller(columns)(*args))
+    values = fresh(sizes)
+    run(job, own, values, frozenset(values))
+    assert [rows for _, _, rows, _ in calls] == [5]
+    assert caller.cache_info().misses == made > 0
+    own.close()
 
 
 def test_what_one_of_many_holds_is_not_written(kernels):
