@@ -37,7 +37,7 @@ class Column:
 
     Attributes:
         numbers: the values' numbers in their lists, int64.
-        variables: the numbers of the variables; None if some value is none.
+        variables: the same as a list if all are variables; else None.
         shared: the only value; None if there are several.
     """
 

@@ -142,8 +142,7 @@ class Crew:
         """
         if not self._helpers:
             return self._run_rows(kernel, table)
-        calls = table.tolist()
-        runs, rows = self._cut(calls, strides)
+        runs, rows = self._cut(table.tolist(), strides)
         return [(row, flags) for row, flags in zip(rows, self.run(kernel, runs), strict=True) if flags]
 
     def _run_rows(self, kernel: Any, table: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

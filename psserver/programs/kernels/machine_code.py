@@ -141,10 +141,10 @@ define {word} @{ENTRY}({", ".join(taken)}) {{
 def _loop(columns: int) -> str:
     """Writes the function `ENTRY` of `caller`."""
     types = ["i64", *["ptr"] * (columns - 1)]
-    loads = [
+    loads = "\n".join(
         f"  %at{n} = getelementptr i64, ptr %row, i64 {n}\n  %arg{n} = load {type}, ptr %at{n}"
         for n, type in enumerate(types)
-    ]
+    )
     args = ", ".join(f"{type} %arg{n}" for n, type in enumerate(types))
     return f"""
 define i64 @{ENTRY}(ptr %kernel, ptr %table, i64 %rows, ptr %results) {{
@@ -156,7 +156,7 @@ each:
   %before = phi i64 [0, %begin], [%after, %each]
   %first = mul i64 %i, {columns}
   %row = getelementptr i64, ptr %table, i64 %first
-{chr(10).join(loads)}
+{loads}
   %result = call i64 %kernel({args})
   %place = getelementptr i64, ptr %results, i64 %i
   store i64 %result, ptr %place
