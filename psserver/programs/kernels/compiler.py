@@ -106,13 +106,7 @@ class Compiler:
         if len(taken) > MAX_POINTERS:
             return None
         dtypes = [parameter.dtype for parameter in taken]
-
-        def build() -> NumbaKernel:
-            if sizes == 1:
-                machine_code.caller(1 + len(dtypes))  # while no round waits for it
-            return self._numba(text, sizes, dtypes)
-
-        return self._get((text, *dtypes), build, now)
+        return self._get((text, *dtypes), lambda: self._numba(text, sizes, dtypes), now)
 
     def _cuda(self, form: Form, scalars: Sequence[bool]) -> Any:
         built = self._device.elementwise(*form.cuda, scalars)
@@ -261,7 +255,7 @@ def compile_numba(kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -
     compiled = numba.cfunc(signature, error_model="numpy", nogil=True)(function)
     made: Any = machine_code.prototype(sizes, len(dtypes), returns=is_text)(compiled.address)
     made.compiled = compiled  # keeps the machine code alive
-    return cast(NumbaKernel, made)
+    return machine_code.with_rows(made, sizes, len(dtypes)) if is_text else cast(NumbaKernel, made)
 
 
 def _defined(text: str, numba: Any) -> Callable[..., None]:

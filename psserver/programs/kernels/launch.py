@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from psserver.programs.kernels.machine_code import caller
 from pswire.model.tensor import Array
 
 RUN = 1 << 18
@@ -133,7 +132,7 @@ class Crew:
         """Runs a kernel once for each row of a table, in any order.
 
         Args:
-            kernel: takes a number of elements, and addresses.
+            kernel: takes a number of elements, and addresses; a `machine_code.Kernel`.
             table: the arguments of each call, int64.
             strides: for each address, bytes between two elements; 0 for a single one.
 
@@ -148,9 +147,8 @@ class Crew:
     def _run_rows(self, kernel: Any, table: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
         """Does what `run_table` does, in the caller's thread."""
         began = time.perf_counter()
-        rows, columns = table.shape
-        flags = np.empty(rows, np.int64)
-        seen = caller(columns)(kernel, address_of(table), rows, address_of(flags))
+        flags = np.empty(len(table), np.int64)
+        seen = kernel.rows(address_of(table), len(table), address_of(flags))
         self.seconds += time.perf_counter() - began
         return [(row, int(flags[row])) for row in np.flatnonzero(flags).tolist()] if seen else []
 

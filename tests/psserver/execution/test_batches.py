@@ -16,7 +16,7 @@ from psserver.devices import Device
 from psserver.execution.execution import Execution
 from psserver.plans.round import Commit
 from psserver.programs.interpreter import Script
-from psserver.programs.kernels import launch, machine_code
+from psserver.programs.kernels import launch
 from psserver.programs.kernels.kernels import SMALL_PATIENCE, Kernels
 from pswire.errors import ProgramError
 from pswire.limits import ALIGN
@@ -137,21 +137,18 @@ def test_each_variable_has_the_operand_that_its_application_names(threads):
     kernels.close()
 
 
-def test_a_batch_is_one_call_that_was_compiled_before(monkeypatch):
-    """Python calls once for all variables, and no round waits for what makes that call."""
-    sizes = [8] * 5
+def test_a_batch_is_one_call(kernels, monkeypatch):
+    """Python calls once for all variables."""
+    sizes, calls = [8] * 5, []
     job = job_for(descents(sizes), [arrays(sizes, 1), arrays(sizes, 2)])
-    machine_code.caller.cache_clear()
-    own = Kernels(Device(), patience=1, smallest=0)
-    warm(own, job, fresh(sizes))
-    caller, calls = machine_code.caller, []
-    made = caller.cache_info().misses
-    monkeypatch.setattr(launch, "caller", lambda columns: lambda *args: calls.append(args) or caller(columns)(*args))
+    warm(kernels, job, fresh(sizes))
+    function = job.prepared.batches(kernels, 2)[0].kernel.function
+    rows = function.rows
+    monkeypatch.setattr(function, "rows", lambda *args: calls.append(args) or rows(*args))
     values = fresh(sizes)
-    run(job, own, values, frozenset(values))
-    assert [rows for _, _, rows, _ in calls] == [5]
-    assert caller.cache_info().misses == made > 0
-    own.close()
+    found = run(job, kernels, values, frozenset(values)).assigned
+    assert [count for _, count, _ in calls] == [5]
+    assert all(found[id] is values[id] for id in values)
 
 
 def test_what_one_of_many_holds_is_not_written(kernels):

@@ -436,7 +436,8 @@ def test_the_text_for_a_gpu():
 def test_a_kernel_runs_once_for_each_row_of_a_table(threads):
     """With the row's arguments; the rows with flags are told, each with its own."""
     calls, crew = [], Crew(threads)
-    kernel = machine_code.prototype(1, 2, returns=True)(lambda n, a, b: calls.append((n, a, b)) or n % 4)
+    function = machine_code.prototype(1, 2, returns=True)(lambda n, a, b: calls.append((n, a, b)) or n % 4)
+    kernel = machine_code.with_rows(function, 1, 2)
     table = np.array([[4, 64, 128], [5, 192, 1 << 40], [7, 1, 2], [8, 8, 8]], "int64")
     assert sorted(crew.run_table(kernel, table, [4, 4])) == [(1, 1), (2, 3)]
     assert sorted(calls) == sorted(map(tuple, table.tolist()))
