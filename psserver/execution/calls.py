@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from psserver.execution.contributions import ContributionParts, Sender
-from psserver.plans.batches import KernelBatch
+from psserver.plans.batches import Column, KernelBatch
+from psserver.plans.layout import Numbers
 from psserver.plans.outline import Application
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role
 from psserver.programs.kernels.kernels import Kernel, Kernels, Stage
@@ -214,22 +215,22 @@ class Ready:
     Args:
         batch: the batch.
         rows: the applications, as a slice of the batch.
-        contributions: addresses of contributions, for each parameter of the kernel that is one.
 
     Attributes:
         numbers: numbers of the applications, among those of the server.
         assigned: numbers of the variables that they assign.
+        table: the kernel's arguments, a row for each application, int64; complete once it runs.
         width: number of stages, as of a `KernelCall`.
     """
 
     width = 1
 
-    def __init__(self, batch: KernelBatch, rows: slice, contributions: Mapping[Parameter, Sequence[int]]) -> None:
+    def __init__(self, batch: KernelBatch, rows: slice) -> None:
         self.numbers = range(batch.first, batch.stop)[rows]
         self.assigned = [id for ids in batch.assigned[rows] for id in ids]
+        self.table = batch.table[rows].copy()
         self._batch = batch
         self._rows = rows
-        self._contributions = contributions
 
     @classmethod
     def of(cls, batch: KernelBatch, at: int, stop: int, senders: Sequence[Sender], alone: Set[int]) -> Ready | None:
@@ -241,16 +242,18 @@ class Ready:
             senders: the contributors.
             alone: variables whose arrays nobody else holds.
         """
-        rows = slice(at - batch.first, stop - batch.first)
-        found: dict[Parameter, Sequence[int]] = {}
-        for parameter, refs in batch.refs.items():
-            if parameter.role == "part":
-                where = senders[parameter.place].addresses(np.array([ref.index for ref in refs[rows]]))
+        ready = cls(batch, slice(at - batch.first, stop - batch.first))
+        return ready if alone >= set(ready.assigned) and ready._take(senders) else None
+
+    def _take(self, senders: Sequence[Sender]) -> bool:
+        """Writes the addresses of the contributions into the table; returns False if some are not in one piece."""
+        for column in self._batch.columns:
+            if column.parameter.role == "part":
+                where = senders[column.parameter.place].addresses(column.numbers[self._rows])
                 if where is None:
-                    return None
-                found[parameter] = where.tolist()
-        ready = cls(batch, rows, found)
-        return ready if alone >= set(ready.assigned) else None
+                    return False
+                self.table[:, column.place] = where
+        return True
 
     def run(
         self,
@@ -272,33 +275,26 @@ class Ready:
             several times.
         """
         held: list[Array] = []  # while the kernel runs
-        columns: list[Sequence[int]] = [self._batch.sizes[self._rows]]
-        for parameter, refs in self._batch.refs.items():
-            if parameter.role == "part":
-                columns.append(self._contributions[parameter])
-            elif parameter.role == "total":
-                columns.append(_totals([totals(ref.index) for ref in refs[self._rows]], parameter, held))
-            else:
-                found = self._of_variables(parameter, variables, held)
-                columns.append(_arrays(refs[self._rows], value, held) if found is None else found)
-        calls = list(zip(*columns, strict=True))
-        strides = [0 if p.single else DTYPES[p.dtype].itemsize for p in self._batch.refs]
-        runs, places = crew.cut(calls, strides)
-        found = crew.run(self._batch.kernel.function, runs)
-        if not any(found):
-            return []
-        return [(self.numbers[place], flags) for place, flags in zip(places, found, strict=True) if flags]
+        for column in self._batch.columns:
+            if column.parameter.role == "total":
+                weights = list(map(totals, column.numbers[self._rows].tolist()))
+                self.table[:, column.place] = _totals(weights, column.parameter, held)
+            elif column.parameter.role != "part":
+                known = self._of_variables(column, variables, held)
+                self.table[:, column.place] = _addresses(column, self._rows, value, held) if known is None else known
+        found = crew.run_table(self._batch.kernel.function, self.table, self._batch.strides)
+        return [(self.numbers[row], flags) for row, flags in found]
 
     def _of_variables(
-        self, parameter: Parameter, variables: Callable[[Sequence[int]], Sequence[Array]], held: list[Array]
-    ) -> list[int] | None:
+        self, column: Column, variables: Callable[[Sequence[int]], Sequence[Array]], held: list[Array]
+    ) -> Numbers | None:
         """Returns the addresses that a parameter takes, if these are variables, and the whole batch runs."""
-        ids = self._batch.variables.get(parameter)
+        ids = column.variables
         if ids is None or len(self.numbers) != len(ids):
             return None
         arrays = variables(ids)
         held += arrays
-        return self._batch.addresses(parameter, arrays)
+        return column.addresses(arrays)
 
 
 def _totals(totals: Sequence[float], parameter: Parameter, held: list[Array]) -> range:
@@ -307,7 +303,9 @@ def _totals(totals: Sequence[float], parameter: Parameter, held: list[Array]) ->
     return range(first, first + held[-1].nbytes, held[-1].itemsize)
 
 
-def _arrays(refs: Sequence[Ref], value: Callable[[Ref], Any], held: list[Array]) -> list[int]:
+def _addresses(column: Column, rows: slice, value: Callable[[Ref], Any], held: list[Array]) -> list[int]:
+    """Returns the address of each value, or of the only one."""
+    refs = column.refs[rows] if column.shared is None else [column.shared]
     known = {ref: np.ascontiguousarray(value(ref)) for ref in dict.fromkeys(refs)}
     held += known.values()
     addresses = {ref: address_of(array) for ref, array in known.items()}

@@ -15,15 +15,53 @@ from operator import is_
 
 import numpy as np
 
+from psserver.plans.layout import Numbers
 from psserver.plans.outline import Application
 from psserver.programs.kernels.codegen import Parameter, SumTerm
 from psserver.programs.kernels.kernels import Kernels, Stage
 from psserver.programs.kernels.launch import address_of
-from pswire.model.plan import Plan
-from pswire.model.tensor import Array
+from pswire.model.plan import Plan, Ref
+from pswire.model.tensor import DTYPES, Array
 
 MAX_PARTS = 8
 """Most contributions that one kernel sums; more are summed before it runs."""
+
+
+class Column:
+    """One parameter of a batch's kernel: a column of the table of its calls.
+
+    Args:
+        place: the number of the column. The first one is the sizes'.
+        parameter: the parameter.
+        refs: the value that it takes in each application.
+
+    Attributes:
+        numbers: the values' numbers in their lists, int64.
+        variables: the same as a list if all are variables; else None.
+        shared: the only value; None if there are several.
+    """
+
+    def __init__(self, place: int, parameter: Parameter, refs: Sequence[Ref]) -> None:
+        self.place, self.parameter, self.refs = place, parameter, refs
+        indices = [ref.index for ref in refs]
+        self.numbers = np.array(indices, np.int64)
+        self.variables = indices if all(ref.kind == "variable" for ref in refs) else None
+        self.shared = refs[0] if len(set(refs)) == 1 else None
+        self._known: list[weakref.ref[Array]] = []
+        self._places: Numbers = np.empty(0, np.int64)
+
+    def addresses(self, arrays: Sequence[Array]) -> Numbers | None:
+        """Returns the addresses of the arrays for all applications; None if some array is not contiguous.
+
+        A variable that is written in place has the same one in each round. So they are kept as long as the arrays are
+        the same: to ask for them takes long.
+        """
+        if len(self._known) != len(arrays) or not all(map(is_, [each() for each in self._known], arrays)):
+            # Weakly: else the store were not the only holder of its arrays, and nothing were written in place.
+            if not all(array.flags.c_contiguous for array in arrays):
+                return None
+            self._known, self._places = list(map(weakref.ref, arrays)), np.array([*map(address_of, arrays)], np.int64)
+        return self._places
 
 
 class KernelBatch:
@@ -37,9 +75,10 @@ class KernelBatch:
     Attributes:
         stop: the number after the last application's.
         kernel: the kernel.
-        sizes: for each application, the number of elements that it computes.
-        refs: for each parameter of the kernel, the value it takes in each application.
-        variables: of these, the numbers of the variables for each parameter that takes nothing else.
+        columns: the parameters of the kernel.
+        strides: for each of them, bytes between two elements; 0 for a single one.
+        table: for each application a row with the number of elements that it computes, and room for the addresses that
+            the kernel takes; int64.
         assigned: for each application, the variables that it assigns.
         reductions: for each application, the reductions that it needs; shape `[applications, reductions]`, int64.
         nbytes: for each application, the bytes that one member contributes to it, int64.
@@ -54,32 +93,13 @@ class KernelBatch:
         stage = stages[0]
         assert stage.kernel is not None
         self.kernel = stage.kernel
-        self.sizes = [prod(stage.step.shape or ()) for stage in stages]
-        self.refs = {
-            parameter: [a.apply.args[s.step.args[parameter.value]] for a, s in zip(applications, stages, strict=True)]
-            for parameter in self.kernel.parameters
-        }
-        self.variables = {
-            parameter: [ref.index for ref in refs]
-            for parameter, refs in self.refs.items()
-            if all(ref.kind == "variable" for ref in refs)
-        }
-        self._places: dict[Parameter, tuple[list[weakref.ref[Array]], list[int]]] = {}
-
-    def addresses(self, parameter: Parameter, arrays: Sequence[Array]) -> list[int] | None:
-        """Returns the addresses of the arrays for all applications; None if some array is not contiguous.
-
-        A variable that is written in place has the same one in each round. So they are kept as long as the arrays are
-        the same: to ask for them takes long.
-        """
-        known, places = self._places.get(parameter, ([], []))
-        if len(known) != len(arrays) or not all(map(is_, [each() for each in known], arrays)):
-            # Weakly: else the store were not the only holder of its arrays, and nothing were written in place.
-            if not all(array.flags.c_contiguous for array in arrays):
-                return None
-            known, places = list(map(weakref.ref, arrays)), list(map(address_of, arrays))
-            self._places[parameter] = known, places
-        return places
+        self.columns = [
+            Column(place, p, [a.apply.args[s.step.args[p.value]] for a, s in zip(applications, stages, strict=True)])
+            for place, p in enumerate(self.kernel.parameters, 1)
+        ]
+        self.strides = [0 if p.single else DTYPES[p.dtype].itemsize for p in self.kernel.parameters]
+        self.table: Numbers = np.zeros((len(applications), 1 + len(self.columns)), np.int64)
+        self.table[:, 0] = [prod(stage.step.shape or ()) for stage in stages]
 
 
 @dataclass(frozen=True)

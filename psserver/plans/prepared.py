@@ -12,7 +12,7 @@ from psserver.plans.outline import Outline, outline
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest
-from pswire.model.plan import Plan, Ref
+from pswire.model.plan import Operand, Plan, Ref
 from pswire.model.tensor import TensorSpec
 
 MAX_LAYOUTS = 64
@@ -66,6 +66,12 @@ class PreparedPlan:
     def writes(self) -> tuple[int, ...]:
         """Numbers of the assigned variables, in the order in which their last values are ready."""
         return self.plan.writes(self.server)
+
+    @cached_property
+    def operands(self) -> list[tuple[Ref, Operand]]:
+        """The operands that this server takes."""
+        found = enumerate(self.plan.operands)
+        return [(Ref("operand", index), operand) for index, operand in found if self.server in operand.servers]
 
     @cached_property
     def given(self) -> list[tuple[Ref, TensorSpec]]:

@@ -255,7 +255,7 @@ def compile_numba(kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -
     compiled = numba.cfunc(signature, error_model="numpy", nogil=True)(function)
     made: Any = machine_code.prototype(sizes, len(dtypes), returns=is_text)(compiled.address)
     made.compiled = compiled  # keeps the machine code alive
-    return cast(NumbaKernel, made)
+    return machine_code.with_rows(made, sizes, len(dtypes)) if is_text else cast(NumbaKernel, made)
 
 
 def _defined(text: str, numba: Any) -> Callable[..., None]:

@@ -17,6 +17,9 @@ from itertools import pairwise
 from operator import or_
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pswire.model.tensor import Array
 
 RUN = 1 << 18
@@ -95,7 +98,7 @@ class Crew:
         ]
         return reduce(or_, self.run(kernel, list(zip(sizes, *columns, strict=False)), copies), 0)
 
-    def run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses] = ()) -> list[int]:
+    def run(self, kernel: Any, calls: Sequence[Sequence[int]], copies: Sequence[Addresses] = ()) -> list[int]:
         """Runs calls of a kernel, in any order.
 
         Args:
@@ -111,7 +114,7 @@ class Crew:
         self.seconds += time.perf_counter() - began
         return found
 
-    def _run(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> list[int]:
+    def _run(self, kernel: Any, calls: Sequence[Sequence[int]], copies: Sequence[Addresses]) -> list[int]:
         if not (self._helpers or copies):
             return [kernel(*call) for call in calls]
         runs = _Runs(kernel, calls, copies)
@@ -125,12 +128,36 @@ class Crew:
             future.result()
         return runs.found
 
-    def cut(
-        self, calls: Sequence[tuple[int, ...]], strides: Sequence[int]
-    ) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
-        """Cuts calls of a kernel into runs, so that threads end together even if a few calls have most elements."""
+    def run_table(self, kernel: Any, table: npt.NDArray[np.int64], strides: Sequence[int]) -> list[tuple[int, int]]:
+        """Runs a kernel once for each row of a table, in any order.
+
+        Args:
+            kernel: takes a number of elements, and addresses; a `machine_code.Kernel`.
+            table: the arguments of each call, int64.
+            strides: for each address, bytes between two elements; 0 for a single one.
+
+        Returns:
+            The rows for which the kernel returned flags, with these. A row may come several times.
+        """
         if not self._helpers:
-            return calls, range(len(calls))
+            return self._run_rows(kernel, table)
+        runs, rows = self._cut(table.tolist(), strides)
+        return [(row, flags) for row, flags in zip(rows, self.run(kernel, runs), strict=True) if flags]
+
+    def _run_rows(self, kernel: Any, table: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Does what `run_table` does, in the caller's thread."""
+        began = time.perf_counter()
+        flags = np.empty(len(table), np.int64)
+        seen = kernel.rows(address_of(table), len(table), address_of(flags))
+        self.seconds += time.perf_counter() - began
+        return [(row, int(flags[row])) for row in np.flatnonzero(flags).tolist()] if seen else []
+
+    def _cut(self, calls: Sequence[Sequence[int]], strides: Sequence[int]) -> tuple[list[tuple[int, ...]], list[int]]:
+        """Cuts calls of a kernel into runs, so that threads end together even if a few calls have most elements.
+
+        Returns:
+            The runs, and the number of the call of each.
+        """
         run = max(RUN, sum(call[0] for call in calls) // (TURNS * (self._helpers + 1)))
         runs = [
             (min(run, size - at), *(address + at * stride for address, stride in zip(addresses, strides, strict=True)))
@@ -143,7 +170,7 @@ class Crew:
 class _Runs:
     """Calls that are still to be run. Threads take them in turn."""
 
-    def __init__(self, kernel: Any, calls: Sequence[tuple[int, ...]], copies: Sequence[Addresses]) -> None:
+    def __init__(self, kernel: Any, calls: Sequence[Sequence[int]], copies: Sequence[Addresses]) -> None:
         self.kernel, self.calls, self.copies = kernel, calls, copies
         self.found = [0] * len(calls)
         self._next = iter(range(len(calls)))

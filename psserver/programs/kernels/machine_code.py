@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import platform
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -20,6 +20,9 @@ from pswire.versions import version
 ENTRY = "paramserver_kernel"
 """The name of the function in the machine code."""
 
+LOOP = "paramserver_loop"
+"""The name of the function beside it that calls a kernel once for each row of a table."""
+
 LIBRARY = {name + suffix for name in ("sqrt", "floor", "ceil", "rint") for suffix in ("", "f")}
 """Functions that machine code may call: every C library has them."""
 
@@ -27,6 +30,10 @@ NUMBA_WRAPPER = "cfunc."
 """The prefix of the function that Numba makes for C; it calls the one whose name follows, and reports its errors."""
 
 Kernel = Callable[..., Any]
+"""A function of sizes and addresses that releases the GIL. Its attribute `rows` calls it once for each row of a table:
+Python takes as long for one call as the kernel for some hundred elements. `rows` takes the addresses of a table of
+int64, with the number of its rows, and of an int64 for each row, where it writes the results; it returns the bits of
+all of them."""
 
 
 def identity(*sources: object) -> str:
@@ -53,8 +60,8 @@ def object_code(llvm_text: str, sizes: int, pointers: int) -> bytes | None:
         pointers: number of pointers that follow.
 
     Returns:
-        An object file with the function `ENTRY`, which returns an integer, 0 for a function without a result; None if
-        the function can raise an error or calls more than `LIBRARY`, so that it needs Numba or Python to run.
+        An object file with `LOOP`, and the function `ENTRY`, which returns an integer, 0 for one without a result; None
+        if the function can raise an error or calls more than `LIBRARY`, so that it needs Numba or Python to run.
     """
     llvm = _llvm()
     module = llvm.parse_assembly(llvm_text)
@@ -64,9 +71,9 @@ def object_code(llvm_text: str, sizes: int, pointers: int) -> bytes | None:
     inner = wrappers[0].removeprefix(NUMBA_WRAPPER)
     if not _never_fails(module.get_function(inner)):
         return None
-    module = llvm.parse_assembly(llvm_text + _entry(inner, sizes, pointers))
+    module = llvm.parse_assembly(llvm_text + _entry(inner, sizes, pointers) + _loop(sizes, pointers))
     for item in (*module.functions, *module.global_variables):
-        if item.name != ENTRY and not item.is_declaration:
+        if item.name not in (ENTRY, LOOP) and not item.is_declaration:
             item.linkage = "internal"
     machine = _machine()
     passes = llvm.create_new_module_pass_manager()
@@ -86,7 +93,28 @@ def loaded(code: bytes, sizes: int, pointers: int) -> Kernel:
     engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
     engine.finalize_object()
     function: Any = prototype(sizes, pointers, True)(engine.get_function_address(ENTRY))
-    function.engine = engine  # keeps the machine code alive
+    return _with_rows(function, engine)
+
+
+def with_rows(function: Any, sizes: int, pointers: int) -> Kernel:
+    """Gives a compiled function of these numbers of arguments, which returns an integer, the attribute `rows`."""
+    return _with_rows(function, _compiled_loop(sizes, pointers))
+
+
+@cache
+def _compiled_loop(sizes: int, pointers: int) -> Any:
+    """Returns an engine with `LOOP`. To compile takes 17 MB of a process that has compiled nothing else."""
+    llvm = _llvm()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(_loop(sizes, pointers)), _machine())
+    engine.finalize_object()
+    return engine
+
+
+def _with_rows(function: Any, engine: Any) -> Kernel:
+    types = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_void_p]
+    loop: Any = ctypes.CFUNCTYPE(ctypes.c_ssize_t, *types)(engine.get_function_address(LOOP))
+    loop.engine = engine  # keeps the machine code alive
+    function.rows = partial(loop, ctypes.cast(function, ctypes.c_void_p).value)
     return cast(Kernel, function)
 
 
@@ -114,6 +142,39 @@ define {word} @{ENTRY}({", ".join(taken)}) {{
   %status = call i32 @"{inner}"({", ".join(["ptr %result", "ptr %error", *taken])})
   %value = load {word}, ptr %result
   ret {word} %value
+}}
+"""
+
+
+def _loop(sizes: int, pointers: int) -> str:
+    """Writes the function `LOOP` for kernels of these numbers of arguments; it takes the kernel's address first."""
+    types = ["i64"] * sizes + ["ptr"] * pointers
+    loads = "\n".join(
+        f"  %at{n} = getelementptr i64, ptr %row, i64 {n}\n  %arg{n} = load {type}, ptr %at{n}"
+        for n, type in enumerate(types)
+    )
+    args = ", ".join(f"{type} %arg{n}" for n, type in enumerate(types))
+    return f"""
+define i64 @{LOOP}(ptr %kernel, ptr %table, i64 %rows, ptr %results) {{
+begin:
+  %empty = icmp eq i64 %rows, 0
+  br i1 %empty, label %end, label %each
+each:
+  %i = phi i64 [0, %begin], [%next, %each]
+  %before = phi i64 [0, %begin], [%after, %each]
+  %first = mul i64 %i, {len(types)}
+  %row = getelementptr i64, ptr %table, i64 %first
+{loads}
+  %result = call i64 %kernel({args})
+  %place = getelementptr i64, ptr %results, i64 %i
+  store i64 %result, ptr %place
+  %after = or i64 %before, %result
+  %next = add i64 %i, 1
+  %over = icmp eq i64 %next, %rows
+  br i1 %over, label %end, label %each
+end:
+  %all = phi i64 [0, %begin], [%after, %each]
+  ret i64 %all
 }}
 """
 

@@ -119,6 +119,38 @@ def test_threads_share_a_batch_evenly(monkeypatch):
     kernels.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_each_variable_has_the_operand_that_its_application_names(threads):
+    """One for all of them, or one of its own for each."""
+    kernels, sizes = Kernels(Device(), threads, patience=1, smallest=0), [8, 9, 10]
+    shared = descents(sizes)
+    applies = tuple(replace(a, args=(*a.args[:2], Ref("operand", n))) for n, a in enumerate(shared.applies))
+    rates = [np.float32(rate) for rate in (0.1, 10.0, -3.0)]
+    own = replace(shared, operands=shared.operands * 3, applies=applies)
+    for plan, operands in ((shared, rates[:1]), (own, rates)):
+        job = job_of(plan, [arrays(sizes, 1), arrays(sizes, 2)], operands)
+        expected = run(job, Kernels(Device()), fresh(sizes)).assigned
+        assert warm(kernels, job, fresh(sizes)) == {0, 1, 2}
+        values = fresh(sizes)
+        found = run(job, kernels, values, frozenset(values)).assigned
+        assert all(found[id] is values[id] and same_bits(values[id], expected[id]) for id in values)
+    kernels.close()
+
+
+def test_a_batch_is_one_call(kernels, monkeypatch):
+    """Python calls once for all variables."""
+    sizes, calls = [8] * 5, []
+    job = job_for(descents(sizes), [arrays(sizes, 1), arrays(sizes, 2)])
+    warm(kernels, job, fresh(sizes))
+    function = job.prepared.batches(kernels, 2)[0].kernel.function
+    rows = function.rows
+    monkeypatch.setattr(function, "rows", lambda *args: calls.append(args) or rows(*args))
+    values = fresh(sizes)
+    found = run(job, kernels, values, frozenset(values)).assigned
+    assert [count for _, count, _ in calls] == [5]
+    assert all(found[id] is values[id] for id in values)
+
+
 def test_what_one_of_many_holds_is_not_written(kernels):
     """A batch writes in place; where somebody holds one of its variables, that one is replaced."""
     sizes = [8, 9, 10]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver.execution.contributions import reduce
+from psserver.execution.contributions import Contributions, reduce
+from pswire.errors import Diverged
+from pswire.model.plan import Operand, Plan, Reduction, Ref
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
+from pswire.transport.payload import Payload
+from tests.support.programs import job_of
 
 SUMMED = sorted(set(DTYPES) - {"bool"})
 AVERAGED = [name for name in SUMMED if DTYPES[name].kind not in "iu"]
@@ -130,3 +137,45 @@ def test_the_first_contribution_that_is_there_counts():
     assert reduce("first", spec, given).tolist() == [5.0] * 3
     assert reduce("first", spec, given[1:]).tolist() == [5.0] * 3
     assert reduce("first", spec, given[2:]).tolist() == [7.0] * 3
+
+
+SCALAR, PAIR = TensorSpec("float32", ()), TensorSpec("int64", (2,))
+OPERANDS = Plan((Reduction("sum", PAIR, (0,)),), (Operand(SCALAR, (0,)), Operand(PAIR, (1,)), Operand(PAIR, (0,))))
+
+
+def sent(rate: float, pair: list[int], gap: int, cuts: list[int]) -> Payload:
+    """What one member sends, cut at these places, with bytes of this value between tensors."""
+    packed = Payload.pack([np.float32(rate), np.array(pair), np.array([5, 6])])
+    whole = np.full(packed.size, gap, "uint8")
+    for at, buffer in packed.chunks:
+        whole[at : at + len(buffer)] = buffer
+    ends = [0, *cuts, packed.size]
+    return Payload([(low, whole[low:high].data) for low, high in pairwise(ends)], packed.size)
+
+
+def taken(*payloads: Payload) -> dict[Ref, list[float]]:
+    """The operands of a round with these contributions."""
+    job = job_of(OPERANDS, [[]] * len(payloads))
+    parts = [
+        replace(part, said=replace(part.said, weights=(1.0,)), payload=payload)
+        for part, payload in zip(job.parts, payloads, strict=True)
+    ]
+    found = Contributions(replace(job, parts=tuple(parts))).operands()
+    return {ref: value.reshape(-1).tolist() for ref, value in found}
+
+
+@pytest.mark.parametrize("cuts", [[], [4], [64], [65, 72]])
+@pytest.mark.parametrize("gap", [0, 7])
+def test_operands_are_the_same_however_they_come(cuts, gap):
+    """In one piece or in several; what lies between them is nobody's."""
+    found = taken(sent(0.5, [1, 2], 0, []), sent(0.5, [1, 2], gap, cuts), sent(0.5, [1, 2], 0, []))
+    assert found == {Ref("operand", 0): [0.5], Ref("operand", 2): [1, 2]}
+    assert taken(sent(0.5, [1, 2], gap, cuts), sent(0.5, [1, 2], 0, [])) == found
+
+
+@pytest.mark.parametrize("cuts", [[], [4], [65, 72]])
+@pytest.mark.parametrize(("rate", "pair", "number"), [(0.25, [1, 2], 0), (0.5, [1, 3], 2)])
+def test_operands_that_differ_are_told_with_their_senders(cuts, rate, pair, number):
+    """Whether they came in one piece or not."""
+    with pytest.raises(Diverged, match=rf"operand {number} differs: .*worker/task:0 sent .*worker/task:2 sent"):
+        taken(sent(0.5, [1, 2], 0, cuts), sent(0.5, [1, 2], 0, []), sent(rate, pair, 0, cuts))

@@ -21,7 +21,7 @@ from psserver.programs.kernels.codegen import Form, numba_source, parameters, ro
 from psserver.programs.kernels.compiler import Compiler, compile_numba
 from psserver.programs.kernels.fusion import KERNEL_DTYPES, split
 from psserver.programs.kernels.kept import KeptCode
-from psserver.programs.kernels.launch import Crew
+from psserver.programs.kernels.launch import Crew, address_of
 from tests.psserver.programs.test_kernels import VECTOR, N, adam, every_op
 from tests.support.programs import expected, numbers, same_bits, traced
 
@@ -85,10 +85,14 @@ def test_a_loaded_kernel_gives_the_interpreters_bits(dtype):
     _, wanted = expected(program, inputs)
     found = [np.empty_like(array) for array in wanted]
     arrays = [[inputs[arg]] for arg in step.args] + [[array] for array in found]
-    flags = Crew(1).launch(machine_code.loaded(code, 1, len(taken)), N, arrays, [False] * len(arrays))
+    kernel = machine_code.loaded(code, 1, len(taken))
+    flags = Crew(1).launch(kernel, N, arrays, [False] * len(arrays))
     results = zip(program.nodes, found, wanted, strict=True)
     assert [node for node, one, other in results if not same_bits(one, other)] == []
     assert flags == Crew(1).launch(made, N, arrays, [False] * len(arrays))
+    table = np.array([[N, *(address_of(array) for (array,) in arrays)]] * 2, "int64")
+    for one in (kernel, made):
+        assert Crew(1).run_table(one, table, [0] * len(arrays)) == [(0, flags), (1, flags)][: 2 * bool(flags)]
 
 
 def test_kernels_of_rows_are_kept_too():

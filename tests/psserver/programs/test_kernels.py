@@ -19,6 +19,7 @@ import psserver
 import pswire
 from psserver.devices import Device
 from psserver.programs.kernels import compiler as compiled
+from psserver.programs.kernels import machine_code
 from psserver.programs.kernels.codegen import Form, SumTerm, cuda_source, numba_source, parameters
 from psserver.programs.kernels.compiler import Compiler, compile_numba
 from psserver.programs.kernels.fusion import KERNEL_DTYPES, fused_shape, split
@@ -429,3 +430,19 @@ def test_the_text_for_a_gpu():
     assert "((float)(where(" in operation
     summed = Form(form.program, {1: SumTerm("mean", 2)})
     assert "((float)(((float)(c1_0 + c1_1)) / t1))" in cuda_source(summed)[2]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_kernel_runs_once_for_each_row_of_a_table(threads):
+    """With the row's arguments; the rows with flags are told, each with its own."""
+    calls, crew = [], Crew(threads)
+    function = machine_code.prototype(1, 2, returns=True)(lambda n, a, b: calls.append((n, a, b)) or n % 4)
+    kernel = machine_code.with_rows(function, 1, 2)
+    table = np.array([[4, 64, 128], [5, 192, 1 << 40], [7, 1, 2], [8, 8, 8]], "int64")
+    assert sorted(crew.run_table(kernel, table, [4, 4])) == [(1, 1), (2, 3)]
+    assert sorted(calls) == sorted(map(tuple, table.tolist()))
+    assert crew.run_table(kernel, table[:0], [4, 4]) == []
+    assert crew.run_table(kernel, table[:1], [4, 4]) == []
+    assert len(calls) == 5
+    assert crew.seconds > 0
+    crew.close()
