@@ -80,6 +80,7 @@ class Peer:
 
 
 PEERS = {
+    "grpc-floor": Peer("gRPC in Python, bytes alone", "grpc", ("grpc_floor.py",), "grpc"),
     "tf-replicas": Peer("TensorFlow, SyncReplicas", "tensorflow", ("tensorflow_ps.py", "replicas"), "grpc"),
     "tf-graph": Peer("TensorFlow, one graph", "tensorflow", ("tensorflow_ps.py", "graph"), "grpc"),
     "torch-tcp": Peer("torch RPC, TCP", "torch", ("torch_rpc.py", "uv"), "tcp"),
@@ -87,6 +88,9 @@ PEERS = {
     "ray": Peer("Ray", "ray", ("ray_actor.py",), "shm"),
     "gloo": Peer("gloo all-reduce", "torch", ("gloo.py",), "no server"),
 }
+
+OWN_PACKAGE = "grpc"
+"""What this Python has, as this project needs it."""
 
 OURS = "ours"
 """Names this system where peers are named."""
@@ -223,7 +227,7 @@ class Comparison:
                 self._add(Row(f"this project, {lane} lane", lane), found)
             return
         peer = PEERS[system]
-        chosen = python_for(peer.package, self.pythons)
+        chosen = python_for(peer.package, [sys.executable] if peer.package == OWN_PACKAGE else self.pythons)
         if not chosen:
             self.left_out[system] = f"skipped, {peer.package} is not installed for {' or '.join(self.pythons)}"
             return

@@ -63,7 +63,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("system", ["ours", *PACKAGES])
+@pytest.mark.parametrize("system", ["ours", "grpc-floor", *PACKAGES])
 def test_a_system_that_is_there_is_measured(system, tmp_path):
     """A quick run has figures of the system, which checks its variables' values itself, and leaves nothing out."""
     if system in PACKAGES and not has(PACKAGES[system]):
