@@ -170,16 +170,18 @@ def run_peer(peer: Peer, python: str, asked: Sequence[Work]) -> dict[str, dict[s
 
 
 def run_ours(sizes: Sequence[str], quick: bool) -> dict[str, dict[str, dict[str, float]]]:
-    """Has `round.py` make its rounds; returns milliseconds for each lane and model."""
+    """Has `round.py` make its rounds; returns milliseconds for each lane, without and with buffers, and model."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "round.json"
         setting = ["--workers", str(WORKERS), "--servers", "1", "--chief", "worker", "--repeats", "1"]
+        setting += ["--gradients", "arrays", "--gradients", "buffers"]
         chosen = [word for size in sizes for word in ("--sizes", size)] + ["--quick"] * quick
         run_program([sys.executable, str(HERE.parent / "round.py"), *setting, *chosen, "--json", str(file)])
         rows = json.loads(file.read_text(encoding="utf-8"))["rounds"]
     found: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
-        found.setdefault(row["lane"], {})[row["size"]] = row["ms"]
+        lane = row["lane"] + " lane" + ", buffers" * (row["gradients"] == "buffers")
+        found.setdefault(lane, {})[row["size"]] = row["ms"]
     return found
 
 
@@ -223,8 +225,8 @@ class Comparison:
 
     def _measure(self, system: str) -> None:
         if system == OURS:
-            for lane, found in run_ours(self.sizes, self.quick).items():
-                self._add(Row(f"this project, {lane} lane", lane), found)
+            for name, found in run_ours(self.sizes, self.quick).items():
+                self._add(Row(f"this project, {name}", name.split()[0]), found)
             return
         peer = PEERS[system]
         chosen = python_for(peer.package, [sys.executable] if peer.package == OWN_PACKAGE else self.pythons)
