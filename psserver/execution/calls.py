@@ -19,9 +19,9 @@ from psserver.plans.layout import Numbers
 from psserver.plans.outline import Application
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS, Parameter, Role
 from psserver.programs.kernels.kernels import Kernel, Kernels, Stage
-from psserver.programs.kernels.launch import Crew, PieceCopy, Pieces, address_of
+from psserver.programs.kernels.launch import Crew, PieceCopy, Pieces
 from pswire.model.plan import Ref
-from pswire.model.tensor import DTYPES, Array, TensorSpec
+from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of
 
 Room = dict[tuple[Role, int], Array]
 """New arrays that a stage writes: for assigned inputs, by input, and for outputs."""

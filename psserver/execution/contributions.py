@@ -19,11 +19,11 @@ from psserver.plans.layout import Numbers
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs.kernels.codegen import SumTerm
-from psserver.programs.kernels.launch import Pieces, address_of
+from psserver.programs.kernels.launch import Pieces
 from pswire.cluster import Task
 from pswire.errors import Diverged
 from pswire.model.plan import ReduceOp, Ref
-from pswire.model.tensor import DTYPES, Array, TensorSpec, align, join
+from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of, align, join
 
 Weighed: TypeAlias = tuple[float, list[Array]]
 """Weight and pieces of one contribution; no pieces if the weight is 0."""

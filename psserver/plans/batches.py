@@ -19,9 +19,8 @@ from psserver.plans.layout import Numbers
 from psserver.plans.outline import Application
 from psserver.programs.kernels.codegen import Parameter, SumTerm
 from psserver.programs.kernels.kernels import Kernels, Stage
-from psserver.programs.kernels.launch import address_of
 from pswire.model.plan import Plan, Ref
-from pswire.model.tensor import DTYPES, Array
+from pswire.model.tensor import DTYPES, Array, address_of
 
 MAX_PARTS = 8
 """Most contributions that one kernel sums; more are summed before it runs."""

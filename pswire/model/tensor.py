@@ -78,6 +78,12 @@ def spec_of(array: Array) -> TensorSpec:
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def address_of(array: Array) -> int:
+    """Returns the address of an array's first byte."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 def portable(array: npt.ArrayLike) -> Array:
     """The array as it travels: C order, little-endian; copied only where it is not so already."""
     result = np.asarray(array)

@@ -22,7 +22,7 @@ import numpy as np
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
-from pswire.model.tensor import Array, align
+from pswire.model.tensor import Array, address_of, align
 
 CLIENT_BYTES = 64 << 20
 """Of a client's segment, for copies. Of each segment only what was once in use at a time takes memory."""
@@ -130,7 +130,7 @@ class SharedArena:
     def __init__(self, memory: memoryview, ring: int | None = None) -> None:
         self.size = len(memory) if ring is None else min(ring, len(memory))
         self._memory, self._bytes = memory, np.frombuffer(memory, np.uint8)
-        self._address = address(self._bytes)
+        self._address = address_of(self._bytes)
         self._lock = threading.Lock()
         self._entries: dict[int, _Extent] = {}
         self._places: dict[Hashable, int] = {}
@@ -196,7 +196,7 @@ class SharedArena:
         """
         if self._reserved == self.size or len(buffers) > 1 + (len(buffers[-1]) < ALIGN):
             return None
-        place = address(np.frombuffer(buffers[0], np.uint8)) - self._address
+        place = address_of(np.frombuffer(buffers[0], np.uint8)) - self._address
         with self._lock:
             if place in self._lent or not self.size <= place < self._reserved or place % ALIGN:
                 return None
@@ -222,11 +222,6 @@ class SharedArena:
                 return at
             at = place + -(-self._entries[place].size // LINE) * LINE
         return at if self.size - at >= size else None
-
-
-def address(array: Array) -> int:
-    """Returns the address of an array's first byte."""
-    return int(array.__array_interface__["data"][0])
 
 
 class Hold:

@@ -18,9 +18,8 @@ from psclient._src.rounds.under_way import UnderWay
 from psclient._src.transport.lane import Lane
 from psclient._src.transport.staging import Sent
 from pswire.model.plan import PlacedVariable
-from pswire.model.tensor import DTYPES, Array, TensorSpec, align, as_bytes
+from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of, align, as_bytes
 from pswire.transport.payload import Chunk, Payload
-from pswire.transport.shared_memory import address
 
 
 @dataclass(eq=False)
@@ -97,15 +96,15 @@ class Buffers:
                 # An old one without a round may be in a section that is not sent.
                 pair.insert(0, _make(variable.spec.tensor, device, lane, shared=old is None or old.round is not None))
                 if old is not None:
-                    self._at.pop(address(old.base), None)
-                self._at[address(pair[0].base)] = pair[0]
+                    self._at.pop(address_of(old.base), None)
+                self._at[address_of(pair[0].base)] = pair[0]
             return pair[0].array
 
     def hand_in(self, array: Sent | None) -> Buffer | None:
         """Returns the buffer that an array is, and makes it read-only for the program; None where it is none."""
         if not self._at or not isinstance(array, np.ndarray):
             return None
-        buffer = self._at.get(address(array))
+        buffer = self._at.get(address_of(array))
         if buffer is None or array.nbytes != buffer.base.nbytes or not array.flags.c_contiguous:
             return None
         buffer.handed_in = True

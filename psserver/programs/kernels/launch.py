@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pswire.model.tensor import Array
+from pswire.model.tensor import Array, address_of
 
 RUN = 1 << 18
 """Most elements of a run: enough that a call costs nothing, few enough that threads end together."""
@@ -221,9 +221,3 @@ def _walk(pieces: Pieces, cuts: Sequence[int]) -> Iterator[int]:
             yield address + (run - start) * piece.itemsize
             run = next(runs, None)
         start = end
-
-
-def address_of(array: Array) -> int:
-    """Returns the address of an array's first element."""
-    address: int = array.__array_interface__["data"][0]
-    return address

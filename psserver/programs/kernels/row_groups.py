@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from psserver.programs.kernels.launch import address_of
 from pswire.errors import InvalidRequest
-from pswire.model.tensor import Array
+from pswire.model.tensor import Array, address_of
 
 DIGIT = 11
 """Bits of a row's number sorted at a time: two passes cover most tables, and the counts stay in the first cache."""

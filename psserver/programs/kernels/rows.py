@@ -16,11 +16,10 @@ import numpy as np
 from psserver.programs import interpreter
 from psserver.programs.kernels.fusion import Shape, Step
 from psserver.programs.kernels.kernels import Kernel, Kernels
-from psserver.programs.kernels.launch import address_of
 from psserver.programs.kernels.row_groups import Groups
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
-from pswire.model.tensor import Array, TensorSpec, spec_of
+from pswire.model.tensor import Array, TensorSpec, address_of, spec_of
 
 RUN = 1024
 """Rows of a table that one thread takes at a time."""

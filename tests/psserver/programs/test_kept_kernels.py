@@ -21,7 +21,8 @@ from psserver.programs.kernels.codegen import Form, numba_source, parameters, ro
 from psserver.programs.kernels.compiler import Compiler, compile_numba
 from psserver.programs.kernels.fusion import KERNEL_DTYPES, split
 from psserver.programs.kernels.kept import KeptCode
-from psserver.programs.kernels.launch import Crew, address_of
+from psserver.programs.kernels.launch import Crew
+from pswire.model.tensor import address_of
 from tests.psserver.programs.test_kernels import VECTOR, N, adam, every_op
 from tests.support.programs import expected, numbers, same_bits, traced
 
