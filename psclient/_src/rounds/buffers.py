@@ -34,7 +34,7 @@ class Buffer:
         lane: the lane on which it is sent; None for none.
         memory, place: the memory that the lane shares, and the array's offset there; None for memory of its own.
         handed_in: True once it was given to a reduction.
-        round: the last round that sent it; None if none has.
+        round: the round that sent it; None while none has since it was handed in last.
     """
 
     base: Array
@@ -107,7 +107,7 @@ class Buffers:
         buffer = self._at.get(address_of(array))
         if buffer is None or array.nbytes != buffer.base.nbytes or not array.flags.c_contiguous:
             return None
-        buffer.handed_in = True
+        buffer.handed_in, buffer.round = True, None
         buffer.array.flags.writeable = False
         return buffer
 

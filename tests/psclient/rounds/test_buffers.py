@@ -77,6 +77,17 @@ def test_what_is_in_an_open_section_is_given_to_nobody() -> None:
     assert len({place(array) for array in given}) == 4
 
 
+def test_what_is_handed_in_once_more_is_given_to_nobody() -> None:
+    """The round that sent it before is answered, and the section that has it now is not sent."""
+    buffers, v = Buffers(lambda server: None, Answers()), variable(1, 10)
+    first = buffers.give(v, CPU)
+    sent(buffers, first, "a")
+    second = buffers.give(v, CPU)
+    buffers.hand_in(first)
+    sent(buffers, second, "b")
+    assert place(buffers.give(v, CPU)) not in (place(first), place(second))
+
+
 def test_only_whole_buffers_are_handed_in() -> None:
     """Not a part of one, another array, nor a number; a view of all of it is."""
     buffers, v = Buffers(lambda server: None, Answers()), variable(1, 10)
