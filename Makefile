@@ -58,6 +58,7 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training 
 	$(BIN)/python benchmarks/fanin.py $(ARGS)
 	$(BIN)/python benchmarks/growth.py $(ARGS)
 	$(BIN)/python benchmarks/update.py $(ARGS)
+	$(BIN)/python benchmarks/rows.py $(ARGS) $(PEERS:%=--python %)
 	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 	$(BIN)/python benchmarks/step.py $(ARGS) $(PEERS:%=--python %)
 	$(BIN)/python benchmarks/peers/run.py $(ARGS) $(PEERS:%=--python %)

@@ -1,6 +1,6 @@
 """Train on parameter servers, without TensorFlow, as with `tf.distribute`."""
 
-from psclient import cluster_resolver, compat, losses, metrics, ops, optimizers, summary, train
+from psclient import cluster_resolver, compat, losses, metrics, nn, ops, optimizers, summary, train
 from psclient._src.arraylike import Mirrored
 from psclient._src.context import (
     ReplicaContext,
@@ -29,6 +29,8 @@ from psclient._src.strategies.mirrored import MirroredStrategy
 from psclient._src.strategies.parameter_server import ParameterServerStrategy
 from psclient._src.tracing.update_function import update_function
 from psclient._src.values import DistributedValues, PerReplica
+from psclient._src.variables.indexed_slices import IndexedSlices, convert_to_tensor
+from psclient._src.variables.lazily import lazily
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.cluster_resolver import (
     ClusterResolver,
@@ -37,6 +39,7 @@ from psclient.cluster_resolver import (
     TFConfigClusterResolver,
     UnionResolver,
 )
+from psclient.nn.sparse_tensor import SparseTensor
 from psclient.ops import clip_by_global_norm, clip_by_norm, clip_by_value, global_norm
 from pswire import errors
 from pswire.cluster import ClusterSpec
@@ -53,6 +56,7 @@ __all__ = [
     "DistributedDataset",
     "DistributedIterator",
     "DistributedValues",
+    "IndexedSlices",
     "InputContext",
     "InputOptions",
     "Mirrored",
@@ -67,6 +71,7 @@ __all__ = [
     "RunOptions",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
+    "SparseTensor",
     "Strategy",
     "Sync",
     "TFConfigClusterResolver",
@@ -82,6 +87,7 @@ __all__ = [
     "clip_by_value",
     "cluster_resolver",
     "compat",
+    "convert_to_tensor",
     "errors",
     "experimental_set_strategy",
     "get_replica_context",
@@ -89,8 +95,10 @@ __all__ = [
     "global_norm",
     "has_strategy",
     "in_cross_replica_context",
+    "lazily",
     "losses",
     "metrics",
+    "nn",
     "ops",
     "optimizers",
     "summary",

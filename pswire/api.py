@@ -12,10 +12,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+
 from pswire.cluster import Task
-from pswire.errors import PSError
+from pswire.errors import InvalidRequest, PSError
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
+from pswire.model.rows import Int64s
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
@@ -79,6 +82,30 @@ class CreateBatchReply:
 
 
 @dataclass(frozen=True)
+class RowRead:
+    """A read of rows of a variable.
+
+    Attributes:
+        variable: number of the variable.
+        ids: which rows: int64 as bytes, the lowest byte first.
+    """
+
+    variable: int
+    ids: bytes
+
+    @classmethod
+    def of(cls, variable: int, ids: Int64s) -> RowRead:
+        """Makes one of ids as numbers."""
+        return cls(variable, ids.astype("<i8", copy=False).tobytes())
+
+    def numbers(self) -> Int64s:
+        """Returns the ids, int64; raises `InvalidRequest` if the bytes are none."""
+        if len(self.ids) % 8:
+            raise InvalidRequest(f"{len(self.ids)} bytes are no ids, which have 8 each")
+        return np.frombuffer(self.ids, "<i8").astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True)
 class Contribution:
     """One worker's contribution to one round on one server; its payload comes beside it.
 
@@ -100,6 +127,8 @@ class Contribution:
             round, and of the other fields only `session` counts.
         previous: the round before this one that the sender has pushed to this server; -1 for none. Several may be
             under way, and arrive in any order.
+        rows: for each reduction of the plan that is of rows, how many of them the payload has; 0 where the weight is 0.
+        lookups: rows of variables that the worker wants back, as they are after the round.
     """
 
     session: int
@@ -115,6 +144,8 @@ class Contribution:
     nonfinite: tuple[int, ...] = ()
     first_values: tuple[int, ...] = ()
     previous: int = -1
+    rows: tuple[int, ...] = ()
+    lookups: tuple[RowRead, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,9 +180,11 @@ class RoundReply:
         epoch: the newest epoch that the server knew when the round completed.
         more: True if any member has a batch after this one.
         left_out: members whose contribution is not in this round.
-        payload: the wanted variables, then the plan's returned values of this server.
+        payload: the wanted variables, then the plan's returned values of this server, then ids and rows of each reduced
+            value that is rows, then the rows that the member has asked for.
         warnings: messages about the round for people; each is told once.
         observers: members that took part without contributing.
+        rows: for each returned value that is rows, how many there are.
     """
 
     round: int
@@ -161,6 +194,7 @@ class RoundReply:
     payload: Payload
     warnings: tuple[str, ...] = ()
     observers: tuple[Task, ...] = ()
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,7 +203,7 @@ class PullReply:
 
     Attributes:
         round: the last round that the values have seen on this server, -1 before the first.
-        payload: the values, in the order asked for.
+        payload: the values, in the order asked for, then rows in theirs.
     """
 
     round: int
@@ -431,10 +465,15 @@ class ParameterServer(Protocol):
         """
         ...
 
-    def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
-        """Reads variables, once this server has completed round `after`; -1 reads them as they are.
+    def pull(
+        self, session: int, variables: Sequence[int], after: int, rows: Sequence[RowRead] = ()
+    ) -> Future[PullReply]:
+        """Reads variables, and rows of variables, once this server has completed round `after`.
 
-        Who only looks says 0 for the session, and reads them as they are.
+        -1 reads them as they are. Who only looks says 0 for the session, and reads them as they are.
+
+        Raises:
+            InvalidRequest: a variable has no value here, or an id is none of its rows.
         """
         ...
 

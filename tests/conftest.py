@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -35,6 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the workers of pytest-xdist have it from the process that starts them
         folder = os.environ[KERNELS] = tempfile.mkdtemp(prefix="paramserver-kernels-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Collects ten thousand tests without looking for garbage among them, which takes a third of that time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # they stay until the end
+        gc.enable()
 
 
 @pytest.fixture

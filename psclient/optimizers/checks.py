@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from psclient._src import values
+from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
 
 
@@ -49,6 +50,8 @@ def check_gradients(gradients: Sequence[object], variables: Sequence[Variable]) 
 
 def _check_gradient(gradient: object, v: Variable) -> None:
     for own in values.local_results(gradient):
+        if isinstance(own, IndexedSlices):
+            own = own.with_shape(v.shape)
         if own is None:
             raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")
         shape = tuple(own.shape) if hasattr(own, "shape") else np.shape(own)

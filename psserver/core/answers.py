@@ -10,7 +10,7 @@ from psserver.effects import Effect, Fail, Reply, Run, Work
 from psserver.execution.execution import Execution
 from psserver.state.pending_round import Waiter
 from psserver.state.strands import Record
-from psserver.state.variables import Store
+from psserver.state.variables import Store, take_rows
 from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import Fenced, PSError
 from pswire.model.plan import Ref
@@ -59,7 +59,7 @@ class Answers:
 
     def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun, runs: bool) -> list[Effect]:
         """Registers a callback for when the answer to a contribution begins to stream; `runs` if its round runs."""
-        growing = self._growing.get(said.want)
+        growing = None if said.lookups else self._growing.get(said.want)
         if growing is None or not runs:
             self._begun[future] = begun
             return []
@@ -70,10 +70,10 @@ class Answers:
         return [begin for waiter in waiters for begin in self._begin(execution, *waiter)]
 
     def _begin(self, execution: Execution, said: Contribution, future: Future[RoundReply]) -> list[Run]:
-        """Hands a member its payload; a member that wants variables not known here gets it at the end."""
+        """Hands a member its payload; one that wants rows, or variables not known here, gets it at the end."""
         begun, prepared = self._begun.pop(future, None), execution.job.prepared
         known = execution.wanted.issuperset(said.want) and all(map(self._store.initialized, said.want))
-        if begun is None or not known:
+        if begun is None or not known or said.lookups:
             return []
         if (growing := self._growing.get(said.want)) is not None:
             return [Run(begun, (growing.payload,))]
@@ -101,6 +101,7 @@ class Answers:
         waiters: Sequence[Waiter],
         broken: PSError | None,
         ready: Mapping[int | Ref, Array] | None = None,
+        looked_up: Mapping[int, Sequence[Array]] | None = None,
     ) -> list[Effect]:
         """Returns the answers to members, with the wanted variables as they are now, before the next round.
 
@@ -109,6 +110,7 @@ class Answers:
             waiters: the contributions to answer, with their futures.
             broken: why variables are of no use any more; None if they are.
             ready: values of the running round, which ends, that are on the host already; None for an earlier round.
+            looked_up: of the running round, for each session the rows that it has asked for.
         """
         fresh: dict[int | Ref, Array] = dict(ready or {})
         grown = {} if ready is None else self._growing
@@ -120,27 +122,44 @@ class Answers:
                     raise error
                 if said.session not in record.sessions:
                     raise Fenced(f"round {said.round} was made without this session; restart the process")
-                if said.want not in payloads:
+                rows = (looked_up or {}).get(said.session) if said.lookups else ()
+                if said.lookups or said.want not in payloads:
                     here: dict[int | Ref, Array] = {id: self._store.value(id) for id in said.want if id not in fresh}
-                    if here and self._store.device.gpu is not None:
+                    if rows is None or (here and self._store.device.gpu is not None):
                         wanted = [(fresh | here)[id] for id in said.want]
-                        answers.append(Work("arrays", self._fetch, (said, record, wanted), future=future))
+                        tables = [self._store.value(read.variable) for read in said.lookups]
+                        answers.append(Work("arrays", self._fetch, (said, record, wanted, tables), future=future))
                         continue
                     fresh |= here
-                    payloads[said.want] = Payload.pack([*(fresh[id] for id in said.want), *record.given])
-                answers.append(Reply(future, _reply(said, record, payloads[said.want])))
+                    payload = Payload.pack([*(fresh[id] for id in said.want), *record.given, *rows])
+                    if not said.lookups:
+                        payloads[said.want] = payload
+                else:
+                    payload = payloads[said.want]
+                answers.append(Reply(future, _reply(said, record, payload)))
             except PSError as error:
                 answers.append(Fail(future, error))
         return answers
 
-    def _fetch(self, said: Contribution, record: Record, wanted: Sequence[Array]) -> RoundReply:
-        """Copies a member's wanted values to the host, for its answer; in the thread for arrays."""
-        return _reply(said, record, Payload.pack([*map(self._store.device.get, wanted), *record.given]))
+    def _fetch(
+        self, said: Contribution, record: Record, wanted: Sequence[Array], tables: Sequence[Array]
+    ) -> RoundReply:
+        """Copies what a member wants to the host, for its answer; in the thread for arrays.
+
+        Args:
+            said: the member's contribution.
+            record: the round's record.
+            wanted: the wanted variables.
+            tables: the variables of which it wants rows.
+        """
+        device = self._store.device
+        rows = [take_rows(table, read.numbers(), device.xp) for table, read in zip(tables, said.lookups, strict=True)]
+        return _reply(said, record, Payload.pack([*map(device.get, wanted), *record.given, *map(device.get, rows)]))
 
 
 def _reply(said: Contribution, record: Record, payload: Payload) -> RoundReply:
     if record.epoch is None:
         raise PSError("a round without an epoch")
     return RoundReply(
-        said.round, record.epoch, record.more, record.left_out, payload, record.warnings, record.observers
+        said.round, record.epoch, record.more, record.left_out, payload, record.warnings, record.observers, record.rows
     )

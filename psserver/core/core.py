@@ -18,6 +18,7 @@ from psserver.config import ServerConfig
 from psserver.core.array_queue import ArrayQueue
 from psserver.core.machine import Machine, Outcome
 from psserver.core.stimuli import Stimuli, told
+from psserver.core.waiting import Asked
 from psserver.devices import Device, owned
 from psserver.effects import Await, Effect, Fail, Know, Others, Reply, Run, Send, Submit, Work, attempt, settle
 from psserver.plans.prepared import PreparedPlan
@@ -34,6 +35,7 @@ from pswire.api import (
     RestoreOrder,
     RestoreReply,
     RoundReply,
+    RowRead,
     Shard,
     Vote,
     Watched,
@@ -257,9 +259,11 @@ class Core:
             return reply
         return self._enter(self.machine.initialize_batch, found, job, saved, error)
 
-    def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
+    def pull(
+        self, session: int, variables: Sequence[int], after: int, rows: Sequence[RowRead] = ()
+    ) -> Future[PullReply]:
         future: Future[PullReply] = Future()
-        self._enter(self.machine.pull, session, tuple(variables), after, future)
+        self._enter(self.machine.pull, session, Asked(tuple(variables), after, tuple(rows)), future)
         return future
 
     # ---- The log ----

@@ -20,7 +20,7 @@ from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
-from psserver.core.waiting import Read, Resend, Waiters, Watch
+from psserver.core.waiting import Asked, Read, Resend, Waiters, Watch
 from psserver.effects import Await, Effect, Fail, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
@@ -251,12 +251,10 @@ class Machine:
         if job not in (None, self._job):
             raise ServerLost("the job was started anew; restart the process", str(self.task))
 
-    def pull(
-        self, now: float, session: int, variables: tuple[int, ...], after: int, future: Future[PullReply]
-    ) -> Outcome[None]:
-        """Adds a read of variables after a round. Readers without a session may call it as well."""
+    def pull(self, now: float, session: int, asked: Asked, future: Future[PullReply]) -> Outcome[None]:
+        """Adds a read of variables, and of rows, after a round. Readers without a session may call it as well."""
         self._admission.check_reader(session, now)
-        self.waiters.add(Read(session, future, variables, after))
+        self.waiters.add(Read(session, future, asked))
         self.tally.read(session, self.rounds.last)
         return None, []
 
@@ -353,6 +351,7 @@ class Machine:
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is wanted twice")
         else:
+            self.store.check_rows(contribution.lookups)
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
             refused = any(isinstance(effect, Fail) and effect.future is future for effect in effects)
             if begun is not None and not refused:

@@ -24,7 +24,7 @@ from psserver.programs.kernels.kernels import Kernels
 from psserver.state.counters import ServerCounters
 from psserver.state.pending_round import Waiter
 from psserver.state.rounds import Rounds
-from psserver.state.strands import Record
+from psserver.state.strands import Given, Record
 from psserver.state.variables import Store
 from pswire.api import Begun, Contribution, RoundReply, Vote
 from pswire.errors import NonfiniteError, PSError, ServerLost
@@ -187,7 +187,7 @@ class Runner:
         if verdict.error is not None:
             return self._close(job, trial, *self._rounds.fail(job, verdict.error))
         if not agreed.parts:
-            return self._close(agreed, trial, *self._rounds.complete(agreed, ()))
+            return self._close(agreed, trial, *self._rounds.complete(agreed, Given()))
         if job.prepared.revotes and not verdict.unanimous:  # somebody has to run it again, and may then fail
             if trial is not None and agreed.parts != job.parts:
                 if job.commit is Commit.PROGRESSIVE:
@@ -390,7 +390,7 @@ class Runner:
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
-        replies = self._answers.replies(record, waiters, self.broken, ready)
+        replies = self._answers.replies(record, waiters, self.broken, ready, execution.looked_up)
         self._answers.drop()
         return [*effects, *replies, Run(self._tally.answered, (now,))]
 

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from psserver.core.machine import NUMBERS
+from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
@@ -50,6 +51,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     bytes: lambda id: id[:4].hex(),
     tuple: len,
     list: _entries,
+    Asked: lambda asked: (len(asked.variables) + len(asked.rows), asked.after),
     Contribution: lambda said: (said.session, said.round, said.epoch, len(said.first_values)),
     Payload: lambda payload: payload.size,
     PlacedVariable: lambda variable: _cut(str(variable.spec)),
@@ -173,7 +175,7 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"{_counted(count, 'variable')}, with values of a checkpoint"
         case "initialize", (str(spec), _, _, bool(saved)):
             return spec + (", with a value of a checkpoint" if saved else "")
-        case "pull", (int(session), int(count), int(after), *_):
+        case "pull", (int(session), (int(count), int(after)), *_):
             return f"{who(session)}: {_counted(count, 'variable')}" + (f" after round {after}" if after >= 0 else "")
         case "propose", (int(session), plan, str(point), start):
             said = [f"plan {plan}"] if plan else []

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from psserver.core.log import Log
 from psserver.effects import Effect, Fail, Reply, Work
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.strands import Record
-from psserver.state.variables import Store
-from pswire.api import UNTIL_ENDED, Contribution, PullReply, Watched
+from psserver.state.variables import Store, take_rows
+from pswire.api import UNTIL_ENDED, Contribution, PullReply, RowRead, Watched
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
@@ -43,12 +43,19 @@ class Watch(Waiter):
     version: int
 
 
-@dataclass(frozen=True, eq=False)
-class Read(Waiter):
-    """A call that reads variables once round `after` is complete; without a session, at once."""
+class Asked(NamedTuple):
+    """What a read asks for: variables, and rows, as they are after a round."""
 
     variables: tuple[int, ...]
     after: int
+    rows: tuple[RowRead, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Read(Waiter):
+    """A call that reads variables, and rows, once round `after` is complete; without a session, at once."""
+
+    asked: Asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,22 +99,23 @@ class Waiters:
         """Adds a waiting call; drops the oldest ones of its kind and session beyond `MAX_CALLS`.
 
         Raises:
-            InvalidRequest: it reads a variable that has no value, or one twice.
+            InvalidRequest: it reads a variable that has no value, or one twice, or rows that are not there.
         """
         match row:
             case Watch():
                 self._looked = None
-            case Read(variables=ids):
+            case Read(asked=Asked(variables=ids, rows=rows)):
                 if len(set(ids)) != len(ids):
                     raise InvalidRequest("a variable is asked for twice")
                 for id in ids:
                     self._store.value(id)
-        rows = self.rows[type(row)]
-        mine = [other for other in rows if other.session == row.session]
+                self._store.check_rows(rows)
+        calls = self.rows[type(row)]
+        mine = [other for other in calls if other.session == row.session]
         for gone in mine[: max(len(mine) - MAX_CALLS + 1, 0)]:
-            rows.remove(gone)
+            calls.remove(gone)
             self._superseded.append(gone.future)
-        rows.append(row)
+        calls.append(row)
 
     def drop(self, watches: Callable[[int], bool]) -> list[Future[Any]]:
         """Drops all calls, but of the watches only those for whose session `watches` holds; returns their futures."""
@@ -155,16 +163,20 @@ class Waiters:
         return found
 
     def _can_read(self, row: Read) -> bool:
-        complete = not row.session or row.after <= self._rounds.last
-        return complete and not self._store.lent.intersection(row.variables)
+        complete = not row.session or row.asked.after <= self._rounds.last
+        ids = (*row.asked.variables, *(read.variable for read in row.asked.rows))
+        return complete and not self._store.lent.intersection(ids)
 
     def _read(self, row: Read) -> Effect:
-        arrays = [self._store.value(id) for id in row.variables]
-        return Work("arrays", self._pack, (self._rounds.last, arrays), future=row.future)
+        arrays = [self._store.value(id) for id in row.asked.variables]
+        tables = [self._store.value(read.variable) for read in row.asked.rows]
+        return Work("arrays", self._pack, (self._rounds.last, arrays, tables, row.asked.rows), future=row.future)
 
-    def _pack(self, last: int, arrays: Sequence[Array]) -> PullReply:
+    def _pack(self, last: int, arrays: Sequence[Array], tables: Sequence[Array], rows: Sequence[RowRead]) -> PullReply:
         """Copies values to the host; in the thread for arrays."""
-        return PullReply(last, Payload.pack([self._store.device.get(array) for array in arrays]))
+        device = self._store.device
+        taken = [take_rows(table, read.numbers(), device.xp) for table, read in zip(tables, rows, strict=True)]
+        return PullReply(last, Payload.pack([device.get(array) for array in (*arrays, *taken)]))
 
     def _has_news(self, row: Watch) -> bool:
         if not row.session:

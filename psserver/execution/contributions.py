@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import TypeAlias
 
 import numpy as np
@@ -21,8 +21,9 @@ from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs.kernels.codegen import SumTerm
 from psserver.programs.kernels.launch import Pieces
 from pswire.cluster import Task
-from pswire.errors import Diverged
-from pswire.model.plan import ReduceOp, Ref
+from pswire.errors import Diverged, ProgramError
+from pswire.model.plan import ReduceOp, Reduction, Ref
+from pswire.model.rows import Rows, group, row_specs, sum_groups
 from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of, align, join
 
 Weighed: TypeAlias = tuple[float, list[Array]]
@@ -96,7 +97,27 @@ class Sender:
         weight = self.part.said.weights[index]
         if not weight or (self.gone and self.part.payload.end < self.end(index)):
             return 0.0, []
-        return weight, self.take(Ref("reduction", index), spec)
+        rows = self.rows(index, spec)
+        return weight, self.take(Ref("reduction", index), spec) if rows is None else [rows.values]
+
+    def rows(self, index: int, whole: TensorSpec) -> Rows | None:
+        """Returns the ids and rows of a contribution that is rows of an array; None if it is no such."""
+        place = self.places.rows.get(index)
+        if place is None:
+            return None
+        *offsets, count = place
+        specs = row_specs(whole, count)
+        payload = self.part.payload
+        found = [join(payload.pieces(at, spec), spec) for at, spec in zip(offsets, specs, strict=True)]
+        return Rows(*found)
+
+    def ids(self, index: int) -> Array | None:
+        """Returns the ids of a contribution that is rows; None if it is no such."""
+        place = self.places.rows.get(index)
+        if place is None:
+            return None
+        spec = TensorSpec("int64", (place[2],))
+        return join(self.part.payload.pieces(place[0], spec), spec)
 
     def reached(self, reductions: Numbers) -> int:
         """Returns how many of these contributions, from the first on, have arrived, or are not waited for any more."""
@@ -210,6 +231,10 @@ class Contributions:
         )
         return islice(present, 1 if self._prepared.plan.reductions[index].op == "first" else None)
 
+    def spec(self, index: int) -> TensorSpec:
+        """Returns dtype and shape of a reduction's value."""
+        return self._prepared.plan.reductions[index].tensor
+
     def total(self, index: int) -> float:
         """Returns the sum of the weights of a reduction."""
         return sum(sender.part.said.weights[index] for sender in self.senders)
@@ -217,15 +242,58 @@ class Contributions:
     def parts(self, index: int) -> ContributionParts | None:
         """Returns the contributions to a reduction, if a kernel may sum them."""
         present = [weighed for weighed in self.of(index) if weighed[0]]
+        if self._prepared.plan.reductions[index].form == "rows":
+            return None
         if not 0 < len(present) <= MAX_PARTS:
             return None
         combined = SumTerm(self._prepared.plan.reductions[index].op, len(present))
         return ContributionParts(combined, [pieces for _, pieces in present], sum(weight for weight, _ in present))
 
     def value(self, index: int) -> Array:
-        """Returns the value of a reduction."""
+        """Returns the value of a reduction; of rows the whole, with zeros where no row is."""
         reduction = self._prepared.plan.reductions[index]
-        return reduce(reduction.op, reduction.tensor, self.of(index))
+        if reduction.form == "dense":
+            return reduce(reduction.op, reduction.tensor, self.of(index))
+        whole = np.zeros(reduction.tensor.shape, DTYPES[reduction.tensor.dtype])
+        ids, values = self.reduced_rows(index)
+        whole[ids] = values
+        return whole
+
+    def check_rows(self) -> None:
+        """Checks the ids of all rows, which must be here; before anything is written.
+
+        Raises:
+            ProgramError: somebody's ids are no rows of the whole, or not in increasing order.
+        """
+        reductions = self._prepared.plan.reductions
+        for sender, index in product(self.senders, self._prepared.plan.rows):
+            ids = sender.ids(index)
+            if ids is not None:
+                _check_ids(ids, sender.task, reductions[index])
+
+    def rows(self, index: int) -> list[Rows]:
+        """Returns the rows of each contribution to a reduction that counts, in task order; `check_rows` was called."""
+        reduction = self._prepared.plan.reductions[index]
+        present = [sender for sender in self.senders if sender.part.said.weights[index]]
+        counted = present[: 1 if reduction.op == "first" else None]
+        found = (sender.rows(index, reduction.tensor) for sender in counted)
+        return [rows for rows in found if rows is not None]
+
+    def reduced_rows(self, index: int) -> Rows:
+        """Returns the value of a reduction as rows, each place once, in increasing order."""
+        reduction = self._prepared.plan.reductions[index]
+        rows = self.rows(index)
+        specs = row_specs(reduction.tensor, 0)
+        ids, values = (
+            np.concatenate([np.empty(spec.shape, DTYPES[spec.dtype]), *each])
+            for spec, each in zip(specs, zip(*rows, strict=True) if rows else ((), ()), strict=True)
+        )
+        order, starts = group(ids)
+        total = sum_groups(values, order, starts)
+        if reduction.op == "mean":
+            with np.errstate(all="ignore"):
+                total /= np.asarray(self.total(index), total.dtype)
+        return Rows(ids[order[starts[:-1]]], total)
 
     @cached_property
     def _readers(self) -> Counter[int]:
@@ -240,6 +308,13 @@ class Contributions:
                 self._known.pop(index, None)
         for sender in self.senders:
             sender.let_go(self._readers)
+
+
+def _check_ids(ids: Array, task: Task, reduction: Reduction) -> None:
+    size = reduction.tensor.shape[0]
+    if len(ids) and not (ids[0] >= 0 and ids[-1] < size and bool((ids[1:] > ids[:-1]).all())):
+        target = reduction.target or "a reduction"
+        raise ProgramError(f"the ids that {task} sent for {target} are not rows of {size} in increasing order")
 
 
 def _address(buffer: memoryview) -> int:

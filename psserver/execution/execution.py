@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -19,18 +19,24 @@ from psserver.effects import Await
 from psserver.execution.calls import KernelCall, Ready, Spare
 from psserver.execution.contributions import Contributions, Sender
 from psserver.execution.nonfinite import NonfiniteValues
+from psserver.execution.row_calls import RowsCall, undo
 from psserver.plans.batches import KernelBatch
 from psserver.plans.outline import Application
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
 from psserver.programs.kernels.kernels import Kernels
+from psserver.state.strands import Given
+from psserver.state.variables import take_rows
 from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
+from pswire.model.finite import is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 
 log = logging.getLogger("psserver")
+
+Call = KernelCall | Ready | RowsCall
 
 STEP_BYTES = PART_BYTES
 """Most bytes of one member's contributions in a step of a batch: values go back while later ones are computed."""
@@ -48,7 +54,8 @@ class Execution:
         ran: seconds for which its steps ran.
         contributions: the members' contributions.
         wanted: numbers of the variables that some member wants back.
-        given: the plan's returned values of this server, on the host.
+        given: the plan's returned values of this server.
+        looked_up: for each session that has asked for rows these rows, on the host, once all steps have run.
         found: NaN and infinite values found in the steps so far.
     """
 
@@ -58,7 +65,12 @@ class Execution:
         self.ran = 0.0
         self.contributions = Contributions(job)
         self.wanted = frozenset[int]().union(*[part.said.want for part in job.parts])
-        self.given: list[Array] = []
+        self._returned: list[Array] = []
+        self._rows: list[int] = []
+        self.given = Given(self._returned, self._rows)
+        self.looked_up: dict[int, list[Array]] = {}
+        self._lookups = {part.said.session: part.said.lookups for part in job.parts if part.said.lookups}
+        self._tables = frozenset(read.variable for reads in self._lookups.values() for read in reads)
         self._progressive = job.commit is Commit.PROGRESSIVE
         self._outline = outline = job.prepared.outline
         self._kernels, self._device = kernels, kernels.device
@@ -112,9 +124,10 @@ class Execution:
         """
         if not self.begun:
             self._stop = 0 if self._progressive else len(self._outline.needs)
-            return self._outline.reads
+            return self._outline.reads | self._tables if self._tables else self._outline.reads
         self._stop = self._at + self._count()
-        return {id for application in self._applications(self._at, self._stop) for id, *_ in application.variables}
+        read = {id for application in self._applications(self._at, self._stop) for id, *_ in application.variables}
+        return read | self._tables if self._stop == len(self._outline.needs) else read
 
     def _count(self) -> int:
         """Returns how many of the outline's steps run next: those of a batch that have arrived, up to `STEP_BYTES`."""
@@ -149,7 +162,8 @@ class Execution:
         """
         if not self.contributions.senders:
             # All members were restarted while the last round of the earlier ones was still open.
-            self.given = [np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in self.job.prepared.given]
+            self._returned += [np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in self.job.prepared.given]
+            self._give_rows()
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
         with self._told(), self._device.scope():
@@ -158,10 +172,33 @@ class Execution:
                 self._begin()
             ready = self._make(self._at, self._stop, alone, spare)
             self.found.settle()  # before contributions are released
+            if self._stop == len(self._outline.needs):
+                with suppress(
+                    MemoryError
+                ):  # the variables are written: then each member's rows are taken by themselves
+                    self._look_up()
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
             assigned, self._assigned, self._values, self._at = self._assigned, {}, {}, self._stop
             return assigned, ready
+
+    def _look_up(self) -> None:
+        """Takes the rows that members have asked for, as they are after the round."""
+        for session, reads in self._lookups.items():
+            tables = [self._after(read.variable) for read in reads]
+            taken = [
+                take_rows(table, read.numbers(), self._device.xp) for table, read in zip(tables, reads, strict=True)
+            ]
+            self.looked_up[session] = list(map(self._device.get, taken))
+
+    def _after(self, id: int) -> Any:
+        return self._values[id] if self.job.skipped else self._value(Ref("variable", id))
+
+    def _give_rows(self) -> None:
+        for index in self.job.prepared.given_rows:
+            rows = self.contributions.reduced_rows(index)
+            self._returned += rows
+            self._rows.append(len(rows.ids))
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -184,6 +221,7 @@ class Execution:
         """Takes the operands; finds the batches, for which it may wait for a kernel."""
         self.contributions.settle()
         self._check_contributed(bool(self.contributions.senders))
+        self.contributions.check_rows()
         # Before anything is written: kernels see addresses only.
         for application in self._outline.applications:
             for id, dtype, shape in application.variables:
@@ -210,11 +248,17 @@ class Execution:
         applications = len(self._outline.applications)
         given = self._outline.given[max(at - applications, 0) : max(stop - applications, 0)]
         calls = self._calls(at, min(stop, applications), alone, spare)
+        if stop == len(self._outline.needs):
+            self._give_rows()
         # What may fail comes before anything is written in place.
         reduced = {ref: self._on_host(ref) for ref in given if ref.kind == "reduction"}
         self._written |= self._progressive and bool(calls)
-        for call in calls:
-            self._run(call)
+        try:
+            for call in calls:
+                self._run(call)
+        except BaseException:
+            undo(calls)
+            raise
         last, wanted = self._outline.last, self.wanted
         ready: dict[int | Ref, Array] = {
             id: array for id, array in self._assigned.items() if id in wanted and last[id] < stop
@@ -222,12 +266,12 @@ class Execution:
         if self._device.gpu is not None:
             ready = {id: self._device.get(array) for id, array in ready.items()}
         returned = [reduced[ref] if ref in reduced else self._on_host(ref) for ref in given]
-        self.given += returned
+        self._returned += returned
         return ready | dict(zip(given, returned, strict=True))
 
     # ---- Calls of kernels ----
 
-    def _calls(self, at: int, stop: int, alone: Set[int], spare: Spare) -> list[KernelCall | Ready]:
+    def _calls(self, at: int, stop: int, alone: Set[int], spare: Spare) -> list[Call]:
         """Returns the calls for some applications, in batches where possible, and decides where each of them writes."""
         calls = list(self._cut(at, stop, alone))
         if not self._reserve(calls, alone, spare):
@@ -235,15 +279,20 @@ class Execution:
             self._reserve(calls, alone, spare)
         return calls
 
-    def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[KernelCall | Ready]:
+    def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[Call]:
         while at < stop:
-            batch = self._batches.get(at)
-            ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, alone) if batch else None
-            call = ready or KernelCall(at, self._outline.applications[at], self._kernels, self.contributions.parts)
+            call = self._call(at, stop, alone)
             yield call
             at = call.numbers.stop
 
-    def _reserve(self, calls: Sequence[KernelCall | Ready], alone: Set[int], spare: Spare) -> bool:
+    def _call(self, at: int, stop: int, alone: Set[int]) -> Call:
+        application, batch = self._outline.applications[at], self._batches.get(at)
+        if application.rows is not None:
+            return RowsCall(at, application, application.rows, self._kernels, self.contributions)
+        ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, alone) if batch else None
+        return ready or KernelCall(at, application, self._kernels, self.contributions.parts)
+
+    def _reserve(self, calls: Sequence[Call], alone: Set[int], spare: Spare) -> bool:
         """Makes all kernels decide where they write: in place only after the last part that may fail.
 
         Returns:
@@ -254,19 +303,27 @@ class Execution:
             if isinstance(call, KernelCall):
                 risky = max([risky, *(n for n, stage in enumerate(call.stages, at) if stage.may_fail)])
                 risky = at + call.width if call.copies else risky
+            elif isinstance(call, RowsCall) and call.may_fail:
+                risky = max(risky, at)
             at += call.width
         at, fresh = 0, set[int]()
         for call in calls:
             if isinstance(call, KernelCall):
                 call.reserve(risky - at, alone, fresh, spare)
                 fresh |= call.assigned
+            elif isinstance(call, RowsCall):
+                call.reserve(alone | fresh, keeps_old=at < risky)
+                fresh |= call.assigned
             elif at < risky:
                 return False
             at += call.width
         return True
 
-    def _run(self, call: KernelCall | Ready) -> None:
+    def _run(self, call: Call) -> None:
         """Runs a call and takes the values that it assigned."""
+        if isinstance(call, RowsCall):
+            self._run_rows(call)
+            return
         applications = self._applications(call.numbers.start, call.numbers.stop)
         suspects: Set[int]
         unsure: Set[int]
@@ -294,6 +351,15 @@ class Execution:
         for ref in {ref for application in applications for ref in (*application.made, *application.read)}:
             if not self._readers.get(ref):
                 del self._known[ref]  # no reader is left
+
+    def _run_rows(self, call: RowsCall) -> None:
+        rows, assigned = call.rows, call.run(self._value)
+        self.found.forget(assigned)
+        if may_be_nonfinite(rows.values.dtype) and not is_finite(rows.values):
+            self.found.accuse(call.reduction)
+            for id, array in assigned.items():
+                self.found.look(Ref("variable", id), take_rows(array, rows.ids, self._device.xp))
+        self._assigned |= assigned
 
     # ---- Values ----
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from psserver.plans.layout import Numbers
 from psserver.plans.outline import Application
+from psserver.programs.kernels import rows
 from psserver.programs.kernels.codegen import Parameter, SumTerm
 from psserver.programs.kernels.kernels import Kernels, Stage
 from pswire.model.plan import Plan, Ref
@@ -108,7 +109,7 @@ class PlanKernels:
     Attributes:
         batches: the batches, each under the numbers of all its applications.
         settled: True if this is final, since all kernels are compiled.
-        interpreted: True if the interpreter runs some application, or may do so for now.
+        interpreted: True if the interpreter runs some application on arrays, or may do so for now.
     """
 
     batches: Mapping[int, KernelBatch]
@@ -129,7 +130,11 @@ def plan_kernels(plan: Plan, applications: Sequence[Application], kernels: Kerne
         {number: SumTerm(plan.reductions[index].op, count) for number, index in a.alone if summed} for a in applications
     ]
     # First: a kernel that is compiled meanwhile would be in the batches of some applications, and of others not.
-    settled = all(kernels.settled(a.program, each) for a, each in zip(applications, sums, strict=True) if a.distinct)
+    settled = all(
+        kernels.settled(a.program, each) if a.rows is None else rows.is_settled(kernels, a.rows.program)
+        for a, each in zip(applications, sums, strict=True)
+        if a.distinct
+    )
     found = list(_batches(applications, sums, kernels)) if summed else []
     numbered = {number: each for each in found for number in range(each.first, each.stop)}
     in_kernels = settled and all(map(partial(_runs_in_kernels, kernels), applications, sums))
@@ -137,6 +142,10 @@ def plan_kernels(plan: Plan, applications: Sequence[Application], kernels: Kerne
 
 
 def _runs_in_kernels(kernels: Kernels, application: Application, sums: Mapping[int, SumTerm]) -> bool:
+    if not any(spec.shape for spec in application.program.specs):
+        return True  # to interpret numbers takes no longer than to call a kernel
+    if application.rows is not None:
+        return rows.kernel_of(kernels, application.rows.program) is not None
     stages = kernels.stages(application.program, application.reduced, sums) if application.distinct else ()
     return bool(stages) and all(stage.kernel is not None for stage in stages)
 
@@ -158,6 +167,8 @@ def _batches(
 def _stage(application: Application, kernels: Kernels, sums: Mapping[int, SumTerm]) -> Stage | None:
     """Returns the stage of an application that is one kernel call writing variables in place; else None."""
     if not application.distinct or not application.reduced or application.program.outputs:
+        return None
+    if application.rows is not None:
         return None
     first, *others = kernels.stages(application.program, application.reduced, sums)
     alone = set(first.parts.values()).issuperset(application.reduced)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pswire.api import Contribution
 from pswire.model.plan import Plan, Ref
+from pswire.model.rows import ID_BYTES
 from pswire.model.tensor import align, layout
 
 Numbers = npt.NDArray[np.int64]
@@ -26,6 +27,7 @@ class ContributionLayout:
         size: the size of the payload.
         starts, ends: offset and end of each contribution, by the reduction's number, int64; 0 for an absent one.
         window: most bytes that must be held at a time in a streamed round.
+        rows: of each contribution that is rows the offsets of ids and rows, and their number; by the reduction's.
     """
 
     of: Mapping[Ref, tuple[int, int]]
@@ -34,6 +36,23 @@ class ContributionLayout:
     starts: Numbers
     ends: Numbers
     window: int
+    rows: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
+
+    def with_rows(self, sent: Iterable[tuple[int, int, int]]) -> ContributionLayout:
+        """Returns the layout with rows behind all else: of each such reduction ids, then rows.
+
+        Args:
+            sent: the number of each reduction, the bytes of one of its rows, and how many there are.
+        """
+        found: dict[int, tuple[int, int, int]] = {}
+        end = self.size
+        for number, nbytes, count in sent:
+            ids = align(end) if count else end
+            end = ids + ID_BYTES * count
+            rows = align(end) if nbytes * count else end
+            end = rows + nbytes * count
+            found[number] = ids, rows, count
+        return replace(self, size=end, rows=found)
 
 
 def lay_out(plan: Plan, server: int, needs: Sequence[Sequence[int]], said: Contribution) -> ContributionLayout:
@@ -51,7 +70,7 @@ def lay_out(plan: Plan, server: int, needs: Sequence[Sequence[int]], said: Contr
     tensors |= {
         Ref("reduction", index): item.tensor
         for index, item in reductions
-        if said.weights[index] and server in item.servers
+        if said.weights[index] and server in item.servers and item.form == "dense"
     }
     offsets, size = layout(tensors.values())
     ends = [offset + spec.nbytes for offset, spec in zip(offsets, tensors.values(), strict=True)]

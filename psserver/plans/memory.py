@@ -50,7 +50,8 @@ def plan_bytes(plan: Plan, server: int, needs: Sequence[Need]) -> int:
     for nbytes, first, end in (*_spans(plan, server, here), *_written(plan, server, here, needs)):
         changes[first] += nbytes
         changes[end] -= nbytes
-    running = [*(needs[apply.program].running for apply in here), 0]
+    by_rows = {id(apply) for apply, rows in zip(plan.applies, plan.by_rows, strict=True) if rows is not None}
+    running = [*(0 if id(apply) in by_rows else needs[apply.program].running for apply in here), 0]
     operands = [operand.tensor.nbytes for operand in plan.operands if server in operand.servers]
     compared = sum(operands) + 2 * max(operands, default=0)
     return max(compared, *(held + more for held, more in zip(accumulate(changes), running, strict=False)))
@@ -78,10 +79,13 @@ def _written(plan: Plan, server: int, here: list[Apply], needs: Sequence[Need]) 
     given = {ref for ref, _ in plan.given(server)}
     at = number = 0
     assigned = set[int]()
-    for apply in plan.applies:
+    for place, apply in enumerate(plan.applies):
         program = plan.programs[apply.program]
         specs, first, number = program.output_specs, number, number + len(program.outputs)
         if server not in apply.servers:
+            continue
+        if plan.by_rows[place] is not None:  # it writes in place, a few rows
+            at += 1
             continue
         yield needs[apply.program].before, 0, at
         for ref, spec in zip((Ref("result", n) for n in range(first, number)), specs, strict=True):

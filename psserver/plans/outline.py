@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from pswire.model.plan import Apply, Plan, Ref
+from psserver.programs.kernels.rows import divided
+from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Program
 from pswire.model.tensor import DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class RowsUse:
+    """The rows on which an application runs.
+
+    Attributes:
+        reduction: the number of the reduction.
+        program: the program; of a mean it takes the sum, and divides it by one more input, the sum of the weights.
+    """
+
+    reduction: int
+    program: Program
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +44,7 @@ class Application:
         alone: inputs that are reductions with no other reader in the plan, each with the reduction's number.
         read: inputs that are results of other applications.
         made: its results.
+        rows: the rows on which it runs; None if it runs on whole variables.
     """
 
     apply: Apply
@@ -42,6 +57,7 @@ class Application:
     alone: tuple[tuple[int, int], ...]
     read: tuple[Ref, ...]
     made: tuple[Ref, ...]
+    rows: RowsUse | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +92,9 @@ def outline(plan: Plan, server: int) -> Outline:
     given = tuple(ref for ref, _ in plan.given(server))
     # The number of each application's first result.
     firsts = accumulate((len(plan.programs[apply.program].outputs) for apply in plan.applies), initial=0)
-    here = [(apply, first) for apply, first in zip(plan.applies, firsts, strict=False) if server in apply.servers]
-    used = [ref for apply, _ in here for ref in apply.args] + list(given)
+    every = zip(plan.applies, firsts, plan.by_rows, strict=False)
+    here = [(apply, first, rows) for apply, first, rows in every if server in apply.servers]
+    used = [ref for apply, *_ in here for ref in apply.args] + list(given)
     uses = Counter(ref.index for ref in used if ref.kind == "reduction")
     readers = Counter(ref for ref in used if ref.kind == "result")
     applications = tuple(_application(plan, *item, uses) for item in here)
@@ -90,7 +107,7 @@ def outline(plan: Plan, server: int) -> Outline:
     return Outline(applications, given, needs, reads, uses, readers, last, watched, results)
 
 
-def _application(plan: Plan, apply: Apply, first: int, uses: Mapping[int, int]) -> Application:
+def _application(plan: Plan, apply: Apply, first: int, rows: int | None, uses: Mapping[int, int]) -> Application:
     program, args = plan.programs[apply.program], apply.args
     specs = [item.spec for item in program.inputs]
     reduced = tuple(i for i, ref in enumerate(args) if ref.kind == "reduction")
@@ -106,7 +123,18 @@ def _application(plan: Plan, apply: Apply, first: int, uses: Mapping[int, int]) 
         reduced,
         tuple(args[i].index for i in reduced),
         tuple(args[target].index for target, _ in program.assigns),
-        tuple((i, n) for i in reduced for n in [args[i].index] if uses[n] == 1 and plan.reductions[n].op != "first"),
+        tuple((i, n) for i in reduced for n in [args[i].index] if uses[n] == 1 and _is_summed(plan.reductions[n])),
         tuple(ref for ref in args if ref.kind == "result"),
         tuple(Ref("result", first + number) for number in range(len(program.outputs))),
+        None if rows is None else _rows_use(plan.reductions[rows], rows, program, args),
     )
+
+
+def _rows_use(reduction: Reduction, number: int, program: Program, args: Sequence[Ref]) -> RowsUse:
+    mean = reduction.op == "mean"
+    return RowsUse(number, divided(program, args.index(Ref("reduction", number))) if mean else program)
+
+
+def _is_summed(reduction: Reduction) -> bool:
+    """Returns True if a kernel may sum contributions to it, element by element."""
+    return reduction.op != "first" and reduction.form == "dense"

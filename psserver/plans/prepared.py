@@ -13,6 +13,7 @@ from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest
 from pswire.model.plan import Operand, Plan, Ref
+from pswire.model.rows import MAX_ROWS, row_bytes
 from pswire.model.tensor import TensorSpec
 
 MAX_LAYOUTS = 64
@@ -75,8 +76,13 @@ class PreparedPlan:
 
     @cached_property
     def given(self) -> list[tuple[Ref, TensorSpec]]:
-        """The values that this server returns to every member, with their specs."""
+        """The values that this server returns to every member, with their specs, but for reduced rows."""
         return self.plan.given(self.server)
+
+    @cached_property
+    def given_rows(self) -> tuple[int, ...]:
+        """Numbers of the reductions whose rows this server returns to every member."""
+        return tuple(ref.index for ref, _ in self.plan.given_rows(self.server))
 
     @cached_property
     def outline(self) -> Outline:
@@ -91,22 +97,39 @@ class PreparedPlan:
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             found = self._layouts[key] = lay_out(self.plan, self.server, self.outline.needs, said)
-        return found
+        if not said.rows or said.observes:
+            return found
+        sent = zip(self.row_bytes, said.rows, strict=True)
+        return found.with_rows([(n, nbytes, count) for (n, nbytes), count in sent if nbytes >= 0 and said.weights[n]])
+
+    @cached_property
+    def row_bytes(self) -> list[tuple[int, int]]:
+        """Each reduction of rows, with the bytes of one row; -1 where it is not made here."""
+        found = [(number, self.plan.reductions[number]) for number in self.plan.rows]
+        return [(n, row_bytes(each.tensor) if self.server in each.servers else -1) for n, each in found]
 
     def check(self, said: Contribution, size: int) -> None:
         """Raises `InvalidRequest` if a contribution with a payload of this size does not fit the plan."""
-        reductions, expected = self.plan.reductions, self.layout(said).size
-        if len(said.weights) != len(reductions) or size != expected:
+        reductions = self.plan.reductions
+        if not said.observes and (len(said.rows) != len(self.plan.rows) or max(said.rows, default=0) > MAX_ROWS):
+            raise InvalidRequest(
+                f"a contribution says {said.rows[:8]} rows to a section with {len(self.plan.rows)} reductions of rows; "
+                f"each may have {MAX_ROWS}"
+            )
+        fits = len(said.weights) == len(reductions)
+        expected = self.layout(said).size if fits else -1
+        if size != expected:
             here = sum(self.server in reduction.servers for reduction in reductions)
             raise InvalidRequest(
-                f"a contribution of {size} bytes and {len(said.weights)} weights does not fit a "
-                f"section of {expected} bytes and {len(reductions)} reductions, {here} of them here"
+                f"a contribution of {size} bytes and {len(said.weights)} weights does not fit a section of "
+                f"{f'{expected} bytes and ' if fits else ''}{len(reductions)} reductions, {here} of them here"
             )
 
     @cached_property
     def computed(self) -> int:
-        """Bytes of all that the programs of a round read and compute here, one op at a time."""
-        return sum(spec.nbytes for each in self.outline.applications for spec in each.program.specs)
+        """Bytes of all that the programs of a round read and compute here, one op at a time; without those of rows."""
+        whole = (each for each in self.outline.applications if each.rows is None)
+        return sum(spec.nbytes for each in whole for spec in each.program.specs)
 
     def settled(self, kernels: Kernels, count: int) -> PlanKernels | None:
         """Returns how kernels run it, as of `batches`; None while kernels may still come."""

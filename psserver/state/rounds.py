@@ -16,14 +16,13 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import RECORDS, Parked, Record, Strand, check_window
+from psserver.state.strands import RECORDS, Given, Parked, Record, Strand, check_window
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
-from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
 LATER = "a later section; it made none here"
@@ -317,7 +316,7 @@ class Rounds:
             strand.open.setdefault(vote.round, PendingRound(vote.plan_id, vote.epoch, epoch.members, now))
 
     def complete(
-        self, job: ReadyRound, given: Sequence[Array], dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
+        self, job: ReadyRound, given: Given, dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
     ) -> tuple[Record, list[Waiter]]:
         """Ends a round that has run; returns its record, which is kept, and its waiters.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from psserver.effects import Effect, Fail
 from psserver.plans.round import ReadyRound
@@ -25,13 +26,26 @@ RECORDS = WINDOW + 1
 """Rounds of a strand whose answers are kept for resends."""
 
 
+class Given(NamedTuple):
+    """The values that a round gives back to every member.
+
+    Attributes:
+        arrays: the plan's returned values of this server, on the host; of rows, which come last, ids and rows.
+        rows: of each of these, how many rows there are.
+    """
+
+    arrays: Sequence[Array] = ()
+    rows: Sequence[int] = ()
+
+
 @dataclass(frozen=True)
 class Record:
     """The answer to a round.
 
     Attributes:
         plan_id, epoch, more, left_out, observers: as in `RoundReply`.
-        given: the plan's returned values of this server.
+        given: the plan's returned values of this server; of rows, which come last, ids and rows.
+        rows: of each of these, how many rows there are.
         warnings: as in `RoundReply`.
         sessions: sessions whose contributions are in it; no other gets the answer.
         error: the error of a failed round; None otherwise.
@@ -46,13 +60,14 @@ class Record:
     error: PSError | None = None
     warnings: tuple[str, ...] = ()
     observers: tuple[Task, ...] = ()
+    rows: tuple[int, ...] = ()
 
     @classmethod
     def of(
         cls,
         job: ReadyRound,
         epoch: Epoch | None,
-        given: Sequence[Array],
+        given: Given,
         dropped: Sequence[Task],
         warnings: Sequence[str],
     ) -> Record:
@@ -63,9 +78,10 @@ class Record:
             epoch,
             any(part.said.more for part in job.parts),
             tuple(sorted((*job.left_out, *dropped))),
-            tuple(given),
+            tuple(given.arrays),
             warnings=tuple(warnings),
             observers=tuple([part.member.task for part in job.parts if part.said.observes]),
+            rows=tuple(given.rows),
         )
 
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from psserver.devices import Device
 from psserver.sizes import human
+from pswire.api import RowRead
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
 from pswire.model.plan import PlacedVariable
+from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
 
@@ -120,6 +123,15 @@ class Store:
             raise InvalidRequest(f"variable {name} has no value on this server", str(self.task))
         return value
 
+    def check_rows(self, reads: Iterable[RowRead]) -> None:
+        """Raises `InvalidRequest` if a variable has no value here, or one of the ids asked for is no row of it."""
+        for read in reads:
+            shape, ids = self.value(read.variable).shape, read.numbers()
+            if not shape or (ids.size and int(ids.view(np.uint64).max()) >= shape[0]):  # a negative one is large
+                name = self.variables[read.variable].spec.name
+                bad = next((int(i) for i in ids if not (shape and 0 <= i < shape[0])), "")
+                raise InvalidRequest(f"id {bad} is no row of variable {name!r}, whose shape is {shape}", str(self.task))
+
     def values(self) -> dict[int, Array]:
         """Returns all values, by number."""
         return dict(self._values)
@@ -154,6 +166,11 @@ class Store:
     def end_loan(self) -> None:
         """Ends a round's loan: all values may be read again."""
         self.lent = frozenset()
+
+
+def take_rows(table: Any, ids: Int64s, xp: Any) -> Any:
+    """Returns rows of a variable as a new array, on its device; `xp` is the device's array namespace."""
+    return xp.take(table, xp.asarray(ids), axis=0)
 
 
 def _writable(values: Mapping[int, Array], id: int) -> bool:

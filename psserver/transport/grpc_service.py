@@ -402,7 +402,7 @@ class Service(grpc.GenericRpcHandler):
             await context.write(Frame(header, end=_end(context)).encode())
 
     async def _pull(self, m: pb.PullRequest, context: Call, first: Frame) -> None:
-        reply = await self._wait(self._core.pull(m.session, tuple(m.variables), m.after))
+        reply = await self._wait(self._core.pull(*messages.pull_arguments(m)))
         await self._send(context, messages.pull_to_pb(reply).SerializeToString(), reply.payload)
 
     async def _send(self, context: Call, header: bytes, payload: Payload) -> None:

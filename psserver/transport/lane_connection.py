@@ -370,7 +370,7 @@ class Connection:
     def _pull(self, message: Message) -> None:
         header = parse(pb.PullRequest, message.header)
         self._check(PULL, header)
-        future = self._lanes.core.pull(header.session, tuple(header.variables), header.after)
+        future = self._lanes.core.pull(*messages.pull_arguments(header))
         self._wait(future, message.call, partial(self._answer_pull, message.call))
 
     def _answer_pull(self, call: int, future: Future[PullReply]) -> None:

@@ -6,6 +6,8 @@ numbers of enumerations and missing choices raise `InvalidRequest`. Written by h
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pswire.api import (
     Contribution,
     CreateBatchReply,
@@ -16,6 +18,7 @@ from pswire.api import (
     RestoreReply,
     RestoreStage,
     RoundReply,
+    RowRead,
     Shard,
     Vote,
     Watched,
@@ -26,7 +29,7 @@ from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
-from pswire.model.plan import Nonfinite, PlacedVariable, Plan, ReduceOp, RefKind, Turn, VariableSpec
+from pswire.model.plan import Form, Nonfinite, PlacedVariable, Plan, ReduceOp, RefKind, Turn, VariableSpec
 from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
 from pswire.model.status import Happened, Pace, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
@@ -107,6 +110,7 @@ MAPPER.words(InputKind, pb.Input.Kind, "unknown kind of input {}")
 MAPPER.words(RefKind, pb.Ref.Kind, "unknown kind of value {}")
 MAPPER.words(Nonfinite, pb.Nonfinite, "unknown choice {} for NaN and infinity")
 MAPPER.words(ReduceOp, pb.Reduction.Op, "unknown reduction {}")
+MAPPER.words(Form, pb.Reduction.Form, "unknown form {} of contributions")
 MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
 
 TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
@@ -136,6 +140,7 @@ SHARD = MAPPER.pair(Shard, pb.SnapshotReply)
 ORDER = MAPPER.pair(RestoreOrder, pb.RestoreOrder, flags={"names": "named"})
 RESTORED = MAPPER.pair(RestoreReply, pb.RestoreReply)
 STATUS = MAPPER.pair(ServerStatus, pb.StatusReply)
+ROW_READ = MAPPER.pair(RowRead, pb.RowRead)
 HAPPENED = MAPPER.pair(Happened, pb.Happened)
 
 
@@ -171,6 +176,8 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         nonfinite=contribution.nonfinite,
         follows=contribution.previous + 1,
         first_values=contribution.first_values,
+        rows=contribution.rows,
+        lookups=map(ROW_READ.to_pb, contribution.lookups),
     )
 
 
@@ -190,6 +197,8 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         tuple(message.nonfinite),
         tuple(message.first_values),
         message.follows - 1,
+        tuple(message.rows),
+        tuple(map(ROW_READ.from_pb, message.lookups)),
     )
 
 
@@ -210,14 +219,19 @@ class RoundEncoder:
             said = pb.RoundHeader(epoch=EPOCH.to_pb(reply.epoch)).SerializeToString()
             self._epoch = reply.epoch, said
         size = reply.payload.size
-        rest = (said, reply.round, reply.more, reply.left_out, reply.warnings, reply.observers, size)
+        rest = (said, reply.round, reply.more, reply.left_out, reply.warnings, reply.observers, reply.rows, size)
         known, header = self._last
         if known != rest:
             left_out, observers = map(TASK.to_pb, reply.left_out), map(TASK.to_pb, reply.observers)
             # Messages one after another are one message with the fields of all.
             header = pb.RoundHeader(round=reply.round).SerializeToString() + said
             header += pb.RoundHeader(
-                more=reply.more, left_out=left_out, size=size, warnings=reply.warnings, observers=observers
+                more=reply.more,
+                left_out=left_out,
+                size=size,
+                warnings=reply.warnings,
+                observers=observers,
+                rows=reply.rows,
             ).SerializeToString()
             self._last = rest, header
         return header
@@ -242,7 +256,23 @@ class RoundDecoder:
             payload,
             tuple(message.warnings),
             tuple([TASK.from_pb(task) for task in message.observers]),
+            tuple(message.rows),
         )
+
+
+class PullArguments(NamedTuple):
+    """What a pull asks for: the arguments of `ParameterServer.pull`."""
+
+    session: int
+    variables: tuple[int, ...]
+    after: int
+    rows: tuple[RowRead, ...] = ()
+
+
+def pull_arguments(message: pb.PullRequest) -> PullArguments:
+    """Reads what a pull asks for."""
+    rows = tuple(map(ROW_READ.from_pb, message.rows))
+    return PullArguments(message.session, tuple(message.variables), message.after, rows)
 
 
 def pull_to_pb(reply: PullReply) -> pb.PullHeader:

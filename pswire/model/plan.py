@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from pswire.errors import InvalidRequest, LocalityError, ProgramError
 from pswire.limits import MAX_NAME, PART_BYTES
+from pswire.model import row_updates
 from pswire.model.program import Program
 from pswire.model.tensor import DTYPES, TensorSpec
 
@@ -23,6 +24,9 @@ ReduceOp = Literal["sum", "mean", "first"]
 Nonfinite = Literal["apply", "skip", "raise"]
 """What becomes of a round's updates if a contribution to them has NaN or infinity: applied, not applied, an error."""
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "first")
+
+Form = Literal["dense", "rows"]
+"""The form of contributions: whole arrays, or ids and rows, each id once, in increasing order."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,19 @@ class Reduction:
         tensor: dtype and shape of a contribution and of the value.
         servers: servers on which the value is made; every worker sends its contribution to each.
         target: purpose of the value, in words, for messages.
+        form: the form of contributions; the value is the same.
     """
 
     op: ReduceOp
     tensor: TensorSpec
     servers: tuple[int, ...]
     target: str = ""
+    form: Form = field(default="dense", repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a contribution; 0 where it is as many rows as its sender has."""
+        return self.tensor.nbytes if self.form == "dense" else 0
 
 
 @dataclass(frozen=True)
@@ -128,11 +139,13 @@ class Apply:
         program: index into the plan's programs.
         servers: servers on which it runs; on each of them, all that it reads must be.
         args: the values of the program's inputs, in order.
+        lazy: True if it is for the given rows alone, whatever it would do to others.
     """
 
     program: int
     servers: tuple[int, ...]
     args: tuple[Ref, ...]
+    lazy: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -210,8 +223,28 @@ class Plan:
     def id(self) -> bytes:
         """SHA-256 of the plan: equal plans, and only they, have equal ids."""
         # Versions that know no other choice give the same id to the same plan.
-        words = repr(self) if self.nonfinite == "apply" else f"{self!r} {self.nonfinite}"
+        lazy = tuple(number for number, apply in enumerate(self.applies) if apply.lazy)
+        choices = (self.nonfinite != "apply", self.nonfinite), (self.rows, f"rows {self.rows}"), (lazy, f"lazy {lazy}")
+        words = " ".join([repr(self), *(word for chosen, word in choices if chosen)])
         return hashlib.sha256(words.encode()).digest()
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of the reductions whose contributions are rows."""
+        return tuple(number for number, reduction in enumerate(self.reductions) if reduction.form == "rows")
+
+    @cached_property
+    def by_rows(self) -> tuple[int | None, ...]:
+        """For each application the reduction on whose rows it runs; None if it runs on whole variables."""
+        return tuple(map(self._runs_on, self.applies))
+
+    def _runs_on(self, apply: Apply) -> int | None:
+        given = {i: ref.index for i, ref in enumerate(apply.args) if ref.kind == "reduction" and ref.index in self.rows}
+        program = self.programs[apply.program]
+        one = len(set(given.values())) == 1 and len(set(apply.args)) == len(apply.args)
+        if not one or row_updates.refusal(program, given) or not (apply.lazy or row_updates.keeps_rows(program, given)):
+            return None
+        return next(iter(given.values()))
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
@@ -255,10 +288,24 @@ class Plan:
         sent = Counter[int]()
         for reduction in self.reductions:
             sent.update(dict.fromkeys(reduction.servers, reduction.tensor.nbytes))
-        return frozenset(server for server, nbytes in sent.items() if nbytes > PART_BYTES)
+        waits = {server for number in self.rows for server in self.reductions[number].servers}
+        return frozenset(server for server, nbytes in sent.items() if nbytes > PART_BYTES) - waits
 
     def given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
-        """Returns what a server gives back: each returned value comes from the first server that has it."""
+        """Returns what a server gives back: each returned value comes from the first server that has it.
+
+        Reduced rows, which `given_rows` has, come behind.
+        """
+        return [item for item in self._given(server) if not self._is_rows(item[0])]
+
+    def given_rows(self, server: int) -> list[tuple[Ref, TensorSpec]]:
+        """Returns the reduced rows that a server gives back, with the dtype and shape of the whole."""
+        return [item for item in self._given(server) if self._is_rows(item[0])]
+
+    def _is_rows(self, ref: Ref) -> bool:
+        return ref.kind == "reduction" and ref.index in self.rows
+
+    def _given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
         return [(ref, spec) for ref in self.returned for first, spec in [self._home(ref)] if first == server]
 
     def _home(self, ref: Ref) -> tuple[int, TensorSpec]:
@@ -281,7 +328,10 @@ class Plan:
         Args:
             variables: the variables that exist, by id.
         """
-        words = [f"reduce {r.op} {r.tensor}{' for ' + r.target if r.target else ''}" for r in self.reductions]
+        words = [
+            f"reduce {r.op} {'rows of ' * (r.form == 'rows')}{r.tensor}{' for ' + r.target if r.target else ''}"
+            for r in self.reductions
+        ]
         for apply in self.applies:
             written = [apply.args[target] for target, _ in self.programs[apply.program].assigns]
             words += ["update " + " and ".join(describe_ref(ref, variables) for ref in written)] if written else []
@@ -318,6 +368,8 @@ class Plan:
                 raise InvalidRequest(f"unknown reduction {reduction.op!r}")
             if spec.dtype == "bool" or (reduction.op == "mean" and DTYPES[spec.dtype].kind in "iu"):
                 raise InvalidRequest(f"{reduction.op} of {spec.dtype} is not defined; send another dtype")
+            if reduction.form == "rows" and not spec.shape:
+                raise InvalidRequest("a number has no rows")
         if self.snapshot and self.snapshot.servers != tuple(range(servers)):
             raise InvalidRequest("a checkpoint is of all servers")
         if self.restore and (self.restore.servers != tuple(range(servers)) or self._placed or self.snapshot):
@@ -346,12 +398,19 @@ class Plan:
             for target, _ in program.assigns:
                 if set(variables[apply.args[target].index].servers) != set(apply.servers):
                     raise LocalityError("an update must reach all copies of the variables that it assigns")
+            self._check_lazy(apply)
             results += len(program.outputs)
         for ref in self.returned:
             if ref.kind not in ("reduction", "result"):
                 raise InvalidRequest("a plan returns a value that is neither reduced nor computed")
             self._locate(ref, variables, results)
         return self
+
+    def _check_lazy(self, apply: Apply) -> None:
+        if apply.lazy and self._runs_on(apply) is None:
+            given = [i for i, ref in enumerate(apply.args) if self._is_rows(ref)]
+            why = row_updates.refusal(self.programs[apply.program], given)
+            raise ProgramError(f"a lazy update has to run on rows: {why or 'it takes those of one gradient'}")
 
     def _locate(
         self, ref: Ref, variables: Mapping[int, PlacedVariable], results: int

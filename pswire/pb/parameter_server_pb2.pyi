@@ -443,7 +443,7 @@ class Ref(_message.Message):
     def __init__(self, kind: _Optional[_Union[Ref.Kind, str]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Reduction(_message.Message):
-    __slots__ = ("op", "tensor", "servers", "target")
+    __slots__ = ("op", "tensor", "servers", "target", "form")
     class Op(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OP_UNSPECIFIED: _ClassVar[Reduction.Op]
@@ -454,15 +454,23 @@ class Reduction(_message.Message):
     SUM: Reduction.Op
     MEAN: Reduction.Op
     FIRST: Reduction.Op
+    class Form(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DENSE: _ClassVar[Reduction.Form]
+        ROWS: _ClassVar[Reduction.Form]
+    DENSE: Reduction.Form
+    ROWS: Reduction.Form
     OP_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
     op: Reduction.Op
     tensor: TensorSpec
     servers: _containers.RepeatedScalarFieldContainer[int]
     target: str
-    def __init__(self, op: _Optional[_Union[Reduction.Op, str]] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ..., target: _Optional[str] = ...) -> None: ...
+    form: Reduction.Form
+    def __init__(self, op: _Optional[_Union[Reduction.Op, str]] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ..., target: _Optional[str] = ..., form: _Optional[_Union[Reduction.Form, str]] = ...) -> None: ...
 
 class Operand(_message.Message):
     __slots__ = ("tensor", "servers")
@@ -473,14 +481,16 @@ class Operand(_message.Message):
     def __init__(self, tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("program", "servers", "args")
+    __slots__ = ("program", "servers", "args", "lazy")
     PROGRAM_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     ARGS_FIELD_NUMBER: _ClassVar[int]
+    LAZY_FIELD_NUMBER: _ClassVar[int]
     program: int
     servers: _containers.RepeatedScalarFieldContainer[int]
     args: _containers.RepeatedCompositeFieldContainer[Ref]
-    def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ...) -> None: ...
+    lazy: bool
+    def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., lazy: _Optional[bool] = ...) -> None: ...
 
 class SnapshotOrder(_message.Message):
     __slots__ = ("path", "servers", "round", "state")
@@ -701,7 +711,7 @@ class ApproveReply(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -716,6 +726,8 @@ class PushHeader(_message.Message):
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     FIRST_VALUES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -730,10 +742,12 @@ class PushHeader(_message.Message):
     nonfinite: _containers.RepeatedScalarFieldContainer[int]
     follows: int
     first_values: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ...) -> None: ...
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    lookups: _containers.RepeatedCompositeFieldContainer[RowRead]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
-    __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers")
+    __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
@@ -741,6 +755,7 @@ class RoundHeader(_message.Message):
     SIZE_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     OBSERVERS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: Epoch
     more: bool
@@ -748,17 +763,28 @@ class RoundHeader(_message.Message):
     size: int
     warnings: _containers.RepeatedScalarFieldContainer[str]
     observers: _containers.RepeatedCompositeFieldContainer[Task]
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ...) -> None: ...
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("session", "variables", "after")
+    __slots__ = ("session", "variables", "after", "rows")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     session: int
     variables: _containers.RepeatedScalarFieldContainer[int]
     after: int
-    def __init__(self, session: _Optional[int] = ..., variables: _Optional[_Iterable[int]] = ..., after: _Optional[int] = ...) -> None: ...
+    rows: _containers.RepeatedCompositeFieldContainer[RowRead]
+    def __init__(self, session: _Optional[int] = ..., variables: _Optional[_Iterable[int]] = ..., after: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ...) -> None: ...
+
+class RowRead(_message.Message):
+    __slots__ = ("variable", "ids")
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    variable: int
+    ids: bytes
+    def __init__(self, variable: _Optional[int] = ..., ids: _Optional[bytes] = ...) -> None: ...
 
 class PullHeader(_message.Message):
     __slots__ = ("round", "size")

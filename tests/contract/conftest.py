@@ -1,4 +1,4 @@
-"""Each test of this folder runs over a core in process, one with a thread beside it, and one behind each lane."""
+"""Each test of this folder runs over a core in process, and one behind each lane."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.rig import Job, Servers, serving
 
 Serve = Callable[..., Servers]
 
-ON_GRPC = {"checkpoints", "failed_saves", "log", "looking", "restore", "sessions"}
+ON_GRPC = {"checkpoints", "failed_saves", "log", "looking", "restore", "rows", "sessions"}
 """What is hardly about pushes and pulls, the only verbs that lanes carry."""
 
 ON_CALLS = {"rounds", "errors"}
@@ -20,8 +20,13 @@ ON_CALLS = {"rounds", "errors"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the other lanes, and by single calls, the rest is repeated by `make soak`."""
+    """On the other lanes, and by single calls, the rest is repeated by `make soak`; and with a thread but no lane.
+
+    For behind each lane is a core with a thread for array work.
+    """
     for item in items:
+        if item.path.parent == Path(__file__).parent and "thread" in item.keywords:
+            item.add_marker(pytest.mark.soak)
         about = item.path.stem.removeprefix("test_contract_")
         if item.path.parent == Path(__file__).parent and about in ON_GRPC and {"tcp", "shm"} & {*item.keywords}:
             item.add_marker(pytest.mark.soak)

@@ -240,6 +240,7 @@ def test_a_server_that_is_replaced(tmp_path, server):
         job.finish()
 
 
+@pytest.mark.soak  # test_a_server_s_loss_costs_one_restart looks at the same, and at what it costs
 def test_the_launcher_starts_a_job_anew(tmp_path):
     """`--restarts`: a server is replaced, all others fail and are replaced, and the job starts anew."""
 

@@ -73,10 +73,10 @@ def test_a_worker_killed_between_rounds(tmp_path):
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, whole):
     """What had arrived whole on all servers counts, and nothing else; without whole rounds, on each what it has."""
-    keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never"]}
-    with ProcessCluster(endure, tmp_path, (8, [], 1_200_000, [1, 5], whole), **keys) as job:
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["never"]}
+    with ProcessCluster(endure, tmp_path, (8, [], 700_000, [1, 5], whole), **keys) as job:
         job.hear(W1, "stalled")
-        # The other server has all three contributions.
+        # The other server has both contributions.
         with job.server(PS0) as server:
 
             def has_all():
@@ -88,11 +88,10 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, whole):
         job.kill(W1)
         began = time.monotonic()
         after_the_lease(job, W0, 5, began)
-        for task in (W0, W2):
-            assert job.hear(task, "sums") == [counts(8, 5 if whole else 6, 8), counts(8, 5, 8)]
-            assert f"round 5 of server 1 is complete without {W1}" in job.errors(task)
-            assert (f"round 5 of server 0 is complete without {W1}" in job.errors(task)) == whole
-            assert job.exited(task) == 0
+        assert job.hear(W0, "sums") == [counts(8, 5 if whole else 6), counts(8, 5)]
+        assert f"round 5 of server 1 is complete without {W1}" in job.errors(W0)
+        assert (f"round 5 of server 0 is complete without {W1}" in job.errors(W0)) == whole
+        assert job.exited(W0) == 0
 
 
 def test_a_stopped_worker(tmp_path):
@@ -349,6 +348,7 @@ def test_the_launcher_replaces_a_worker(tmp_path):
         assert "ValueError: an accident" in job.errors(W1)
 
 
+@pytest.mark.soak  # test_bad_input has a script that raises in a cluster, and launch/test_cluster who is left
 def test_a_worker_that_fails_ends_all(tmp_path):
     """Without restarts its code and its traceback are what the launcher shows, and nobody is left."""
 
@@ -361,7 +361,7 @@ def test_a_worker_that_fails_ends_all(tmp_path):
                 raise ValueError("an accident")
             strategy.run(lambda: add_all([(v, np.ones(2))]))
 
-    with ProcessCluster(fail, tmp_path, (20,), ps=2, workers=3, chief="driver") as job:
+    with ProcessCluster(fail, tmp_path, (20,), workers=2, chief="driver") as job:
         outcome = job.cluster.wait(SECONDS)
         assert (outcome.code, outcome.task) == (1, W1)
         assert outcome.report.endswith("ValueError: an accident")

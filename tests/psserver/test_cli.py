@@ -105,20 +105,25 @@ def test_tf_config_names_the_task_and_its_port():
 @pytest.mark.parametrize(
     ("flags", "environ", "said"),
     [
-        (["--prt", "1"], {}, "--prt"),
         (["--port", "99999"], {}, "99999"),
         (["--device", "tpu"], {}, "write cpu or gpu:0"),
-        (["--device", "gpu:977"], {}, "--device cpu"),
-        (["--memory-limit", "4XB"], {}, "4GiB"),
         (["--threads", "0"], {}, "--threads"),
-        (["--task", "7"], {"TF_CONFIG": WORKER}, "no /job:ps/task:7"),
         ([], {"TF_CONFIG": WORKER}, "psworker"),
-        ([], {"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),
         ([], {"PS_TIMEOUT_LEASE": "x"}, "PS_TIMEOUT_LEASE"),
-        (["--host", "198.51.100.7"], {}, "198.51.100.7"),
         (["--checkpoint-root", __file__], {}, "test_cli.py is a file; name a directory"),
         (["--checkpoint-root", "nonsense://x"], {}, "nonsense://x cannot be opened: Protocol not known"),
         (["--snapshot-limit", "some"], {}, "--snapshot-limit"),
+        *(  # integration/test_bad_input types these, too
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                (["--prt", "1"], {}, "--prt"),
+                (["--device", "gpu:977"], {}, "--device cpu"),
+                (["--memory-limit", "4XB"], {}, "4GiB"),
+                (["--task", "7"], {"TF_CONFIG": WORKER}, "no /job:ps/task:7"),
+                ([], {"TF_CONFIG": "{"}, "TF_CONFIG is not JSON"),
+                (["--host", "198.51.100.7"], {}, "198.51.100.7"),
+            )
+        ),
     ],
 )
 def test_bad_input_is_one_line(flags, environ, said):

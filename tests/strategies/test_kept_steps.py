@@ -130,7 +130,7 @@ def test_repeated_steps_are_recorded_ones_bit_by_bit(anywhere, name, steps):
 
 def test_norms_over_several_servers_are_never_repeated(calls):
     """Such a step takes two rounds, and the second one computes with what the first has found."""
-    with opened("servers-3") as strategy:
+    with opened("servers-3x1") as strategy:
         ours = [variable(strategy, np.zeros(2)) for _ in range(2)]
         theirs = [beside(strategy, v, np.zeros(2)) for v in ours]
         assert ours[0].devices != ours[1].devices
@@ -205,7 +205,7 @@ def test_other_variables_are_another_step(strategy, calls, chosen):
 
 def test_variables_on_another_server_are_counted_once_they_are_known(calls):
     """The count gets a copy there; from then on steps of the others count in both."""
-    with opened("servers-3") as strategy:
+    with opened("servers-3x1") as strategy:
         w, u = variable(strategy, np.zeros(2)), variable(strategy, np.zeros(3))
         assert w.devices != u.devices
         with strategy.scope():

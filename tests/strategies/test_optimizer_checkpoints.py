@@ -10,7 +10,7 @@ from tests.support.strategies import opened
 
 MOVES = pytest.mark.parametrize(
     ("before", "after"),
-    [("embedded-1", "servers-2"), pytest.param("servers-2", "embedded-1", marks=pytest.mark.soak)],
+    [("servers-1x1", "servers-2x1"), pytest.param("servers-2x1", "servers-1x1", marks=pytest.mark.soak)],
 )
 OPTIONS = {
     "nothing": dict,
@@ -150,14 +150,14 @@ def test_copies_do_not_number_what_else_is_saved():
             path = checkpoint.save("run/ckpt") if save else ""
             return path, int(first.optimizer.iterations), int(other.iterations), other.iterations.name
 
-    path, *saved = train("servers-2", 3, save=True)
+    path, *saved = train("servers-2x1", 3, save=True)
     assert saved == [3, 0, "sgd/iterations_1"]
-    assert train("embedded-1", 0, path)[1:] == (3, 0, "sgd/iterations_1")
+    assert train("servers-1x1", 0, path)[1:] == (3, 0, "sgd/iterations_1")
 
 
 def test_copies_follow_an_optimizer_that_has_another_name():
     """Paths say what is whose: all copies of a count get what was saved of it, by whatever name."""
-    with opened("servers-2") as strategy:
+    with opened("servers-2x1") as strategy:
         trained = Trained(strategy, "nothing")
         trained.build("a")
         trained.build("b")
@@ -166,7 +166,7 @@ def test_copies_follow_an_optimizer_that_has_another_name():
         path = trained.checkpoint().save("run/ckpt")
         trained.step("ab", 3)
         expected = {name.replace("sgd", "renamed"): value for name, value in trained.state().items()}
-    with opened("servers-2") as strategy:
+    with opened("servers-2x1") as strategy:
         trained = Trained(strategy, "nothing")
         trained.optimizer = ps.optimizers.SGD(0.1, momentum=0.9, name="renamed")
         trained.build("a")

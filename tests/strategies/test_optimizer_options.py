@@ -507,7 +507,7 @@ def test_a_restored_optimizer_goes_on_bit_by_bit(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
 
     def train(resume, steps):
-        with opened("embedded-2") as strategy:
+        with opened("servers-1x2") as strategy:
             with strategy.scope():
                 w = ps.Variable(np.linspace(-1, 1, 5, dtype="float32"), name="w")
                 optimizer = getattr(ps.optimizers, name)(

@@ -47,7 +47,10 @@ class Mine(ps.Strategy):
 def test_an_author_writes_a_subclass_of_extended(strategy):
     """The strategy's own methods, its contexts and its variables go through it, wherever its variables live."""
     mine, n = Mine(strategy.backend), replicas(strategy)
-    variables = [variable(mine, aggregation=ps.VariableAggregation.SUM) for _ in mine.extended.parameter_devices]
+    variables = []
+    for device in mine.extended.parameter_devices:  # in turn they go where others have left room
+        with mine.scope(), mine.extended.colocate_vars_with([device]):
+            variables.append(variable(mine, aggregation=ps.VariableAggregation.SUM))
     assert {device for v in variables for device in v.devices} == set(mine.extended.parameter_devices)
     found = mine.run(lambda: here().all_reduce("sum", np.ones(3, "float32")))
     mine.run(lambda: variables[-1].assign_add(np.ones(3, "float32")))

@@ -105,7 +105,7 @@ def test_tower_local_variables_are_saved_as_they_are_reduced(kind):
 
 def test_saving_changes_no_copy():
     """What was counted goes on to be counted where it was; the next checkpoint has it, saved in the scope or not."""
-    with opened("embedded-2") as strategy:
+    with opened("servers-1x2") as strategy:
         v = create(strategy, "count", AGGREGATION.SUM)
         checkpoint = tracking(strategy, v)
         count_up(strategy, v)
@@ -121,8 +121,8 @@ def test_saving_changes_no_copy():
 
 def test_integers_lose_nothing():
     """A count of 10 over four replicas is 2 for each, and the first has what is left over; TensorFlow loses it."""
-    path = save("embedded-4", lambda strategy: count_up(strategy, create(strategy, "n", AGGREGATION.SUM, np.int64(0))))
-    with opened("embedded-4") as strategy:
+    path = save("servers-1x4", lambda strategy: count_up(strategy, create(strategy, "n", AGGREGATION.SUM, np.int64(0))))
+    with opened("servers-1x4") as strategy:
         v = create(strategy, "n", AGGREGATION.SUM, np.int64(0))
         tracking(strategy, v).restore(path).assert_consumed()
         assert of_replicas(strategy, v) == [4, 2, 2, 2]
@@ -146,8 +146,8 @@ def test_every_dtype_is_saved(dtype):
         in_replicas(strategy, lambda _: v.assign(np.array([0, 1, 1], dtype)))
         return v
 
-    path = save("embedded-2", fill)
-    with opened("embedded-2") as strategy:
+    path = save("servers-1x2", fill)
+    with opened("servers-1x2") as strategy:
         v = create(strategy, "v", how, np.zeros(3, dtype))
         tracking(strategy, v).restore(path).assert_consumed()
         assert v.numpy().dtype == dtype
@@ -163,8 +163,8 @@ def test_a_plain_value_is_restored_into_copies(aggregation, created):
         with strategy.scope():
             return ps.Variable(8.0, name="v")
 
-    path = save("embedded-1", fill)
-    with opened("embedded-2") as strategy:
+    path = save("servers-1x1", fill)
+    with opened("servers-1x2") as strategy:
         if created == "after the restore":
             tracking(strategy).restore(path)
         v = create(strategy, "v", aggregation)
@@ -175,8 +175,8 @@ def test_a_plain_value_is_restored_into_copies(aggregation, created):
 
 def test_copies_are_restored_into_a_plain_variable():
     """It gets the aggregate."""
-    path = save("embedded-2", lambda strategy: count_up(strategy, create(strategy, "v", AGGREGATION.SUM)))
-    with opened("embedded-1") as strategy:
+    path = save("servers-1x2", lambda strategy: count_up(strategy, create(strategy, "v", AGGREGATION.SUM)))
+    with opened("servers-1x1") as strategy:
         with strategy.scope():
             v = ps.Variable(0.0, name="v")
         tracking(strategy, v).restore(path).assert_consumed()
@@ -192,8 +192,8 @@ def test_metrics_go_on_where_they_were():
         in_replicas(strategy, lambda replica: mean.update_state([1.0, 2.0] if replica else [6.0]))
         return mean
 
-    path = save("embedded-2", fill)
-    with opened("embedded-1") as strategy:
+    path = save("servers-1x2", fill)
+    with opened("servers-1x1") as strategy:
         with strategy.scope():
             mean = ps.metrics.Mean("loss")
         tracking(strategy, mean).restore(path).assert_consumed()

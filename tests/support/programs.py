@@ -112,7 +112,7 @@ def run(job: ReadyRound, kernels: Kernels, values: Mapping[int, Array], alone: S
     assigned, ready = execution.step({id: values.get(id) for id in execution.reads()}, alone, lambda id: None)
     assert execution.done
     wanted = {id: array for id, array in ready.items() if isinstance(id, int)}
-    return Outcome(assigned, execution.given, wanted, execution.found)
+    return Outcome(assigned, list(execution.given.arrays), wanted, execution.found)
 
 
 def _reduced(draw: Any, spec: TensorSpec, shape: tuple[int, ...]) -> dict[str, Attr]:

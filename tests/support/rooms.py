@@ -94,6 +94,7 @@ ROOMS = {
         ),
         _room("psclient.cluster_resolver", 5, "src.cluster_resolver"),
         _room("psclient.metrics", 5, "wire.model psclient._src src.variables psclient.losses"),
+        _room("psclient.nn", 5, "wire.model psclient._src src.variables"),
         _room("src.chief", 6, "pswire wire.model wire.telemetry wire.api wire.checkpoint src.transport"),
         _room(
             "src.rounds",
@@ -141,7 +142,7 @@ ROOMS = {
             "psclient",
             15,
             "pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary "
-            "src.distribute psclient.losses psclient.cluster_resolver psclient.metrics psclient.compat "
+            "src.distribute psclient.losses psclient.nn psclient.cluster_resolver psclient.metrics psclient.compat "
             "psclient.optimizers psclient.train src.strategies",
         ),
         _room("psclient.__main__", 15, "src.launch"),
@@ -158,7 +159,6 @@ RESERVED = {
     "psclient._src.rows": 7,
     "psclient.compression": 7,
     "psclient.initializers": 7,
-    "psclient.nn": 9,
     "psclient.dynamic_embedding": 11,
     "psclient.coordinator": 11,
     "psclient.launch": 12,

@@ -26,6 +26,7 @@ from pswire.api import (
     RestoreOrder,
     RestoreReply,
     RoundReply,
+    RowRead,
     Shard,
     Vote,
     Watched,
@@ -126,10 +127,11 @@ PLAN = Plan(
         Reduction("sum", VECTOR, (0, 1), "gradient of 'w'"),
         Reduction("mean", SCALAR, (2,), "loss"),
         Reduction("first", MATRIX, (3,), "statistics"),
+        Reduction("sum", MATRIX, (0,), "gradient of 'table'", "rows"),
     ),
     operands=(Operand(SCALAR, (1, 2)),),
     programs=(PROGRAM,),
-    applies=(Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2))),),
+    applies=(Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2)), lazy=True),),
     returned=(Ref("result", 3), Ref("reduction", 1 << 32)),
     snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),
     restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
@@ -185,9 +187,26 @@ HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
 
 
+ROWS = (RowRead(152, b"\x07" + bytes(7)),)
+
+
 def contribution(**said: Any) -> Contribution:
     """What a worker says in a round."""
-    full = Contribution(SESSION, 6, 41, PLAN_ID, (1.0, 0.5, -3.25), True, POSITIONS, (150, 1 << 35), True, -1, (2, 300))
+    full = Contribution(
+        SESSION,
+        6,
+        41,
+        PLAN_ID,
+        (1.0, 0.5, -3.25),
+        True,
+        POSITIONS,
+        (150, 1 << 35),
+        True,
+        -1,
+        (2, 300),
+        rows=(3, 1 << 33),
+        lookups=(RowRead(151, bytes(range(16))),),
+    )
     full = replace(full, first_values=(151, 1 << 36), previous=40)
     return replace(full, **said)
 
@@ -195,7 +214,7 @@ def contribution(**said: Any) -> Contribution:
 def reply(payload: Payload = EMPTY) -> RoundReply:
     """What a server says of a round."""
     warnings = "a value is not finite", "another warning"
-    return RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, warnings, (EVALUATOR,))
+    return RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, warnings, (EVALUATOR,), (0, 4))
 
 
 def small() -> Payload:
@@ -290,10 +309,10 @@ SAMPLES = (
     Sample("Push", "large", (contribution(), large(LARGE)), reply(large(LARGE))),
     Sample("Push", "growing", (contribution(), small()), reply(small()), grows=True),
     Sample("Push", "refused", (contribution(), small()), error("Diverged")),
-    Sample("Pull", "full", (SESSION, (150, 1 << 35), 41), PullReply(41, small())),
-    Sample("Pull", "least", (0, (), -1), PullReply(-1, EMPTY)),
-    Sample("Pull", "large", (SESSION, (1,), 0), PullReply(0, large(LARGE))),
-    Sample("Pull", "refused", (SESSION, (1,), 0), error("RoundTimeout")),
+    Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS), PullReply(41, small())),
+    Sample("Pull", "least", (0, (), -1, ()), PullReply(-1, EMPTY)),
+    Sample("Pull", "large", (SESSION, (1,), 0, ()), PullReply(0, large(LARGE))),
+    Sample("Pull", "refused", (SESSION, (1,), 0, ()), error("RoundTimeout")),
     Sample(
         "Snapshot",
         "full",
@@ -330,15 +349,15 @@ def lane_samples(nbytes: int, refused: Sequence[str]) -> list[Sample]:
         refused: classes of errors.
     """
     return [
-        Sample("Pull", "full", (SESSION, (150, 1 << 35), 41), PullReply(41, small())),
-        Sample("Pull", "least", (SESSION, (), -1), PullReply(-1, EMPTY)),
-        Sample("Pull", "large", (SESSION, (1,), 0), PullReply(0, large(nbytes))),
+        Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS), PullReply(41, small())),
+        Sample("Pull", "least", (SESSION, (), -1, ()), PullReply(-1, EMPTY)),
+        Sample("Pull", "large", (SESSION, (1,), 0, ()), PullReply(0, large(nbytes))),
         Sample("Push", "full", (contribution(), small()), reply(small())),
         Sample("Push", "least", (contribution(weights=(), want=()), EMPTY), reply()),
         Sample("Push", "large", (contribution(), large(nbytes)), reply(large(nbytes))),
         Sample("Push", "growing", (contribution(), small()), reply(large(nbytes)), grows=True),
         Sample("Push", "refused", (contribution(), small()), error("Diverged")),
-        *(Sample("Pull", f"refused {name}", (SESSION, (1,), 0), error(name)) for name in refused),
+        *(Sample("Pull", f"refused {name}", (SESSION, (1,), 0, ()), error(name)) for name in refused),
     ]
 
 

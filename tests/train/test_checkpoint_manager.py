@@ -12,7 +12,7 @@ import pytest
 import psclient as ps
 from tests.support.strategies import opened
 
-KINDS = pytest.mark.parametrize("kind", ["mirrored-1", "embedded-2"])
+KINDS = pytest.mark.parametrize("kind", ["mirrored-1", "servers-2x2"])
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def managed(strategy, max_to_keep=2, **keys):
 
 
 def root_of(kind):
-    return Path("runs" if kind.startswith("embedded") else ".")
+    return Path("runs" if kind.startswith("servers") else ".")
 
 
 def on_disk(kind):
@@ -125,15 +125,15 @@ def test_an_interval_counts_steps(kind):
 
 def test_an_interval_is_in_no_checkpoint():
     """What counts it is this job's: another one, whose steps begin anew, saves at once."""
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         with strategy.scope():
             step, v = ps.Variable(7, name="step"), ps.Variable(0.0, name="v")
         checkpoint = ps.train.Checkpoint(step=step, v=v)
         path = ps.train.CheckpointManager(checkpoint, "run", 9, step_counter=step, checkpoint_interval=3).save()
         checkpoint.sync()
-    tensors = json.loads((root_of("embedded") / path / "manifest.json").read_text())["tensors"]
+    tensors = json.loads((root_of("servers") / path / "manifest.json").read_text())["tensors"]
     assert set(tensors) == {"step", "v", "checkpoint/saves"}
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         with strategy.scope():
             steps, v = ps.Variable(0, name="steps"), ps.Variable(0.0, name="v")
         checkpoint = ps.train.Checkpoint(v=v)
@@ -144,7 +144,7 @@ def test_an_interval_is_in_no_checkpoint():
 
 def test_a_checkpoint_that_was_not_saved_is_no_part_of_the_list():
     """What it would have replaced stays."""
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         _, manager = managed(strategy, 1)
         manager.save()
         manager.sync()
@@ -153,17 +153,17 @@ def test_a_checkpoint_that_was_not_saved_is_no_part_of_the_list():
         manager.save()
         with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-2' was not saved"):
             manager.save()
-        assert on_disk("embedded") == ["ckpt-1", "ckpt-2"]
+        assert on_disk("servers") == ["ckpt-1", "ckpt-2"]
         assert manager.save() == "run/ckpt-3"
         manager.sync()
         assert manager.checkpoints == ["run/ckpt-3"]
-        assert on_disk("embedded") == ["ckpt-2", "ckpt-3"]
+        assert on_disk("servers") == ["ckpt-2", "ckpt-3"]
         assert blocker.is_file()
 
 
 def test_one_that_failed_at_the_very_end_is_deleted_with_the_next():
     """It is complete, but could not be named as the newest; nobody lists it, and it does not stay for ever."""
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         _, manager = managed(strategy, 1)
         manager.save()
         manager.sync()
@@ -175,16 +175,16 @@ def test_one_that_failed_at_the_very_end_is_deleted_with_the_next():
             manager.sync()
         assert manager.checkpoints == []
         latest.rmdir()
-        assert on_disk("embedded") == ["ckpt-1", "ckpt-2"]
+        assert on_disk("servers") == ["ckpt-1", "ckpt-2"]
         manager.save()
         manager.sync()
-        assert on_disk("embedded") == ["ckpt-3"]
+        assert on_disk("servers") == ["ckpt-3"]
 
 
 def test_a_failure_that_somebody_else_was_told_of_is_known():
     """`Checkpoint.sync` and `restore` raise it as well: what has failed is not counted, and what it was to replace goes
     with the next."""
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         _, manager = managed(strategy)
         manager.save()
         manager.save()
@@ -198,7 +198,7 @@ def test_a_failure_that_somebody_else_was_told_of_is_known():
         manager.save()
         manager.sync()
         assert manager.checkpoints == ["run/ckpt-2", "run/ckpt-5"]
-        assert on_disk("embedded") == ["ckpt-2", "ckpt-3", "ckpt-4", "ckpt-5"]
+        assert on_disk("servers") == ["ckpt-2", "ckpt-3", "ckpt-4", "ckpt-5"]
 
 
 @KINDS

@@ -10,7 +10,10 @@ import pytest
 import psclient as ps
 from tests.support.strategies import in_replicas, opened
 
-KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-2", "embedded-2", "servers-2"])
+KINDS = pytest.mark.parametrize(
+    "kind", ["default", "mirrored-2", pytest.param("embedded-2", marks=pytest.mark.soak), "servers-2x2"]
+)
+"""A server of this process's own is one more server, which other files ask to save and to restore."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,12 +109,12 @@ def test_everything_comes_back_by_its_path(kind):
 @pytest.mark.parametrize(
     ("kind", "other"),
     [
-        ("servers-2", "servers-3"),
+        ("servers-2x1", "servers-3x1"),
         *(
             pytest.param(kind, other, marks=pytest.mark.soak)
-            for kind in ("default", "mirrored-2", "embedded-2", "servers-2")
-            for other in ("servers-3", "default", "mirrored-1", "embedded-2")
-            if (kind, other) != ("servers-2", "servers-3")
+            for kind in ("default", "mirrored-2", "embedded-2", "servers-2x1")
+            for other in ("servers-3x1", "default", "mirrored-1", "embedded-2")
+            if (kind, other) != ("servers-2x1", "servers-3x1")
         ),
     ],
 )
@@ -181,8 +184,8 @@ def test_what_is_created_later_begins_with_its_value(kind):
         status.assert_consumed()
 
 
-@pytest.mark.parametrize("other", [pytest.param("mirrored-1", marks=pytest.mark.soak), "embedded-2"])
-@pytest.mark.parametrize("kind", ["mirrored-2", "embedded-1"])
+@pytest.mark.parametrize("other", [pytest.param("mirrored-1", marks=pytest.mark.soak), "servers-1x2"])
+@pytest.mark.parametrize("kind", ["mirrored-2", "servers-1x1"])
 def test_the_data_go_on_where_they_stood(kind, other, tmp_path):
     """After a restore the next batch is the one that came next, in the order of that pass."""
 
@@ -205,7 +208,7 @@ def test_the_data_go_on_where_they_stood(kind, other, tmp_path):
             next(iterator)
         v.assign(1.0)
         checkpoint.save("run/ckpt")
-    here, there = ("runs" if k.startswith("embedded") else "." for k in (kind, other))
+    here, there = ("runs" if k.startswith("servers") else "." for k in (kind, other))
     if here != there:
         (tmp_path / there).mkdir(exist_ok=True)
         (tmp_path / here / "run").rename(tmp_path / there / "run")
@@ -296,7 +299,7 @@ def test_there_are_things_that_cannot_be_saved():
         ps.train.Checkpoint(save={})
     with pytest.raises(ValueError, match="nothing to save"):
         ps.train.Checkpoint(ps.get_strategy())
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         with strategy.scope():
             v = ps.Variable(1.0, name="v")
         sampler = Sampler(1)
@@ -345,7 +348,7 @@ def test_restoring_nothing_says_so():
             checkpoint.restore("run")
 
 
-@pytest.mark.parametrize("kind", ["mirrored-1", "embedded-1"])
+@pytest.mark.parametrize("kind", ["mirrored-1", "servers-1x1"])
 def test_a_flipped_bit_is_found(kind):
     """By the checksum that was saved, with and without servers: nothing has changed then, the error names the file."""
     with opened(kind) as strategy:
@@ -356,7 +359,7 @@ def test_a_flipped_bit_is_found(kind):
         checkpoint.sync()
         v.assign(np.ones(8))
         (file,) = manifest_of(kind, path)["files"]
-        root = "runs/" if kind.startswith("embedded") else ""
+        root = "runs/" if kind.startswith("servers") else ""
         with open(f"{root}{path}/{file}", "r+b") as shard:
             shard.seek(-3, 2)
             shard.write(b"\x01")
@@ -365,14 +368,14 @@ def test_a_flipped_bit_is_found(kind):
         assert v.numpy().tolist() == [1.0] * 8
 
 
-@pytest.mark.parametrize("kind", ["mirrored-1", "embedded-1"])
+@pytest.mark.parametrize("kind", ["mirrored-1", "servers-1x1"])
 def test_a_checkpoint_of_format_1_is_restored_by_names(kind):
     """It has no paths; the count of saves goes on, and the status tells both sides by names and paths."""
     with opened(kind) as strategy:
         with strategy.scope():
             a, b = (ps.Variable(1.0, name=name) for name in "ab")
         path = ps.train.Checkpoint(a=a, b=b).save("run/ckpt")
-    root = "runs/" if kind.startswith("embedded") else ""
+    root = "runs/" if kind.startswith("servers") else ""
     manifest = manifest_of(kind, path)
     for entry in manifest["tensors"].values():
         del entry["checksum"]

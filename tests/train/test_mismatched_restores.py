@@ -14,7 +14,7 @@ from pstesting.script import ME, say
 from tests.support.shell import shell
 from tests.support.strategies import opened
 
-KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-2", "embedded-2"])
+KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-2", "servers-2x2"])
 DIFFER = "and this program differ"
 
 
@@ -102,7 +102,7 @@ def test_what_is_taken_untracked_is_used(kind, caplog):
     assert warnings(caplog) == []
 
 
-@pytest.mark.parametrize("kind", ["mirrored-1", "embedded-1"])
+@pytest.mark.parametrize("kind", ["mirrored-1", "servers-1x1"])
 def test_a_script_of_one_step_is_told_at_its_end(kind, caplog):
     """Or of none: when its strategy is closed."""
     path = save(kind, lambda: ps.optimizers.SGD(0.1), w=np.ones(3), old=np.ones(2))

@@ -31,7 +31,7 @@ def _root(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "path"),
-    [("embedded-1", path) for path in IMPOSSIBLE + ELSEWHERE] + [("mirrored-1", path) for path in IMPOSSIBLE[:-4] * 2],
+    [("servers-1x1", path) for path in IMPOSSIBLE + ELSEWHERE] + [("mirrored-1", path) for path in IMPOSSIBLE[:-4] * 2],
     ids=lambda word: repr(word)[:20],
 )
 def test_an_impossible_path_is_refused(kind, path):
@@ -51,7 +51,7 @@ def test_an_impossible_path_is_refused(kind, path):
         checkpoint.sync()
 
 
-@pytest.mark.parametrize("kind", ["embedded-1", "mirrored-1"])
+@pytest.mark.parametrize("kind", ["servers-1x1", "mirrored-1"])
 @pytest.mark.parametrize("name", ["latest", "ckpt-7.damaged", "ckpt-7.damaged.2"])
 def test_names_that_are_taken_are_refused(kind, name):
     """That of the file beside checkpoints, and those of damaged ones."""
@@ -63,7 +63,7 @@ def test_names_that_are_taken_are_refused(kind, name):
 
 def test_a_manager_is_told_when_it_restores():
     """Before training, and not when its first save is due."""
-    with opened("embedded-1") as strategy, strategy.scope():
+    with opened("servers-1x1") as strategy, strategy.scope():
         checkpoint = ps.train.Checkpoint(v=ps.Variable(1.0, name="v"))
         for directory in ("/abs", "s3://bucket/run", "../run", "run\n"):
             manager = ps.train.CheckpointManager(checkpoint, directory, 2)

@@ -283,6 +283,7 @@ class _Distributed:
             spare = nest.map_structure(lambda array: array[:0], last)
             parts = [*ahead, *[spare] * (len(self._group.devices) - len(ahead))]
             ahead = following
+            self._look_ahead(ahead)
             index += 1
             self._tell(epoch, index, bool(ahead), parts)
             yield self._place(parts)
@@ -295,6 +296,12 @@ class _Distributed:
     def _untold(self) -> bool:
         alone = self._group.slice()[1] == len(self._group.devices)
         return not alone and not self._group.made_round(self._number)
+
+    def _look_ahead(self, parts: Sequence[Nest]) -> None:
+        """Names the rows that the next batch will look up; `parts` are the replicas' batches."""
+        for variable, ids in self._options.lookups.items():
+            if parts:
+                variable.look_ahead(*map(ids, parts))
 
     def _blank(self) -> Nest:
         def empty(spec: ArraySpec) -> Array:
@@ -368,6 +375,8 @@ class DistributedDataset(_Distributed):
             self._group.boundary(self._number)
             parts = self._slices(ahead)
             ahead = following
+            if ahead is not None and self._options.lookups:
+                self._look_ahead(self._slices(ahead))
             index += 1
             self._tell(*((epoch, index, True) if ahead else (epoch + 1, 0, False)), parts)
             yield self._place(parts)

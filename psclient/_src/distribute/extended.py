@@ -15,13 +15,15 @@ from psclient._src.devices import Device, Value, is_array, local_devices, to_num
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.gathering import Place, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
-from psclient._src.distribute.reduction import EVERYONE, LocalValue, check_value, combine
+from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
+from psclient._src.distribute.replica_values import of_replicas, own_value
 from psclient._src.distribute.replicas import ReplicaRunner
 from psclient._src.distribute.template import HostValue, travels_as
 from psclient._src.nest import Nest
 from psclient._src.options import ReduceOp, ReduceOpName
-from psclient._src.values import DistributedValues, PerReplica, container, local_results, merge_copies, unwrap
-from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
+from psclient._src.values import DistributedValues, container, local_results, merge_copies
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.kinds import CopiedVariable, LocalVariable, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
@@ -292,7 +294,7 @@ class StrategyExtended:
         with self._cross_replica("gather"):
             number = check_axis(axis)
             local = len(self.worker_devices)
-            arrays = [[host_array(own) for own in of_each(leaf, local, _host)] for leaf in nest.flatten(value)]
+            arrays = [[host_array(own) for own in of_each(leaf, local, own_value)] for leaf in nest.flatten(value)]
             first, replicas = self._backend.group.slice()
             # Replicas without examples give their empty arrays: what others hold back is no part of this.
             with self._backend.group.holding_back():
@@ -319,9 +321,11 @@ class StrategyExtended:
         whole = len(self.worker_devices) == 1 and not self._backend.group.empty
         found: list[LocalValue | HostValue] = []
         for value, reduction in zip(values, reductions, strict=True):
-            if whole and travels_as(value, reduction.tensor):
+            if whole and reduction.form == "dense" and travels_as(value, reduction.tensor):
                 found.append(HostValue(1.0, value))
-            elif (local := self._local(ReduceOp.SUM, value, None)).spec == reduction.tensor:
+                continue
+            local = self._local(ReduceOp.SUM, value, None, reduction.tensor.shape, reduction.target)
+            if (local.spec, local.form) == (reduction.tensor, reduction.form):
                 found.append(local)
         return found
 
@@ -338,7 +342,7 @@ class StrategyExtended:
             op, pairs = ReduceOp.parse(reduce_op), list(pairs)
             # A look at a value ends the section: all are looked at before the first reduction is recorded.
             places = [self._destination(place, value) for value, place in pairs]
-            local = [self._local(op, value, None) for value, _ in pairs]
+            local = [self._local(op, value, None, *_rows_of(place)) for value, place in pairs]
             return self._reduced(list(zip(local, places, strict=True)))
 
     def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Value]:
@@ -349,33 +353,23 @@ class StrategyExtended:
             for value, (_, place) in zip(reduced, pairs, strict=True)
         ]
 
-    def _local(self, op: ReduceOp, value: object, axis: int | Sequence[int] | None) -> LocalValue:
-        replicas = len(self.worker_devices)
-        if isinstance(value, Mirrored) and op is ReduceOp.SUM:
-            raise ValueError(
-                "SUM of a Mirrored value, which is one value that all replicas have: it is reduced already; use it as "
-                "it is, or MEAN, which returns it"
-            )
-        if isinstance(value, DistributedValues) and not isinstance(value, MirroredVariable):
-            values = tuple(unwrap(value, replicas))
-        elif replicas == 1 or op is ReduceOp.MEAN:
-            values = (value,) * replicas
-        else:
-            if not isinstance(value, Readable):
-                check_value(value)  # What is no array is told so, however many replicas there are.
-            number = isinstance(value, bool | int | float | complex)
-            raise ValueError(
-                f"SUM of {type(value).__name__}, which is not a per-replica value, with {replicas} local replicas: "
-                "give what strategy.run returned from each replica, or use MEAN"
-                + ("; of Python's numbers run makes one where all are equal, so return arrays" if number else "")
-            )
+    def _local(
+        self,
+        op: ReduceOp,
+        value: object,
+        axis: int | Sequence[int] | None,
+        shape: tuple[int, ...] | None = None,
+        target: str = "",
+    ) -> LocalValue:
+        """Returns this process's contribution; see `of_replicas`."""
+        replicas = of_replicas(op, value, len(self.worker_devices), shape)
         # A variable's copies count, whatever their replicas' batches are.
         empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
-        return combine(op.wire, [_host(v) for v in values], empty, axis)
+        return combine(op.wire, replicas, empty, axis, target)
 
     def _first(self, value: object) -> LocalValue:
         """Returns the value of this process's first replica; of all processes' values the first one there counts."""
-        return combine("first", [_host(local_results(value)[0])], EVERYONE, None)
+        return combine("first", [own_value(local_results(value)[0])], EVERYONE, None)
 
     def _destination(self, destinations: object, value: object) -> Destination:
         """Returns where a reduced value shall be: beside a variable on servers, or on devices of this process."""
@@ -409,6 +403,12 @@ class StrategyExtended:
 
         One that comes to CPUs is there when it is looked at.
         """
+        if isinstance(value, IndexedSlices):
+            if len(devices) == 1:
+                return value
+            # On CPUs all may share it: nobody can change it.
+            on_host = all(device.kind == "cpu" for device in devices)
+            return Mirrored([value if on_host else value.on(device) for device in devices])
         if isinstance(value, LazyArray) and all(device.kind == "cpu" for device in devices):
             return value if len(devices) == 1 else Mirrored([LazyCopy(value) for _ in devices])
         array = read(value)
@@ -503,8 +503,13 @@ class StrategyExtended:
             yield
 
 
+def _rows_of(destination: object) -> tuple[tuple[int, ...] | None, str]:
+    """Returns shape and name of a variable whose rows are reduced."""
+    return (destination.shape, repr(destination.name)) if isinstance(destination, Variable) else (None, "")
+
+
 def _reduced_here(value: Value) -> Value:
-    return value if isinstance(value, LazyArray) else to_numpy(value).view(HostArray)
+    return value if isinstance(value, LazyArray | IndexedSlices) else to_numpy(value).view(HostArray)
 
 
 def _merged(results: Sequence[Nest], group: bool, copies: int = 1) -> Nest:
@@ -513,9 +518,3 @@ def _merged(results: Sequence[Nest], group: bool, copies: int = 1) -> Nest:
         return merge_copies(results, Mirrored)
     each = results if len(results) > 1 else [*results] * copies
     return nest.map_structure(lambda *leaves: list(leaves), *each)
-
-
-def _host(value: Value) -> Value:
-    if isinstance(value, PerReplica):
-        raise TypeError("a per-replica value stands inside another one; reduce its leaves one after another")
-    return value.numpy() if isinstance(value, Readable) else value

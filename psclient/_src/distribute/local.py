@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from psclient._src import context, nest, values
 from psclient._src.context import StrategyFace
 from psclient._src.data.progress import Progress
-from psclient._src.devices import Device, Value, as_array, device_scope, to_numpy
+from psclient._src.devices import Device, Value, as_array, device_scope, to_device, to_numpy
 from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
-from psclient._src.nest import Nest
+from psclient._src.distribute.row_updates import update_rows
+from psclient._src.nest import Leaf, Nest
 from psclient._src.tracing.diagnostics import refuse_result
+from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
+from psclient._src.variables.lazily import Lazily
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.cluster import Task
 from pswire.model.plan import VariableSpec
@@ -219,6 +223,15 @@ def apply_to_copies(
     for index, device in copies:
         own_args, own_kwargs = values.select((tuple(args), dict(kwargs)), index)
         with context.enter_update_copy(strategy, index, device), device_scope(device):
-            results.append(fn(*own_args, **own_kwargs))
+            if isinstance(fn, Lazily):
+                results.append(update_rows(fn.fn, own_args, own_kwargs, device))
+                continue
+            whole = nest.map_structure(partial(_whole, device=device), (own_args, own_kwargs))
+            results.append(fn(*whole[0], **whole[1]))
         refuse_result(fn, results[-1])
     return results
+
+
+def _whole(leaf: Leaf, device: Device) -> Leaf:
+    """Returns `IndexedSlices` as an update function takes them: as a whole array."""
+    return to_device(leaf.numpy(), device) if isinstance(leaf, IndexedSlices) else leaf

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import SupportsIndex
+from typing import Any, ClassVar, NamedTuple, SupportsIndex, cast
 
 import numpy as np
 
@@ -21,9 +21,25 @@ from psclient._src.devices import (
     device_of,
     device_scope,
     namespace,
+    to_device,
 )
-from pswire.model.plan import ReduceOp
+from psclient._src.variables.indexed_slices import IndexedSlices
+from pswire.model.plan import Form, ReduceOp
+from pswire.model.rows import Int64s, Rows, group, row_specs, sum_groups
 from pswire.model.tensor import DTYPES, Array, TensorSpec
+
+
+class SentRows(NamedTuple):
+    """Rows as they travel.
+
+    Attributes:
+        ids: int64[n], on the host.
+        values: the rows, on the host, or on their way there.
+    """
+
+    ids: Int64s
+    values: Array | Download
+
 
 EVERYONE: frozenset[int] = frozenset()
 """No replica is left out."""
@@ -45,8 +61,10 @@ class LocalValue:
     spec: TensorSpec
     total: AnyArray
 
+    form: ClassVar[Form] = "dense"
+
     @property
-    def array(self) -> Array | Download | None:
+    def array(self) -> Array | Download | SentRows | None:
         """The sum as it travels, contiguous on the host; None where the weight is 0. From a GPU its copy begins now."""
         if not self.weight:
             return None
@@ -57,7 +75,7 @@ class LocalValue:
         with device_scope(device_of(self.total)):
             return replace(self, total=self.total.copy())
 
-    def alone(self) -> AnyArray:
+    def alone(self) -> Any:
         """Returns the reduced value if no other process contributes, on the device of the sum; NaN for an empty mean.
 
         A copy that nobody can change: the sum may be the array of a replica, and all replicas may share the value.
@@ -75,8 +93,42 @@ class LocalValue:
         return value
 
 
+@dataclass(frozen=True)
+class LocalRows(LocalValue):
+    """This process's contribution to a reduction, as rows.
+
+    Attributes:
+        ids: int64[n], the place of each row, each once, in increasing order.
+        total: the rows; of the local replicas' rows for one place the sum.
+    """
+
+    ids: Int64s
+
+    form: ClassVar[Form] = "rows"
+
+    @property
+    def array(self) -> SentRows | None:
+        """The rows as they travel; None where the weight is 0. From a GPU their copy begins now."""
+        if not self.weight:
+            return None
+        _, spec = row_specs(self.spec, len(self.ids))
+        return SentRows(self.ids, begin_download(self.total, DTYPES[spec.dtype], spec.shape))
+
+    def kept(self) -> LocalRows:
+        """Returns a copy with memory of its own."""
+        return replace(cast(LocalRows, super().kept()), ids=self.ids.copy())
+
+    def alone(self) -> IndexedSlices:
+        """Returns the reduced value if no other process contributes."""
+        return IndexedSlices.of_rows(Rows(self.ids, super().alone()), self.spec.shape)
+
+
 def combine(
-    op: ReduceOp, values: Sequence[object], empty: frozenset[int], axis: int | Sequence[int] | None
+    op: ReduceOp,
+    values: Sequence[object],
+    empty: frozenset[int],
+    axis: int | Sequence[int] | None,
+    target: str = "",
 ) -> LocalValue:
     """Combines the local replicas' values into what this process contributes.
 
@@ -85,12 +137,16 @@ def combine(
         values: an array or a Python number from each local replica, in order.
         empty: replicas without examples, whose value does not count.
         axis: reduced within each replica's array, one or several; or None.
+        target: the variable that it is for, in words, for messages.
 
     Raises:
         ValueError: the shapes differ; where batches may be ragged, reduce over their axis. Or there is no such axis.
         TypeError: a value is no array of numbers, or an axis is no number.
     """
     axes = _checked_axes(axis)
+    if all(isinstance(value, IndexedSlices) for value in values) and not axes:
+        return combine_rows(op, cast(Sequence[IndexedSlices], values), empty, target)
+    values = [value.numpy() if isinstance(value, IndexedSlices) else value for value in values]
     taken = [_over(axes, check_value(value)) for value in values]
     common = taken[0].dtype if len(taken) == 1 else np.result_type(*(array.dtype for array in taken))
     sum_dtype, dtype = _sum_dtypes(op, common, bool(axes))
@@ -116,6 +172,41 @@ def combine(
             total = value if not weight else add(total, value)
         weight += count
     return LocalValue(op, weight, _spec(dtype, tuple(total.shape)), total)
+
+
+def combine_rows(op: ReduceOp, values: Sequence[IndexedSlices], empty: frozenset[int], target: str = "") -> LocalRows:
+    """Combines the local replicas' rows into what this process contributes, each place once.
+
+    Args:
+        op: as in `combine`, or "first".
+        values: of each local replica, in order; their shape is known.
+        empty: replicas without examples, whose rows do not count.
+        target: as of `combine`.
+
+    Raises:
+        ValueError: the shapes differ, or an index is no row of the whole.
+    """
+    shapes = {value.shape for value in values}
+    if len(shapes) > 1:
+        raise ValueError(f"replicas reduce IndexedSlices of shapes {' and '.join(map(str, sorted(shapes)))}")
+    counted = [
+        value.rows(f"IndexedSlices for variable {target}" if target else "IndexedSlices")
+        for replica, value in enumerate(values)
+        if replica not in empty
+    ]
+    ids, rows = counted[0] if counted else values[0].none()
+    common = np.result_type(*(value.dtype for value in values))
+    sum_dtype, dtype = _sum_dtypes(op, common, False)
+    with device_scope(device_of(rows)):
+        xp = namespace(device_of(rows))
+        rows = xp.ascontiguousarray(rows, sum_dtype)
+        if len(counted) > 1:
+            ids = np.concatenate([one.ids for one in counted])
+            others = (to_device(one.values, device_of(rows)).astype(sum_dtype, copy=False) for one in counted[1:])
+            order, starts = group(ids)
+            rows = sum_groups(xp.concatenate([rows, *others]), order, starts, xp)
+            ids = ids[order[starts[:-1]]]
+    return LocalRows(op, float(len(counted)), _spec(dtype, values[0].shape), rows, ids)
 
 
 def _checked_axes(axis: SupportsIndex | Sequence[SupportsIndex] | None) -> tuple[int, ...]:

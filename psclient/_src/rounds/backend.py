@@ -31,6 +31,7 @@ from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariab
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Nonfinite, Plan, VariableSpec
 from pswire.model.plan import PlacedVariable as Handle
+from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
@@ -106,14 +107,14 @@ class RemoteBackend:
         handle = self._creation.create(spec, servers, value, now)
         self._placement.created(handle, chosen=not place)
         if not on_read:
-            return ServerVariable.stored(strategy, spec, how, handle, self.read)
+            return ServerVariable.stored(strategy, spec, how, handle, self)
         restored = self._creation.was_restored(handle.id)
         # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
         # aggregation nothing was saved but another job's beginning.
         anew = self.group.late or (restored and how is VariableAggregation.NONE)
         first = value if anew else self.read(handle)
         variable = SyncOnReadVariable.stored(strategy, spec, how, handle.servers, self.group.devices, first)
-        variable.saved = ServerVariable.stored(strategy, spec, how, handle, self.read)
+        variable.saved = ServerVariable.stored(strategy, spec, how, handle, self)
         if restored:
             variable.share_out(first)
         self._copies.append(variable)
@@ -138,6 +139,20 @@ class RemoteBackend:
         in_replica = context.has_strategy() and not context.in_cross_replica_context()
         # Threads that make no rounds see what came last: they wait for nobody.
         return self._reads.read(handle, now=not in_replica, waits=in_replica or self._exchange.window.mine)
+
+    def read_rows(self, handle: Handle, ids: Int64s) -> Array:
+        """Returns rows of a variable on the host, as `read` would have them in its value."""
+        self.check_open()
+        self._creation.send()
+        section = self._mine()
+        if section is not None and section.writes(handle.id):
+            self.flush()
+        in_replica = context.has_strategy() and not context.in_cross_replica_context()
+        return self._reads.read_rows(handle, ids, waits=in_replica or self._exchange.window.mine)
+
+    def look_ahead(self, handle: Handle, ids: Int64s) -> None:
+        """Rounds that assign a variable bring these rows of it: see `ReadCache.look_ahead`."""
+        self._reads.look_ahead(handle, ids)
 
     def buffer(self, variable: Variable, replica: int) -> Array:
         """Returns the array in which a replica computes its next contribution to a variable: see `Buffers`."""

@@ -17,19 +17,25 @@ class ServerShare:
         operands, reductions: indices into the plan's operands and reductions of those that are sent there.
         writes: numbers of the variables that are assigned there, as `Plan.writes`.
         given: the plan's given values that come back from there, as `Plan.given`.
+        rows: as `reductions`, of those that are sent as rows.
+        given_rows: as `Plan.given_rows`.
     """
 
     operands: tuple[int, ...]
     reductions: tuple[int, ...]
     writes: tuple[int, ...]
     given: list[tuple[Ref, TensorSpec]]
+    rows: tuple[int, ...]
+    given_rows: list[tuple[Ref, TensorSpec]]
 
     @classmethod
     def of(cls, plan: Plan, server: int) -> ServerShare:
         """Finds a server's share."""
         operands = tuple(place for place, item in enumerate(plan.operands) if server in item.servers)
         reductions = tuple(place for place, item in enumerate(plan.reductions) if server in item.servers)
-        return cls(operands, reductions, plan.writes(server), plan.given(server))
+        dense = tuple(place for place in reductions if place not in plan.rows)
+        rows = tuple(place for place in reductions if place in plan.rows)
+        return cls(operands, dense, plan.writes(server), plan.given(server), rows, plan.given_rows(server))
 
 
 class PlanShares:

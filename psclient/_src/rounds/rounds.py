@@ -16,6 +16,7 @@ from functools import partial
 from typing import cast
 
 from psclient._src.devices import Download
+from psclient._src.distribute.reduction import SentRows
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Buffer, Buffers
 from psclient._src.rounds.buffers import pack as pack_buffers
@@ -24,12 +25,12 @@ from psclient._src.rounds.creation import Creation
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.prepared import PlanShares, ServerShare
 from psclient._src.rounds.read_cache import ReadCache
-from psclient._src.rounds.under_way import UnderWay
+from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.rounds.window import Window
 from psclient._src.tracing.diagnostics import users_line
 from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, fill, host, keep, pack
-from pswire.api import Contribution, RoundReply
+from pswire.api import Contribution, RoundReply, RowRead
 from pswire.errors import Fenced, PSError, PushAgain
 from pswire.limits import PART_BYTES
 from pswire.model.finite import is_finite
@@ -48,13 +49,14 @@ class Outgoing:
     Attributes:
         plan: the section's plan.
         weights: for each reduction the weight of this process's contribution.
-        contributions: for each reduction, a host array, or one on its way from a GPU; None where the weight is 0.
+        contributions: for each reduction, a host array, or one on its way from a GPU, or rows; None where the weight is
+            0.
         operands: for each operand, a host array.
     """
 
     plan: Plan
     weights: tuple[float, ...]
-    contributions: tuple[Sent | None, ...]
+    contributions: tuple[Sent | SentRows | None, ...]
     operands: tuple[Array, ...]
 
     def nonfinite(self) -> tuple[int, ...]:
@@ -65,12 +67,28 @@ class Outgoing:
         if self.plan.nonfinite == "apply":
             return ()
         sent = ((number, self.contributions[number]) for number in self.plan.applied)
-        return tuple([number for number, array in sent if array is not None and not is_finite(host(array))])
+        return tuple([number for number, array in sent if array is not None and not is_finite(host(_numbers(array)))])
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """For each of the plan's reductions of rows, how many are sent."""
+        found = (self.contributions[number] for number in self.plan.rows)
+        return tuple([len(each.ids) if isinstance(each, SentRows) else 0 for each in found])
+
+    @property
+    def arrays(self) -> list[Sent | None]:
+        """What is sent of contributions, in the order in which their copies from a GPU were begun."""
+        return [None if each is None else _numbers(each) for each in self.contributions]
 
     def sent(self, share: ServerShare) -> list[Sent]:
         """Returns the arrays that go to one server, in their order."""
-        found = [self.contributions[place] for place in share.reductions]
-        return [*(self.operands[place] for place in share.operands), *(x for x in found if x is not None)]
+        found = cast(list[Sent | None], [self.contributions[place] for place in share.reductions])
+        rows = cast(list[SentRows | None], [self.contributions[place] for place in share.rows])
+        return [
+            *(self.operands[place] for place in share.operands),
+            *(x for x in found if x is not None),
+            *(array for each in rows if each is not None for array in each),
+        ]
 
     def payload(self, share: ServerShare, kept: bool, buffers: Mapping[int, Buffer]) -> Payload:
         """Returns what goes to one server.
@@ -157,7 +175,7 @@ class Exchange:
         first = plan.id not in self._prepared
         self._propose(plan)
         shares = self._prepare(plan)
-        buffers = self.buffers.among(outgoing.contributions)
+        buffers = self.buffers.among(outgoing.arrays)
         waits = first or shares.refuses or self.window.size == 1
         if shares.large and not waits:
             waits = any(_nbytes(outgoing.sent(share), buffers) > PART_BYTES for share in shares.shares.values())
@@ -174,6 +192,7 @@ class Exchange:
         """Pushes a contribution to all servers of its plan, and goes on to the next round."""
         plan, group = outgoing.plan, self.group
         want = {server: self._want(share.writes, server) for server, share in shares.shares.items()}
+        lookups = {server: self.reads.lookups(share.writes, server) for server, share in shares.shares.items()}
         if self.session.waits[0] < 0 and not group.alone:
             self.session.waits = (group.round, plan.id)
         try:
@@ -185,7 +204,10 @@ class Exchange:
                 nonfinite = () if observes else outgoing.nonfinite()
             futures = {
                 server: self._push(
-                    server, plan, self._said(outgoing, server, want[server], observes, nonfinite), payload
+                    server,
+                    plan,
+                    self._said(outgoing, server, want[server], lookups[server], observes, nonfinite),
+                    payload,
                 )
                 for server, payload in payloads.items()
             }
@@ -197,7 +219,7 @@ class Exchange:
                 self.session.end(Fenced(f"interrupted in round {group.round}, which was on its way; restart"))
             raise
         line = "" if waits else users_line()
-        round = UnderWay(group.round, plan, shares, want, futures, group.epoch, group.sent(), waits, line)
+        round = UnderWay(group.round, plan, shares, want, lookups, futures, group.epoch, group.sent(), waits, line)
         self.reads.change(shares.written, round, everything=shares.restores)
         self.window.add(round)
         return round
@@ -256,7 +278,7 @@ class Exchange:
     def _fill(self, outgoing: Outgoing, payloads: Iterable[Payload]) -> None:
         """Waits until all of a contribution is on the host, while what is there is sent."""
         with self._copied():
-            fill(outgoing.contributions, payloads)
+            fill(outgoing.arrays, payloads)
 
     @contextmanager
     def _copied(self) -> Iterator[None]:
@@ -277,6 +299,7 @@ class Exchange:
         outgoing: Outgoing,
         server: int,
         want: Sequence[tuple[int, TensorSpec]],
+        lookups: Sequence[Lookup],
         observes: bool,
         nonfinite: tuple[int, ...],
     ) -> Contribution:
@@ -296,6 +319,8 @@ class Exchange:
             group.start,
             nonfinite,
             previous=previous,
+            rows=() if observes else outgoing.rows,
+            lookups=tuple([RowRead.of(each.variable, each.ids) for each in lookups]),
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
@@ -306,6 +331,11 @@ class Exchange:
         answer: Future[RoundReply] = Future()
         push().add_done_callback(partial(_answered, push, answer))
         return answer
+
+
+def _numbers(sent: Sent | SentRows) -> Sent:
+    """Returns the numbers of a contribution, without ids."""
+    return sent.values if isinstance(sent, SentRows) else sent
 
 
 def _nbytes(arrays: Iterable[Sent], buffers: Mapping[int, Buffer]) -> int:

@@ -18,21 +18,26 @@ from psclient._src import context, nest
 from psclient._src.arraylike import LazyArray, LazyCopy, Mirrored, Readable
 from psclient._src.context import StrategyFace
 from psclient._src.devices import is_array, to_numpy
-from psclient._src.distribute.reduction import LocalValue
+from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine_rows
 from psclient._src.distribute.template import HostValue, SectionTemplate
 from psclient._src.nest import Leaf, Nest
 from psclient._src.rounds.rounds import Outgoing
+from psclient._src.tracing.diagnostics import users_function, warn_of_whole
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.tracer import Tracer
 from psclient._src.tracing.update_function import Given, Trace, TracedCall, UpdateFunction
 from psclient._src.values import DistributedValues, PerReplica
+from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
+from psclient._src.variables.lazily import Lazily
 from psclient._src.variables.variable import Variable
-from pswire.errors import LocalityError
+from pswire.errors import LocalityError, ProgramError
 from pswire.model.plan import Apply, Nonfinite, Operand, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Program
+from pswire.model.row_updates import keeps_rows, refusal
+from pswire.model.rows import Rows
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 
 
@@ -56,7 +61,7 @@ class ServerValue(Readable):
         self.place = place
 
     def _fetch(self) -> Array:
-        return self.section.value(self.ref)
+        return cast(Array, self.section.value(self.ref))
 
     def __repr__(self) -> str:
         return f"Located({self.spec}, {self.section.state(self.ref)})"
@@ -67,6 +72,34 @@ class ReducedValue(ServerValue, LazyArray):
 
     def __repr__(self) -> str:
         return super().__repr__() if not self.section.flushed else LazyArray.__repr__(self)
+
+
+class ReducedSlices(ServerValue, IndexedSlices):
+    """A value on the servers that was reduced from rows: as `ServerValue`, and looked at as rows."""
+
+    @property
+    def _indices(self) -> Array:
+        return self.rows().ids
+
+    @property
+    def _values(self) -> Array:
+        values: Array = self.rows().values
+        return values
+
+    @property
+    def _shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.spec.shape
+
+    def rows(self, where: str = "") -> Rows:
+        """Returns the rows, which it waits for."""
+        return cast(Rows, self.section.value(self.ref))
+
+    def numpy(self) -> Array:
+        """The whole array on the host, with zeros where no row is."""
+        return Readable.numpy(self)
+
+    def _fetch(self) -> Array:
+        return IndexedSlices.of_rows(self.rows(), self.spec.shape).numpy()
 
 
 class Section:
@@ -98,8 +131,10 @@ class Section:
         self._calls: list[TracedCall] | None = []  # None once what is recorded depends on more than these.
         self._sources: list[tuple[Trace, int]] = []
         self._whole: Plan | None = None
-        self._values: Mapping[Ref, Array] | None = None
-        self._take: Callable[[], Mapping[Ref, Array]] | None = None  # waits for the values, once the section is sent
+        self._own: set[int] = set()  # reductions of what its updates were given, which nobody else can take
+        self._values: Mapping[Ref, Array | Rows] | None = None
+        # Waits for the values, once the section is sent.
+        self._take: Callable[[], Mapping[Ref, Array | Rows]] | None = None
         self._thread = threading.current_thread()
 
     @property
@@ -123,7 +158,7 @@ class Section:
     @property
     def reduces(self) -> bool:
         """True if it has reductions, whose values later updates may take."""
-        return bool(self._reductions)
+        return len(self._reductions) > len(self._own)
 
     @property
     def flushed(self) -> bool:
@@ -146,8 +181,10 @@ class Section:
         """
         self._check_more()
         kind = ReducedValue if servers is None else ServerValue
+        if local.form == "rows":
+            kind = ReducedSlices
         located = kind(self, Ref("reduction", len(self._reductions)), local.spec, servers)
-        self._reductions.append(Reduction(local.op, local.spec, tuple(sorted(set(servers or ()))), target))
+        self._reductions.append(Reduction(local.op, local.spec, tuple(sorted(set(servers or ()))), target, local.form))
         self._local.append(local)
         if servers is None:
             self._floating.add(located.ref.index)
@@ -177,6 +214,8 @@ class Section:
             RuntimeError: the function ends the section.
         """
         self._check_more()
+        lazy = isinstance(fn, Lazily)
+        fn = fn.fn if isinstance(fn, Lazily) else fn
         strategy = context.get_strategy()
         inputs = _Inputs(self, servers, strategy)
         if isinstance(fn, UpdateFunction):
@@ -199,8 +238,32 @@ class Section:
         for id in written:
             self._check_copies(inputs.variables[id], servers)
         self._written.update(written)
-        self._applies.append(Apply(self._program(traced.program), servers, tuple(refs)))
+        self._check_rows(traced.program, refs, lazy, [inputs.variables[id].name for id in written])
+        self._applies.append(Apply(self._program(traced.program), servers, tuple(refs), lazy))
         return self._result(traced, refs, inputs.variables, servers)
+
+    def _check_rows(self, program: Program, refs: Sequence[Ref], lazy: bool, names: Sequence[str]) -> None:
+        """Refuses a lazy update that cannot be, and warns of rows that an update makes a whole array of."""
+        given = [i for i, ref in enumerate(refs) if ref.kind == "reduction" and self._is_rows(ref.index)]
+        if not (given or lazy):
+            return
+        why = refusal(program, given)
+        if len({refs[i] for i in given}) != 1 or len(set(refs)) < len(refs):
+            why = why or "it takes the rows of one gradient, and each variable once"
+        if lazy and why:
+            raise ProgramError(f"{users_function() or 'an update'} cannot run lazily: {why}")
+        if not (lazy or (why is None and keeps_rows(program, given))):
+            warn_of_whole(names, max(program.specs[i].nbytes for i in given), why)
+
+    def _is_rows(self, number: int) -> bool:
+        return self._reductions[number].form == "rows"
+
+    def give_rows(self, value: IndexedSlices, servers: tuple[int, ...]) -> Given:
+        """Records rows that every process has alike, as what an update is given."""
+        local = combine_rows("first", [value], EVERYONE)
+        located = self.reduce(local.kept(), servers, "rows")
+        self._own.add(located.ref.index)
+        return Given("value", located.spec, located.ref)
 
     def _result(
         self, traced: Traced, refs: Sequence[Ref], variables: Mapping[int, ServerVariable], servers: tuple[int, ...]
@@ -356,11 +419,11 @@ class Section:
         words = repr([(r.op, r.tensor, r.target) for r in self._reductions])
         return (zlib.crc32(words.encode()) % self._servers,)
 
-    def sent(self, take: Callable[[], Mapping[Ref, Array]]) -> None:
+    def sent(self, take: Callable[[], Mapping[Ref, Array | Rows]]) -> None:
         """The section has been sent; `take` waits for the returned values."""
         self._take = take
 
-    def value(self, ref: Ref) -> Array:
+    def value(self, ref: Ref) -> Array | Rows:
         """Returns a value of the section; sends the section first if need be, and waits for its round."""
         if self._take is None:
             self.check_thread()
@@ -391,6 +454,7 @@ class _Inputs:
         self.strategy = strategy
         self.servers = servers
         self.variables: dict[int, ServerVariable] = {}
+        self._slices: dict[int, tuple[IndexedSlices, Given]] = {}  # by id; what an argument becomes is asked twice
         self.recording = Recording(self.lift)
 
     def give(self, value: Leaf) -> Given | None:
@@ -405,7 +469,12 @@ class _Inputs:
                     self._check_place(value, value.place, "reduce it to what is updated")
                 self.section.pin(value.ref, self.servers)
                 return Given("value", value.spec, value.ref)
-            return self._array(value.section.value(value.ref))
+            if not isinstance(value, IndexedSlices):
+                return self._array(value.section.value(value.ref))
+        if isinstance(value, IndexedSlices):
+            if id(value) not in self._slices:
+                self._slices[id(value)] = value, self.section.give_rows(value, self.servers)
+            return self._slices[id(value)][1]
         if isinstance(value, Mirrored):
             return self._array(to_numpy(value.values[0]))
         if isinstance(value, PerReplica):
@@ -441,7 +510,7 @@ class _Inputs:
 
     def lift(self, value: object) -> Tracer | None:
         """Returns the tracer of a variable or of a located or mirrored value; None for all else."""
-        found = self.give(value) if isinstance(value, Readable | DistributedValues) else None
+        found = self.give(value) if isinstance(value, Readable | DistributedValues | IndexedSlices) else None
         if found is None:
             return None
         if found.kind == "variable":

@@ -13,7 +13,22 @@ from pswire.api import RoundReply
 from pswire.errors import PSError
 from pswire.model.log import Epoch
 from pswire.model.plan import Plan, Ref
+from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import Array, TensorSpec
+
+
+class Lookup(NamedTuple):
+    """Rows that come back with a round.
+
+    Attributes:
+        variable: number of the variable.
+        ids: int64[n], the places of the rows, in increasing order.
+        spec: dtype and shape of the rows.
+    """
+
+    variable: int
+    ids: Int64s
+    spec: TensorSpec
 
 
 @dataclass(eq=False)
@@ -25,6 +40,7 @@ class UnderWay:
         plan: its plan.
         shares: its plan by server.
         want: for each server the variables that come back, with their tensors.
+        lookups: for each server the rows that come back: variable, ids, and their tensor.
         futures: for each server the answer.
         label: the epoch that its pushes name; None before this process takes part.
         passed: the pass over a dataset that it belongs to; None outside of all.
@@ -38,12 +54,13 @@ class UnderWay:
     plan: Plan
     shares: PlanShares
     want: Mapping[int, tuple[tuple[int, TensorSpec], ...]]
+    lookups: Mapping[int, tuple[Lookup, ...]]
     futures: Mapping[int, Future[RoundReply]]
     label: Epoch | None
     passed: Pass | None
     waited: bool
     line: str
-    values: Mapping[Ref, Array] | None = None
+    values: Mapping[Ref, Array | Rows] | None = None
     failure: PSError | None = None
 
 

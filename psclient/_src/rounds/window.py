@@ -27,6 +27,7 @@ from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError, RoundTimeout
 from pswire.model.plan import Ref
+from pswire.model.rows import Rows, row_specs
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
@@ -93,7 +94,7 @@ class Window:
         self._rounds.append(round)
         self._say_waits()
 
-    def values(self, round: UnderWay) -> Mapping[Ref, Array]:
+    def values(self, round: UnderWay) -> Mapping[Ref, Array | Rows]:
         """Returns what the plan of a round returns; waits for the round, and for all before it.
 
         Raises:
@@ -164,14 +165,22 @@ class Window:
         shares = round.shares
         # First, so that there is never room for more than one value of a variable that spans parts.
         self._reads.forget(shares.written, round, everything=shares.restores)
-        values: dict[Ref, Array] = {}
+        values: dict[Ref, Array | Rows] = {}
         fresh: dict[int, Array] = {}
+        looked_up: dict[int, Rows] = {}
         for server, reply in replies.items():
             given, want = shares.shares[server].given, round.want[server]
             specs = [spec for _, spec in want] + [spec for _, spec in given]
+            rows = shares.shares[server].given_rows
+            for (_, whole), count in zip(rows, reply.rows, strict=True):
+                specs += row_specs(whole, count)
+            specs += [each.spec for each in round.lookups[server]]
             tensors = [frozen(array) for array in reply.payload.tensors(specs)]
             fresh |= zip([id for id, _ in want], tensors, strict=False)
-            values |= zip([ref for ref, _ in given], tensors[len(want) :], strict=True)
+            values |= zip([ref for ref, _ in given], tensors[len(want) :], strict=False)
+            behind = iter(tensors[len(want) + len(given) :])
+            values |= {ref: Rows(next(behind), next(behind)) for ref, _ in rows}
+            looked_up |= {each.variable: Rows(each.ids, next(behind)) for each in round.lookups[server]}
             self._measures.left_out += len(reply.left_out)
             for task in set(reply.left_out) - self._missing[server]:
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)
@@ -179,7 +188,7 @@ class Window:
         # Of a variable that several servers hold each of them says the same.
         for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
             log.warning("%s", words)
-        self._reads.bring(fresh, shares.shares, round.number)
+        self._reads.bring(fresh, shares.shares, round.number, looked_up)
         if replies:
             self.last_round = self._members(round, replies)
         self._measures.rounds["completed" if failure is None else "failed"] += 1

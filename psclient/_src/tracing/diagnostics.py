@@ -238,3 +238,33 @@ def _named(fn: Callable[..., object]) -> tuple[str, str]:
     code = getattr(own, "__code__", None)
     line = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
     return _short(getattr(own, "__qualname__", repr(own))), line
+
+
+WHOLE_BYTES = 1 << 30
+"""Largest array that an update makes of rows; a larger one is refused."""
+
+_warned: set[tuple[str, ...]] = set()
+
+
+def warn_of_whole(names: Sequence[str], nbytes: int, why: str | None) -> None:
+    """Says once of each update that it makes a whole array of rows.
+
+    Args:
+        names: names of the variables that it assigns.
+        nbytes: size of the array.
+        why: the reason why it cannot run on rows; None if it would change rows without a gradient.
+
+    Raises:
+        ProgramError: the array is too large.
+    """
+    which = ", ".join(map(repr, names)) or "nothing"
+    reason = why or "it changes rows that have no gradient, as momentum and decay do"
+    said = (
+        f"the update of {which} makes an array of {nbytes / 1e6:.0f} MB of some rows, in each step: {reason}. "
+        "Where only the given rows shall change, pass ps.lazily(fn) to update"
+    )
+    if nbytes > WHOLE_BYTES:
+        raise ProgramError(f"{said}; an array of more than {WHOLE_BYTES >> 20} MiB is refused")
+    if tuple(names) not in _warned:
+        _warned.add(tuple(names))
+        log.warning("%s", said)

@@ -33,6 +33,7 @@ from pswire.api import (
     RestoreOrder,
     RestoreReply,
     RoundReply,
+    RowRead,
     Shard,
     Watched,
 )
@@ -260,9 +261,12 @@ class RemoteServer:
             contribution.session, lambda lane: lane.push(header, payload), self._decoder.decode, again
         )
 
-    def pull(self, session: int, variables: Sequence[int], after: int) -> Future[PullReply]:
+    def pull(
+        self, session: int, variables: Sequence[int], after: int, rows: Sequence[RowRead] = ()
+    ) -> Future[PullReply]:
         """Implements `ParameterServer.pull`."""
-        data = pb.PullRequest(session=session, variables=variables, after=after).SerializeToString()
+        asked = map(messages.ROW_READ.to_pb, rows)
+        data = pb.PullRequest(session=session, variables=variables, after=after, rows=asked).SerializeToString()
 
         def once(seconds: float) -> PullReply:
             return messages.pull_from_pb(*self._calls.pull(data, seconds))

@@ -1,5 +1,7 @@
 """Variables as users hold them.
 
+lookup    rows of variables, looked up by their ids
+scatter   rows of variables, changed by their places
 variable  the class `Variable`, reads and assignments
 kinds     variables on servers, mirrored ones, and those of one copy per replica
 """

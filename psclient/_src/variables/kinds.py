@@ -9,9 +9,9 @@ SyncOnReadVariable   a copy for each replica, combined when it is read in cross-
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -20,10 +20,30 @@ from psclient._src.arraylike import Mirrored, Readable, read
 from psclient._src.context import StrategyFace
 from psclient._src.devices import AnyArray, Device, Value, as_array, device_scope, namespace, to_device, to_numpy
 from psclient._src.values import Component, DistributedValues, container
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.lazily import Lazily
+from psclient._src.variables.scatter import RowWritable, change
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import VariableSpec
+from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import DTYPES, Array, TensorSpec
+
+
+class ServerReader(Protocol):
+    """Reads variables from their servers, to the host."""
+
+    def read(self, handle: Handle) -> Array:
+        """Returns a variable's value."""
+        ...
+
+    def read_rows(self, handle: Handle, ids: Int64s) -> Array:
+        """Returns rows of a variable, by their places, int64[n]."""
+        ...
+
+    def look_ahead(self, handle: Handle, ids: Int64s) -> None:
+        """Rounds that assign a variable bring these rows of it, increasing, each once."""
+        ...
 
 
 class ServerVariable(Variable):
@@ -32,7 +52,7 @@ class ServerVariable(Variable):
     Args:
         strategy, spec, aggregation: as `PlacedVariable` has them.
         handle: its number, and the servers that hold it.
-        fetch: reads its value from there.
+        reader: reads its value, and rows of it, from there.
     """
 
     def __init__(
@@ -41,12 +61,12 @@ class ServerVariable(Variable):
         spec: VariableSpec,
         aggregation: VariableAggregation,
         handle: Handle,
-        fetch: Callable[[Handle], Array],
+        reader: ServerReader,
     ) -> None:
         self._describe(strategy, spec, aggregation)
         self.handle = handle
         self.place = handle.servers
-        self._fetch_handle = fetch
+        self._reader = reader
         self._copies: dict[Device, tuple[Array, AnyArray]] = {}
 
     @property
@@ -56,7 +76,15 @@ class ServerVariable(Variable):
         return tuple(names[server] for server in self.place)
 
     def _fetch(self) -> Array:
-        return self._fetch_handle(self.handle)
+        return self._reader.read(self.handle)
+
+    def _look_ahead(self, ids: Int64s) -> None:
+        self._reader.look_ahead(self.handle, ids)
+
+    def _take_rows(self, ids: Int64s) -> AnyArray:
+        rows = self._reader.read_rows(self.handle, ids)
+        device = context.replica_device()
+        return rows if device is None else to_device(rows, device)
 
     def _taken(self, how: str, value: Any) -> Any:
         if isinstance(value, Variable) and value.strategy is not self.strategy:
@@ -66,6 +94,15 @@ class ServerVariable(Variable):
         # A value crosses servers by way of this process.
         place = getattr(value, "place", None) if isinstance(value, Readable) else None
         return value if place is None or set(self.place) <= set(place) else value.numpy()
+
+    def _scatter(self, how: str, rows: Rows) -> None:
+        truth = rows.values.dtype.kind == "b"  # Reductions know none: it travels as an integer.
+        given = Rows(rows.ids, rows.values.astype(np.uint8)) if truth else rows
+
+        def assign(v: Value, rows: Value) -> None:
+            v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
+
+        self.strategy.extended.update(self, Lazily(assign), (IndexedSlices.of_rows(given, self.shape),))
 
     def _copy_on(self, device: Device) -> AnyArray:
         if device.kind == "cpu":
@@ -139,6 +176,26 @@ class Cell:
             if self.device.kind == "cpu":
                 self.array.flags.writeable = False
 
+    def replace_rows(self, ids: Array, rows: AnyArray) -> None:
+        """Gives some rows a value, of its dtype; readers keep the array that they have read."""
+        with self._lock, device_scope(self.device):
+            whole = self.array.copy()
+            whole[namespace(self.device).asarray(ids)] = rows
+            if self.device.kind == "cpu":
+                whole.flags.writeable = False
+            self.array = whole
+
+    def scatter(self, how: str, rows: Rows) -> None:
+        """Changes rows by one of `SCATTERS`, each place once; they are of a dtype that fits."""
+        with self._lock, device_scope(self.device):
+            xp = namespace(self.device)
+            at = xp.asarray(rows.ids)
+            whole = self.array.copy()
+            whole[at] = change(how, whole[at], to_device(rows.values, self.device), xp).astype(whole.dtype)
+            if self.device.kind == "cpu":
+                whole.flags.writeable = False
+            self.array = whole
+
     def _changed(self, how: str, delta: object) -> AnyArray:
         """The array with something added or subtracted, in NumPy's dtype: what is assigned is rounded once, as by
         update programs."""
@@ -181,7 +238,7 @@ class LocalVariable(Variable):
     ) -> None:
         self._describe(strategy, spec, aggregation)
         self.synchronization = synchronization
-        self._cell = Cell(self.name, self.spec, device, value)
+        self.cell = Cell(self.name, self.spec, device, value)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -190,20 +247,24 @@ class LocalVariable(Variable):
         return names
 
     def _fetch(self) -> Array:
-        return to_numpy(self._cell.array)
+        return to_numpy(self.cell.array)
 
     def _assign(self, how: str, value: Value) -> Value:
         lift = context.update_lift()
         if lift is not None:
             lift(self)  # raises: it is no part of what the servers update
-        self._cell.write(how, value)
+        self.cell.write(how, value)
+        return self
+
+    def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
+        self.cell.scatter(how, slices.rows())
         return self
 
     def __repr__(self) -> str:
-        return _show(self.name, self.spec, self._cell.array)
+        return _show(self.name, self.spec, self.cell.array)
 
 
-class ReplicaCopy(Component, Readable):
+class ReplicaCopy(Component, RowWritable):
     """One replica's copy of a variable; its name and whether it is trained are the variable's.
 
     Attributes:
@@ -214,6 +275,7 @@ class ReplicaCopy(Component, Readable):
         self.distributed_container: CopiedVariable = container
         self.spec = container.spec
         self.name = container.name
+        self.strategy = container.strategy
         self.trainable = container.trainable
         self.synchronization = container.synchronization
         self.aggregation = container.aggregation
@@ -246,6 +308,13 @@ class ReplicaCopy(Component, Readable):
     def assign_sub(self, delta: Value) -> Value:
         """Subtracts from the copy, under the rules of `assign`."""
         return self.distributed_container.assign_copy(self, "assign_sub", delta)
+
+    def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
+        on_read = self.synchronization is VariableSynchronization.ON_READ
+        if not (on_read or context.in_update()):
+            return self.distributed_container._scatter_here(how, slices)
+        self.cell.scatter(how, slices.rows())
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         whole = container(deepcopy(self.distributed_container, memo))
@@ -292,6 +361,9 @@ class CopiedVariable(Variable, DistributedValues):
         """An assignment through one copy."""
         raise NotImplementedError
 
+    def _scatter(self, how: str, rows: Rows) -> None:
+        self.strategy.extended.update(self, lambda copy: copy.cell.scatter(how, rows))
+
     def _mine(self) -> ReplicaCopy | None:
         """The copy of the replica or of the update in whose function the calling thread is."""
         index = context.local_replica(self.strategy)
@@ -320,6 +392,12 @@ class MirroredVariable(CopiedVariable):
         if mine is not None and context.in_update():
             return self.assign_copy(mine, how, value)
         return super()._assign(how, value)
+
+    def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
+        mine = self._mine()
+        if mine is not None and context.in_update():
+            return mine._scatter_here(how, slices)
+        return super()._scatter_here(how, slices)
 
     def assign_copy(self, copy: ReplicaCopy, how: str, value: Value) -> Value:
         if not context.in_update():
@@ -369,17 +447,31 @@ class SyncOnReadVariable(CopiedVariable):
         mine = self._mine()
         if mine is not None:
             return self.assign_copy(mine, how, value)
-        copied = self.aggregation in (VariableAggregation.MEAN, VariableAggregation.ONLY_FIRST_REPLICA)
-        if how != "assign" and not copied:
-            raise ValueError(
-                f"{how} of {self.name!r} in cross-replica context: an ON_READ variable has a value for each replica; "
-                f"call {how} in the function given to strategy.run, or assign the whole value"
-            )
+        if how != "assign":
+            self._check_copied(how)
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored | Variable):
             raise ValueError(f"{self.name!r} is assigned a per-replica value in cross-replica context; give one value")
         self._check_aggregation("assigned")
         self._spread(value.component(0) if isinstance(value, Mirrored) else read(value), how)
         return self
+
+    def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
+        mine = self._mine()
+        if mine is not None:
+            return mine._scatter_here(how, slices)
+        self._check_copied(how)
+        for copy in self.values:
+            copy.cell.scatter(how, slices.rows())
+        return self
+
+    def _check_copied(self, how: str) -> None:
+        """Raises `ValueError` unless what is done to each copy is done to the aggregate."""
+        of_mean = self.aggregation is VariableAggregation.MEAN and how not in ("scatter_min", "scatter_max")
+        if not of_mean and self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+            raise ValueError(
+                f"{how} of {self.name!r} in cross-replica context: an ON_READ variable has a value for each replica; "
+                f"call {how} in the function given to strategy.run, or assign the whole value"
+            )
 
     def refuse_update(self) -> NoReturn:
         """Raises `ValueError`: the copies of what is updated would not stay equal."""

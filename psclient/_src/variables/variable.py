@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from psclient._src import context, values
-from psclient._src.arraylike import Readable
 from psclient._src.context import StrategyFace
 from psclient._src.devices import Value, to_numpy
 from psclient._src.nest import Nest
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.scatter import SCATTERS, RowWritable
 from pswire.model.plan import VariableSpec
+from pswire.model.rows import Rows
 from pswire.model.tensor import Array, portable, spec_of
 
 InitialValue = npt.ArrayLike | Callable[[], npt.ArrayLike]
@@ -157,7 +159,7 @@ def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Ar
     return portable(np.asarray(to_numpy(value) if hasattr(value, "dtype") else value, dtype))
 
 
-class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
+class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
     """A variable of the current strategy. Create it inside `strategy.scope()`, on every process alike.
 
     Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as
@@ -342,6 +344,36 @@ class Variable(Readable, metaclass=_VariableType):  # type: ignore[metaclass]  #
         if not truth:
             self._taken(how, reduced)
         return strategy.extended.update(self, lambda v, x: getattr(v, how)(x.astype(bool) if truth else x), (reduced,))
+
+    def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
+        elsewhere = context.get_strategy() is not self.strategy  # refused there, with a message
+        if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
+            self._scatter(how, slices.rows())
+            return self
+        replica = context.require_replica(how)
+        if replica.num_replicas_in_sync == 1:
+            return replica.merge_call(self._merge_scatter, args=(how, slices))
+        of_sum = SCATTERS[how].assign
+        if not of_sum or self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{how} of variable {self.name!r} in replica context, where each of {replica.num_replicas_in_sync} "
+                "replicas may have other rows; "
+                + (
+                    "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or call it in "
+                    "cross-replica context"
+                    if of_sum
+                    else "call it in cross-replica context, with rows that every process has alike"
+                )
+            )
+        return replica.merge_call(self._merge_assign, args=(of_sum, slices))
+
+    def _merge_scatter(self, strategy: StrategyFace, how: str, slices: IndexedSlices) -> Value:
+        self._scatter(how, slices.rows())
+        return self
+
+    def _scatter(self, how: str, rows: Rows) -> None:
+        """Changes rows, of a dtype that fits. In cross-replica context, or outside of every scope."""
+        raise NotImplementedError
 
     def _check_summed(self, strategy: StrategyFace, how: str, value: object) -> None:
         copied = isinstance(value, values.DistributedValues) and not _is_mirrored(value)

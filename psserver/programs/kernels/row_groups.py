@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pswire.errors import InvalidRequest
+from pswire.model.rows import Int64s, group, sum_groups
 from pswire.model.tensor import Array, address_of
 
 DIGIT = 11
@@ -22,9 +22,6 @@ DIGIT = 11
 DIGITS = 1 << DIGIT
 NUMBERS, ARRAYS = 3, 2
 """Number of integers, and then of int64 arrays, that the function made by `grouping` takes."""
-
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -60,15 +57,10 @@ class Groups:
         bits, width = max(numbers.size - 1, 0).bit_length(), max(size - 1, 0).bit_length()
         if bits + width > 63:
             raise InvalidRequest(f"{numbers.size} rows for a table of {size} are too many at once")
-        return cls._by(kernel, numbers, bits, width) if kernel else cls._by_numpy(numbers, bits, width)
-
-    @classmethod
-    def _by_numpy(cls, numbers: Int64s, bits: int, width: int) -> Groups:
-        pairs = numbers << bits | np.arange(numbers.size)
-        pairs = np.sort(pairs.astype(np.uint32) if bits + width <= 32 else pairs).astype(np.int64)
-        places = pairs >> bits
-        new = np.flatnonzero(np.diff(places, prepend=-1))
-        return cls(places[new], pairs & ((1 << bits) - 1), np.append(new, numbers.size))
+        if kernel:
+            return cls._by(kernel, numbers, bits, width)
+        order, starts = group(numbers)
+        return cls(numbers[order[starts[:-1]]], order, starts)
 
     @classmethod
     def _by(cls, kernel: Callable[..., None], numbers: Int64s, bits: int, width: int) -> Groups:
@@ -80,12 +72,7 @@ class Groups:
 
     def sum(self, rows: Any, xp: Any) -> Any:
         """Returns one row for each place: the sum of the rows that belong there."""
-        total = rows[xp.asarray(self.order[self.starts[:-1]])]
-        counts = np.diff(self.starts)
-        for nth in range(1, int(counts.max(initial=0))):
-            more = np.flatnonzero(counts > nth)
-            total[xp.asarray(more)] += rows[xp.asarray(self.order[self.starts[more] + nth])]
-        return total
+        return sum_groups(rows, self.order, self.starts, xp)
 
 
 def grouping(carray: Any) -> Callable[..., None]:

@@ -18,53 +18,114 @@ from psserver.programs.kernels.fusion import Shape, Step
 from psserver.programs.kernels.kernels import Kernel, Kernels
 from psserver.programs.kernels.row_groups import Groups
 from pswire.errors import ProgramError
-from pswire.model.program import OPS, Input, Node, Program
+from pswire.model.program import Input, Node, Program
+from pswire.model.row_updates import refusal
 from pswire.model.tensor import Array, TensorSpec, address_of, spec_of
 
 RUN = 1024
 """Rows of a table that one thread takes at a time."""
 
 
-def apply_rows(kernels: Kernels, program: Program, inputs: Sequence[Any], ids: Array) -> None:
-    """Runs a program on rows of the variables that it assigns, in place.
+class RowUpdate:
+    """An update of rows that is ready to run: the memory that it takes is there, if a kernel runs it.
 
     Args:
         kernels: the kernels of the tables' device.
         program: assigns variables of one shape (size, ...), by elementwise ops on them, on scalars, and on values of
             that shape; has no outputs.
-        inputs: for each of the program's inputs a table, which must be contiguous, a scalar, or, for a value of the
-            tables' shape, its rows (n, ...).
         ids: int64[n], the place of each row; on the host.
 
+    Attributes:
+        may_fail: True if it may fail for want of memory when it runs.
+
     Raises:
-        ProgramError: the program or an input is of another kind. Nothing has changed then.
+        ProgramError: the program is of another kind.
         InvalidRequest: an id is no row of the table.
     """
-    shape = _table(program)
-    groups = Groups.of(ids, shape[0], kernels.compiler.groups())
-    _check_inputs(program, inputs, (len(groups.order), *shape[1:]))
+
+    def __init__(self, kernels: Kernels, program: Program, ids: Array) -> None:
+        self._kernels, self._program = kernels, program
+        self._shape = _table(program)
+        self._groups = Groups.of(ids, self._shape[0], kernels.compiler.groups())
+        self._kernel = kernel_of(kernels, program)
+        self.may_fail = self._kernel is None
+        parts = [p for p in self._kernel.parameters if p.role == "part"] if self._kernel else []
+        self._sums = [np.empty((len(self._groups.ids) // RUN + 1, *self._shape[1:]), p.dtype) for p in parts]
+
+    def run(self, inputs: Sequence[Any]) -> None:
+        """Runs the program, in place.
+
+        Args:
+            inputs: for each of the program's inputs a table, which must be contiguous, a scalar, or, for a value of the
+                tables' shape, its rows (n, ...).
+
+        Raises:
+            ProgramError: an input is of another kind. Nothing has changed then.
+        """
+        _check_inputs(self._program, inputs, (len(self._groups.order), *self._shape[1:]))
+        if self._kernel is None:
+            _interpret(self._kernels, self._program, inputs, self._groups, self._shape)
+        else:
+            self._compute(self._kernel, inputs)
+
+    def _compute(self, kernel: Kernel, inputs: Sequence[Any]) -> None:
+        kernels, groups, shape = self._kernels, self._groups, self._shape
+        values = dict(enumerate(inputs))
+        *before, last = kernels.steps(self._program)
+        for step in before:
+            _, results = interpreter.run(step.program, [values[number] for number in step.args], kernels.device.xp)
+            values.update(zip(step.results, results, strict=True))
+        arrays = [np.ascontiguousarray(values[last.args[p.value]]) for p in kernel.parameters]
+        sizes = prod(shape[1:]), prod(shape), len(groups.order)
+        ids, starts, *tables = (address_of(array) for array in (groups.ids, groups.starts, groups.order, *arrays))
+        calls = [
+            (min(RUN, len(groups.ids) - at), *sizes, ids + 8 * at, starts + 8 * at, *tables, *map(address_of, buffers))
+            for at, *buffers in zip(range(0, len(groups.ids), RUN), *self._sums, strict=False)
+        ]
+        kernels.crew.run(kernel.function, calls)
+
+
+def apply_rows(kernels: Kernels, program: Program, inputs: Sequence[Any], ids: Array) -> None:
+    """Runs a program on rows of the variables that it assigns, in place: see `RowUpdate`."""
+    RowUpdate(kernels, program, ids).run(inputs)
+
+
+def kernel_of(kernels: Kernels, program: Program) -> Kernel | None:
+    """Returns the kernel that runs a program on rows; None if the interpreter does, maybe until it is compiled."""
     steps = kernels.steps(program)
-    kernel = kernels.rows(steps[-1]) if kernels.device.gpu is None and _is_fused(steps, shape) else None
-    if kernel is None:
-        _interpret(kernels, program, inputs, groups, shape)
-    else:
-        _compute(kernels, kernel, steps, inputs, groups, shape)
+    return kernels.rows(steps[-1]) if kernels.device.gpu is None and _is_fused(steps, _table(program)) else None
+
+
+def is_settled(kernels: Kernels, program: Program) -> bool:
+    """Returns True if a program that can run on rows runs in the same way from now on."""
+    fused = kernels.device.gpu is None and _is_fused(kernels.steps(program), _table(program))
+    return not fused or kernel_of(kernels, program) is not None
+
+
+def divided(program: Program, value: int) -> Program:
+    """Returns a program that divides one of its inputs, a sum of rows, by one more, a number, before all else."""
+    spec = program.inputs[value].spec
+    count = len(program.inputs)
+
+    def moved(number: int) -> int:
+        return count + 1 if number == value else number if number < count else number + 2
+
+    nodes = (Node(node.op, tuple(map(moved, node.args)), node.attrs) for node in program.nodes)
+    return Program(
+        (*program.inputs, Input("operand", TensorSpec(spec.dtype, ()))),
+        (Node("divide", (value, count)), *nodes),
+        tuple((target, moved(number)) for target, number in program.assigns),
+        tuple(map(moved, program.outputs)),
+    )
 
 
 def _table(program: Program) -> Shape:
     """Returns the shape of the tables; raises `ProgramError` for a program that cannot run on rows."""
-    shapes = {spec.shape for spec in program.specs}
-    shape = max(shapes, key=len, default=())
-    if not shape or not shapes <= {shape, ()} or program.outputs:
-        raise ProgramError(f"an update of rows has one shape of tables, beside scalars, and no results; not {shapes}")
-    for node in program.nodes:
-        if not OPS[node.op].elementwise:
-            raise ProgramError(f"{node.op} is not elementwise, so an update that has it cannot be of rows")
-    if any(item.kind == "operand" and item.spec.shape for item in program.inputs):
-        raise ProgramError("an update of rows takes no array but tables and rows")
-    if any(not program.specs[target].shape for target, _ in program.assigns):
-        raise ProgramError("an update of rows assigns tables, and no scalar")
-    return shape
+    given = [number for number, item in enumerate(program.inputs) if item.kind == "value"]
+    why = refusal(program, given)
+    if why is not None:
+        raise ProgramError(why)
+    return max((spec.shape for spec in program.specs), key=len)
 
 
 def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape) -> None:
@@ -81,25 +142,6 @@ def _is_fused(steps: Sequence[Step], shape: Shape) -> bool:
     """Returns True if the last step is a kernel, and all earlier ones compute scalars."""
     *before, last = steps
     return last.shape == shape and all(not spec.shape for step in before for spec in step.program.specs)
-
-
-def _compute(
-    kernels: Kernels, kernel: Kernel, steps: Sequence[Step], inputs: Sequence[Any], groups: Groups, shape: Shape
-) -> None:
-    values = dict(enumerate(inputs))
-    *before, last = steps
-    for step in before:
-        _, results = interpreter.run(step.program, [values[number] for number in step.args], kernels.device.xp)
-        values.update(zip(step.results, results, strict=True))
-    arrays = [np.ascontiguousarray(values[last.args[p.value]]) for p in kernel.parameters]
-    sums = [np.empty((len(groups.ids) // RUN + 1, *shape[1:]), p.dtype) for p in kernel.parameters if p.role == "part"]
-    sizes = prod(shape[1:]), prod(shape), len(groups.order)
-    ids, starts, *tables = (address_of(array) for array in (groups.ids, groups.starts, groups.order, *arrays))
-    calls = [
-        (min(RUN, len(groups.ids) - at), *sizes, ids + 8 * at, starts + 8 * at, *tables, *map(address_of, buffers))
-        for at, *buffers in zip(range(0, len(groups.ids), RUN), *sums, strict=False)
-    ]
-    kernels.crew.run(kernel.function, calls)
 
 
 def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups: Groups, shape: Shape) -> None:

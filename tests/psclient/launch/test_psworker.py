@@ -82,15 +82,10 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
 @pytest.mark.parametrize(
     ("args", "tf_config", "said"),
     [
-        (["missing.py"], WORKER, "/job:worker/task:0: error: there is no script 'missing.py'"),
         ([], WORKER, "/job:worker/task:0: error: a worker needs a script"),
         ([], EVALUATOR, "/job:evaluator/task:0: error: an evaluator needs a script"),
         ([], "", "there is no TF_CONFIG and no script"),
-        ([], PS, "/job:ps/task:0: error: TF_CONFIG says that this process is /job:ps/task:0; start it with psserver"),
-        ([], "{", "TF_CONFIG is not JSON"),
-        (["--standalne"], "", "--standalne"),
         (["--ps", "2", "x.py"], "", "--ps describes a local cluster; add --standalone"),
-        (["--standalone", "x.py"], "", "there is no script 'x.py'"),
         (["--standalone", "--ps", "0"], "", "--ps"),
         (["--standalone"], "", "needs a script; write psworker --standalone [OPTIONS] SCRIPT [ARGS]"),
         (
@@ -98,7 +93,17 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
             "",
             "write psworker --config bare.yaml [OPTIONS] SCRIPT [ARGS], or `script: SCRIPT`",
         ),
-        (["--config", "none.yaml"], "", "cannot read none.yaml"),
+        *(  # integration/test_bad_input types these, too
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                (["missing.py"], WORKER, "/job:worker/task:0: error: there is no script 'missing.py'"),
+                ([], PS, "/job:ps/task:0: error: TF_CONFIG says that this process is /job:ps/task:0; start it with"),
+                ([], "{", "TF_CONFIG is not JSON"),
+                (["--standalne"], "", "--standalne"),
+                (["--standalone", "x.py"], "", "there is no script 'x.py'"),
+                (["--config", "none.yaml"], "", "cannot read none.yaml"),
+            )
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, args, tf_config, said):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from rich.console import Console
@@ -183,6 +183,7 @@ STATUSES = st.builds(
 ANSWERS = st.builds(Looked, st.builds(Task, st.just("ps"), st.integers(0, 2)), st.just("h:1"), st.none() | STATUSES)
 
 
+@settings(max_examples=40)  # of thousands of values each
 @given(st.lists(ANSWERS, min_size=1, max_size=3), st.lists(TASKS, max_size=3))
 def test_whatever_servers_say_can_be_shown(looked, expected):
     """Also what no job would ever say: a tool for what is wrong must bear everything."""

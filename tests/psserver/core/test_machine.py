@@ -9,6 +9,7 @@ import pytest
 
 from psserver.config import ServerConfig
 from psserver.core.machine import Machine
+from psserver.core.waiting import Asked
 from psserver.devices import Device
 from psserver.effects import Await, Fail, Know, Peer, Reply, Run, Work
 from psserver.plans.prepared import PreparedPlan
@@ -129,7 +130,7 @@ def test_who_reads_what_a_round_assigns_waits_for_its_end(told):
     told.push(told.a)
     _, (step,) = told.push(told.b)
     future: Future[PullReply] = Future()
-    assert told.tell("pull", told.a, (0,), -1, future)[1] == []
+    assert told.tell("pull", told.a, Asked((0,), -1), future)[1] == []
     (read,) = [effect for effect in told.made(step) if isinstance(effect, Work)]
     assert (read.queue, read.future, read.then) == ("arrays", future, None)
     assert read.call(*read.args).round == 0
@@ -149,7 +150,7 @@ def test_a_new_job_fails_all_that_waits(told):
     """Pushes, reads and watches of the last one."""
     pushed, _ = told.push(told.a)
     read: Future[PullReply] = Future()
-    told.tell("pull", told.b, (0,), 5, read)
+    told.tell("pull", told.b, Asked((0,), 5), read)
     _, failed = told.tell("approve", told.token, 0, [JobStarted(9, (100,))], {})
     *failed, know = failed
     assert know == Know((Peer("", 100),))

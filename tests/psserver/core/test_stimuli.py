@@ -14,6 +14,7 @@ import pytest
 
 from psserver.core.machine import Machine
 from psserver.core.stimuli import KEPT, LONGEST, QUIET, Stimuli, Stimulus, told
+from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
@@ -71,8 +72,8 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         (((VARIABLE,), 1, {4: np.zeros(3)}, None), "1 variable, with values of a checkpoint"),
     ],
     "pull": [
-        ((SESSION, (1, 2, 3), 5, FUTURE), f"{WHO}: 3 variables after round 5"),
-        ((0, (1,), -1, FUTURE), "no session: 1 variable"),
+        ((SESSION, Asked((1, 2, 3), 5), FUTURE), f"{WHO}: 3 variables after round 5"),
+        ((0, Asked((1,), -1), FUTURE), "no session: 1 variable"),
     ],
     "propose": [
         ((SESSION, PreparedPlan(PLAN, 0, False), "", None), f"{WHO}: plan {ID}"),
@@ -290,7 +291,7 @@ def test_numbers_of_variables_are_not_held() -> None:
     wanted = tuple(range(100_000))
     stimuli = Stimuli()
     stimuli.note(1.0, "push", (Contribution(SESSION, 1, 5, b"", want=wanted), Payload(), None, Future()))
-    stimuli.note(1.0, "pull", (SESSION, wanted, 5, Future()))
+    stimuli.note(1.0, "pull", (SESSION, Asked(wanted, 5), Future()))
     stimuli.note(1.0, "restore", (SESSION, "run", Turn(), RestoreOrder("open", {str(n): n for n in wanted}), Future()))
     assert len(str(stimuli.last())) < LONGEST
 

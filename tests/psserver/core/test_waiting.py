@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from psserver.core.waiting import MAX_CALLS, Read, Resend, Waiters, Watch
+from psserver.core.waiting import MAX_CALLS, Asked, Read, Resend, Waiters, Watch
 from psserver.devices import Device
 from psserver.effects import Fail, Reply, Work, attempt, settle
 from pswire.api import UNTIL_ENDED
@@ -25,7 +25,9 @@ class Table:
         self.log = SimpleNamespace(entries=[], proposed={})
         self.members = SimpleNamespace(version=0, states=lambda now: ())
         value = np.ones(1, "float32")
-        self.store = SimpleNamespace(lent=set(), value=lambda id: value, device=Device.parse("cpu"))
+        self.store = SimpleNamespace(
+            lent=set(), value=lambda id: value, check_rows=lambda reads: None, device=Device.parse("cpu")
+        )
         self.rounds = SimpleNamespace(last=-1)
         self.ended = {}
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self.reply)
@@ -36,7 +38,7 @@ class Table:
     def add(self, kind, session=ONE, after=0):
         """The future of a call that waits."""
         future = Future()
-        more = {Watch: (after, -1), Read: ((0,), after), Resend: ("record", "said")}[kind]
+        more = {Watch: (after, -1), Read: (Asked((0,), after),), Resend: ("record", "said")}[kind]
         self.waiters.add(kind(session, future, *more))
         return future
 
@@ -130,7 +132,7 @@ def test_who_waits_for_the_end_hears_no_news(table):
     until, looking, reading = Future(), Future(), Future()
     table.waiters.add(Watch(ONE, until, 0, UNTIL_ENDED))
     table.waiters.add(Watch(0, looking, 0, 0))
-    table.waiters.add(Read(0, reading, (5,), 9))
+    table.waiters.add(Read(0, reading, Asked((5,), 9)))
     table.progress()
     assert done(until, looking, reading) == [False, True, True]
     table.let_all()
@@ -142,8 +144,8 @@ def test_a_variable_that_is_written_is_not_read(table):
     table.rounds.last = 0
     futures = [Future(), Future()]
     for id, future in enumerate(futures):
-        table.waiters.add(Read(ONE, future, (id,), 0))
+        table.waiters.add(Read(ONE, future, Asked((id,), 0)))
     table.progress()
     assert done(*futures) == [False, True]
     with pytest.raises(InvalidRequest, match="twice"):
-        table.waiters.add(Read(ONE, Future(), (1, 1), 0))
+        table.waiters.add(Read(ONE, Future(), Asked((1, 1), 0)))

@@ -72,7 +72,13 @@ def test_a_kernel_is_compiled_once(filled):
     assert [path.stat().st_mode & 0o777 for path in (filled, *filled.iterdir())] == [0o700, 0o600]
 
 
-@pytest.mark.parametrize("dtype", sorted(KERNEL_DTYPES))
+LOADED = ("bool", "float32", "float64", "int64", "uint8")
+"""Dtypes of one size or kind each; that all others are compiled to the interpreter's bits, `test_kernels` says."""
+
+
+@pytest.mark.parametrize(
+    "dtype", [d if d in LOADED else pytest.param(d, marks=pytest.mark.soak) for d in sorted(KERNEL_DTYPES)]
+)
 def test_a_loaded_kernel_gives_the_interpreters_bits(dtype):
     """For every op and every dtype that kernels know: none of them needs Numba or Python to run."""
     program = every_op(dtype)

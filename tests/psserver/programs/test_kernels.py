@@ -173,7 +173,7 @@ def test_integers_wrap_in_kernels(op, dtype):
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.soak), 3])  # one runs what three share
 def test_contributions_are_summed_in_the_kernel(op, dtype, workers, threads):
     """By any number of threads, in the order of tasks, weighed as the reducer does, without joining pieces."""
     size = 300_000

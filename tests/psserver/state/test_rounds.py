@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from psserver.effects import Fail
 from psserver.plans.prepared import MAX_LAYOUTS, PreparedPlan
 from psserver.state.rounds import Rounds
-from psserver.state.strands import RECORDS, RESENDS
+from psserver.state.strands import RECORDS, RESENDS, Given
 from pswire.api import Contribution
 from pswire.errors import Diverged, Fenced, InvalidRequest, MemoryLimit, NewcomerDiverged, PSError
 from pswire.limits import WINDOW
@@ -85,7 +85,7 @@ def sessions(job):
 
 def finish(rounds, job):
     """Runs a job; returns which sessions are to be answered."""
-    _, waiters = rounds.complete(job, [np.array(0)])
+    _, waiters = rounds.complete(job, Given([np.array(0)]))
     return [said.session for said, _ in waiters]
 
 

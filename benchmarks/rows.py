@@ -1,0 +1,263 @@
+"""Time of a step that trains some rows of a large variable: gradients of rows out, the rows of the next batch back.
+
+    python benchmarks/rows.py                                  every lane, SGD and Adagrad
+    python benchmarks/rows.py --python peers/bin/python        and torch RPC, in turns, where that Python has torch
+    python benchmarks/rows.py --quick                          a few steps of each
+
+One server, two workers, all real processes on this machine. In a step of ours the worker has the rows of its batch,
+sends a gradient for each, and has the rows of its next batch as they are after the round. torch RPC does the same in
+one call, or with `push` only the first half of it. The sum of the table is checked at the end. Adagrad as all have it:
+the rows for one place are summed first.
+
+`--json FILE` writes `{"format", "machine", "rows", "left_out"}`; docs/performance.md says what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from figures import machine
+from measures import Failed, check_exit, spread
+from rich.console import Console
+from rich.table import Table
+
+import psclient as ps
+from psclient._src.config import child_environ
+from psclient._src.launch.cluster import Cluster
+from psclient._src.processes.output import Line
+from psclient._src.processes.process import spawn
+from pswire.cluster import Task
+from pswire.transport.traffic import LANES
+
+FORMAT = 1
+SECONDS = 600
+WORKERS = 2
+BATCHES = 32
+"""Batches that a worker goes through, again and again."""
+
+RATE = 0.125
+FIRST = Task("worker", 0)
+MEASURED = "measured"
+OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
+    "sgd": lambda: ps.optimizers.SGD(RATE),
+    "adagrad": lambda: ps.optimizers.Adagrad(RATE, initial_accumulator_value=0.1, epsilon=1e-7),
+}
+TORCH = {"torch-shm": "shm", "torch-tcp": "uv"}
+CALLS = ("push", "both")
+"""What a call of torch RPC does: takes gradients, or takes them and gives the next rows."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every system does.
+
+    Attributes:
+        rows, width: shape of the table, float32.
+        ids: rows of a batch.
+        steps: how many are measured.
+        warm: how many come before.
+    """
+
+    rows: int
+    width: int
+    ids: int
+    steps: int
+    warm: int
+
+    def batches(self, worker: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+        """The ids of a worker's batches; some come twice in one."""
+        rng = np.random.default_rng(worker)
+        return [rng.integers(0, self.rows, self.ids) for _ in range(BATCHES)]
+
+    def places(self) -> int:
+        """How many rows all workers change in all steps, each once in a step of a worker."""
+        sizes = [[len(np.unique(ids)) for ids in self.batches(worker)] for worker in range(WORKERS)]
+        return sum(own[step % BATCHES] for own in sizes for step in range(self.warm + self.steps))
+
+    def check(self, total: float) -> None:
+        """Raises `ValueError` unless the sum of the table is what SGD makes of gradients of 1."""
+        right = -RATE * self.places() * self.width
+        if abs(total - right) > 1e-3 * abs(right):
+            raise ValueError(f"the table sums to {total}, and should to {right}")
+
+
+# ---- In a worker of ours ----
+
+
+def train(work: Work, name: str) -> None:
+    """Makes the steps; worker 0 tells of them."""
+    with ps.ParameterServerStrategy(devices=["cpu:0"]) as strategy, strategy.scope():
+        table = ps.Variable(np.zeros((work.rows, work.width), "float32"), name="table")
+        optimizer = OPTIMIZERS[name]()
+        batches = work.batches(strategy.task.index)
+        gradient = np.ones((work.ids, work.width), "float32")
+
+        def step(number: int) -> None:
+            rows = table.lookup(batches[number % BATCHES])
+            optimizer.apply_gradients([(rows.gradient(gradient[: len(rows.ids)]), table)])
+
+        seconds = []
+        for number in range(work.warm + work.steps):
+            table.look_ahead(batches[(number + 1) % BATCHES])
+            start = time.perf_counter()
+            strategy.run(step, args=(number,))
+            table.lookup(batches[(number + 1) % BATCHES])  # waits for the round, and finds them
+            seconds.append(time.perf_counter() - start)
+        total = float(table.numpy().sum(dtype=np.float64))
+        if strategy.task == FIRST:
+            if name == "sgd":
+                work.check(total)
+            print(MEASURED, json.dumps(seconds[work.warm :]), flush=True)
+
+
+def run_ours(work: Work, lane: str, optimizer: str) -> list[float]:
+    """Starts a cluster on one lane; returns the seconds of each step."""
+    found: list[float] = []
+
+    def hear(line: Line) -> None:
+        if line.task == FIRST and not line.error and line.text.startswith(MEASURED):
+            found.extend(json.loads(line.text.removeprefix(MEASURED)))
+
+    with Cluster(
+        sink=hear,
+        ps=1,
+        workers=WORKERS,
+        chief="none",
+        lane=lane,
+        script=str(Path(__file__)),
+        args=("--as-worker", json.dumps(asdict(work)), "--optimizer", optimizer),
+    ) as cluster:
+        outcome = cluster.wait(SECONDS)
+    if outcome.code or not found:
+        raise click.ClickException(f"{lane} lane, {optimizer}: {outcome.report}")
+    return found
+
+
+# ---- torch RPC ----
+
+
+def run_torch(python: str, work: Work, transport: str, optimizer: str, calls: str) -> list[float]:
+    """Has torch RPC make the same steps; returns the seconds of each."""
+    program = Path(__file__).resolve().parent / "peers" / "torch_rows.py"
+    setting = json.dumps(asdict(work) | {"rate": RATE, "batches": BATCHES, "workers": WORKERS})
+    command = [python, str(program), setting, transport, optimizer, calls]
+    with tempfile.TemporaryFile() as errors:
+        process = spawn(command, child_environ(1 + WORKERS, None), subprocess.PIPE, errors.fileno())
+        try:
+            out, _ = process.communicate(timeout=SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+        check_exit(process, errors)
+    seconds: list[float] = json.loads(out.decode().splitlines()[-1])
+    return seconds
+
+
+def has_torch(python: str) -> bool:
+    """Returns whether a Python has torch."""
+    return not subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode
+
+
+# ---- All of them ----
+
+
+def measure(
+    work: Work, lanes: Sequence[str], optimizers: Sequence[str], pythons: Sequence[str], repeats: int
+) -> tuple[dict[tuple[str, str], list[list[float]]], list[str]]:
+    """Measures all systems in turns; returns seconds of steps by system and optimizer, and who is left out."""
+    python = next(filter(has_torch, pythons), None)
+    peers = [f"{name}, {calls}" for name, calls in product(TORCH, CALLS)] if python else []
+    left_out = [] if python else ["torch RPC: no Python that has torch was given"]
+    total: dict[tuple[str, str], list[list[float]]] = {}
+    for _, optimizer, system in product(range(repeats), optimizers, (*lanes, *peers)):
+        name, _, calls = system.partition(", ")
+        try:
+            seconds = (
+                run_torch(python, work, TORCH[name], optimizer, calls)
+                if calls and python
+                else run_ours(work, name, optimizer)
+            )
+        except Failed as error:
+            left_out.append(f"{system}, {optimizer}: {error}")
+            continue
+        total.setdefault((system, optimizer), []).append(seconds)
+    return total, left_out
+
+
+def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out: list[str]) -> dict[str, Any]:
+    """Everything as it is written with `--json`."""
+    rows = [
+        {
+            "system": system,
+            "optimizer": optimizer,
+            **asdict(work),
+            "laps": len(laps),
+            "ms": spread([second for lap in laps for second in lap], 1e3),
+            "lap_medians_ms": [1e3 * statistics.median(lap) for lap in laps],
+        }
+        for (system, optimizer), laps in total.items()
+    ]
+    return {"format": FORMAT, "machine": machine(), "rows": rows, "left_out": left_out}
+
+
+@click.command(help=(__doc__ or "").partition("\n\n")[0])
+@click.option("--lane", "lanes", multiple=True, type=click.Choice(LANES), default=LANES[::-1], show_default=True)
+@click.option("--optimizer", "optimizers", multiple=True, type=click.Choice(list(OPTIMIZERS)), default=list(OPTIMIZERS))
+@click.option("--rows", type=click.IntRange(1), default=1_000_000, show_default=True)
+@click.option("--width", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--ids", type=click.IntRange(1), default=4096, show_default=True)
+@click.option("--steps", type=click.IntRange(1), help="How many to measure at a time [default: 300, with --quick 20].")
+@click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
+@click.option("--python", "pythons", multiple=True, help="A Python that may have torch.")
+@click.option("--quick", is_flag=True, help="A few steps only.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@click.option("--as-worker", "said", hidden=True)
+def main(
+    lanes: tuple[str, ...],
+    optimizers: tuple[str, ...],
+    rows: int,
+    width: int,
+    ids: int,
+    steps: int | None,
+    repeats: int | None,
+    pythons: tuple[str, ...],
+    quick: bool,
+    json_file: Path | None,
+    said: str | None,
+) -> None:
+    """Measures, or is a worker of a cluster that is measured."""
+    if said:
+        train(Work(**json.loads(said)), optimizers[0])
+        return
+    work = Work(rows, width, ids, steps or (20 if quick else 300), 10 if quick else 60)
+    tried = (*pythons, sys.executable)
+    total, left_out = measure(work, lanes, optimizers, tried, repeats or (1 if quick else 3))
+    found = report(work, total, left_out)
+    table = Table(
+        title=f"Steps of {ids} of {rows} rows x {width}, {WORKERS} workers, ms; load {found['machine']['load']:.1f}"
+    )
+    for heading in ("system", "optimizer", "median", "p90", "min"):
+        table.add_column(heading, justify="left" if heading in ("system", "optimizer") else "right")
+    for each in found["rows"]:
+        ms = each["ms"]
+        table.add_row(each["system"], each["optimizer"], *(f"{ms[key]:.2f}" for key in ("median", "p90", "min")))
+    console = Console()
+    console.print(table, *left_out, sep="\n")
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The values that the local replicas give to a reduction."""
+
+from __future__ import annotations
+
+from psclient._src.arraylike import Mirrored, Readable
+from psclient._src.devices import Value
+from psclient._src.distribute.reduction import check_value
+from psclient._src.options import ReduceOp
+from psclient._src.values import DistributedValues, PerReplica, unwrap
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.kinds import MirroredVariable
+
+
+def of_replicas(op: ReduceOp, value: object, replicas: int, shape: tuple[int, ...] | None = None) -> list[Value]:
+    """Returns what each local replica gives to a reduction.
+
+    Args:
+        op: how values are combined.
+        value: a per-replica value, or what all replicas have alike.
+        replicas: number of local replicas.
+        shape: shape of `IndexedSlices` that do not know it; None where nobody does.
+
+    Raises:
+        ValueError: SUM of what is one value for all of several replicas.
+        TypeError: it is no array of numbers.
+    """
+    if isinstance(value, Mirrored) and op is ReduceOp.SUM:
+        raise ValueError(
+            "SUM of a Mirrored value, which is one value that all replicas have: it is reduced already; use it as "
+            "it is, or MEAN, which returns it"
+        )
+    if isinstance(value, DistributedValues) and not isinstance(value, MirroredVariable):
+        values = tuple(unwrap(value, replicas))
+    elif replicas == 1 or op is ReduceOp.MEAN:
+        values = (value,) * replicas
+    else:
+        if not isinstance(value, Readable | IndexedSlices):
+            check_value(value)  # What is no array is told so, however many replicas there are.
+        number = isinstance(value, bool | int | float | complex)
+        raise ValueError(
+            f"SUM of {type(value).__name__}, which is not a per-replica value, with {replicas} local replicas: "
+            "give what strategy.run returned from each replica, or use MEAN"
+            + ("; of Python's numbers run makes one where all are equal, so return arrays" if number else "")
+        )
+    if shape is not None:
+        values = tuple([v.with_shape(shape) if isinstance(v, IndexedSlices) else v for v in values])
+    return [own_value(v) for v in values]
+
+
+def own_value(value: Value) -> Value:
+    """Returns one replica's value, read if it is a variable; raises `TypeError` for a per-replica value within one."""
+    if isinstance(value, PerReplica):
+        raise TypeError("a per-replica value stands inside another one; reduce its leaves one after another")
+    return value.numpy() if isinstance(value, Readable) and not isinstance(value, IndexedSlices) else value

@@ -1,0 +1,182 @@
+"""Gradients of some rows of a variable: `ps.IndexedSlices`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from psclient._src.devices import (
+    AnyArray,
+    Device,
+    as_array,
+    device_of,
+    device_scope,
+    namespace,
+    to_device,
+    to_numpy,
+)
+from pswire.model.rows import Int64s, Rows, check_ids, group, sum_groups
+from pswire.model.tensor import Array
+
+
+class IndexedSlices:
+    """A value of a variable's shape of which only some rows are given; all others are zero.
+
+    Rows with the same index count together: the value has their sum. Reductions, updates and `apply_gradients` take it
+    wherever they take an array. `np.asarray` makes the whole array of it.
+
+    Source: `tf.IndexedSlices`.
+
+    Args:
+        values: (n, ...), the rows; an array of NumPy or CuPy.
+        indices: integers (n,), the place of each row; may repeat, in any order.
+        dense_shape: shape of the whole, (size, ...); None where it is not known, as a gradient's, which takes that of
+            its variable.
+
+    Raises:
+        TypeError: the values are no array of numbers, or the indices no integers.
+        ValueError: the shapes do not fit.
+    """
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
+        self._values = as_array(values)
+        self._indices = as_array(indices)
+        self._shape = None if dense_shape is None else tuple(int(n) for n in to_numpy(as_array(dense_shape)).tolist())
+        if self._values.dtype.kind in "OUSMm":
+            raise TypeError(f"the values of IndexedSlices are numbers, and not {self._values.dtype}")
+        if self._indices.dtype.kind not in "iu":
+            raise TypeError(f"the indices of IndexedSlices are integers, and not {self._indices.dtype}")
+        if self._indices.ndim != 1 or self._values.ndim < 1 or len(self._values) != len(self._indices):
+            raise ValueError(
+                f"IndexedSlices have one row for each index: values of shape {tuple(self._values.shape)} and indices "
+                f"of shape {tuple(self._indices.shape)} do not fit"
+            )
+        if self._shape is not None and (len(self._shape) < 1 or self._shape[1:] != tuple(self._values.shape[1:])):
+            raise ValueError(f"rows of shape {tuple(self._values.shape[1:])} are no rows of shape {self._shape}")
+
+    @classmethod
+    def of_rows(cls, rows: Rows, dense_shape: tuple[int, ...]) -> IndexedSlices:
+        """Makes one of rows that have each place once, in increasing order."""
+        made = cls(rows.values, rows.ids, dense_shape)
+        made._grouped = rows
+        return made
+
+    _grouped: Rows | None = None
+
+    @property
+    def values(self) -> AnyArray:
+        """The rows, (n, ...)."""
+        return self._values
+
+    @property
+    def indices(self) -> AnyArray:
+        """The place of each row, integers (n,)."""
+        return self._indices
+
+    @property
+    def dense_shape(self) -> tuple[int, ...] | None:
+        """Shape of the whole; None if it is not known."""
+        return self._shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole; raises `ValueError` if it is not known."""
+        if self._shape is None:
+            raise ValueError("these IndexedSlices do not know the shape of the whole; give dense_shape")
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the whole."""
+        return int(self._values.ndim)
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        """Dtype of the values, as NumPy has it."""
+        found: np.dtype[np.generic] = self._values.dtype
+        return found
+
+    def with_shape(self, shape: tuple[int, ...]) -> IndexedSlices:
+        """Returns the same rows of a whole of this shape, where the shape is not known.
+
+        Raises:
+            ValueError: it is known to be another, or the rows do not fit.
+        """
+        if self._shape == shape:
+            return self
+        if self._shape is not None:
+            raise ValueError(f"IndexedSlices of shape {self._shape} stand where {shape} is expected")
+        made = IndexedSlices(self._values, self._indices, shape)
+        made._grouped = self._grouped
+        return made
+
+    def rows(self, where: str = "IndexedSlices") -> Rows:
+        """Returns its rows with each place once; rows of the same place are summed in their order.
+
+        Args:
+            where: what they belong to, for messages.
+
+        Raises:
+            ValueError: an index is no row of the whole.
+        """
+        if self._grouped is None:
+            ids = check_ids(to_numpy(self._indices), self.shape[0], where)
+            order, starts = group(ids)
+            places = ids[order[starts[:-1]]]
+            if len(places) == len(ids) and np.array_equal(places, ids):
+                self._grouped = Rows(places, self._values)
+            else:
+                self._grouped = Rows(places, _sums(self._values, order, starts))
+        return self._grouped
+
+    def on(self, device: Device) -> IndexedSlices:
+        """Returns the same with its rows on a device."""
+        ids, values = self.rows()
+        return IndexedSlices.of_rows(Rows(ids, to_device(values, device)), self.shape)
+
+    def none(self) -> Rows:
+        """Returns none of its rows."""
+        return Rows(np.empty(0, np.int64), self._values[:0])
+
+    def numpy(self) -> Array:
+        """The whole array on the host, with zeros where no row is."""
+        ids, values = self.rows()
+        whole = np.zeros(self.shape, self.dtype)
+        whole[ids] = to_numpy(values)
+        return whole
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        return np.asarray(self.numpy(), dtype=dtype)
+
+    def __neg__(self) -> IndexedSlices:
+        return self._like(-self._values)
+
+    def __mul__(self, factor: Any) -> IndexedSlices:
+        if np.ndim(factor) or not isinstance(factor, bool | int | float | complex | np.generic | np.ndarray):
+            return NotImplemented
+        return self._like((self._values * factor).astype(self._values.dtype, copy=False))
+
+    __rmul__ = __mul__
+
+    def _like(self, values: AnyArray) -> IndexedSlices:
+        return IndexedSlices(values, self._indices, self._shape)
+
+    def __repr__(self) -> str:
+        return f"IndexedSlices(values={self._values!r}, indices={self._indices!r}, dense_shape={self._shape})"
+
+
+def _sums(values: AnyArray, order: Int64s, starts: Int64s) -> AnyArray:
+    device = device_of(values)
+    with device_scope(device):
+        return sum_groups(values, order, starts, namespace(device))
+
+
+def convert_to_tensor(value: Any, dtype: npt.DTypeLike | None = None) -> Array:
+    """Returns a value as an array on the host; of `IndexedSlices` the whole, with zeros where no row is.
+
+    Source: `tf.convert_to_tensor`.
+    """
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value, dtype)

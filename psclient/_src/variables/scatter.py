@@ -1,0 +1,205 @@
+"""Rows of variables that are changed by their places: `scatter_add` and the like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from psclient._src import context
+from psclient._src.arraylike import Mirrored
+from psclient._src.devices import AnyArray, device_of, device_scope, namespace, to_numpy
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.lookup import RowReadable, place_of
+from pswire.model.rows import Int64s, Rows, check_ids, group
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """One way to change rows.
+
+    Attributes:
+        op: the function of NumPy that makes the new row of the old one and what is given; "" takes what is given.
+        of_equal: the function that makes one of rows for the same place, in turn; "" takes the last of them.
+        kinds: of the dtypes that it is for; bfloat16's is V.
+        assign: the method that does it to a whole array, of what is zero elsewhere; "" if there is none.
+    """
+
+    op: str
+    of_equal: str
+    kinds: str
+    assign: str = ""
+
+
+SCATTERS = {
+    "scatter_add": _Scatter("add", "add", "iufcV", "assign_add"),
+    "scatter_sub": _Scatter("subtract", "add", "iufcV", "assign_sub"),
+    "scatter_update": _Scatter("", "", "biufcV"),
+    "scatter_min": _Scatter("minimum", "minimum", "iufV"),
+    "scatter_max": _Scatter("maximum", "maximum", "iufV"),
+    "scatter_mul": _Scatter("multiply", "multiply", "iufcV"),
+    "scatter_div": _Scatter("divide", "multiply", "fcV"),
+}
+"""The methods, by name."""
+
+
+def combine_rows(how: str, slices: IndexedSlices, where: str) -> Rows:
+    """Returns rows with each place once, those of the same place combined as the method would one after another.
+
+    Args:
+        how: a key of `SCATTERS`.
+        slices: the rows, of a whole whose shape is known.
+        where: what they belong to, for messages.
+
+    Raises:
+        ValueError: an index is no row of the whole.
+    """
+    of_equal = SCATTERS[how].of_equal
+    if of_equal == "add":
+        return slices.rows(where)
+    ids = check_ids(to_numpy(slices.indices), slices.shape[0], where)
+    order, starts = group(ids)
+    places = ids[order[starts[:-1]]]
+    if not of_equal:
+        return Rows(places, _take(slices.values, order[starts[1:] - 1]))
+    if len(places) == len(ids):
+        return Rows(places, _take(slices.values, order))
+    # On the host: CuPy has no reduceat.
+    return Rows(places, getattr(np, of_equal).reduceat(to_numpy(slices.values)[order], starts[:-1], axis=0))
+
+
+def _take(values: AnyArray, numbers: Int64s) -> AnyArray:
+    device = device_of(values)
+    with device_scope(device):
+        return values[namespace(device).asarray(numbers)]
+
+
+def change(how: str, old: AnyArray, given: AnyArray, xp: ModuleType) -> AnyArray:
+    """Returns new rows, of old ones and of those that are given, on one device."""
+    op = SCATTERS[how].op
+    return getattr(xp, op)(old, given) if op else given
+
+
+class RowWritable(RowReadable):
+    """A variable, or a copy of one, of which rows can be changed. The methods have the names of `tf.Variable`'s.
+
+    All other rows stay. In cross-replica context, which is entered where there is no scope, each is an update of its
+    own, with rows that every process has alike. In replica context there is one replica in sync; of several,
+    `scatter_add` and `scatter_sub` alone have a meaning, and combine the replicas' rows as `aggregation` says. A
+    replica of an ON_READ variable changes its own copy.
+    """
+
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
+        """Adds to some rows, for each time that an index comes.
+
+        Source: `tf.Variable.scatter_add`.
+
+        Args:
+            sparse_delta: the rows, and the place of each.
+            use_locking, name: ignored: each assignment is whole.
+
+        Returns:
+            The variable.
+
+        Raises:
+            TypeError: it is no `IndexedSlices`, or its dtype does not fit.
+            ValueError: an index is no row of the variable; rows of another shape; in replica context several replicas,
+                and no aggregation.
+            RuntimeError: called in an update function that runs on a server.
+        """
+        return _scattered(self, "scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
+        """Subtracts from some rows, as `scatter_add`.
+
+        Source: `tf.Variable.scatter_sub`.
+        """
+        return _scattered(self, "scatter_sub", sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
+        """Gives some rows a value; where an index comes several times, the last. As `scatter_add`, for one replica.
+
+        Source: `tf.Variable.scatter_update`.
+        """
+        return _scattered(self, "scatter_update", sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
+        """Gives some rows the minimum of what they have and what is given. As `scatter_add`, for one replica.
+
+        Source: `tf.Variable.scatter_min`.
+        """
+        return _scattered(self, "scatter_min", sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
+        """Gives some rows the maximum of what they have and what is given. As `scatter_add`, for one replica.
+
+        Source: `tf.Variable.scatter_max`.
+        """
+        return _scattered(self, "scatter_max", sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
+        """Multiplies some rows, for each time that an index comes. As `scatter_add`, for one replica.
+
+        Source: `tf.Variable.scatter_mul`.
+        """
+        return _scattered(self, "scatter_mul", sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Any:
+        """Divides some rows of floats, for each time that an index comes. As `scatter_add`, for one replica.
+
+        Source: `tf.Variable.scatter_div`.
+        """
+        return _scattered(self, "scatter_div", sparse_delta)
+
+    def _scatter_here(self, how: str, slices: IndexedSlices) -> Any:
+        """Changes rows as the calling thread's context says.
+
+        Args:
+            how: a key of `SCATTERS`.
+            slices: rows of the variable's shape, each place once, of a dtype that fits.
+
+        Returns:
+            The variable, as the context sees it.
+        """
+        raise NotImplementedError
+
+
+def _scattered(variable: Any, how: str, delta: Any) -> Any:
+    if not isinstance(variable, RowWritable):  # as `assign`: what stands for the variable in an update says why
+        return getattr(variable, how)(delta)
+    if context.update_lift() is not None:
+        raise RuntimeError(
+            f"{how} of variable {variable.name!r} in an update function, which works on whole arrays; call it in "
+            "cross-replica context, or pass the rows to the update as an argument and write v.assign_add(rows)"
+        )
+    if isinstance(delta, Mirrored):
+        delta = delta.component(context.local_replica(variable.strategy) or 0)
+    if not isinstance(delta, IndexedSlices):
+        raise TypeError(
+            f"{how} of variable {variable.name!r} takes ps.IndexedSlices, and not {type(delta).__name__}; write "
+            "ps.IndexedSlices(rows, ids)"
+        )
+    where = f"{how} of {place_of(variable)}"
+    if not variable.shape:
+        raise ValueError(f"{where}, which has no dimensions, hence no rows; write assign, assign_add or assign_sub")
+    slices = _fitting(variable, how, delta).with_shape(variable.shape)
+    return variable._scatter_here(how, IndexedSlices.of_rows(combine_rows(how, slices, where), variable.shape))
+
+
+def _fitting(variable: RowWritable, how: str, slices: IndexedSlices) -> IndexedSlices:
+    """Returns rows of the dtype in which they are combined; raises `TypeError` if it is none for the variable."""
+    held, scatter = variable.dtype, SCATTERS[how]
+    if held.kind not in scatter.kinds:
+        raise TypeError(f"{how} is not for variables of {held}, and {variable.name!r} is one; read and assign it")
+    common = np.result_type(held, slices.dtype) if scatter.op else slices.dtype
+    if not np.can_cast(common, held, "same_kind"):
+        raise TypeError(
+            f"variable {variable.name!r}: {how} of rows of {slices.dtype} gives {common}, which cannot be assigned to "
+            f"{held}; write rows.astype({held.name!r})"
+        )
+    if slices.dtype == common:
+        return slices
+    # Sums and products of rows for one place might not fit into the dtype of the rows.
+    return IndexedSlices(slices.values.astype(common), slices.indices, slices.dense_shape)

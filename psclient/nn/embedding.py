@@ -1,0 +1,153 @@
+"""Lookups of embeddings, by the names of `tf.nn`."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, get_args
+
+from psclient._src import context
+from psclient._src.nest import Nest
+from psclient._src.variables.lookup import LookedUpRows, RowReadable
+from psclient.nn.bags import Bags, Combiner
+from psclient.nn.clipping import clip_rows
+from psclient.nn.id_bags import GivenBags, IdBags
+from psclient.nn.precision import check_floating
+
+
+def embedding_lookup(
+    params: Any, ids: Nest, max_norm: float | None = None, name: str | None = None, *, partition_strategy: str = "div"
+) -> LookedUpRows:
+    """Looks up rows of a variable by their ids. In replica and cross-replica context.
+
+    Source: `tf.nn.embedding_lookup`, which returns `np.asarray` of this. The rows come once each, and can make the
+    gradient of the variable; that of clipped rows is the gradient through the clip.
+
+    Args:
+        params: a variable, (size, *row shape); a list of one as well.
+        ids: integers of any shape, of NumPy, CuPy or Python; may repeat.
+        max_norm: rows are clipped to this L2 norm; None leaves them as they are.
+        name: ignored.
+        partition_strategy: "div"; there are no partitions.
+
+    Returns:
+        The rows, see `values`, `inverse` and `gradient` there.
+
+    Raises:
+        TypeError: `params` is no variable, the ids are no integers, `max_norm` is no number.
+        ValueError: an id is no row of the variable; `max_norm` is not positive; the partition strategy is another.
+        RuntimeError: called in an update function.
+    """
+    return clip_rows(_table(params, partition_strategy).lookup(ids), max_norm)
+
+
+def embedding_lookup_sparse(
+    params: Any,
+    sp_ids: GivenBags,
+    sp_weights: GivenBags | None,
+    combiner: Combiner | None = None,
+    max_norm: float | None = None,
+    name: str | None = None,
+    allow_fast_lookup: bool = False,
+    *,
+    partition_strategy: str = "div",
+) -> Bags:
+    """Looks up bags of rows: of each example the sum or a mean of the rows of its ids.
+
+    In replica and cross-replica context. Source: `tf.nn.embedding_lookup_sparse`, which returns `np.asarray` of this;
+    but bags at the end that are empty are here as well.
+
+    Args:
+        params: a variable of floats, (size, *row shape).
+        sp_ids: the ids of each bag: a `ps.SparseTensor` whose rows are the bags, a list with a sequence of ids for
+            each, or an array (B, m).
+        sp_weights: the weight of each id, in the same form; None for 1 each.
+        combiner: "sum" of the rows times their weights; "mean", which divides that by the sum of the weights, and is
+            what None means; "sqrtn", which divides by the root of the sum of their squares. Where that is 0, the
+            result is 0.
+        max_norm: rows are clipped to this L2 norm before; None leaves them as they are.
+        name, allow_fast_lookup: ignored.
+        partition_strategy: "div"; there are no partitions.
+
+    Returns:
+        The bags; of an empty one zeros.
+
+    Raises:
+        TypeError: `params` is no variable of floats; ids are no integers, or weights no numbers.
+        ValueError: an id is no row of the variable; weights do not fit the ids; there is no such combiner.
+        RuntimeError: called in an update function.
+    """
+    table, how = _table(params, partition_strategy), _checked("mean" if combiner is None else combiner)
+    return _combined(table, IdBags.of(sp_ids, sp_weights), how, max_norm)
+
+
+def safe_embedding_lookup_sparse(
+    embedding_weights: Any,
+    sparse_ids: GivenBags,
+    sparse_weights: GivenBags | None = None,
+    combiner: Combiner | None = "mean",
+    default_id: int | None = None,
+    max_norm: float | None = None,
+    name: str | None = None,
+    allow_fast_lookup: bool = False,
+    *,
+    partition_strategy: str = "div",
+) -> Bags:
+    """Looks up bags of rows, as `embedding_lookup_sparse`, and leaves out what is invalid.
+
+    In replica and cross-replica context. Ids below 0 are left out; and ids whose weight is not above 0, but for the
+    combiner "sum". A bag without ids is the row of `default_id`, or zeros.
+
+    Source: `tf.nn.safe_embedding_lookup_sparse`.
+
+    Args:
+        embedding_weights: as `params` of `embedding_lookup_sparse`.
+        sparse_ids, sparse_weights: as `sp_ids` and `sp_weights`.
+        combiner, max_norm, name, allow_fast_lookup, partition_strategy: as there.
+        default_id: whose row an empty bag is; None for zeros.
+
+    Returns:
+        The bags.
+
+    Raises:
+        TypeError: as `embedding_lookup_sparse`; or `default_id` is no integer.
+        ValueError, RuntimeError: as `embedding_lookup_sparse`.
+    """
+    table, how = _table(embedding_weights, partition_strategy), _checked("mean" if combiner is None else combiner)
+    bags = IdBags.of(sparse_ids, sparse_weights)
+    bags = bags.keep(bags.ids >= 0)
+    if bags.weights is not None and how != "sum":
+        bags = bags.keep(bags.weights > 0)
+    return _combined(table, bags if default_id is None else bags.fill(operator.index(default_id)), how, max_norm)
+
+
+def _combined(table: RowReadable, bags: IdBags, combiner: Combiner, max_norm: float | None) -> Bags:
+    rows = table.lookup(bags.ids)
+    check_floating(rows, "a bag of rows")
+    return Bags.of(clip_rows(rows, max_norm), bags, combiner)
+
+
+def _table(params: Any, partition_strategy: str) -> RowReadable:
+    """Returns the variable whose rows are looked up."""
+    if partition_strategy != "div":
+        raise ValueError(
+            f"partition_strategy is {partition_strategy!r}; a variable is whole here, and its rows have the places "
+            'that "div" gives them'
+        )
+    tables = list(params) if isinstance(params, list | tuple) else [params]
+    if len(tables) != 1:
+        raise ValueError(f"params are {len(tables)} variables; give one, since rows are looked up in one at a time")
+    if isinstance(tables[0], RowReadable):
+        return tables[0]
+    if context.update_lift() is not None:
+        raise RuntimeError(
+            "embeddings are looked up in an update function, which works on whole arrays; look them up before, in the "
+            "function given to strategy.run"
+        )
+    raise TypeError(f"params is a variable, and not {type(tables[0]).__name__}; of an array take params[ids]")
+
+
+def _checked(combiner: Any) -> Combiner:
+    if combiner not in get_args(Combiner):
+        raise ValueError(f"combiner is {combiner!r}; known are {', '.join(map(repr, get_args(Combiner)))}")
+    found: Combiner = combiner
+    return found

@@ -1,0 +1,132 @@
+"""A call that updates some rows of variables, in place.
+
+If a later part of the round may fail, the old rows are kept until then, and put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from psserver.execution.contributions import Contributions
+from psserver.plans.outline import Application, RowsUse
+from psserver.programs.kernels.kernels import Kernels
+from psserver.programs.kernels.rows import RowUpdate
+from pswire.model.plan import Ref
+from pswire.model.rows import Rows, row_specs
+from pswire.model.tensor import DTYPES, Array, TensorSpec
+
+
+class RowsCall:
+    """An application that runs on rows, in one round.
+
+    Args:
+        number: number of the application, among those of the server.
+        application: the application.
+        use: the rows that it takes.
+        kernels: run the program.
+        contributions: have the rows.
+
+    Attributes:
+        numbers: as a range.
+        rows: the rows of all members, one behind another.
+        reduction: number of the reduction that they are of.
+    """
+
+    width = 1
+
+    def __init__(
+        self, number: int, application: Application, use: RowsUse, kernels: Kernels, contributions: Contributions
+    ) -> None:
+        self.numbers = range(number, number + 1)
+        self.reduction = use.reduction
+        self.rows = _behind_another(contributions.rows(use.reduction), contributions.spec(use.reduction))
+        self._application = application
+        self._use = use
+        self._kernels = kernels
+        self._total = contributions.total(use.reduction)
+        self._update = RowUpdate(kernels, use.program, self.rows.ids)
+        self._own: Set[int] = frozenset()
+        self._new: dict[int, Any] = {}
+        self._keeps_old = False
+        self._old: list[tuple[Any, Any, Any]] = []
+
+    @property
+    def assigned(self) -> set[int]:
+        """Numbers of the variables that it assigns."""
+        return set(self._application.assigned)
+
+    def reserve(self, own: Set[int], keeps_old: bool) -> None:
+        """Decides where it writes; takes memory for the variables that it cannot write in place.
+
+        Args:
+            own: variables whose arrays nobody else holds.
+            keeps_old: True if a later part of the round may fail.
+        """
+        self._own, self._keeps_old = own, keeps_old
+        specs = {id: (dtype, shape) for id, dtype, shape in self._application.variables}
+        xp = self._kernels.device.xp
+        with self._kernels.device.scope():
+            self._new = {id: xp.empty(specs[id][1], specs[id][0]) for id in self.assigned - own}
+
+    @property
+    def may_fail(self) -> bool:
+        """True if it may refuse a value, or fail for want of memory; then it has changed nothing."""
+        return self._update.may_fail or self._use.program.may_refuse
+
+    def run(self, value: Callable[[Ref], Any]) -> dict[int, Array]:
+        """Updates the rows, in place or in a copy.
+
+        Args:
+            value: returns a value of the round.
+
+        Returns:
+            The variables that it has assigned.
+        """
+        xp, refs = self._kernels.device.xp, self._application.apply.args
+        written: dict[int, Any] = {}
+        for id in self._application.assigned:
+            array = value(Ref("variable", id))
+            new = self._new.pop(id, None)
+            if new is not None:
+                new[...] = array
+            written[id] = array if new is None else new
+        inputs = [self._input(ref, value, written) for ref in refs]
+        if len(self._use.program.inputs) > len(refs):
+            inputs.append(xp.asarray(self._total, DTYPES[self._use.program.inputs[-1].spec.dtype]))
+        if self._keeps_old:
+            ids = xp.asarray(np.unique(self.rows.ids))
+            self._old = [(array, ids, array[ids]) for id, array in written.items() if id in self._own]
+        self._update.run(inputs)
+        return written
+
+    def _input(self, ref: Ref, value: Callable[[Ref], Any], written: dict[int, Any]) -> Any:
+        if ref == Ref("reduction", self._use.reduction):
+            return self._kernels.device.put(self.rows.values)
+        if ref.kind == "variable" and ref.index in written:
+            return written[ref.index]
+        found = value(ref)
+        return self._kernels.device.xp.ascontiguousarray(found) if found.ndim else found
+
+    def undo(self) -> None:
+        """Puts the old rows back: a later part of the round has failed."""
+        old, self._old = self._old, []
+        for array, ids, rows in old:
+            array[ids] = rows
+
+
+def _behind_another(found: Sequence[Rows], whole: TensorSpec) -> Rows:
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        return Rows(*(np.empty(spec.shape, DTYPES[spec.dtype]) for spec in row_specs(whole, 0)))
+    return Rows(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def undo(calls: Sequence[object]) -> None:
+    """Puts back what calls have written in place, the last one first."""
+    for call in reversed(calls):
+        if isinstance(call, RowsCall):
+            call.undo()

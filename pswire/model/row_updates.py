@@ -1,0 +1,107 @@
+"""Updates of which a gradient of some rows is given: whether they may run on these rows alone.
+
+An update means what it means for the whole gradient, which is zero in all other rows. So it may run on the given rows
+if it leaves a row as it is whose gradient is zero: SGD does, momentum does not. That is found out by computing the
+program once with what is known of the values of such a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+from pswire.model.program import OPS, Attr, Program
+
+Known = Literal["zero"] | int | None
+"""What is known of a value in a row whose gradient is zero: it is zero; it is that input's; nothing."""
+
+
+def refusal(program: Program, given: Collection[int]) -> str | None:
+    """Returns why a program cannot run on some rows, in words; None if it can.
+
+    Args:
+        program: the program, verified.
+        given: its inputs of which rows are given.
+    """
+    shapes = {spec.shape for spec in program.specs}
+    shape = max(shapes, key=len, default=())
+    if not shape or not shapes <= {shape, ()} or program.outputs:
+        return "an update of rows has one shape of tables, beside scalars, and no results"
+    for node in program.nodes:
+        if not OPS[node.op].elementwise:
+            return f"{node.op} is not elementwise, so an update that has it cannot be of rows"
+    for number, item in enumerate(program.inputs):
+        if not item.spec.shape or item.kind == "variable":
+            continue
+        if item.kind == "operand":
+            return "an update of rows takes no array but tables and rows"
+        if number not in given:
+            return "an update of rows takes no whole value beside rows"
+    if any(not program.specs[target].shape for target, _ in program.assigns):
+        return "an update of rows assigns tables, and no scalar"
+    return None
+
+
+def keeps_rows(program: Program, given: Collection[int]) -> bool:
+    """Returns True if a program leaves each row as it is in which the given inputs are zero.
+
+    Numbers are taken to be finite, and divisors not to be zero: zero times infinity is not zero.
+
+    Args:
+        program: the program, verified; `refusal` has nothing against it.
+        given: its inputs of which rows are given.
+    """
+    known: list[Known] = ["zero" if number in given else number for number in range(len(program.inputs))]
+    for number, node in enumerate(program.nodes, len(known)):
+        rule = _RULES.get(node.op)
+        found = None if rule is None else rule([known[arg] for arg in node.args], dict(node.attrs))
+        # What is an input's in another dtype or shape is not what can be assigned to it.
+        same = not isinstance(found, int) or program.specs[found] == program.specs[number]
+        known.append(found if same else None)
+    return all(known[value] == target for target, value in program.assigns)
+
+
+Rule = Callable[[Sequence[Known], Mapping[str, Attr]], Known]
+
+
+def _passes(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    return args[0]
+
+
+def _keeps_zero(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    return "zero" if args[0] == "zero" else None
+
+
+def _add(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    one, other = args
+    return other if one == "zero" else one if other == "zero" else None
+
+
+def _subtract(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    return args[0] if args[1] == "zero" else None
+
+
+def _multiply(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    return "zero" if "zero" in args else None
+
+
+def _divide(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    return "zero" if args[0] == "zero" and args[1] != "zero" else None  # 0 / 0 is NaN
+
+
+def _equal_arms(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    return args[-1] if args[-1] == args[-2] else None
+
+
+_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("positive", "astype", "broadcast_to"), _passes),
+    **dict.fromkeys(
+        ("abs", "negative", "sqrt", "square", "sign", "floor", "ceil", "round", "expm1", "log1p", "sin", "tanh"),
+        _keeps_zero,
+    ),
+    "add": _add,
+    "subtract": _subtract,
+    "multiply": _multiply,
+    "divide": _divide,
+    **dict.fromkeys(("where", "maximum", "minimum"), _equal_arms),
+}

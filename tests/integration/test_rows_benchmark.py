@@ -1,0 +1,28 @@
+"""The benchmark of rows runs, and its table sums to what it must."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240
+
+
+@pytest.mark.soak
+def test_a_short_run_writes_its_figures(tmp_path):
+    """A row for each lane and optimizer, in which all that is timed took some time."""
+    file = tmp_path / "rows.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "rows.py"), "--quick", "--rows", "1000", "--ids", "64"]
+    done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    ours = {(row["system"], row["optimizer"]) for row in rows if "," not in row["system"]}
+    assert ours == {(lane, optimizer) for lane in ("grpc", "tcp", "shm") for optimizer in ("sgd", "adagrad")}
+    for row in rows:
+        assert 0 < row["ms"]["min"] <= row["ms"]["median"] <= row["ms"]["p90"]
+        assert (row["laps"], row["steps"], len(row["lap_medians_ms"])) == (1, 20, 1)

@@ -1,0 +1,249 @@
+"""Rounds with rows: what is reduced of them, what is written where, and what a failure leaves, which is nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from psserver.devices import Device
+from psserver.execution.contributions import Contributions
+from psserver.programs.kernels.kernels import Kernels
+from pswire.errors import ProgramError
+from pswire.model.plan import Apply, Plan, Reduction, Ref
+from pswire.model.program import Input, Node, Program
+from pswire.model.rows import Rows
+from pswire.model.tensor import DTYPES, TensorSpec
+from tests.support.programs import run, same_bits
+from tests.support.rig import adding
+from tests.support.row_contributions import round_of, rows, share
+
+TABLE, WIDE, NUMBER = TensorSpec("float32", (6, 2)), TensorSpec("float32", (4096,)), TensorSpec("int64", (6, 2))
+DECAY = Program(
+    (Input("variable", TABLE), Input("value", TABLE)),
+    (Node("multiply", (0, 0)), Node("add", (1, 2))),
+    ((0, 3),),
+    (),
+)
+POWER = Program((Input("variable", NUMBER), Input("value", NUMBER)), (Node("pow", (0, 1)),), ((0, 2),), ())
+G, H = Ref("reduction", 0), Ref("reduction", 1)
+V, W = Ref("variable", 0), Ref("variable", 1)
+
+
+@pytest.fixture(scope="module", params=["interpreted", "compiled"])
+def kernels(request):
+    """Programs op by op, or compiled as soon as they are asked for."""
+    made = Kernels(Device(), 2, patience=1 if request.param == "compiled" else 10**9, smallest=0)
+    yield made
+    made.close()
+
+
+def made(kernels, job, values, alone=frozenset()):
+    """What a round makes once its kernels are there."""
+    run(job, kernels, {id: array.copy() for id, array in values.items()}, frozenset(values))
+    kernels.compiler.wait()
+    return run(job, kernels, values, alone)
+
+
+# ---- What is reduced ----
+
+
+MEMBER = st.one_of(st.none(), st.lists(st.integers(0, 5), unique=True, max_size=6).map(sorted))
+
+
+@settings(max_examples=60)
+@given(
+    members=st.lists(MEMBER, min_size=1, max_size=4),
+    op=st.sampled_from(["sum", "mean", "first"]),
+    dtype=st.sampled_from(["float32", "float64", "bfloat16", "int32"]),
+    part_bytes=st.sampled_from([16, 48, 1 << 20]),
+)
+def test_rows_are_reduced_as_whole_arrays_are(members, op, dtype, part_bytes):
+    """In task order, bit for bit where there is a row, whoever has none, or no weight, however payloads are cut."""
+    if op == "mean" and dtype == "int32":
+        return
+    plan = Plan((Reduction(op, TensorSpec(dtype, (6, 2)), (0,), "", "rows"),), returned=(G,))
+    shares, wholes, weights = [], [], []
+    for place, ids in enumerate(members):
+        if ids is None:
+            shares.append(share(place, plan, [None]))
+            continue
+        values = np.random.default_rng(place).integers(-99, 99, (len(ids), 2)) / (1 if dtype == "int32" else 7)
+        values = values.astype(DTYPES[dtype])
+        weights.append(float(place + 1))
+        shares.append(
+            share(place, plan, [Rows(np.array(ids, np.int64), values)], weights=weights[-1:], part_bytes=part_bytes)
+        )
+        whole = np.zeros((6, 2), DTYPES[dtype])
+        whole[ids] = values
+        wholes.append((ids, whole))
+    counted = wholes[:1] if op == "first" else wholes
+    expected = np.zeros((6, 2), DTYPES[dtype])
+    for _, whole in counted:
+        expected = expected + whole
+    if op == "mean" and weights:
+        expected = expected / np.asarray(sum(weights), DTYPES[dtype])
+    contributions = Contributions(round_of(plan, *shares))
+    found = contributions.reduced_rows(0)
+    assert found.ids.tolist() == sorted({id for ids, _ in counted for id in ids})
+    assert found.values.shape == (len(found.ids), 2)
+    assert (found.values == expected[found.ids]).all()
+    whole = contributions.value(0)
+    assert whole.dtype == DTYPES[dtype]
+    assert (whole == expected).all()
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "first"])
+@pytest.mark.parametrize("program", [adding(TABLE), DECAY], ids=["on rows", "whole"])
+def test_an_update_of_rows_is_that_of_the_whole(kernels, op, program):
+    """On rows and on a whole array that is made of them: of integers the same bits as a dense round."""
+    dense = Plan((Reduction(op, TABLE, (0,)),), (), (program,), (Apply(0, (0,), (V, G)),))
+    sparse = replace(dense, reductions=(replace(dense.reductions[0], form="rows"),))
+    assert sparse.by_rows == ((0,) if program is not DECAY else (None,))
+    gives = [rows(0, 3, of=4.0), rows(), rows(3, 5, of=8.0)]
+    wholes = []
+    for one in gives:
+        wholes.append(np.zeros(TABLE.shape, "float32"))
+        wholes[-1][one.ids] = one.values
+    weights = [(2.0,), (1.0,), (1.0,)]
+    table = np.arange(12, dtype="float32").reshape(6, 2)
+    found, expected = (
+        made(
+            kernels,
+            round_of(
+                plan, *(share(n, plan, [g], weights=w) for n, (g, w) in enumerate(zip(all, weights, strict=True)))
+            ),
+            {0: table.copy()},
+        )
+        for plan, all in ((sparse, gives), (dense, wholes))
+    )
+    assert same_bits(found.assigned[0], expected.assigned[0])
+    assert not same_bits(found.assigned[0], table)
+
+
+# ---- What is written where ----
+
+
+BOTH = Plan(
+    (Reduction("sum", WIDE, (0,), "'d'"), Reduction("sum", TABLE, (0,), "'table'", "rows")),
+    (),
+    (adding(WIDE), adding(TABLE)),
+    (Apply(0, (0,), (V, G)), Apply(1, (0,), (W, H))),
+)
+
+
+def test_rows_are_written_in_place_where_nobody_looks(kernels):
+    """A table that somebody holds is copied, and stays what it was for its holder."""
+    plan = Plan((replace(BOTH.reductions[1]),), (), (adding(TABLE),), (Apply(0, (0,), (W, G)),))
+    job = round_of(plan, share(0, plan, [rows(1, 4)]))
+    table = np.zeros(TABLE.shape, "float32")
+    outcome = made(kernels, job, {1: table})
+    assert outcome.assigned[1] is not table
+    assert not table.any()
+    assert outcome.assigned[1].sum(axis=1).tolist() == [0, 2, 0, 0, 2, 0]
+    again = made(kernels, job, {1: table}, frozenset({1}))
+    assert again.assigned[1] is table
+    assert table.sum(axis=1).tolist() == [0, 2, 0, 0, 2, 0]
+
+
+BAD = {
+    "not in order": (3, 1),
+    "twice": (1, 1),
+    "negative": (-1, 2),
+    "too large": (2, 6),
+    "far too large": (0, 2**62),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("program", [adding(TABLE), DECAY], ids=["on rows", "whole"])
+def test_ids_that_are_no_rows_fail_the_round_before_anything_is_written(kernels, bad, program):
+    """The error names whose ids they are and for what; a dense variable beside them stays as it was, too."""
+    plan = replace(BOTH, programs=(adding(WIDE), program))
+    values = {0: np.zeros(4096, "float32"), 1: np.ones(TABLE.shape, "float32")}
+    good = share(0, plan, [np.ones(4096, "float32"), rows(0, 2)])
+    made(kernels, round_of(plan, good), {id: array.copy() for id, array in values.items()})
+    job = round_of(plan, good, share(1, plan, [np.ones(4096, "float32"), rows(*BAD[bad])]))
+    with pytest.raises(ProgramError, match="ids that /job:worker/task:1 sent for 'table' are not rows of 6 in increas"):
+        run(job, kernels, values, frozenset(values))
+    assert not values[0].any()
+    assert (values[1] == 1).all()
+
+
+FAILING = Plan(
+    (Reduction("sum", TABLE, (0,), "'table'", "rows"), Reduction("sum", NUMBER, (0,))),
+    (),
+    (adding(TABLE), POWER),
+    (Apply(0, (0,), (V, G)), Apply(1, (0,), (W, H))),
+)
+
+
+def test_rows_are_put_back_where_a_later_part_fails(kernels):
+    """In the table's own memory, where nobody else held it."""
+    table = np.arange(12, dtype="float32").reshape(6, 2)
+    before, values = table.copy(), {0: table, 1: np.full((6, 2), 2)}
+    fails = round_of(FAILING, share(0, FAILING, [rows(1, 4), np.full((6, 2), -1)]))
+    goes = round_of(FAILING, share(0, FAILING, [rows(1, 4), np.full((6, 2), 3)]))
+    made(kernels, goes, {id: array.copy() for id, array in values.items()})
+    with pytest.raises(ProgramError, match="pow of int64"):
+        run(fails, kernels, values, frozenset(values))
+    assert same_bits(table, before)
+    outcome = run(goes, kernels, values, frozenset(values))
+    assert outcome.assigned[0] is table
+    assert (table - before).sum(axis=1).tolist() == [0, 2, 0, 0, 2, 0]
+    assert (outcome.assigned[1] == 8).all()
+
+
+def test_rows_that_an_op_refuses_fail_the_round_before_anything_is_written(kernels):
+    """A lazy update whose program may refuse a value: what comes before it is not written in place."""
+    plan = Plan(
+        (Reduction("sum", WIDE, (0,)), Reduction("sum", NUMBER, (0,), "", "rows")),
+        (),
+        (adding(WIDE), POWER),
+        (Apply(0, (0,), (V, G)), Apply(1, (0,), (W, H), lazy=True)),
+    )
+    assert plan.by_rows == (None, 1)
+    values = {0: np.zeros(4096, "float32"), 1: np.full((6, 2), 2)}
+    goes, fails = (
+        round_of(plan, share(0, plan, [np.ones(4096, "float32"), rows(1, 4, of=power, dtype="int64")]))
+        for power in (3, -1)
+    )
+    made(kernels, goes, {id: array.copy() for id, array in values.items()})
+    with pytest.raises(ProgramError, match="pow of int64"):
+        run(fails, kernels, values, frozenset(values))
+    assert not values[0].any()
+    assert (values[1] == 2).all()
+    outcome = run(goes, kernels, values, frozenset(values))
+    assert outcome.assigned[1][:, 0].tolist() == [2, 8, 2, 2, 8, 2]
+
+
+def test_two_updates_of_one_table_follow_each_other(kernels):
+    """On rows and whole, in the plan's order; the copy that the first has made is the second's."""
+    plan = Plan(
+        (Reduction("sum", TABLE, (0,), "", "rows"), Reduction("sum", TABLE, (0,))),
+        (),
+        (adding(TABLE), DECAY),
+        (Apply(0, (0,), (V, G)), Apply(1, (0,), (V, H)), Apply(0, (0,), (V, G))),
+    )
+    table = np.full(TABLE.shape, 2, "float32")
+    expected = table.copy()
+    expected[[1, 4]] += 1
+    expected = expected * expected + 3
+    expected[[1, 4]] += 1
+    job = round_of(plan, share(0, plan, [rows(1, 4), np.full(TABLE.shape, 3, "float32")]))
+    for alone in (frozenset[int](), frozenset({0})):
+        assert same_bits(made(kernels, job, {0: table.copy()}, alone).assigned[0], expected)
+
+
+def test_no_rows_change_nothing(kernels):
+    """Of a member without any, and of a round in which nobody has any."""
+    plan = Plan((replace(BOTH.reductions[1]),), (), (adding(TABLE),), (Apply(0, (0,), (W, G)),), (G,))
+    table = np.ones(TABLE.shape, "float32")
+    for given_by in ([rows()], [None]):
+        outcome = made(kernels, round_of(plan, share(0, plan, given_by)), {1: table})
+        assert same_bits(outcome.assigned[1], table)
+        ids, values = outcome.given
+        assert (ids.shape, values.shape, values.dtype) == ((0,), (0, 2), np.float32)

@@ -1,0 +1,148 @@
+"""Plans with rows: their identity, where they run on rows, and what is no plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pswire.errors import InvalidRequest, ProgramError
+from pswire.limits import PART_BYTES
+from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, VariableSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.tensor import TensorSpec
+
+TABLE, NUMBER = TensorSpec("float32", (4, 2)), TensorSpec("float32", ())
+STEP = Program(
+    (Input("variable", TABLE), Input("value", TABLE), Input("operand", NUMBER)),
+    (Node("multiply", (1, 2)), Node("subtract", (0, 3))),
+    ((0, 4),),
+    (),
+)
+DECAY = Program((Input("variable", TABLE), Input("value", TABLE)), (Node("multiply", (0, 1)),), ((0, 2),), ())
+NORM = Program(
+    (Input("variable", TABLE), Input("value", TABLE)),
+    (Node("sum", (1,), (("axis", None), ("keepdims", False))), Node("multiply", (0, 2))),
+    ((0, 3),),
+    (),
+)
+VARIABLES = {n: PlacedVariable(n, VariableSpec(f"v{n}", TABLE), (0,)) for n in range(2)}
+W, G = Ref("variable", 0), Ref("reduction", 0)
+
+
+def dense(**more):
+    """One step of gradient descent, which gives the gradient back."""
+    return Plan(
+        (Reduction("sum", TABLE, (0,), "'w'"),),
+        (Operand(NUMBER, (0,)),),
+        (STEP,),
+        (Apply(0, (0,), (W, G, Ref("operand", 0))),),
+        (G,),
+        **more,
+    )
+
+
+def of_rows(plan, lazy=False):
+    """The same, with rows."""
+    reductions = tuple(replace(each, form="rows") for each in plan.reductions)
+    return replace(plan, reductions=reductions, applies=tuple(replace(each, lazy=lazy) for each in plan.applies))
+
+
+def test_dense_plans_are_called_what_they_were_called():
+    """As by the versions that know no rows: who is of one of these takes part in the same job."""
+    assert dense().id.hex() == "c1d08810fc8b7d2f7b4df388907d76577a28e1a78aa64f338b978ebb059409ff"
+    assert dense(nonfinite="skip").id.hex() == "0b2540f1701de4991a48931b5826f09079f43eb3201f35537b840815a307b346"
+
+
+def test_rows_and_laziness_are_of_a_plan_s_identity():
+    """Each choice, and for which reduction and application it is made."""
+    two = replace(
+        dense(),
+        reductions=dense().reductions * 2,
+        applies=(*dense().applies, Apply(0, (0,), (Ref("variable", 1), Ref("reduction", 1), Ref("operand", 0)))),
+    )
+    plans = [dense(), of_rows(dense()), of_rows(dense(), lazy=True), of_rows(dense(nonfinite="skip"))]
+    for number in range(2):
+        some = [replace(each, form="rows") if n == number else each for n, each in enumerate(two.reductions)]
+        plans.append(replace(two, reductions=tuple(some)))
+        lazy = [replace(each, lazy=n == number) for n, each in enumerate(two.applies)]
+        plans.append(replace(of_rows(two), applies=tuple(lazy)))
+    plans += [two, of_rows(two), of_rows(two, lazy=True)]
+    assert len({plan.id for plan in plans}) == len(plans)
+    assert of_rows(dense()).id == of_rows(dense()).id
+
+
+def updating(program, *args, lazy=False, forms=("rows",)):
+    """A plan of one update."""
+    reductions = tuple(Reduction("sum", TABLE, (0,), "", form) for form in forms)
+    return Plan(reductions, (Operand(NUMBER, (0,)),), (program,), (Apply(0, (0,), args, lazy),))
+
+
+TWO = Program(
+    (Input("variable", TABLE), Input("value", TABLE), Input("value", TABLE)),
+    (Node("multiply", (1, 2)), Node("add", (0, 3))),
+    ((0, 4),),
+    (),
+)
+OTHER = Ref("reduction", 1)
+RATE = Ref("operand", 0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "on"),
+    [
+        (updating(STEP, W, G, RATE), 0),
+        (updating(STEP, W, G, RATE, lazy=True), 0),
+        (updating(STEP, W, G, RATE, forms=("dense",)), None),
+        (updating(DECAY, W, G), None),
+        (updating(DECAY, W, G, lazy=True), 0),
+        (updating(NORM, W, G), None),
+        (updating(TWO, W, G, OTHER, forms=("rows", "rows")), None),
+        (updating(TWO, W, G, OTHER, forms=("rows", "dense")), None),
+        (updating(TWO, W, G, G), None),
+    ],
+)
+def test_which_updates_run_on_rows(plan, on):
+    """Those of one gradient's rows that keep all others, or are lazy; and all of these are plans."""
+    assert plan.verify(VARIABLES, 1).by_rows == (on,)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (updating(STEP, W, G, RATE, lazy=True, forms=("dense",)), "no whole value beside rows"),
+        (updating(NORM, W, G, lazy=True), "sum is not elementwise"),
+        (updating(TWO, W, G, OTHER, lazy=True, forms=("rows", "rows")), "it takes those of one gradient"),
+        (updating(TWO, W, G, OTHER, lazy=True, forms=("rows", "dense")), "no whole value beside rows"),
+        (updating(TWO, W, G, G, lazy=True), "it takes those of one gradient"),
+    ],
+)
+def test_a_lazy_update_that_cannot_be_is_no_plan(plan, why):
+    """Whoever proposes it is told why."""
+    with pytest.raises(ProgramError, match=f"a lazy update has to run on rows: .*{why}"):
+        plan.verify(VARIABLES, 1)
+    replace(plan, applies=tuple(replace(each, lazy=False) for each in plan.applies)).verify(VARIABLES, 1)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "first"])
+def test_a_number_has_no_rows(op):
+    """Whatever is made of them."""
+    plan = Plan((Reduction(op, NUMBER, (0,), "", "rows"),), returned=(G,))
+    with pytest.raises(InvalidRequest, match="a number has no rows"):
+        plan.verify(VARIABLES, 1)
+
+
+def test_a_server_with_rows_waits_for_all_of_them():
+    """How many bytes come is not known from the plan; the other servers stream as before."""
+    large = TensorSpec("float32", (PART_BYTES // 4 + 1, 1))
+    plan = Plan((Reduction("sum", large, (0,)), Reduction("sum", large, (1,))), returned=(G, OTHER))
+    assert plan.streams == {0, 1}
+    assert replace(plan, reductions=(of_rows(plan).reductions[0], plan.reductions[1])).streams == {1}
+
+
+def test_reduced_rows_come_behind_what_is_whole():
+    """Whatever the order in which they are returned."""
+    plan = Plan((Reduction("sum", TABLE, (0,), "", "rows"), Reduction("sum", TABLE, (0,))), returned=(G, OTHER))
+    assert [ref for ref, _ in plan.given(0)] == [OTHER]
+    assert [ref for ref, _ in plan.given_rows(0)] == [G]
+    assert (plan.given(1), plan.given_rows(1)) == ([], [])

@@ -1,0 +1,226 @@
+"""Updates of rows: what is said to keep a row without a gradient keeps it, and what cannot run on rows is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import psclient as ps
+from pswire.errors import ProgramError
+from pswire.model.program import OPS, Input, Node, Program, infer
+from pswire.model.row_updates import keeps_rows, refusal
+from pswire.model.tensor import DTYPES, TensorSpec
+from tests.support.programs import expected, plain, traced
+
+SHAPE = (4, 3)
+O = ps.optimizers  # noqa: E741
+CHANGES = "changes rows"
+
+OPTIMIZERS: dict[str, tuple[Any, str | None]] = {
+    "SGD": (lambda: O.SGD(0.5), None),
+    "SGD, momentum": (lambda: O.SGD(0.5, momentum=0.9), CHANGES),
+    "SGD, Nesterov": (lambda: O.SGD(0.5, momentum=0.9, nesterov=True), CHANGES),
+    "Adagrad": (lambda: O.Adagrad(0.5), None),
+    "Adadelta": (lambda: O.Adadelta(0.5), CHANGES),
+    "RMSprop": (lambda: O.RMSprop(0.5), CHANGES),
+    "RMSprop, all": (lambda: O.RMSprop(0.5, momentum=0.5, centered=True), CHANGES),
+    "Ftrl": (lambda: O.Ftrl(0.5, l1_regularization_strength=0.1), CHANGES),
+    "Adam": (lambda: O.Adam(0.5), CHANGES),
+    "Adam, AMSGrad": (lambda: O.Adam(0.5, amsgrad=True), CHANGES),
+    "AdamW": (lambda: O.AdamW(0.5), CHANGES),
+    "Adamax": (lambda: O.Adamax(0.5), CHANGES),
+    "Nadam": (lambda: O.Nadam(0.5), "assigns tables, and no scalar"),
+    "Lamb": (lambda: O.Lamb(0.5), "not elementwise"),
+    "Lion": (lambda: O.Lion(0.5), CHANGES),
+}
+"""Each optimizer, and why its update is not run on rows; None where it is."""
+
+
+def table_program(optimizer):
+    """The program of an optimizer's own update of a table, and its operands."""
+    v = ps.Variable(np.zeros(SHAPE, "float32"))
+    slots = [optimizer.initial_slot(slot, v) for slot in optimizer.slots]
+    specs = [TensorSpec(str(array.dtype), array.shape) for array in (v, *slots)]
+    values = [TensorSpec("float32", SHAPE), TensorSpec("int64", ())]
+    return traced(lambda v, *rest: optimizer.update(v, rest[-2], rest[-1], *rest[:-2]), specs, values)
+
+
+def gradient_of(program):
+    """The number of the input that is a whole gradient."""
+    return next(n for n, item in enumerate(program.inputs) if item.kind == "value" and item.spec.shape)
+
+
+def changed(program, inputs):
+    """Which assigned elements are others than before, and which of all elements were computed of finite numbers."""
+    with np.errstate(all="ignore"):
+        _, values = plain(replace(program, outputs=tuple(range(len(program.specs)))), inputs)
+        assigned, _ = expected(program, inputs)
+    shape = max((spec.shape for spec in program.specs), key=len)
+    finite = np.ones(shape, bool)
+    for value in values:
+        wide = np.asarray(value).astype("complex128")
+        finite &= np.broadcast_to(np.isfinite(wide), shape)
+    moved = [np.asarray(new) != inputs[target] for target, new in assigned.items()]
+    return np.any(moved, axis=0) if moved else np.zeros(shape, bool), finite
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_each_optimizer_does_to_a_row_without_a_gradient(name):
+    """It is said as it is: tables of all kinds stay, or some number changes."""
+    make, why = OPTIMIZERS[name]
+    program, operands = table_program(make())
+    given = [gradient_of(program)]
+    refused = refusal(program, given)
+    if refused is not None:
+        assert why is not None
+        assert why in refused
+        return
+    assert keeps_rows(program, given) == (why is None)
+    found = False
+    for seed in range(5):
+        rng, rest = np.random.default_rng(seed), iter(operands)
+        inputs = []
+        for number, item in enumerate(program.inputs):
+            if item.kind == "operand":
+                inputs.append(next(rest))
+            elif number in given:
+                inputs.append(np.zeros(SHAPE, "float32"))
+            elif item.spec.shape:
+                inputs.append(rng.uniform(0.5, 2, SHAPE).astype("float32"))
+            else:
+                inputs.append(np.array(seed + 2).astype(item.spec.dtype))
+        moved, finite = changed(program, inputs)
+        found |= bool((moved & finite).any())
+    assert found == (why is not None)
+
+
+def test_no_optimizer_is_left_out():
+    """Who adds one says here what it does."""
+    known = {type(make()).__name__ for make, _ in OPTIMIZERS.values()}
+    classes = [each for each in vars(O).values() if isinstance(each, type)]
+    made = {each.__name__ for each in classes if issubclass(each, O.Optimizer)}
+    assert made - {"Optimizer"} == known
+
+
+ELEMENTWISE = [name for name, op in OPS.items() if op.elementwise]
+POOL = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 2.0, 100.0]
+
+
+@st.composite
+def updates(draw):
+    """A random update of two tables, with one gradient and two numbers; ops that keep something come often."""
+    dtypes = st.sampled_from(["float32", "float64", "int32", "uint8", "bfloat16", "complex64", "bool"])
+    own = draw(dtypes)
+    some = st.one_of(st.just(own), dtypes)
+    inputs = [Input("variable", TensorSpec(own, SHAPE)), Input("variable", TensorSpec(draw(some), SHAPE))]
+    gradient = draw(some.filter(lambda dtype: dtype != "bool"))
+    inputs += [Input("value", TensorSpec(gradient, SHAPE)), Input("operand", TensorSpec(draw(some), ()))]
+    specs, nodes = [item.spec for item in inputs], list[Node]()
+    often = ["add", "subtract", "multiply", "divide", "where", "maximum", "minimum", "square", "sqrt", "abs", "astype"]
+    for name in draw(st.lists(st.one_of(st.sampled_from(often), st.sampled_from(ELEMENTWISE)), min_size=1, max_size=8)):
+        args = tuple(draw(st.integers(0, len(specs) - 1)) for _ in range(OPS[name].arity))
+        attrs = {"dtype": draw(some)} if name == "astype" else {"shape": SHAPE} if name == "broadcast_to" else {}
+        try:
+            specs.append(infer(name, [specs[arg] for arg in args], attrs))
+            nodes.append(Node(name, args, tuple(sorted(attrs.items()))))
+        except ProgramError:
+            pass  # These do not go together; another one comes.
+    assigns = []
+    for target in (0, 1):
+        fitting = [number for number, spec in enumerate(specs) if spec == specs[target]]
+        assigns.append((target, draw(st.sampled_from(fitting))))
+    return Program(tuple(inputs), tuple(nodes), tuple(assigns), ())
+
+
+@settings(max_examples=250)
+@given(program=updates(), seed=st.integers(0, 1000))
+def test_a_program_that_is_said_to_keep_rows_keeps_them(program, seed):
+    """Whatever it is made of: no number changes that was computed of finite ones."""
+    assert refusal(program, [2]) is None
+    if not keeps_rows(program, [2]):
+        return
+    rng = np.random.default_rng(seed)
+    inputs = []
+    for number, item in enumerate(program.inputs):
+        with np.errstate(all="ignore"):
+            array = np.array(rng.choice(POOL, item.spec.shape)).astype(DTYPES[item.spec.dtype])
+        inputs.append(np.zeros_like(array) if number == 2 else array)
+    try:
+        moved, finite = changed(program, inputs)
+    except (ProgramError, ValueError):
+        return  # a power of integers that is refused, on rows as on the whole
+    assert not (moved & finite).any()
+
+
+F = TensorSpec("float32", SHAPE)
+
+
+def nothing(*assigned):
+    """An update has no result."""
+
+
+KEPT = {
+    "w + 2 g": (lambda w, u, g: w.assign_add(2.0 * g), True),
+    "w - 0 g": (lambda w, u, g: w.assign_sub(g * 0.0), True),
+    "w + g g u": (lambda w, u, g: w.assign_add(g * g * u), True),
+    "w - g / (u + 1)": (lambda w, u, g: w.assign_sub(g / (u + 1)), True),
+    "|g| into w": (lambda w, u, g: w.assign(np.abs(g)), False),
+    "max(w, w + g)": (lambda w, u, g: w.assign(np.maximum(w, w + g)), True),
+    "where(u, w, w - g)": (lambda w, u, g: w.assign(np.where(u > 0, w, w - g)), True),
+    "tanh, sin, sign, rounds": (lambda w, u, g: w.assign_add(np.tanh(np.sin(np.sign(np.round(g))))), True),
+    "by another dtype": (lambda w, u, g: w.assign((w.astype("float64") + g).astype("float32")), False),
+    "u into w": (lambda w, u, g: w.assign(u + g), False),
+    "exp(g)": (lambda w, u, g: w.assign_add(np.exp(g)), False),
+    "g - w": (lambda w, u, g: w.assign(g - w), False),
+    "g / g": (lambda w, u, g: w.assign_add(g / g), False),
+    "w - w": (lambda w, u, g: w.assign(w - w + g), False),
+    "a second table": (lambda w, u, g: nothing(w.assign_add(g), u.assign(u * 0.9)), False),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_known_to_keep_rows(name):
+    """Zero stays zero through what keeps it, and adds nothing."""
+    fn, kept = KEPT[name]
+    program, _ = traced(fn, [F, F], [F])
+    given = [gradient_of(program)]
+    assert refusal(program, given) is None
+    assert keeps_rows(program, given) == kept
+
+
+REFUSED = {
+    "a sum": (lambda w, g: w.assign_add(g * np.sum(g)), [F], [F], "sum is not elementwise"),
+    "a number": (lambda w, g: w.assign_add(np.float32(1)), [TensorSpec("float32", ())], [F], "one shape of tables"),
+    "two shapes": (lambda w, u, g: w.assign_add(g * u), [F, TensorSpec("float32", (3,))], [F], "one shape of tables"),
+    "an output": (lambda w, g: g + w.assign_add(g).value(), [F], [F], "no results"),
+    "an array": (lambda w, g: w.assign_add(g * np.ones(SHAPE, "float32")), [F], [F], "no array but tables and rows"),
+    "a scalar variable": (
+        lambda w, s, g: nothing(w.assign_add(g), s.assign_add(np.float32(1))),
+        [F, TensorSpec("float32", ())],
+        [F],
+        "and no scalar",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_on_rows_is_refused_in_words(name):
+    """Each with its reason."""
+    fn, variables, values, why = REFUSED[name]
+    program, _ = traced(fn, variables, values)
+    given = [n for n, item in enumerate(program.inputs) if item.kind == "value"]
+    assert why in (refusal(program, given) or "")
+
+
+def test_a_whole_value_beside_rows_is_refused():
+    """A kernel of rows has no row of it."""
+    program, _ = traced(lambda w, g, h: w.assign_add(g * h), [F], [F, F])
+    first, second = (n for n, item in enumerate(program.inputs) if item.kind == "value")
+    assert refusal(program, [first, second]) is None
+    assert "no whole value beside rows" in (refusal(program, [first]) or "")
+    assert keeps_rows(program, [first, second])

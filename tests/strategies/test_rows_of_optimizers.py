@@ -1,0 +1,313 @@
+"""Gradients of some rows: what each optimizer makes of them is what it makes of the whole gradient."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient._src.tracing import diagnostics
+from psclient._src.variables.indexed_slices import IndexedSlices
+from pstesting.in_process import InProcessCluster
+from tests.support.strategies import by_replica, in_replicas, kind_of, merged, replicas, variable
+
+O = ps.optimizers  # noqa: E741
+SHAPE = (7, 3)
+STEPS = 3
+
+OPTIMIZERS = {
+    "SGD": partial(O.SGD, 0.5),
+    "SGD, momentum": partial(O.SGD, 0.5, momentum=0.5),
+    "SGD, Nesterov": partial(O.SGD, 0.5, momentum=0.5, nesterov=True),
+    "SGD, clipped by value": partial(O.SGD, 0.5, clipvalue=2.0),
+    "SGD, clipped by norm": partial(O.SGD, 0.5, clipnorm=2.0),
+    "SGD, clipped by all": partial(O.SGD, 0.5, global_clipnorm=2.0),
+    "SGD, scaled": partial(O.SGD, 0.5, loss_scale_factor=4.0),
+    "SGD, accumulated": partial(O.SGD, 0.5, gradient_accumulation_steps=2),
+    "SGD, averaged": partial(O.SGD, 0.5, use_ema=True, ema_overwrite_frequency=2),
+    "Adagrad": partial(O.Adagrad, 0.5),
+    "Adadelta": partial(O.Adadelta, 0.5),
+    "RMSprop": partial(O.RMSprop, 0.5, momentum=0.5, centered=True),
+    "Ftrl": partial(O.Ftrl, 0.5, l1_regularization_strength=0.1),
+    "Adam": partial(O.Adam, 0.5),
+    "Adam, dynamically scaled": lambda: O.Adam(0.5, loss_scale_factor=O.DynamicLossScale(4.0, 2)),
+    "AdamW": partial(O.AdamW, 0.5),
+    "Adamax": partial(O.Adamax, 0.5),
+    "Nadam": partial(O.Nadam, 0.5),
+    "Lamb": partial(O.Lamb, 0.5),
+    "Lion": partial(O.Lion, 0.5),
+}
+"""Every optimizer, and each thing that is done to gradients around it."""
+
+
+@pytest.fixture(scope="module", params=["default", "mirrored-2", "servers-2x2"])
+def strategy(request, shared):
+    return shared(request.param)
+
+
+def slices(step, replica):
+    """Rows of one replica in one step, of integers; some come twice, and one replica has none in one step."""
+    rng = np.random.default_rng(10 * step + replica)
+    count = 0 if (step, replica) == (1, 1) else 5  # then rows of the other alone
+    ids = rng.integers(0, SHAPE[0], count)
+    return ps.IndexedSlices(rng.integers(-3, 4, (count, SHAPE[1])).astype("float32"), ids)
+
+
+def whole(step, replica):
+    """The same as a whole array."""
+    given, found = slices(step, replica), np.zeros(SHAPE, "float32")
+    np.add.at(found, np.asarray(given.indices), np.asarray(given.values))
+    return found
+
+
+def trained(strategy, make, gradient, tables=2):
+    """The bits of tables, and of one dense variable, after some steps."""
+    start = np.random.default_rng(0).integers(1, 9, SHAPE).astype("float32")
+    own = [variable(strategy, start + n) for n in range(tables)]
+    dense = variable(strategy, np.ones(2, "float32"))
+    with strategy.scope():
+        optimizer = make()
+    for step in range(STEPS):
+
+        def replica_fn(replica, step=step):
+            pairs = [(gradient(step + 5 * n, replica), v) for n, v in enumerate(own)]
+            optimizer.apply_gradients([*pairs, (np.full(2, replica + 1.0, "float32"), dense)])
+
+        in_replicas(strategy, replica_fn)
+    copies = [np.asarray(copy) for v in own for copy in strategy.experimental_local_results(v)]
+    slots = [slot for v in (*own, dense) for slot in optimizer._state.of(v).slots]
+    return [v.numpy() for v in (*own, dense, optimizer.iterations, *slots)], copies
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_make_the_steps_that_the_whole_gradient_makes(strategy, name):
+    """Bit for bit the local one, on variables and all that the optimizer keeps; beside a dense variable."""
+    found, _ = trained(strategy, OPTIMIZERS[name], slices)
+    expected = locally(name, replicas(strategy), whole)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (found[0] != found[1]).any()
+
+
+@functools.cache
+def locally(name, count, gradient):
+    """What so many replicas of this process make without servers."""
+    with ps.MirroredStrategy(devices=[f"cpu:{n}" for n in range(count)]) as strategy:
+        return trained(strategy, OPTIMIZERS[name], gradient)[0]
+
+
+def test_all_copies_are_equal(strategy):
+    """However many there are."""
+    found, copies = trained(strategy, OPTIMIZERS["Adam"], slices, tables=1)
+    assert all((copy == found[0]).all() for copy in copies)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_on_two_servers_make_the_steps_of_one_process(workers):
+    """Each with two replicas."""
+
+    def train(cluster, index):
+        devices = ["cpu:0", "cpu:1"]
+        with ps.ParameterServerStrategy(devices=devices, cluster_resolver=cluster.resolver(index)) as strategy:
+            return steps(strategy)
+
+    with InProcessCluster(2, workers) as cluster, ThreadPoolExecutor(workers) as pool:
+        found = list(pool.map(functools.partial(train, cluster), range(workers)))
+    expected = locally("Adagrad", 2 * workers, whole)
+    for values in found:
+        for one, other in zip(values, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def steps(strategy):
+    start = np.random.default_rng(0).integers(1, 9, SHAPE).astype("float32")
+    with strategy.scope():
+        own = [ps.Variable(start + n, name=f"table {n}") for n in range(2)]
+        dense = ps.Variable(np.ones(2, "float32"), name="dense")
+        optimizer = OPTIMIZERS["Adagrad"]()
+    for step in range(STEPS):
+
+        def replica_fn(step=step):
+            replica = ps.get_replica_context().replica_id_in_sync_group
+            pairs = [(slices(step + 5 * n, replica), v) for n, v in enumerate(own)]
+            optimizer.apply_gradients([*pairs, (np.full(2, replica + 1.0, "float32"), dense)])
+
+        strategy.run(replica_fn)
+    slots = [slot for v in (*own, dense) for slot in optimizer._state.of(v).slots]
+    return [v.numpy() for v in (*own, dense, optimizer.iterations, *slots)]
+
+
+# ---- Reductions ----
+
+
+def table_slices(replica):
+    return ps.IndexedSlices(np.full((2, 3), replica + 1, "float32"), [replica % 7, 4], SHAPE)
+
+
+def reduced(count, mean):
+    found = np.zeros(SHAPE, "float32")
+    for replica in range(count):
+        np.add.at(found, [replica % 7, 4], np.float32(replica + 1))
+    return found / np.float32(count) if mean else found
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_every_reduction_takes_rows(strategy, op):
+    """It gives rows, each place once and in order, or what is made a whole array of them."""
+    count, mean = replicas(strategy), op == "MEAN"
+    expected, v = reduced(count, mean), variable(strategy, np.zeros(SHAPE, "float32"))
+    op = ps.ReduceOp[op]
+    found = [
+        strategy.reduce(op, by_replica(strategy, table_slices), axis=None),
+        merged(strategy, lambda s, g: s.reduce(op, g, axis=None), by_replica(strategy, table_slices)),
+    ]
+    in_replicas(strategy, lambda replica: found.append(ps.get_replica_context().all_reduce(op, table_slices(replica))))
+    for value in found:
+        assert isinstance(value, IndexedSlices)
+        assert np.asarray(value.indices).tolist() == sorted({replica % 7 for replica in range(count)} | {4})
+        np.testing.assert_array_equal(np.asarray(value), expected)
+
+    def update(s, *gradients):
+        pairs = [(g, v) for g in gradients]
+        for g in s.extended.batch_reduce_to(op, pairs):
+            s.extended.update(v, lambda v, g: v.assign_add(g), (g,))
+
+    merged(strategy, update, by_replica(strategy, table_slices), by_replica(strategy, table_slices))
+    np.testing.assert_array_equal(v.numpy(), 2 * expected)
+
+
+# ---- Lazily ----
+
+
+def decayed(v, m, g, rate=0.5):
+    m.assign(rate * m + g)
+    v.assign(v - rate * m - 0.25 * v)
+
+
+def test_a_lazy_update_is_for_the_given_rows_alone(strategy):
+    """As a loop in NumPy over the rows that are touched, step after step; all others stay."""
+    start = np.arange(21, dtype="float32").reshape(SHAPE)
+    v = variable(strategy, start)
+    m = variable(strategy, np.ones(SHAPE, "float32"), beside=v)
+    table, moment = start.copy(), np.ones(SHAPE, "float32")
+
+    def step(s, g):
+        total = s.extended.reduce_to("sum", g, v)
+        s.extended.update(v, ps.lazily(decayed), (m, total))
+
+    for number in range(STEPS):
+        merged(strategy, step, by_replica(strategy, lambda replica, n=number: slices(n, replica)))
+        given = [slices(number, replica) for replica in range(replicas(strategy))]
+        touched = sorted({int(id) for one in given for id in one.indices})
+        total = sum(whole(number, replica) for replica in range(replicas(strategy)))
+        for id in touched:
+            moment[id] = np.float32(0.5) * moment[id] + total[id]
+            table[id] = table[id] - np.float32(0.5) * moment[id] - np.float32(0.25) * table[id]
+    np.testing.assert_array_equal(v.numpy(), table)
+    np.testing.assert_array_equal(m.numpy(), moment)
+
+
+def test_a_lazy_update_needs_rows(strategy):
+    """Of one gradient: of a whole one, or of two, it is refused, and changes nothing."""
+    v = variable(strategy, np.ones(SHAPE, "float32"))
+    one, other = (ps.IndexedSlices(np.ones((1, 3), "float32"), [n], SHAPE) for n in range(2))
+    for args in ((np.ones(SHAPE, "float32"),), (one, other)):
+        with (
+            strategy.scope(),
+            pytest.raises(
+                ps.errors.ProgramError, match=r"a lazy update takes the rows of one gradient|cannot run lazily"
+            ),
+        ):
+            strategy.extended.update(v, ps.lazily(lambda v, *gs: v.assign(sum(gs, 2 * v))), args)
+    assert (v.numpy() == 1).all()
+
+
+def test_two_gradients_of_rows_are_whole_in_an_update(strategy):
+    """Their product is that of the whole arrays."""
+    v = variable(strategy, np.ones(SHAPE, "float32"))
+
+    def step(s, g, h):
+        args = tuple(s.extended.batch_reduce_to("sum", [(g, v), (h, v)]))
+        s.extended.update(v, lambda v, g, h: v.assign_add(g * h), args)
+
+    merged(strategy, step, *(by_replica(strategy, lambda r, n=n: slices(n, r)) for n in (0, 2)))
+    total = [sum(whole(n, replica) for replica in range(replicas(strategy))) for n in (0, 2)]
+    np.testing.assert_array_equal(v.numpy(), 1 + total[0] * total[1])
+
+
+# ---- What is said ----
+
+
+def test_an_update_of_whole_arrays_is_told_once(strategy, caplog, monkeypatch):
+    """On servers, by the names of the variables; where the copies are here nothing travels, and nothing is said."""
+    monkeypatch.setattr(diagnostics, "_warned", set())
+    v, u = (variable(strategy, np.ones(SHAPE, "float32")) for _ in range(2))
+    with caplog.at_level(logging.WARNING):
+        for optimizer in (O.SGD(1.0), O.SGD(1.0, momentum=0.5)):
+            for step in (0, 2):
+                in_replicas(
+                    strategy, lambda r, s=step, o=optimizer: o.apply_gradients([(slices(s, r), v), (slices(s, r), u)])
+                )
+    said = [record.getMessage() for record in caplog.records if "ps.lazily" in record.getMessage()]
+    on_servers = kind_of(strategy) == "embedded"
+    assert len(said) == 2 * on_servers
+    assert all(any(repr(each.name) in line for line in said) for each in (v, u) if on_servers)
+
+
+def test_an_update_that_is_traced_again_is_not_told_again(shared, caplog, monkeypatch):
+    """A function that the script makes anew in each step is the same update to its reader."""
+    monkeypatch.setattr(diagnostics, "_warned", set())
+    strategy = shared("servers-2x2")
+    v = variable(strategy, np.ones(SHAPE, "float32"))
+    with caplog.at_level(logging.WARNING), strategy.scope():
+        for _ in range(3):
+            strategy.extended.update(v, lambda v, g: v.assign(0.5 * v + g), (slices(0, 0).with_shape(SHAPE),))
+    assert [record.getMessage().count("ps.lazily") for record in caplog.records] == [1]
+
+
+def test_too_large_a_whole_array_is_refused(shared, monkeypatch):
+    """Before anything is sent; the update of rows goes on."""
+    strategy = shared("servers-2x2")
+    monkeypatch.setattr(diagnostics, "WHOLE_BYTES", 80)
+    v = variable(strategy, np.ones(SHAPE, "float32"))
+    gradient = lambda r: slices(0, r)  # noqa: E731
+    with pytest.raises(ps.errors.ProgramError, match=f"update of '{v.name}'.*is refused"):
+        in_replicas(strategy, lambda r: O.Adam(1.0).apply_gradients([(gradient(r), v)]))
+    assert (v.numpy() == 1).all()
+    in_replicas(strategy, lambda r: O.SGD(1.0).apply_gradients([(gradient(r), v)]))
+    np.testing.assert_array_equal(v.numpy(), 1 - whole(0, 0) - whole(0, 1))
+
+
+BAD = {
+    "too large": (lambda: ps.IndexedSlices(np.ones((2, 3), "float32"), [0, 7]), "id 7 at place 1 is no row of 7"),
+    "negative": (lambda: ps.IndexedSlices(np.ones((2, 3), "float32"), [-1, 0]), "id -1 at place 0 is no row of 7"),
+    "another shape": (lambda: ps.IndexedSlices(np.ones((2, 3), "float32"), [0, 1], (8, 3)), r"shape \(8, 3\)"),
+    "other rows": (lambda: ps.IndexedSlices(np.ones((2, 2), "float32"), [0, 1]), r"rows of shape \(2,\)"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_rows_that_do_not_fit_are_refused(strategy, bad):
+    """With the variable's name or shape, the id and its place; nothing changes, the dense variable neither."""
+    make, why = BAD[bad]
+    v, dense = variable(strategy, np.ones(SHAPE, "float32")), variable(strategy, np.ones(2, "float32"))
+    optimizer = O.SGD(1.0)
+    last = replicas(strategy) - 1
+
+    def step(replica):
+        mine = make() if replica == last else slices(0, replica)
+        optimizer.apply_gradients([(np.ones(2, "float32"), dense), (mine, v)])
+
+    with pytest.raises(ValueError, match=why) as caught:
+        in_replicas(strategy, step)
+    if "id" in why:
+        assert repr(v.name) in str(caught.value)
+    assert (v.numpy() == 1).all()
+    assert (dense.numpy() == 1).all()
+    in_replicas(strategy, lambda r: optimizer.apply_gradients([(np.ones(2, "float32"), dense), (slices(0, r), v)]))
+    assert dense.numpy().tolist() == [1.0 - replicas(strategy)] * 2

@@ -1,0 +1,229 @@
+"""Rows of variables on every kind of strategy: lookups, and changes by their places, in each context."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from tests.support.strategies import copies, in_replicas, kind_of, replicas, variable
+
+TABLE = np.arange(10, dtype="float32").reshape(5, 2)
+
+
+def test_rows_are_read_in_each_context(strategy):
+    """In replica context each replica looks up its own, across replicas everybody the same; outside as well."""
+    v = variable(strategy, TABLE)
+    found = in_replicas(strategy, lambda replica: v.lookup([replica % 5, 0]).numpy())
+    assert [rows.tolist() for rows in found] == [TABLE[[n % 5, 0]].tolist() for n in range(replicas(strategy))]
+    with strategy.scope():
+        assert v.sparse_read([[4, 1]]).tolist() == [TABLE[[4, 1]].tolist()]
+    assert v.gather(3).tolist() == TABLE[3].tolist()
+
+
+def test_a_replica_s_copy_has_rows(strategy):
+    """What `run` gives for a variable among its arguments is looked up as the variable."""
+    v = variable(strategy, TABLE)
+    found = in_replicas(strategy, lambda replica, own: own.lookup([4, 4]).numpy(), v)
+    assert [rows.tolist() for rows in found] == [TABLE[[4, 4]].tolist()] * replicas(strategy)
+
+
+def test_rows_of_an_on_read_variable_are_each_replica_s(strategy):
+    """And those of the aggregate across replicas."""
+    options = {"synchronization": ps.VariableSynchronization.ON_READ, "aggregation": ps.VariableAggregation.SUM}
+    v = variable(strategy, TABLE, **options)
+
+    def step(replica):
+        v.assign(np.full((5, 2), replica, "float32"))
+        return v.sparse_read([1]).tolist()
+
+    count = replicas(strategy)
+    assert in_replicas(strategy, step) == tuple([[float(n)] * 2] for n in range(count))
+    assert v.sparse_read([1]).tolist() == [[sum(range(count))] * 2]
+
+
+def test_rows_are_as_of_the_last_round(strategy):
+    """A lookup after an update sees it."""
+    v = variable(strategy, TABLE)
+    v.assign_add(np.ones((5, 2)))
+    assert v.sparse_read(2).tolist() == (TABLE[2] + 1).tolist()
+
+
+def test_an_id_that_is_no_row_names_who_asked(strategy):
+    """The variable, and the replica's device, but where there is only one."""
+    v = variable(strategy, TABLE)
+    last = replicas(strategy) - 1
+
+    def step(replica):
+        if replica == last:
+            v.lookup([0, 7])
+
+    with pytest.raises(ValueError, match="id 7 at place 1 is no row of 5") as caught:
+        in_replicas(strategy, step)
+    assert repr(v.name) in str(caught.value)
+    assert (strategy.extended.worker_devices[last] in str(caught.value)) == (kind_of(strategy) != "default")
+
+
+def test_an_update_on_a_server_looks_nothing_up(strategy):
+    """It has whole arrays; where the copies are here, it may read their rows."""
+    v = variable(strategy, TABLE)
+
+    found = []
+
+    def update(own):
+        own.assign(TABLE * 2)
+        found.append(np.asarray(v.lookup([1])).tolist())
+
+    if kind_of(strategy) == "embedded":
+        with pytest.raises(RuntimeError, match=f"rows of variable {v.name!r} are looked up in an update function"):
+            strategy.extended.update(v, update)
+        assert (found, v.numpy().tolist()) == ([], TABLE.tolist())
+    else:
+        strategy.extended.update(v, update)
+        assert found == [(TABLE[[1]] * 2).tolist()] * replicas(strategy)
+
+
+def test_bags_are_looked_up_in_replicas(strategy):
+    """By each replica its own; across replicas as well."""
+    v = variable(strategy, TABLE)
+    look = lambda first: np.asarray(ps.nn.embedding_lookup_sparse(v, [[first, 1], []], None, "sum")).tolist()  # noqa: E731
+    expected = [[(TABLE[n % 5] + TABLE[1]).tolist(), [0, 0]] for n in range(replicas(strategy))]
+    assert in_replicas(strategy, lambda replica: look(replica % 5)) == tuple(expected)
+    with strategy.scope():
+        assert look(0) == expected[0]
+
+
+@pytest.mark.parametrize(
+    "lookup", [ps.nn.embedding_lookup, lambda v, ids: ps.nn.embedding_lookup_sparse(v, [ids], None)]
+)
+def test_an_update_on_a_server_looks_no_embedding_up(strategy, lookup):
+    """Neither of the variable itself, nor of what stands for it there; copies that are here have rows."""
+    v = variable(strategy, TABLE)
+    found = []
+
+    def update(own):
+        found.append(np.asarray(lookup(own, [1])).tolist())
+
+    if kind_of(strategy) == "embedded":
+        with pytest.raises(RuntimeError, match="in an update function"):
+            strategy.extended.update(v, update)
+    else:
+        strategy.extended.update(v, update)
+        assert found == [TABLE[[1]].tolist()] * replicas(strategy)
+
+
+SCATTERED = {
+    "scatter_add": [[0, 1], [2, 3], [4, 5], [6, 7], [11, 12]],
+    "scatter_sub": [[0, 1], [2, 3], [4, 5], [6, 7], [5, 6]],
+    "scatter_update": [[0, 1], [2, 3], [4, 5], [6, 7], [2, 2]],
+    "scatter_min": [[0, 1], [2, 3], [4, 5], [6, 7], [1, 1]],
+    "scatter_max": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]],
+    "scatter_mul": [[0, 1], [2, 3], [4, 5], [6, 7], [16, 18]],
+    "scatter_div": [[0, 1], [2, 3], [4, 5], [6, 7], [4, 4.5]],
+}
+"""What becomes of `TABLE` by the rows 1 and 2, in turn, for row 4."""
+
+
+def twice():
+    """Two rows for one place."""
+    return ps.IndexedSlices(np.array([[1, 1], [2, 2]], "float32"), [4, 4])
+
+
+def each_copy(strategy, v):
+    """The values of a variable's copies."""
+    return [np.asarray(copy).tolist() for copy in strategy.experimental_local_results(v)]
+
+
+@pytest.mark.parametrize("how", SCATTERED)
+def test_rows_are_scattered_across_replicas(strategy, how):
+    """In the scope and outside; each copy gets the same; what was read before stays."""
+    for scope in (strategy.scope, contextlib.nullcontext):
+        v = variable(strategy, TABLE)
+        before = v.numpy()
+        with scope():
+            assert getattr(v, how)(twice()) is v
+        assert each_copy(strategy, v) == [SCATTERED[how]] * copies(strategy, v)
+        assert before.tolist() == TABLE.tolist()
+
+
+@pytest.mark.parametrize("how", SCATTERED)
+def test_one_replica_scatters_its_rows(strategy, how):
+    """Several may differ: where the sum of rows has no meaning, and without an aggregation, they are refused."""
+    v = variable(strategy, TABLE)
+    if replicas(strategy) == 1:
+        in_replicas(strategy, lambda replica: getattr(v, how)(twice()))
+        assert v.numpy().tolist() == SCATTERED[how]
+        return
+    with pytest.raises(ValueError, match=f"{how} of variable {v.name!r} in replica context"):
+        in_replicas(strategy, lambda replica: getattr(v, how)(twice()))
+    summed = variable(strategy, TABLE, aggregation=ps.VariableAggregation.SUM)
+    if how not in ("scatter_add", "scatter_sub"):
+        with pytest.raises(ValueError, match="call it in cross-replica context, with rows that every process has"):
+            in_replicas(strategy, lambda replica: getattr(summed, how)(twice()))
+        assert summed.numpy().tolist() == TABLE.tolist()
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+@pytest.mark.parametrize("how", ["scatter_add", "scatter_sub"])
+def test_replicas_rows_are_aggregated(strategy, how, aggregation):
+    """Each replica has a place of its own beside one that all have."""
+    v = variable(strategy, TABLE, aggregation=aggregation)
+    count = replicas(strategy)
+
+    def step(replica):
+        rows = np.array([[1, 1], [replica + 1, 0]], "float32")
+        getattr(v, how)(ps.IndexedSlices(rows, [replica % 5, 4]))
+
+    in_replicas(strategy, step)
+    delta = np.zeros((5, 2), "float32")
+    for replica in range(count if aggregation != "ONLY_FIRST_REPLICA" else 1):
+        delta[replica] += 1
+        delta[4, 0] += replica + 1
+    delta /= count if aggregation == "MEAN" else 1
+    assert each_copy(strategy, v) == [(TABLE + (delta if how == "scatter_add" else -delta)).tolist()] * copies(
+        strategy, v
+    )
+
+
+def test_an_on_read_variable_s_replica_scatters_its_copy(strategy):
+    """Across replicas each copy is changed where that changes the aggregate alike, and else refused."""
+    options = {"synchronization": ps.VariableSynchronization.ON_READ}
+    v = variable(strategy, np.zeros((2, 1), "float32"), aggregation="SUM", **options)
+    in_replicas(strategy, lambda r: v.scatter_add(ps.IndexedSlices(np.full((1, 1), r + 1, "float32"), [1])))
+    count = replicas(strategy)
+    assert v.numpy().tolist() == [[0], [sum(range(count + 1))]]
+    one = ps.IndexedSlices(np.ones((1, 1), "float32"), [0])
+    mean = variable(strategy, np.zeros((2, 1), "float32"), aggregation="MEAN", **options)
+    mean.scatter_add(one)
+    assert mean.numpy().tolist() == [[1], [0]]
+    if kind_of(strategy) != "default":
+        for refused in (lambda: v.scatter_add(one), lambda: mean.scatter_max(one)):
+            with pytest.raises(ValueError, match="in cross-replica context: an ON_READ variable has a value for each"):
+                refused()
+
+
+def test_an_update_on_a_server_scatters_nothing(strategy):
+    """Neither of the variable nor of what stands for it; a copy that is here may be changed so."""
+    for use in (lambda own, v: own, lambda own, v: v):
+        v = variable(strategy, TABLE)
+        if kind_of(strategy) == "embedded":
+            with pytest.raises((RuntimeError, ps.errors.ProgramError), match="scatter_add"):
+                strategy.extended.update(v, lambda own, v=v, use=use: use(own, v).scatter_add(twice()) and None)
+            assert v.numpy().tolist() == TABLE.tolist()
+        else:
+            strategy.extended.update(v, lambda own, v=v, use=use: use(own, v).scatter_add(twice()))
+            assert each_copy(strategy, v) == [SCATTERED["scatter_add"]] * copies(strategy, v)
+
+
+def test_a_variable_of_another_strategy_is_not_scattered(strategy):
+    """Its scope is another; nothing is changed."""
+    v = variable(strategy, TABLE)
+    with ps.MirroredStrategy(devices=["cpu:0"]) as other, other.scope():
+        if kind_of(strategy) == "default":
+            v.scatter_add(twice())  # as it may be assigned everywhere
+            assert v.numpy().tolist() == SCATTERED["scatter_add"]
+        else:
+            with pytest.raises(RuntimeError, match="two strategies are mixed"):
+                v.scatter_add(twice())
