@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import select
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -25,7 +26,7 @@ from pswire.cluster import Task
 from pswire.encoding.messages import vote_to_pb
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer, parse, refused
-from pswire.errors import PSError
+from pswire.errors import InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import certificate_name, task_name
 from pswire.transport.grpc_channel import open_channel, reason, stub
@@ -199,7 +200,7 @@ class Link:
         return reply
 
     def _lane(self, answer: pb.IntroduceReply) -> LaneCarrier | None:
-        """Connects to the tcp lane; None where it cannot be reached."""
+        """Connects to the tcp lane; None where it cannot be reached, or somebody else answers."""
         if not answer.data_port:
             return None
         host = self.peer.address.rpartition(":")[0].strip("[]")
@@ -208,15 +209,17 @@ class Link:
         try:
             lease = self._config.timeouts.lease
             sock = connect(host, answer.data_port, CONNECT_SECONDS, lease, True, tls, self._name)
-        except OSError as error:
+            try:
+                sock.sendall(Message(Kind.HELLO, header=hello.SerializeToString()).head())
+                lane = LaneCarrier(sock)
+                lane.await_welcome()
+            except BaseException:
+                sock.close()
+                raise
+        except (OSError, InvalidRequest) as error:
             log.info("%s votes over gRPC at %s: its lane cannot be reached (%s)", self._config.task, self._task, error)
             return None
-        try:
-            sock.sendall(Message(Kind.HELLO, header=hello.SerializeToString()).head())
-            return LaneCarrier(sock)
-        except OSError:
-            sock.close()
-            return None
+        return lane
 
 
 class LaneCarrier:
@@ -231,7 +234,22 @@ class LaneCarrier:
     def __init__(self, sock: Stream) -> None:
         self._sock = sock
         self._link = MessageSocket(sock)
-        self._link.trust()
+
+    def await_welcome(self) -> None:
+        """Waits until the other server has taken the hello.
+
+        Raises:
+            OSError, InvalidRequest: nobody does, or what listens there is not the server.
+        """
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            for message in self._link.receive():
+                if message.kind is not Kind.WELCOME:
+                    raise InvalidRequest(f"it answered {message.kind.name}")
+                self._link.trust()
+                return
+            select.select([self._sock], [], [], left)
+        raise TimeoutError(f"no answer within {CONNECT_SECONDS:g} s")
 
     def say(self, data: bytes) -> None:
         """Sends a vote as far as the system takes it; `keep` sends the rest, and finds out if the connection broke."""
@@ -244,7 +262,7 @@ class LaneCarrier:
             waiting = [self._sock] if self._link.waiting else []
             readable, writable, _ = select.select([self._sock], waiting, [], LOOK_SECONDS)
             if readable:
-                for _ in self._link.receive():  # a welcome: nothing else comes this way
+                for _ in self._link.receive():  # nothing comes this way but the end
                     pass
             if writable:
                 self._link.flush()

@@ -8,8 +8,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 
 import numpy as np
+import psutil
 import pytest
 
 import psclient as ps
@@ -110,3 +113,45 @@ def test_servers_that_are_cut_off_for_a_while(tmp_path, stack):
         for task in (W0, W1):
             assert job.hear(task, "sums") == [1212.0, 1212.0]
         job.finish()
+
+
+@pytest.mark.parametrize("words", [b"", b"HTTP/1.1 400 Bad Request\r\nServer: nobody we know of here\r\n\r\n"])
+def test_somebody_else_at_a_lane(tmp_path, stack, words):
+    """At the address of a server's lane another program answers, as with forwarded ports: votes go over gRPC."""
+    relays = [Relay(stack, APART), Relay(stack, APART)]
+    between = [relay.address for relay in relays]
+    with ProcessCluster(count, tmp_path, (2, 0), between=between, gates=["go"], **KEYS) as job:
+        lead(relays, job)
+        for server in (PS0, PS1):
+            answer_all(stack, APART, lane_port(job, server), words)
+        job.open("go")
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == [202.0, 202.0]
+        job.finish()
+        for one, other in ((PS0, PS1), (PS1, PS0)):
+            assert f"{one} votes over gRPC at {other}: its lane cannot be reached (" in job.errors(one)
+
+
+def lane_port(job: ProcessCluster, server) -> int:
+    """The port of a server's tcp lane, as the system knows it."""
+    listens = psutil.Process(job.cluster.processes[server].pid).net_connections("tcp")
+    ports = {found.laddr.port for found in listens if found.status == psutil.CONN_LISTEN}
+    [port] = ports - {int(job.cluster.addresses[server].rpartition(":")[2])}
+    return port
+
+
+def answer_all(stack: ExitStack, host: str, port: int, words: bytes) -> None:
+    """Says some words to whoever connects, and hangs up."""
+    listener = stack.enter_context(socket.create_server((host, port)))
+
+    def answer() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock:
+                sock.sendall(words)
+
+    threading.Thread(target=answer, daemon=True).start()
+    stack.callback(listener.shutdown, socket.SHUT_RDWR)
