@@ -13,6 +13,7 @@ from psserver.checkpoints.restores import Restores
 from psserver.effects import Effect, Fail, Run, Work, naming, settle
 from psserver.plans.round import ReadyRound
 from psserver.state.counters import ServerCounters
+from psserver.state.missed import Unsettled, arrays, whole
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.api import Shard
@@ -22,6 +23,7 @@ from pswire.errors import CheckpointError, PSError
 from pswire.model.log import Snapshotted
 from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder
 from pswire.model.status import Saving
+from pswire.model.tensor import Array
 
 log = logging.getLogger("psserver")
 
@@ -114,7 +116,8 @@ class Snapshots:
             return []  # no checkpoint ordered, or it has failed on another server already
         # A variable without a value has lost its creator; the next creator gives it one.
         mine = [v for v in self._saved() if min(v.servers) == self._store.server and self._store.initialized(v.id)]
-        values = {v.spec.saved_name: self._store.value(v.id) for v in mine}
+        names = [v.spec.saved_name for v in mine]
+        values = dict(zip(names, self._store.views(v.id for v in mine), strict=True))
         frozen = save.frozen = Frozen(save.order, self._store.server, job.round, job.positions, values)
         save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
         done, ask = partial(self._written, frozen), partial(self._let_go, save, frozen)
@@ -183,7 +186,7 @@ class Snapshots:
         """Returns the bytes of frozen values that no variable has any more once the `replaced` ones have new values."""
         writes = frozenset(replaced)
         kept = {id(value) for number, value in self._store.values().items() if number not in writes}
-        held = {id(value): value.nbytes for frozen in self._frozen() for value in frozen.values.values()}
+        held = {id(v): v.nbytes for frozen in self._frozen() for value in frozen.values.values() for v in arrays(value)}
         return sum(nbytes for key, nbytes in held.items() if key not in kept)
 
     def _frozen(self) -> Iterator[Frozen]:
@@ -231,7 +234,10 @@ class Snapshots:
 
     def _write_shard(self, frozen: Frozen, let_go: Callable[[str], None]) -> Shard:
         with naming(self._store.task):
-            return write_shard(self._place, frozen, self._store.device.get, let_go)
+            return write_shard(self._place, frozen, self._get, let_go)
+
+    def _get(self, value: Array | Unsettled) -> Array:
+        return self._store.device.get(whole(value))
 
     def _write_manifest(self, frozen: Frozen, text: str, needed: Callable[[], Needed]) -> Shard:
         with naming(self._store.task):

@@ -200,7 +200,7 @@ class Runner:
             return failed
         if not agreed.skipped:
             change = self._store.exchange if job.commit is Commit.PROGRESSIVE else self._store.commit
-            change(trial.assigned)
+            change(trial.assigned, trial.execution.missed)
         ready = {} if agreed.skipped else trial.ready
         ends = self._end(trial.execution, ready, None, self._tally.clock())
         return [Run(trial.execution.close), *ends]
@@ -264,7 +264,11 @@ class Runner:
             self._store.lend(execution.job.prepared.writes, exchanges)
         # What may come to nothing writes nowhere.
         in_place = self._ballot is None and not execution.job.skipped
-        step = execution, execution.reads(), in_place
+        reads, restores = execution.reads(), execution.job.plan.restore is not None
+        if self._store.unsettled:
+            more = self._store.unsettled if restores else ()
+            reads = frozenset(self._store.missed_of((*reads, *more))).union(reads)
+        step = execution, reads, in_place
         brief = execution.job.is_brief(self._kernels)
         return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows, brief=brief)]
 
@@ -287,8 +291,9 @@ class Runner:
         alone = self._store.alone(reads) if in_place else frozenset[int]()  # before there is one who holds them
         values = self._store.values_of(reads)
         values |= {id: self._assigned[id] for id in self._assigned.keys() & values.keys()}
+        missed = self._store.missed_of(reads)
         try:
-            return execution.step(values, alone, self._store.take_spare)
+            return execution.step(values, alone, self._store.take_spare, missed)
         finally:
             values.clear()
             execution.ran += self._tally.clock() - began
@@ -331,8 +336,8 @@ class Runner:
             self._assigned |= assigned
         elif execution.job.skipped:
             ready = {}  # the variables stay, and what is given is in the record
-        else:
-            self._store.commit(assigned)
+        elif error is None:
+            self._store.commit(assigned, execution.missed)
         effects = self._answers.put(ready)
         if over and self._ballot is not None:
             return effects + self._try(self._ballot, execution, ready, error)

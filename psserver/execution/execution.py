@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from psserver.plans.outline import Application
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
 from psserver.programs.kernels.kernels import Kernels
+from psserver.programs.kernels.replay import Replay
+from psserver.state.missed import MissedUpdates
 from psserver.state.strands import Given
 from psserver.state.variables import take_rows
 from pswire.cluster import Task
@@ -32,6 +35,7 @@ from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.finite import is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
+from pswire.model.rows import Int64s
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 
 log = logging.getLogger("psserver")
@@ -57,6 +61,7 @@ class Execution:
         given: the plan's returned values of this server.
         looked_up: for each session that has asked for rows these rows, on the host, once all steps have run.
         found: NaN and infinite values found in the steps so far.
+        missed: what rows of variables have missed, where the steps so far have changed that; None for nothing.
     """
 
     def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
@@ -69,6 +74,7 @@ class Execution:
         self._rows: list[int] = []
         self.given = Given(self._returned, self._rows)
         self.looked_up: dict[int, list[Array]] = {}
+        self.missed: dict[int, MissedUpdates | None] = {}
         self._lookups = {part.said.session: part.said.lookups for part in job.parts if part.said.lookups}
         self._tables = frozenset(read.variable for reads in self._lookups.values() for read in reads)
         self._progressive = job.commit is Commit.PROGRESSIVE
@@ -80,6 +86,9 @@ class Execution:
         self._at = self._stop = 0  # the range of the outline's steps that the next step runs
         self._values: Mapping[int, Any] = {}
         self._assigned: dict[int, Array] = {}
+        self._missed: Mapping[int, MissedUpdates] = {}  # before this step
+        self._copied: Set[int] = frozenset()  # variables of which this step has copies of its own
+        self._alone: Set[int] = frozenset()
         # Operands and results, and below reductions, that are still to be read.
         self._known: dict[Ref, Any] = {}
         self._reduced: dict[int, Any] = {}
@@ -144,7 +153,11 @@ class Execution:
     # ---- One step ----
 
     def step(
-        self, values: Mapping[int, Any], alone: Set[int], spare: Spare
+        self,
+        values: Mapping[int, Any],
+        alone: Set[int],
+        spare: Spare,
+        missed: Mapping[int, MissedUpdates] = MappingProxyType({}),
     ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
         """Runs the next step, as `reads` has decided.
 
@@ -152,6 +165,7 @@ class Execution:
             values: the variables that it reads, by number.
             alone: variables whose arrays nobody else holds.
             spare: returns an array for the new value of a variable, or None: then it is allocated.
+            missed: what rows of these variables have missed.
 
         Returns:
             Assigned values, on the device; and final values on the host: wanted variables by number, and returned
@@ -167,7 +181,8 @@ class Execution:
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
         with self._told(), self._device.scope():
-            self._values, self._assigned = values, {}
+            self._values, self._assigned, self._missed, self._alone = values, {}, missed, alone
+            self._copied = frozenset()
             if not self.begun:
                 self._begin()
             ready = self._make(self._at, self._stop, alone, spare)
@@ -180,19 +195,29 @@ class Execution:
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
             assigned, self._assigned, self._values, self._at = self._assigned, {}, {}, self._stop
+            self._missed = {}
             return assigned, ready
 
     def _look_up(self) -> None:
         """Takes the rows that members have asked for, as they are after the round."""
         for session, reads in self._lookups.items():
-            tables = [self._after(read.variable) for read in reads]
-            taken = [
-                take_rows(table, read.numbers(), self._device.xp) for table, read in zip(tables, reads, strict=True)
-            ]
+            taken = [self._rows_after(read.variable, read.numbers()) for read in reads]
             self.looked_up[session] = list(map(self._device.get, taken))
 
-    def _after(self, id: int) -> Any:
-        return self._values[id] if self.job.skipped else self._value(Ref("variable", id))
+    def _rows_after(self, id: int, ids: Int64s) -> Any:
+        """Returns rows of a variable as they are after the round."""
+        if self.job.skipped:
+            missed, value = self._missed.get(id), self._values.__getitem__
+        else:
+            missed, value = self._missing(id), self._variable
+        if missed is None:
+            return take_rows(value(id), ids, self._device.xp)
+        tables = list(map(value, missed.tables))
+        if not self.job.skipped and self._assigned.keys() >= set(missed.tables):
+            # They are likely to be updated by the next round, and would be made up again.
+            missed.make_up(tables, np.unique(ids))
+            return take_rows(value(id), ids, self._device.xp)
+        return missed.rows(tables, missed.tables.index(id), ids)
 
     def _give_rows(self) -> None:
         for index in self.job.prepared.given_rows:
@@ -233,6 +258,8 @@ class Execution:
                     raise ProgramError(f"variable {id} should have a value of {expected} here, and has {found}")
         self._known.update((ref, self._device.put(operand)) for ref, operand in self.contributions.operands())
         self._batches = self.job.prepared.batches(self._kernels, len(self.contributions.senders))
+        if self.job.plan.restore is not None:
+            self._settle(self._missed)
         self.begun = True
 
     def _check_contributed(self, contributed: bool) -> None:
@@ -261,7 +288,9 @@ class Execution:
             raise
         last, wanted = self._outline.last, self.wanted
         ready: dict[int | Ref, Array] = {
-            id: array for id, array in self._assigned.items() if id in wanted and last[id] < stop
+            id: array
+            for id, array in self._assigned.items()
+            if id in wanted and last.get(id, stop) < stop and self._missing(id) is None
         }
         if self._device.gpu is not None:
             ready = {id: self._device.get(array) for id, array in ready.items()}
@@ -325,6 +354,8 @@ class Execution:
             self._run_rows(call)
             return
         applications = self._applications(call.numbers.start, call.numbers.stop)
+        if self._missed or self.missed:
+            self._settle({id for application in applications for id, *_ in application.variables})
         suspects: Set[int]
         unsure: Set[int]
         if isinstance(call, Ready):
@@ -353,13 +384,61 @@ class Execution:
                 del self._known[ref]  # no reader is left
 
     def _run_rows(self, call: RowsCall) -> None:
-        rows, assigned = call.rows, call.run(self._value)
+        rows, assigned = call.rows, call.run(self._value, self._made_up(call))
         self.found.forget(assigned)
         if may_be_nonfinite(rows.values.dtype) and not is_finite(rows.values):
             self.found.accuse(call.reduction)
             for id, array in assigned.items():
                 self.found.look(Ref("variable", id), take_rows(array, rows.ids, self._device.xp))
         self._assigned |= assigned
+
+    # ---- Updates that rows have missed ----
+
+    def _missing(self, id: int) -> MissedUpdates | None:
+        """Returns what rows of a variable have missed, as of now."""
+        return self.missed[id] if id in self.missed else self._missed.get(id)
+
+    def _settle(self, ids: Collection[int]) -> None:
+        """Makes all rows of variables have all updates, since something else is about to read or assign them."""
+        for id in ids:
+            missed = self._missing(id)
+            if missed is not None:
+                if missed.behind:
+                    missed, tables = self._owned(missed)
+                    missed.make_up_all(tables)
+                self.missed |= dict.fromkeys(missed.tables)
+
+    def _made_up(self, call: RowsCall) -> MissedUpdates | None:
+        """Makes the rows of a call have all updates before it; returns what it has to note itself in."""
+        same = self._missing(call.tables[0]) if call.tables else None
+        if call.tables and (same is None or not same.is_of(call.program, call.tables)):
+            self._settle(call.tables)
+            replay, size = Replay(self._kernels, call.program), len(self._variable(call.tables[0]))
+            same = MissedUpdates(replay, call.program, call.tables, size)
+            self.missed |= dict.fromkeys(call.tables, same)
+        touched = (self._missing(ref.index) for ref in call.refs if ref.kind == "variable")
+        for missed in dict.fromkeys(found for found in touched if found is not None):
+            now, tables = self._owned(missed)
+            if missed is same:
+                same = now
+                now.make_room(tables)
+            now.make_up(tables, call.ids)
+        return same
+
+    def _owned(self, missed: MissedUpdates) -> tuple[MissedUpdates, list[Any]]:
+        """Returns what rows have missed, and the tables, for a change in place; copies them where that must not be.
+
+        Where updates are made up in place of others' values, no value changes, and it stays if the round fails. But
+        updates of this round are made up in copies.
+        """
+        tables = frozenset(missed.tables)
+        in_place = tables <= self._alone and not tables & self._assigned.keys()
+        if not in_place and not tables <= self._copied:
+            missed = missed.copy()
+            self.missed |= dict.fromkeys(missed.tables, missed)
+            self._assigned |= {id: self._variable(id).copy() for id in missed.tables}
+            self._copied |= tables
+        return missed, list(map(self._variable, missed.tables))
 
     # ---- Values ----
 
@@ -370,6 +449,9 @@ class Execution:
             return self._known[ref]
         assigned = self._assigned.get(ref.index)
         return self._values[ref.index] if assigned is None else assigned
+
+    def _variable(self, id: int) -> Any:
+        return self._value(Ref("variable", id))
 
     def _variables(self, ids: Sequence[int]) -> list[Array]:
         """Returns the values of variables, by their numbers."""

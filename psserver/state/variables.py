@@ -13,18 +13,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from psserver.devices import Device
 from psserver.sizes import human
+from psserver.state.missed import Group, MissedUpdates, Unsettled
 from pswire.api import RowRead
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
 from pswire.model.plan import PlacedVariable
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
+
+
+Missed = Mapping[int, MissedUpdates | None]
+"""What rows of variables have missed, by the numbers of these; None for nothing."""
+
+NOTHING: Missed = MappingProxyType({})
 
 
 class Store:
@@ -48,6 +56,7 @@ class Store:
         self.variables: dict[int, PlacedVariable] = {}
         self._values: dict[int, Array] = {}
         self._spares: dict[int, Array] = {}  # the arrays that the last round on trial has replaced
+        self._missed: dict[int, MissedUpdates] = {}  # by each of their variables
         self.nbytes = 0
         self.lent: frozenset[int] = frozenset()
 
@@ -56,6 +65,7 @@ class Store:
         self.variables.clear()
         self._values.clear()
         self._spares.clear()
+        self._missed.clear()
         self.nbytes = 0
         self.lent = frozenset()
 
@@ -102,18 +112,60 @@ class Store:
             raise InvalidRequest(f"variable {self.variables[id].spec.name!r} does not live on this server")
         return self._values.setdefault(id, value) is value
 
-    def commit(self, values: Mapping[int, Array]) -> None:
-        """Replaces the values of several variables, all at once."""
-        self._values.update(values)
+    def commit(self, values: Mapping[int, Array], missed: Missed = NOTHING) -> None:
+        """Replaces the values of several variables, all at once.
 
-    def exchange(self, values: Mapping[int, Array]) -> None:
-        """Replaces the values of several variables, all at once; keeps the old arrays, and no older ones."""
+        Args:
+            values: the new values.
+            missed: what rows of variables have missed, where that has changed; None for nothing.
+        """
+        self._values.update(values)
+        for id, found in missed.items():
+            if found is None:
+                self._missed.pop(id, None)
+            else:
+                self._missed[id] = found
+
+    def exchange(self, values: Mapping[int, Array], missed: Missed = NOTHING) -> None:
+        """Does as `commit`; keeps the old arrays, and no older ones."""
         self._spares = {id: self._values[id] for id in values if self.device.gpu is None}
-        self.commit(values)
+        self.commit(values, missed)
 
     def take_spare(self, id: int) -> Array | None:
         """Takes the kept array of a variable, into which a round may write; None if there is none, or if it is read."""
         return self._spares.pop(id) if _writable(self._spares, id) else None
+
+    def missed_of(self, ids: Iterable[int]) -> dict[int, MissedUpdates]:
+        """Returns what rows of some variables have missed, by the numbers of these and of all variables beside them."""
+        if not self._missed:
+            return {}
+        found = (self._missed[id] for id in ids if id in self._missed)
+        return {id: missed for missed in found for id in missed.tables}
+
+    @property
+    def unsettled(self) -> Collection[int]:
+        """Numbers of the variables of which rows may have missed updates."""
+        return self._missed.keys()
+
+    def view(self, id: int) -> Array | Unsettled:
+        """Returns a variable's value for who reads it later; raises `InvalidRequest` if it has none here."""
+        return self.views((id,))[0]
+
+    def views(self, ids: Iterable[int]) -> list[Array | Unsettled]:
+        """Returns values of variables as `view` does; what is made up for one is made up for those beside it."""
+        if not self._missed:
+            return [self.value(id) for id in ids]
+        groups: dict[MissedUpdates, Group] = {}
+        found: list[Array | Unsettled] = []
+        for id in ids:
+            value, missed = self.value(id), self._missed.get(id)
+            if missed is None or not missed.behind:
+                found.append(value)
+                continue
+            if missed not in groups:
+                groups[missed] = Group(missed, [self._values[table] for table in missed.tables])
+            found.append(Unsettled(groups[missed], missed.tables.index(id)))
+        return found
 
     def value(self, id: int) -> Array:
         """Returns a variable's array, on the device; raises `InvalidRequest` if it has none here."""
@@ -168,8 +220,10 @@ class Store:
         self.lent = frozenset()
 
 
-def take_rows(table: Any, ids: Int64s, xp: Any) -> Any:
+def take_rows(table: Array | Unsettled, ids: Int64s, xp: Any) -> Any:
     """Returns rows of a variable as a new array, on its device; `xp` is the device's array namespace."""
+    if isinstance(table, Unsettled):
+        return table.rows(ids)
     return xp.take(table, xp.asarray(ids), axis=0)
 
 

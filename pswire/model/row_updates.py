@@ -42,6 +42,19 @@ def refusal(program: Program, given: Collection[int]) -> str | None:
     return None
 
 
+def later_refusal(program: Program) -> str | None:
+    """Returns why an update that a row has missed cannot be made up later, in words; None if it can.
+
+    Args:
+        program: the program, verified; `refusal` has nothing against it.
+    """
+    targets = {target for target, _ in program.assigns}
+    read = (n for n, item in enumerate(program.inputs) if item.kind == "variable" and item.spec.shape)
+    if any(number not in targets for number in read):
+        return "it reads a table that it does not assign, which may be another one when the update is made up"
+    return None
+
+
 def keeps_rows(program: Program, given: Collection[int]) -> bool:
     """Returns True if a program leaves each row as it is in which the given inputs are zero.
 
@@ -51,14 +64,35 @@ def keeps_rows(program: Program, given: Collection[int]) -> bool:
         program: the program, verified; `refusal` has nothing against it.
         given: its inputs of which rows are given.
     """
-    known: list[Known] = ["zero" if number in given else number for number in range(len(program.inputs))]
+    return _rests(program, given)
+
+
+def resting(program: Program, given: Collection[int]) -> tuple[int, ...]:
+    """Returns the assigned tables of which a row that is zero stays as it is, and its rows in the other tables as well.
+
+    So it is with the moments of a row that never had a gradient.
+
+    Args:
+        program, given: as for `keeps_rows`, which holds of the program in such a row.
+
+    Returns:
+        The inputs, all but one of those that are assigned; empty if there are none.
+    """
+    targets = [target for target, _ in program.assigns]
+    found = (tuple(n for n in targets if n != other) for other in targets)
+    return next((zero for zero in found if zero and _rests(program, {*given, *zero})), ())
+
+
+def _rests(program: Program, zero: Collection[int]) -> bool:
+    """Returns True if a program leaves a row as it is in which these inputs are zero."""
+    known: list[Known] = ["zero" if number in zero else number for number in range(len(program.inputs))]
     for number, node in enumerate(program.nodes, len(known)):
         rule = _RULES.get(node.op)
         found = None if rule is None else rule([known[arg] for arg in node.args], dict(node.attrs))
         # What is an input's in another dtype or shape is not what can be assigned to it.
         same = not isinstance(found, int) or program.specs[found] == program.specs[number]
         known.append(found if same else None)
-    return all(known[value] == target for target, value in program.assigns)
+    return all(known[value] == ("zero" if target in zero else target) for target, value in program.assigns)
 
 
 Rule = Callable[[Sequence[Known], Mapping[str, Attr]], Known]
