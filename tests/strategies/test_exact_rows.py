@@ -1,4 +1,4 @@
-"""Updates put off in rows that a gradient does not have: whoever looks, at whatever, finds the bits of the whole update."""
+"""Updates are put off in rows that a gradient does not have; whoever looks finds the bits of the whole update."""
 
 from __future__ import annotations
 

@@ -282,7 +282,9 @@ def replay_source(form: Form) -> str:
     lines += ["    ids, first = carray(p_ids, n), carray(p_first, n)"]
     lines += [f"    all_{p.name} = carray(p_{p.name}, kept if {p.single} else size)" for p in taken]
     lines += [f"    z{p.value} = carray(p_z{p.value}, size)" for p in bits]
-    lines += ["    for r in range(n):", "        base = ids[r] * width"]
+    lines += ["    for r in range(n):"]
+    lines += ["        " + line for line in _fetching(tables)]
+    lines += ["        base = ids[r] * width"]
     if bits:
         lines += [f"        found{p.value} = {p.dtype}(0)" for p in bits]
         lines += ["        for i in range(base, base + width):"]
@@ -302,12 +304,14 @@ def bit_parameters(form: Form) -> list[Parameter]:
     return [Parameter("array", n, f"uint{8 * DTYPES[form.program.inputs[n].spec.dtype].itemsize}") for n in rested]
 
 
-def _fetching(tables: Sequence[Parameter], rows: Sequence[Parameter]) -> Iterator[str]:
-    """Yields the lines that prefetch rows."""
+def _fetching(tables: Sequence[Parameter], rows: Sequence[Parameter] = ()) -> Iterator[str]:
+    """Yields the lines that prefetch rows of tables, and the first of the received ones for each."""
     step = LINE // max(DTYPES[p.dtype].itemsize for p in (*tables, *rows))
     lines = f"for i in range(0, min(width, {FETCHED}), {step}):"
     yield f"far, near = min(r + {FAR}, n - 1), min(r + {NEAR}, n - 1)"
-    yield "later, soon, given = ids[far] * width, ids[near] * width, order[starts[far]] * width"
+    yield "later, soon = ids[far] * width, ids[near] * width"
+    if rows:
+        yield "given = order[starts[far]] * width"
     yield lines
     yield from (f"    fetch(all_{p.name}, later + i)" for p in tables)
     yield from (f"    fetch(all_{p.name}, given + i)" for p in rows)

@@ -20,7 +20,7 @@ from pswire.model.program import Program
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array, address_of
 
-TURN = 1 << 8
+TURN = 1 << 9
 """Rows that one thread takes at a time: some have missed one update, others thousands."""
 
 GATHERED = 1 << 14
