@@ -28,7 +28,6 @@ from pswire.model.plan import PlacedVariable
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
-
 Missed = Mapping[int, MissedUpdates | None]
 """What rows of variables have missed, by the numbers of these; None for nothing."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 import psclient as ps
 from pstesting.in_process import InProcessCluster
 from tests.strategies.test_rows_of_optimizers import OPTIMIZERS
-from tests.support.strategies import in_replicas, merged, opened, replicas, variable
+from tests.support.strategies import by_replica, in_replicas, merged, opened, replicas, variable
 
 O = ps.optimizers  # noqa: E741
 SHAPE = (23, 5)
@@ -22,6 +23,13 @@ EXACT = [name for name in OPTIMIZERS if "norm" not in name and "by all" not in n
 @pytest.fixture(scope="module", params=["servers-2x2"])
 def strategy(request, shared):
     return shared(request.param)
+
+
+LAZY = {
+    "LazyAdam": lambda: O.LazyAdam(0.5),
+    "SGD, momentum": lambda: O.SGD(0.5, momentum=0.5, sparse="lazy"),
+    "AdamW": lambda: O.AdamW(0.5, sparse="lazy"),
+}
 
 
 def gradient(step, replica):
@@ -86,6 +94,66 @@ def test_what_is_seen_has_the_bits_of_whole_updates(strategy, name):
         assert len(found) == len(expected)
         for place, (one, other) in enumerate(zip(found, expected, strict=True)):
             np.testing.assert_array_equal(one, other, err_msg=f"seed {seed}, look {place}")
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored-2", "servers-2x2"])
+@pytest.mark.parametrize("name", LAZY)
+def test_a_lazy_optimizer_leaves_other_rows_alone(shared, kind, name):
+    """It is as if the rows that a step has were all there is; with whole gradients it is the optimizer that it was."""
+    strategy, start = shared(kind), np.random.default_rng(0).normal(size=SHAPE).astype("float32")
+    v = variable(strategy, start)
+    with strategy.scope():
+        optimizer = LAZY[name]()
+    for step in range(10):
+        before = [x.numpy() for x in (v, *slots_of(optimizer, v))]
+        in_replicas(strategy, lambda replica, step=step: optimizer.apply_gradients([(gradient(step, replica), v)]))
+        given = {int(id) for replica in range(replicas(strategy)) for id in gradient(step, replica).indices}
+        rest = sorted({*range(SHAPE[0])} - given)
+        for old, new in zip(before, (v, *optimizer._state.of(v).slots), strict=False):
+            np.testing.assert_array_equal(new.numpy()[rest], old[rest])
+        assert not given or (v.numpy()[sorted(given)] != before[0][sorted(given)]).any()
+
+
+def slots_of(optimizer, v):
+    return optimizer._state.of(v).slots if optimizer._state.has(v) else ()
+
+
+@pytest.mark.parametrize("word", ["Exact", None, 1, ""])
+def test_another_word_is_refused(word):
+    """When an optimizer is made, and when it is changed."""
+    with pytest.raises(ValueError, match="it is one of 'exact', 'lazy' and 'dense'"):
+        O.Adam(0.5, sparse=word)
+    optimizer = O.Adam(0.5)
+    with pytest.raises(ValueError, match="it is one of 'exact', 'lazy' and 'dense'"):
+        optimizer.sparse = word
+    assert optimizer.sparse == "exact"
+
+
+def test_a_function_of_one_s_own_is_made_up(strategy):
+    """`ps.exactly`: reads find what the plain update makes; one that reads a table it does not assign is whole."""
+    start = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
+    wholes = [variable(strategy, start) for _ in range(2)]
+    tables = [(v, variable(strategy, np.ones(SHAPE, "float32"), beside=v)) for v in wholes]
+
+    def decay(v, g, m):
+        m.assign(0.5 * m + g)
+        v.assign_sub(0.25 * m + 0.125 * v)
+
+    def reads(v, g, m):
+        v.assign_sub(g + 0.25 * m)
+
+    def update(s, g, fn, v, m):
+        s.extended.update(v, fn, (s.extended.reduce_to("sum", g, v), m))
+
+    for step in range(12):
+        for fn in (decay, reads) if step % 4 == 3 else (decay,):
+            for number, (v, m) in enumerate(tables):
+                given = by_replica(strategy, lambda replica, step=step: gradient(step, replica))
+                merged(strategy, partial(update, fn=ps.exactly(fn) if number else fn, v=v, m=m), given)
+        for one, other in zip(*tables, strict=True):
+            np.testing.assert_array_equal(one.numpy(), other.numpy())
+    with pytest.raises(TypeError, match="exactly takes an update function"):
+        ps.exactly(3)
 
 
 # ---- Checkpoints ----

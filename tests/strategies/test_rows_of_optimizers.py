@@ -31,6 +31,7 @@ OPTIMIZERS = {
     "SGD, accumulated": partial(O.SGD, 0.5, gradient_accumulation_steps=2),
     "SGD, averaged": partial(O.SGD, 0.5, use_ema=True, ema_overwrite_frequency=2),
     "Adagrad": partial(O.Adagrad, 0.5),
+    "Adagrad by rows": partial(O.RowwiseAdagrad, 0.5),
     "Adadelta": partial(O.Adadelta, 0.5),
     "RMSprop": partial(O.RMSprop, 0.5, momentum=0.5, centered=True),
     "Ftrl": partial(O.Ftrl, 0.5, l1_regularization_strength=0.1),

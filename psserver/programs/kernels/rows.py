@@ -18,6 +18,7 @@ from psserver.programs.kernels.fusion import Shape, Step
 from psserver.programs.kernels.kernels import Kernel, Kernels
 from psserver.programs.kernels.row_groups import Groups
 from pswire.errors import ProgramError
+from pswire.model import row_updates
 from pswire.model.program import Input, Node, Program
 from pswire.model.row_updates import refusal
 from pswire.model.tensor import Array, TensorSpec, address_of, spec_of
@@ -31,8 +32,8 @@ class RowUpdate:
 
     Args:
         kernels: the kernels of the tables' device.
-        program: assigns variables of one shape (size, ...), by elementwise ops on them, on scalars, and on values of
-            that shape; has no outputs.
+        program: assigns variables of one shape (size, ...), or of one number for each row, by ops that are elementwise
+            or along each row, on them, on scalars, and on values of that shape; has no outputs.
         ids: int64[n], the place of each row; on the host.
 
     Attributes:
@@ -139,7 +140,7 @@ def table_shape(program: Program) -> Shape:
     why = refusal(program, given)
     if why is not None:
         raise ProgramError(why)
-    return max((spec.shape for spec in program.specs), key=len)
+    return row_updates.table_shape(program)
 
 
 def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape) -> None:
@@ -173,14 +174,19 @@ def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups
 
 
 def resized(program: Program, shape: Shape, new: Shape) -> Program:
-    """Returns an elementwise program for tables of another shape."""
+    """Returns a program of rows for tables of another shape."""
+    shapes = {row_updates.row_shape(shape): row_updates.row_shape(new), shape: new}
 
     def resize(spec: TensorSpec) -> TensorSpec:
-        return replace(spec, shape=new) if spec.shape == shape else spec
+        return replace(spec, shape=shapes.get(spec.shape, spec.shape))
 
     inputs = tuple(Input(item.kind, resize(item.spec)) for item in program.inputs)
     nodes = tuple(
-        Node(node.op, node.args, tuple((k, new if k == "shape" and v == shape else v) for k, v in node.attrs))
+        Node(
+            node.op,
+            node.args,
+            tuple((k, shapes.get(v, v) if k == "shape" and isinstance(v, tuple) else v) for k, v in node.attrs),
+        )
         for node in program.nodes
     )
     return Program(inputs, nodes, program.assigns, program.outputs)
